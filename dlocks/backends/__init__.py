@@ -1,0 +1,1 @@
+"""The rooms in which the truth about locks can live."""

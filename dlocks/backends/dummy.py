@@ -1,0 +1,35 @@
+"""Locks that always say yes, for tests and for developing: nobody is excluded."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
+
+
+class DummyBackend(BaseBackend):
+    """Grants every claim at once."""
+
+    exclusive: ClassVar[bool] = False
+
+    def __init__(self, alias: str, **options: Any) -> None:
+        super().__init__(alias, **options)
+        self._tokens = itertools.count(time.time_ns() // 1000)
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        return Grant(next(self._tokens))
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        return {claim.owner: claim.ttl for claim in claims}
+
+    def recount(self, claim: Claim, count: int) -> bool:
+        return True
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        return True
+
+    def holder(self, key: str) -> Holder | None:
+        return None

@@ -1,0 +1,105 @@
+"""Locks in the memory of one process, for tests: the rules of the others without a server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from dlocks import clock
+from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
+from dlocks.exceptions import LockStale
+
+
+@dataclass(slots=True)
+class _Entry:
+    claim: Claim
+    ends_at: float
+    since: datetime
+    token: int
+    count: int = 1
+    processing: bool = True
+
+
+class MemoryBackend(BaseBackend):
+    """Excludes the threads and tasks of one process from each other. ``time`` may be replaced, to turn a clock."""
+
+    def __init__(self, alias: str, **options: Any) -> None:
+        super().__init__(alias, **options)
+        self.time: Callable[[], float] = clock.now
+        self._entries: dict[str, _Entry] = {}
+        self._mutex = threading.Lock()
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        with self._mutex:
+            entry = self._entries.get(claim.key)
+            token = time.time_ns() // 1000
+            if entry is not None:
+                if entry.processing and entry.claim.owner == claim.owner:
+                    return Grant(entry.token)
+                if not self._free(entry, claim):
+                    return None
+                token = max(token, entry.token + 1)
+            self._entries[claim.key] = _Entry(claim, self.time() + claim.ttl, datetime.now(UTC), token)
+            return Grant(token)
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        with self._mutex:
+            left = {}
+            for claim in claims:
+                if (entry := self._live(claim)) is not None:
+                    entry.ends_at = self.time() + claim.ttl
+                    left[claim.owner] = claim.ttl
+            return left
+
+    def recount(self, claim: Claim, count: int) -> bool:
+        with self._mutex:
+            entry = self._live(claim)
+            if entry is None:
+                return False
+            entry.count = count
+            return True
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        with self._mutex:
+            entry = self._entries.get(claim.key)
+            if entry is None or entry.claim.owner != claim.owner:
+                return False
+            entry.processing, entry.count = False, 0
+            entry.ends_at = self.time() + keep
+            return True
+
+    def holder(self, key: str) -> Holder | None:
+        with self._mutex:
+            entry = self._entries.get(key)
+            remaining = 0.0 if entry is None else entry.ends_at - self.time()
+            if entry is None or (remaining <= 0 and not entry.processing):
+                return None
+            return Holder(
+                key=key,
+                holder=entry.claim.holder,
+                owner_ip=entry.claim.owner_ip,
+                since=entry.since,
+                remaining=remaining,
+                token=entry.token,
+                count=entry.count,
+                stale=remaining <= 0,
+            )
+
+    def _free(self, entry: _Entry, claim: Claim) -> bool:
+        if not entry.processing:
+            return entry.ends_at <= self.time()
+        if entry.ends_at + self.grace > self.time():
+            return False
+        if not claim.takeover:
+            raise LockStale(key=claim.key, holder=None)
+        return True
+
+    def _live(self, claim: Claim) -> _Entry | None:
+        entry = self._entries.get(claim.key)
+        if entry is None or entry.claim.owner != claim.owner or not entry.processing or entry.ends_at <= self.time():
+            return None
+        return entry

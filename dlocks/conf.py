@@ -1,0 +1,99 @@
+"""From the DLOCKS setting to backends: one of each alias for the whole process."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from dlocks.backends.base import BaseBackend
+
+DEFAULT_ALIAS = "default"
+DEFAULT: dict[str, Any] = {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}
+
+
+class BackendHandler:
+    """The backends by alias, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, BaseBackend] = {}
+        self._mutex = threading.Lock()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**DEFAULT, **getattr(settings, "DLOCKS", {})}
+
+    def __getitem__(self, alias: str) -> BaseBackend:
+        try:
+            return self._backends[alias]
+        except KeyError:
+            with self._mutex:
+                if alias not in self._backends:
+                    self._backends[alias] = self._make(alias)
+                return self._backends[alias]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def reset(self) -> None:
+        """Forget the backends, so that changed settings take effect."""
+        with self._mutex:
+            self._backends.clear()
+
+    def _make(self, alias: str) -> BaseBackend:
+        if alias not in self.settings:
+            raise ImproperlyConfigured(f"DLOCKS has no alias {alias!r}; it has {', '.join(map(repr, self.settings))}.")
+        conf = dict(self.settings[alias])
+        path, options = conf.pop("BACKEND", None), dict(conf.pop("OPTIONS", {}))
+        if conf:
+            raise ImproperlyConfigured(
+                f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it takes 'BACKEND' and 'OPTIONS'."
+            )
+        if path is None:
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}] names no 'BACKEND'.")
+        try:
+            backend_class = import_string(path)
+        except ImportError as error:
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}") from error
+        known = options_of(backend_class)
+        for option in options:
+            if option not in known:
+                raise ImproperlyConfigured(
+                    f"DLOCKS[{alias!r}]['OPTIONS'] has an unknown option {option!r};"
+                    f" {backend_class.__name__} takes {', '.join(sorted(known))}."
+                )
+        try:
+            backend = backend_class(alias, **options)
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['OPTIONS']: {error}") from error
+        if not isinstance(backend, BaseBackend):
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend.")
+        return backend
+
+
+def options_of(backend_class: type) -> set[str]:
+    """Return the names of the options that a backend's constructors take."""
+    return {
+        name
+        for base in backend_class.__mro__
+        if "__init__" in vars(base)
+        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+backends = BackendHandler()
+
+
+def _setting_changed(*, setting: str, **kwargs: Any) -> None:
+    if setting == "DLOCKS":
+        backends.reset()
+
+
+setting_changed.connect(_setting_changed, dispatch_uid="dlocks.conf")

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from django.db import connection, connections
+
+from dlocks.keeper import keeper
+from tests.processes import Worker
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out, visibly, the tests that are about another engine."""
+    engine = connection.settings_dict["ENGINE"].rsplit(".", 1)[-1]
+    vendor = {"sqlite3": "sqlite", "mysql": "mariadb"}.get(engine, engine)
+    keep, leave = [], []
+    for item in items:
+        marker = item.get_closest_marker("engine")
+        (keep if marker is None or vendor in marker.args else leave).append(item)
+    if leave:
+        config.hook.pytest_deselected(items=leave)
+        items[:] = keep
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings():
+    """Nothing to modify: what matters comes after, when the test database has its name."""
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup):
+    # The processes that tests start use this test database.
+    os.environ["DLOCKS_TEST_NAME"] = str(connection.settings_dict["NAME"])
+    return django_db_setup
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Every test leaves the keeper without holds."""
+    yield
+    assert not list(keeper._holds), "a hold was left"
+
+
+@pytest.fixture(scope="session")
+def _pool():
+    workers: list[Worker] = []
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def workers(_pool, transactional_db):
+    """Return a function that gives so many processes, on this test's database, kept for the next test."""
+
+    def get(number: int) -> list[Worker]:
+        _pool[:] = [worker for worker in _pool if worker.process.is_alive()]
+        while len(_pool) < number:
+            _pool.append(Worker())
+        return _pool[:number]
+
+    return get
+
+
+@pytest.fixture
+def doomed(transactional_db):
+    """Return a function that gives a process to kill or stop."""
+    started: list[Worker] = []
+
+    def get(**environment: str) -> Worker:
+        started.append(Worker(**environment))
+        return started[-1]
+
+    yield get
+    for worker in started:
+        worker.kill()
+
+
+@pytest.fixture
+def elsewhere():
+    """Return a function that calls another one in a thread of its own, with its own connection; its result."""
+
+    def call(function, *args, **kwargs):
+        outcome = []
+
+        def run():
+            try:
+                outcome.append((function(*args, **kwargs), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            finally:
+                connections.close_all()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(60)
+        assert outcome, "the thread did not end"
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
+
+    return call
+
+
+@pytest.fixture
+def until():
+    """Return a function that waits for a state, not for a time."""
+
+    def wait(condition, seconds=10.0):
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < deadline, "it did not come to be"
+            time.sleep(0.005)
+        return value
+
+    return wait
