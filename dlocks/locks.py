@@ -207,7 +207,14 @@ class Attempt:
             self.claim = self._claim()
         sent = clock.now()
         self.unknown = True
-        grant: Grant | None = self._ask(self.backend.acquire, self.claim)
+        try:
+            grant: Grant | None = self._ask(self.backend.acquire, self.claim)
+        except LockBackendError:
+            raise
+        except (LockError, RuntimeError):
+            # Refused: nothing was granted, so there is nothing to take back.
+            self.unknown = False
+            raise
         if grant is None:
             self.unknown = False
             return None

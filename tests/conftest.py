@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import connection, connections
 
 from dlocks.keeper import keeper
@@ -24,9 +26,14 @@ def pytest_collection_modifyitems(config, items):
         items[:] = keep
 
 
-@pytest.fixture(scope="session")
-def django_db_modify_db_settings():
-    """Nothing to modify: what matters comes after, when the test database has its name."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run coroutine tests as Django's own test cases do: sync code of theirs runs in this thread."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    async_to_sync(pyfuncitem.obj)(**arguments)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,6 @@ class DatabaseBackend(BaseBackend):
     def acquire(self, claim: Claim) -> Grant | None:
         token, row = self._take(claim)
         if token is None and row is None:
-            self._refuse_snapshot(claim)
             self._create(claim)
             token, row = self._take(claim)
         if token is not None:
@@ -240,6 +239,8 @@ class DatabaseBackend(BaseBackend):
                 raise
 
     def _look(self, claim: Claim) -> Row | None:
+        # First, since at SERIALIZABLE a mere look locks the row on InnoDB.
+        self._refuse_snapshot(claim)
         sql = self._sql(
             lambda table, free, stale: (
                 f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1 ELSE 0 END, version"
@@ -258,14 +259,14 @@ class DatabaseBackend(BaseBackend):
         sql = self._sql(
             lambda table: (
                 f"{self.dialect.at_once}{before} INTO {table} (key_resource, status, owner, holder, owner_ip, begin_time, end_time,"
-                f" hold_count, version) VALUES (%(key)s, 'S', '', '', NULL, NULL, {{now}}, 0, {{ticks}}) {after}"
+                f" hold_count, version) VALUES (%(key)s, 'S', '', '', NULL, NULL, {{now}}, 0{{at_once_term}}, {{ticks}}) {after}"
             )
         )
         connection = self.connection
         if self.in_transaction() and connection.vendor != "sqlite":
             private = connection.copy()
             try:
-                self._count(sql, {"key": claim.key}, connection=private)
+                self._count(sql, {"key": claim.key}, connection=private, locked=lambda: 0)
             finally:
                 private.close()
         else:
@@ -277,17 +278,16 @@ class DatabaseBackend(BaseBackend):
         dialect = self.dialect
         if claim.scope != "transaction" or dialect.read_committed is None:
             return
-        ((level,),) = self._rows(f"SELECT {dialect.isolation}", {})
-        if level.upper().replace("-", " ") not in {"READ COMMITTED", "READ UNCOMMITTED"}:
+        level = self._rows(f"SELECT {dialect.isolation}", {})[0][0].upper().replace("-", " ")
+        if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} it runs at "
-                f"{level.upper()}, so its snapshot may be older than the lock and would not show what the last "
+                f"{level}, so its snapshot may be older than the lock and would not show what the last "
                 "holder did. Take the lock before the transaction begins, or run it at READ COMMITTED."
             )
 
     def _refuse(self, claim: Claim, row: Row | None) -> None:
         """Raise where waiting would not help."""
-        self._refuse_snapshot(claim)
         if row is not None and row.stale and not claim.takeover:
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
@@ -332,6 +332,7 @@ class DatabaseBackend(BaseBackend):
         fragments = {
             "{now}": dialect.now,
             "{ticks}": dialect.ticks,
+            "{at_once_term}": dialect.at_once_term,
             "{token}": dialect.token(),
             "{end}": dialect.after("ttl"),
             "{grace}": dialect.after("grace"),
@@ -496,7 +497,8 @@ class OptimisticBackend(DatabaseBackend):
 
     def _swap(self, claim: Claim, version: int) -> int | None:
         token = self._grant(claim, "version = %(version)s", version=version)
-        if token is not None and claim.scope == "lease":
+        if token is not None:
+            # A bet that nobody else takes the key before this process does again; lost bets cost a read.
             if len(self._versions) >= self._REMEMBERED:
                 self._versions.clear()
             self._versions[claim.key] = token
@@ -513,8 +515,8 @@ class InsertBackend(DatabaseBackend):
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
         if claim.scope == "lease":
-            row = self._look(claim) if self.connection.vendor == "mysql" else None
-            # InnoDB's insert would wait for a lock on the row that is there; elsewhere it looks by itself.
+            # Elsewhere an insert could wait for a transaction that has the row.
+            row = None if self.connection.vendor == "sqlite" else self._look(claim)
             if row is None and (token := self._insert(claim)) is not None:
                 return token, None
         token = self._grant(claim)
@@ -529,7 +531,7 @@ class InsertBackend(DatabaseBackend):
             lambda table: (
                 f"{self.dialect.at_once}{before} INTO {table} (key_resource, status, owner, holder, owner_ip, begin_time, end_time,"
                 " hold_count, version) VALUES (%(key)s, %(status)s, %(owner)s, %(holder)s, %(owner_ip)s, {now}, {end},"
-                f" 1, {first}) {after}{self.dialect.returning}"
+                f" 1{{at_once_term}}, {first}) {after}{self.dialect.returning}"
             )
         )
         return self._granted(sql, self._parameters(claim))

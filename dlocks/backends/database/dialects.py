@@ -32,8 +32,10 @@ class Dialect:
     # How a row is inserted when it may be there already: the words before INTO and at the end.
     insert_or_ignore = ("INSERT", "ON CONFLICT DO NOTHING")
     returning = " RETURNING version"
-    # What stands before an insert so that it does not wait for the lock of a row that is there.
+    # How an insert, outside a transaction, is kept from waiting for a transaction that has the row it finds there:
+    # words before it, and a term that adds nothing to a number in it.
     at_once = ""
+    at_once_term = ""
 
     def after(self, parameter: str) -> str:
         """Return the moment that many microseconds from now."""
@@ -80,6 +82,9 @@ class PostgreSQL(Dialect):
     isolation = "current_setting('transaction_isolation')"
     read_committed = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
 
+    # An insert that meets a row which an open transaction has written waits for that transaction, ON CONFLICT or not.
+    at_once_term = " + 0 * length(set_config('lock_timeout', '50ms', true))"
+
     def after(self, parameter: str) -> str:
         return f"(clock_timestamp() + %({parameter})s * interval '1 microsecond')"
 
@@ -97,8 +102,12 @@ class PostgreSQL(Dialect):
         return f"key_resource = ANY (ARRAY(SELECT key_resource FROM {table} WHERE {where} FOR UPDATE SKIP LOCKED))"
 
     def is_contention(self, error: DatabaseError) -> bool:
-        # serialization_failure, deadlock_detected, lock_not_available
-        return getattr(error.__cause__, "sqlstate", None) in {"40001", "40P01", "55P03"}
+        # serialization_failure, deadlock_detected
+        return getattr(error.__cause__, "sqlstate", None) in {"40001", "40P01"}
+
+    def is_locked(self, error: DatabaseError) -> bool:
+        # lock_not_available
+        return getattr(error.__cause__, "sqlstate", None) == "55P03"
 
 
 class MySQL(Dialect):

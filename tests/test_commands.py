@@ -1,0 +1,435 @@
+"""The commands: list_locks, clear_lock and reap_locks."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from datetime import datetime
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection, transaction
+from django.utils import timezone
+
+from dlocks import LockLost, db_lock, oversight
+from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError
+from dlocks.models import ResourceLock
+from tests import rows
+
+COMMANDS = [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
+
+
+def run(*args, **options) -> str:
+    out = io.StringIO()
+    call_command(*args, stdout=out, no_color=True, **options)
+    return out.getvalue()
+
+
+def lines(*args) -> list[str]:
+    return [line.split()[0] for line in run(*args).splitlines()[1:]]
+
+
+def refused(*args) -> str:
+    with pytest.raises(CommandError) as caught:
+        run(*args)
+    assert "\n" not in str(caught.value).strip()
+    return str(caught.value)
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Return a function that sits at the terminal and answers; what it is asked it gives back."""
+
+    def sit(reply, before=lambda: None):
+        asked = []
+
+        def ask(question):
+            asked.append(question)
+            before()
+            if isinstance(reply, BaseException):
+                raise reply
+            return reply
+
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", ask)
+        return asked
+
+    return sit
+
+
+@pytest.fixture(autouse=True)
+def nobody_there(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+
+@pytest.mark.django_db
+class TestListLocks:
+    def test_held_and_stale_locks_are_listed_with_who_has_them(self):
+        """I see at a glance who has which lock, since when, and for how long still."""
+        rows.held("stock:7", begin_time=rows.PAST)
+        rows.stale("report", hold_count=2)
+        rows.free("old")
+        header, report, stock = run("list_locks").splitlines()
+        assert header.split() == "KEY STATE HOLDER IP BEGIN AGE LEFT COUNT TOKEN".split()
+        assert stock.split()[:6] == ["stock:7", "held", "web-1:4711:MainThread", "192.0.2.7", "2020-01-01", "22:04:05"]
+        assert report.split()[:2] == ["report", "stale"]
+        assert report.split()[-3].startswith("-")
+        assert report.split()[-2:] == ["2", "1000"]
+        assert len({header.index("STATE"), report.index("stale"), stock.index("held")}) == 1
+
+    @pytest.mark.parametrize(
+        ("flags", "keys"),
+        [((), ["h", "s"]), (("--held",), ["h"]), (("--stale",), ["s"]), (("--all",), ["f", "h", "s"])],
+    )
+    def test_each_flag_lists_its_states(self, flags, keys):
+        """--held, --stale and --all choose; without them I see what is held and what is stale."""
+        rows.held("h")
+        rows.stale("s")
+        rows.free("f")
+        assert lines("list_locks", *flags) == keys
+        assert [lock["key"] for lock in json.loads(run("list_locks", "--json", *flags))] == keys
+
+    def test_two_states_at_once_are_refused(self):
+        """--held --stale is a mistake that I am told of."""
+        assert "not allowed with" in refused("list_locks", "--held", "--stale")
+
+    def test_no_locks_are_said_to_be_none(self):
+        """An empty table says so, and is an empty array in JSON."""
+        rows.free("f")
+        assert run("list_locks") == "No locks.\n"
+        assert json.loads(run("list_locks", "--json")) == []
+
+    def test_json_has_stable_names(self):
+        """My monitoring reads every field by name."""
+        rows.held("a\nb")
+        rows.write("never", rows.S, rows.PAST, begin_time=None, owner_ip=None, holder="")
+        lock, never = json.loads(run("list_locks", "--json", "--all"))
+        assert lock["seconds_held"] > 0
+        assert lock["seconds_left"] > 0
+        assert {name: value for name, value in lock.items() if not name.startswith("seconds_")} == {
+            "key": "a\nb",
+            "state": "held",
+            "status": "P",
+            "holder": "web-1:4711:MainThread",
+            "owner_ip": "192.0.2.7",
+            "begin_time": "2020-01-02T02:04:05+00:00",
+            "end_time": "2190-01-02T03:04:05+00:00",
+            "hold_count": 1,
+            "token": 1000,
+        }
+        assert (never["state"], never["begin_time"], never["owner_ip"]) == ("free", None, None)
+        assert never["seconds_held"] is never["seconds_left"] is None
+
+    @pytest.mark.parametrize("use_tz", [True, False])
+    def test_times_are_right_with_and_without_time_zones(self, settings, use_tz):
+        """Whatever USE_TZ is, begin is in my own zone in the table, and in UTC in JSON."""
+        settings.USE_TZ = use_tz
+        rows.held("a", begin_time=rows.PAST)
+        assert "2020-01-01 22:04:05" in run("list_locks")
+        lock = json.loads(run("list_locks", "--json"))[0]
+        assert datetime.fromisoformat(lock["begin_time"]) == rows.PAST
+
+    def test_keys_cannot_play_with_the_terminal(self):
+        """A key with control characters is shown with escapes."""
+        rows.held("red\x1b[31m\r\n\x9b\u202etxt")
+        assert r"red\x1b[31m\r\n\x9b\u202etxt" in run("list_locks")
+        assert "\x1b" not in run("list_locks", "--json")
+
+    def test_the_owner_is_not_told(self):
+        """The capability of a hold is in no output."""
+        for write in (rows.held, rows.stale, rows.free):
+            write(write.__name__)
+        for flags in ((), ("--json",)):
+            assert rows.OWNER[:8] not in run("list_locks", "--all", *flags)
+
+    def test_many_locks_are_read_by_pages(self, monkeypatch, django_assert_max_num_queries):
+        """A hundred thousand rows never are in memory at once."""
+        monkeypatch.setattr(oversight, "PAGE", 3)
+        sizes = []
+        pages = oversight.pages
+        monkeypatch.setattr(
+            "dlocks.management.commands.list_locks.pages",
+            lambda *args: (sizes.append(len(page)) or page for page in pages(*args)),
+        )
+        keys = [f"k{number}" for number in range(10)]
+        for key in keys:
+            rows.held(key)
+        with django_assert_max_num_queries(6):
+            assert lines("list_locks") == keys
+        assert sizes == [3, 3, 3, 1]
+
+    def test_an_alias_lists_its_own_keys_as_the_application_names_them(self, monkeypatch):
+        """--using with a prefix lists that prefix's keys, without it: as clear_lock takes them."""
+        monkeypatch.setattr(oversight, "PAGE", 2)
+        for key in ("SHOP:x", "shop", "shop:", "shop:a", "shop:b", "shop:c", "shop:ü", "shop;", "zoo"):
+            rows.held(key)
+        assert [lock["key"] for lock in json.loads(run("list_locks", "--json", "--using", "prefixed"))] == [
+            "", "a", "b", "c", "ü",
+        ]  # fmt: skip
+
+    def test_a_closed_pipe_is_the_end(self, monkeypatch):
+        """'list_locks | head' ends without a traceback."""
+        rows.held("a")
+
+        class Closed(io.StringIO):
+            def write(self, text):
+                raise BrokenPipeError
+
+        replaced = []
+        monkeypatch.setattr("dlocks.management.commands.list_locks.os.dup2", lambda *args: replaced.append(args))
+        monkeypatch.setattr(sys, "stdout", open("/dev/null", "w"))  # noqa: PTH123
+        with sys.stdout:
+            call_command("list_locks", stdout=Closed())
+        assert replaced
+
+
+@pytest.mark.django_db
+class TestClearLock:
+    def test_says_who_had_it_and_clears_it(self):
+        """clear_lock --yes names the holder, frees the key, and tells what becomes of the holder."""
+        rows.held("stock:7", begin_time=rows.PAST)
+        out = run("clear_lock", "stock:7", "--yes")
+        assert "'stock:7' is held: web-1:4711:MainThread (192.0.2.7) since 2020-01-01 22:04:05, " in out
+        assert " left (token 1000)." in out
+        assert "fenced off" in out
+        assert "told at its next renewal" in out
+        assert rows.OWNER[:8] not in out
+        lock = rows.now("stock:7")
+        assert (lock.state, lock.status, lock.owner) == ("free", "F", "")
+        assert lock.version > 1000
+
+    @pytest.mark.parametrize("reply", ["y", " Yes "])
+    def test_asks_first(self, answer, reply):
+        """At a terminal I am asked, and y clears."""
+        rows.held("a")
+        asked = answer(reply)
+        run("clear_lock", "a")
+        assert asked == ["Its holder may still be at work. Clear 'a'? [y/N] "]
+        assert rows.now("a").state == "free"
+
+    @pytest.mark.parametrize("reply", ["", "n", "no", "yep", EOFError()])
+    def test_anything_but_yes_changes_nothing(self, answer, reply):
+        """Return, n, or Ctrl-D: nothing is changed."""
+        rows.held("a")
+        answer(reply)
+        assert "nothing is changed" in refused("clear_lock", "a")
+        assert rows.now("a").version == 1000
+
+    def test_nobody_to_ask_is_refused(self):
+        """From cron without --yes, it refuses and names --yes."""
+        rows.stale("a")
+        assert "--yes" in refused("clear_lock", "a")
+        assert rows.now("a").version == 1000
+
+    def test_unknown_key(self):
+        """A misspelt key is an error."""
+        assert "'nope'" in refused("clear_lock", "nope", "--yes")
+
+    def test_free_key(self):
+        """A free key is said to be free, and is left as it is."""
+        rows.free("a")
+        assert "'a' is free already" in run("clear_lock", "a")
+        assert rows.now("a").version == 1000
+
+    @pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "\udce9"])
+    def test_impossible_keys(self, key):
+        """A key that cannot be one is an error, not a traceback."""
+        assert "key" in refused("clear_lock", key, "--yes").lower()
+
+    def test_a_key_too_long_with_its_prefix(self):
+        """The prefix counts."""
+        assert "255" in refused("clear_lock", "x" * 253, "--yes", "--using", "prefixed")
+
+    def test_stale_only_leaves_what_is_held(self):
+        """--stale-only never takes a lock from somebody alive."""
+        rows.held("a")
+        rows.stale("b")
+        assert "not stale" in refused("clear_lock", "a", "--yes", "--stale-only")
+        run("clear_lock", "b", "--yes", "--stale-only")
+        assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
+
+    def test_a_lock_that_changed_hands_while_i_was_asked_is_left(self, answer):
+        """What is cleared is what I was shown, or nothing; and I see who has it now."""
+        rows.stale("a")
+        changed = {"version": 1001, "holder": "web-2:5:MainThread", "end_time": rows.FUTURE}
+        answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(**changed))
+        message = refused("clear_lock", "a")
+        assert "taken by another holder meanwhile" in message
+        assert "web-2:5:MainThread" in message
+        assert rows.now("a").state == "held"
+
+    def test_a_lock_given_back_while_i_was_asked_is_left(self, answer):
+        """A release meanwhile is not undone and not called a clearing."""
+        rows.held("a")
+        answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(status="S", end_time=rows.PAST))
+        assert "free already" in refused("clear_lock", "a")
+        answer("y", before=lambda: ResourceLock.objects.filter(pk="b").delete())
+        rows.held("b")
+        assert "not there any more" in refused("clear_lock", "b")
+
+    def test_a_change_at_the_last_moment_is_seen(self, monkeypatch):
+        """Between the last look and the write, the version decides."""
+        rows.stale("a")
+        backend = backends["default"]
+        clear = backend.clear
+
+        def late(key, version, **options):
+            ResourceLock.objects.filter(pk=key).update(version=1001, end_time=rows.FUTURE)
+            return clear(key, version, **options)
+
+        monkeypatch.setattr(backend, "clear", late)
+        assert "taken by another holder meanwhile" in refused("clear_lock", "a", "--yes")
+        assert rows.now("a").state == "held"
+
+    def test_the_prefix_stands_before_the_key(self):
+        """--using an alias with a prefix clears the application's key, not its namesake."""
+        rows.held("a")
+        rows.held("shop:a")
+        run("clear_lock", "a", "--yes", "--using", "prefixed")
+        assert (rows.now("a").state, rows.now("shop:a").state) == ("held", "free")
+
+    def test_odd_keys_are_cleared_and_printed_with_escapes(self):
+        """Quotes, line breaks and emoji are keys like others."""
+        for key in ("'; DROP TABLE x; --", "a\n\x1b[31m", "🔒", "100%", "a/b"):
+            rows.stale(key)
+            assert "\x1b" not in run("clear_lock", key, "--yes")
+            assert rows.now(key).state == "free"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_former_holder_is_fenced_off():
+    """Whom I take a lock from cannot renew or give it back, and learns that it is lost."""
+    lock = db_lock("a", renew=False)
+    hold = lock.acquire()
+    run("clear_lock", "a", "--yes")
+    version = rows.now("a").version
+    assert version > hold.token
+    with pytest.raises(LockLost):
+        hold.renew()
+    with db_lock("a", timeout=0) as next_hold:
+        assert next_hold.token > version
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_a_lock_that_a_transaction_has_is_not_waited_for(elsewhere):
+    """clear_lock and list_locks never block, and say that a transaction has the row; reap_locks passes it over."""
+    rows.stale("a")
+    rows.stale("b")
+    with transaction.atomic():
+        ResourceLock.objects.select_for_update().get(pk="a")
+        message = elsewhere(refused, "clear_lock", "a", "--yes")
+        assert "in a transaction at this moment" in message
+        assert elsewhere(lines, "list_locks") == ["a", "b"]
+        assert elsewhere(run, "reap_locks") == "1 stale lock made free.\n"
+    assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
+
+
+@pytest.mark.django_db
+class TestReapLocks:
+    @pytest.fixture(autouse=True)
+    def table(self):
+        rows.held("held")
+        rows.stale("stale:1")
+        rows.stale("stale:2")
+        rows.free("old")
+        rows.write("recent", rows.S, timezone.now())
+
+    def test_stale_locks_become_free(self):
+        """Without options, stale locks are made free, as failed, and nothing else is touched."""
+        assert run("reap_locks") == "2 stale locks made free.\n"
+        assert {lock.pk: (lock.state, lock.status) for lock in ResourceLock.objects.by_clock()} == {
+            "held": ("held", "P"),
+            "stale:1": ("free", "F"),
+            "stale:2": ("free", "F"),
+            "old": ("free", "S"),
+            "recent": ("free", "S"),
+        }
+        assert run("reap_locks") == "0 stale locks made free.\n"
+
+    def test_unused_rows_are_deleted(self):
+        """--idle-for also deletes rows that nobody used for so long; never what is held or was just freed."""
+        assert run("reap_locks", "--idle-for", "30d") == "2 stale locks made free, 1 unused row deleted.\n"
+        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == ["held", "recent", "stale:1", "stale:2"]
+
+    def test_dry_run_counts_what_a_run_would_do(self):
+        """--dry-run changes nothing, and says the numbers of the run after it."""
+        before = list(ResourceLock.objects.order_by("pk").values())
+        out = run("reap_locks", "--idle-for", "12h", "--dry-run")
+        assert out == "2 stale locks would be made free, 1 unused row would be deleted.\n"
+        assert list(ResourceLock.objects.order_by("pk").values()) == before
+        assert run("reap_locks", "--idle-for", "12h") == out.replace("would be ", "")
+
+    @pytest.mark.parametrize("duration", ["90s", "15m", "12h", "30d", "1.5h", "0s"])
+    def test_durations(self, duration):
+        """Seconds, minutes, hours and days."""
+        assert "2 stale locks made free" in run("reap_locks", "--idle-for", duration)
+
+    @pytest.mark.parametrize("duration", ["", "30", "d", "-5d", "1w", "1 d", "x", "1e3s", "٣d", "9" * 400 + "d", "4000d"])
+    def test_bad_durations(self, duration):
+        """What is not a duration is an error, and nothing is changed."""
+        assert "--idle-for" in refused("reap_locks", f"--idle-for={duration}")
+        assert rows.now("stale:1").state == "stale"
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+class TestEveryCommand:
+    def test_unknown_alias(self, command):
+        """A misspelt alias is an error that lists those that there are."""
+        assert "'nope'" in refused(*command, "--using", "nope")
+
+    @pytest.mark.parametrize(("alias", "backend"), [("memory", "MemoryBackend"), ("dummy", "DummyBackend")])
+    def test_alias_without_rows(self, command, alias, backend):
+        """An alias that keeps no rows is an error that names it and its backend."""
+        message = refused(*command, "--using", alias)
+        assert repr(alias) in message
+        assert backend in message
+
+    @pytest.mark.parametrize("alias", ["optimistic", "insert", "brisk"])
+    def test_every_database_backend(self, command, alias):
+        """The backends of the database family share their rows."""
+        rows.held("a")
+        run(*command, "--using", alias, *(["--yes"] if command[0] == "clear_lock" else []))
+
+    def test_a_database_that_fails(self, command, monkeypatch):
+        """A database that cannot be asked is an error in one line."""
+        rows.stale("a")
+
+        def fail(*args, **kwargs):
+            raise LockBackendError("the database is away")
+
+        if command[0] == "list_locks":
+            monkeypatch.setattr("dlocks.management.commands.list_locks.pages", fail)
+        monkeypatch.setattr(backends["default"], "clear", fail)
+        monkeypatch.setattr(backends["default"], "reap", fail)
+        yes = ["--yes"] if command[0] == "clear_lock" else []
+        assert refused(*command, *yes) == "the database is away"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_missing_table_is_an_error(command):
+    """Before migrate, every command says in one line what is missing."""
+    renamed = "dlocks_elsewhere"
+    table = ResourceLock._meta.db_table
+    with connection.schema_editor() as editor:
+        editor.alter_db_table(ResourceLock, table, renamed)
+    try:
+        with pytest.raises(CommandError, match=table):
+            run(*command)
+    finally:
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(ResourceLock, renamed, table)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (9.94, "9.9s"), (-3, "-3.0s"), (10, "10s"), (59.6, "1m00s"), (3599, "59m59s"), (-3660, "-1h01m"),
+     (90000, "1d01h"), (86400 * 400, "400d00h")],
+)  # fmt: skip
+def test_durations_for_people(seconds, text):
+    """Two units say enough."""
+    assert oversight.duration(seconds) == text

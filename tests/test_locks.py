@@ -1,0 +1,573 @@
+"""What a lock promises to its caller, outside of transactions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections
+from django.db.models import F, Value
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+
+from dlocks import (
+    LockLost,
+    LockStale,
+    LockTimeout,
+    db_lock,
+    lock_acquired,
+    lock_lost,
+    lock_released,
+    lock_timeout,
+)
+from dlocks.backends.base import KEY_LENGTH
+from dlocks.conf import backends
+from dlocks.models import LockState, ResourceLock
+from tests import jobs
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+
+
+def row(key):
+    return ResourceLock.objects.by_clock().get(pk=key)
+
+
+def expire(key):
+    """Let the lease on a key have run out an hour ago, as if its holder had never come back."""
+    begin, end = ("2001-01-01 00:00:00.000000", "2001-01-01 01:00:00.000000")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE dlocks_resourcelock SET begin_time = %s, end_time = %s WHERE key_resource = %s", [begin, end, key]
+        )
+
+
+# Keys.
+
+
+@pytest.mark.parametrize("key", ["", "x" * (KEY_LENGTH + 1), "a\0b", "\ud800"])
+def test_a_key_that_cannot_be_one_is_refused_before_any_query(key, django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(ValueError, match=r"[Kk]ey"):
+        db_lock(key)
+
+
+@pytest.mark.parametrize("key", [None, 7, b"stock:7", ("stock", 7)])
+def test_a_key_that_is_no_string_is_a_type_error(key, django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(TypeError, match="key is a string"):
+        db_lock(key)
+
+
+@FAMILY
+@pytest.mark.parametrize(
+    "key",
+    ["'; DROP TABLE dlocks_resourcelock; --", "\U0001f512" * KEY_LENGTH, "%s %(key)s %%", "ключ\n\t\\", '"quoted"'],
+)
+def test_keys_are_data(key, using, elsewhere):
+    with db_lock(key, using=using) as hold:
+        assert hold.key == key
+        assert elsewhere(db_lock(key, using=using).try_acquire) is None
+        assert db_lock(key, using=using).holder().key == key
+
+
+def test_the_prefix_stands_before_the_key_and_counts(django_assert_num_queries):
+    with db_lock("7", using="prefixed") as hold:
+        assert hold.key == "7"
+        assert row("shop:7").status == "P"
+    with django_assert_num_queries(0), pytest.raises(ValueError, match="prefix"):
+        db_lock("x" * KEY_LENGTH, using="prefixed").acquire()
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        ({"timeout": -1}, ValueError),
+        ({"timeout": "10"}, TypeError),
+        ({"timeout": float("nan")}, ValueError),
+        ({"ttl": 0}, ValueError),
+        ({"ttl": True}, TypeError),
+        ({"max_hold": 0}, ValueError),
+        ({"at_least": -1}, ValueError),
+        ({"scope": "session"}, ValueError),
+        ({"release": "never"}, ValueError),
+        ({"on_lost": "mail"}, TypeError),
+        ({"expire": 3}, TypeError),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused_before_any_query(policy, error, django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(error):
+        db_lock("stock:7", **policy)
+
+
+def test_a_lock_holds_nothing_and_can_be_shared():
+    lock = db_lock("stock:7")
+    assert lock == db_lock("stock:7")
+    with pytest.raises(AttributeError):
+        lock.key = "other"
+    for _ in range(2):
+        with lock as hold:
+            assert hold.held
+        assert not hold.held
+
+
+# The row.
+
+
+@FAMILY
+def test_the_row_tells_who_holds_the_key(using):
+    with db_lock("stock:7", using=using, ttl=20) as hold:
+        it = row("stock:7")
+        assert (it.status, it.hold_count, it.state) == ("P", 1, LockState.HELD)
+        assert it.owner == hold.owner
+        assert re.fullmatch(r"[0-9a-f]{32}", it.owner)
+        assert it.holder.split(":")[1:] == [str(os.getpid()), threading.current_thread().name]
+        assert it.owner_ip
+        assert it.version == hold.token
+        assert 18 < it.seconds_left <= 20
+        assert it.begin_time <= it.end_time
+        assert abs((it.end_time - it.begin_time).total_seconds() - 20) < 0.01
+    if using != "insert":
+        it = row("stock:7")
+        assert (it.status, it.hold_count, it.state) == ("S", 0, LockState.FREE)
+
+
+def test_each_hold_has_an_owner_and_a_larger_token_of_its_own():
+    holds = []
+    for _ in range(5):
+        with db_lock("stock:7") as hold:
+            holds.append(hold)
+    assert len({hold.owner for hold in holds}) == 5
+    tokens = [hold.token for hold in holds]
+    assert tokens == sorted(set(tokens))
+
+
+def test_the_owner_is_never_shown(caplog, elsewhere):
+    caplog.set_level("DEBUG", "dlocks")
+    with db_lock("stock:7") as hold:
+        shown = [repr(hold), str(hold.claim), repr(db_lock("stock:7").holder()), str(db_lock("stock:7").holder())]
+        with pytest.raises(LockTimeout) as error:
+            elsewhere(db_lock("stock:7", timeout=0).acquire)
+        shown.append(str(error.value))
+    shown.append(caplog.text)
+    assert "stock:7" in caplog.text
+    assert not any(hold.owner in text for text in shown)
+
+
+def test_status_tells_how_the_block_ended():
+    with db_lock("stock:7"):
+        pass
+    assert row("stock:7").status == "S"
+    with pytest.raises(ZeroDivisionError), db_lock("stock:7"):
+        1 / 0  # noqa: B018
+    assert (row("stock:7").status, row("stock:7").state) == ("F", LockState.FREE)
+
+
+@override_settings(USE_TZ=False, TIME_ZONE="Asia/Tokyo")
+def test_the_zone_of_the_settings_changes_nothing(elsewhere):
+    with db_lock("stock:7", ttl=20) as hold:
+        assert hold.held
+        assert 18 < row("stock:7").seconds_left <= 20
+        assert elsewhere(db_lock("stock:7").try_acquire) is None
+        since = db_lock("stock:7").holder().since
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {backends['default'].dialect.ticks}")
+            ((ticks,),) = cursor.fetchall()
+        assert abs(since.timestamp() - ticks / 1e6) < 2
+
+
+# Waiting.
+
+
+@FAMILY
+def test_a_busy_key_is_told_with_its_holder_after_the_timeout(using, elsewhere):
+    with db_lock("stock:7", using=using) as hold:
+        with pytest.raises(LockTimeout) as caught:
+            elsewhere(db_lock("stock:7", using=using, timeout=0.2).acquire)
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert (error.key, error.timeout, error.holder.token) == ("stock:7", 0.2, hold.token)
+    assert re.fullmatch(
+        r"'stock:7' not acquired in 0\.2 s; held by \S+:\d+:MainThread \([0-9.:a-f]+\) since \d\d:\d\d:\d\d,"
+        r" (29\.\d|30\.0) s left",
+        str(error),
+    )
+
+
+def test_a_timeout_of_zero_tries_once(elsewhere):
+    with db_lock("stock:7"):
+        with pytest.raises(LockTimeout, match="at the first try"):
+            elsewhere(db_lock("stock:7", timeout=0).acquire)
+        assert elsewhere(db_lock("stock:7").try_acquire) is None
+
+
+@FAMILY
+def test_a_waiter_has_the_key_once_it_is_given_back(using, workers):
+    first, second = workers(2)
+    token = (first.start(jobs.hold, "stock:7", using=using), first.hear())[1]
+    second.start(jobs.wait_for, "stock:7", using=using, timeout=None)
+    assert second.hear() == "waiting"
+    first.tell()
+    assert first.hear() == "released"
+    _, later = second.hear()
+    assert later > token
+
+
+def test_a_hold_says_how_long_it_was_waited_for(workers, elsewhere):
+    (worker,) = workers(1)
+    assert db_lock("other").acquire().release() is None
+    worker.start(jobs.hold, "stock:7")
+    worker.hear()
+    timer = threading.Timer(0.2, worker.tell)
+    timer.start()
+    with db_lock("stock:7") as hold:
+        assert 0.1 < hold.waited < 5
+    assert worker.hear() == "released"
+    timer.join()
+
+
+def test_locked_and_holder_ask_without_taking(elsewhere):
+    lock = db_lock("stock:7")
+    assert not lock.locked()
+    assert lock.holder() is None
+    with lock as hold:
+        assert elsewhere(lock.locked)
+        assert elsewhere(lock.holder).token == hold.token
+    assert not lock.locked()
+
+
+def test_try_acquire_gives_a_hold_to_end_with_a_block_or_by_hand(elsewhere):
+    with db_lock("stock:7").try_acquire() as hold:
+        assert elsewhere(db_lock("stock:7").try_acquire) is None
+    assert not hold.held
+    hold = db_lock("stock:7").try_acquire()
+    elsewhere(hold.release)
+    assert not hold.held
+    hold.release()
+    assert elsewhere(lambda: db_lock("stock:7").try_acquire().release()) is None
+
+
+# Entering again.
+
+
+@FAMILY
+def test_a_nested_entry_is_counted_in_the_row(using, elsewhere):
+    lock = db_lock("stock:7", using=using)
+    with lock as outer:
+        with lock as inner:
+            assert inner is outer
+            assert (inner.count, row("stock:7").hold_count) == (2, 2)
+            with db_lock("stock:7", using=using, ttl=5):
+                assert row("stock:7").hold_count == 3
+        assert (outer.count, row("stock:7").hold_count) == (1, 1)
+        assert elsewhere(lock.try_acquire) is None
+    assert elsewhere(lambda: lock.try_acquire().release()) is None
+
+
+@FAMILY
+def test_a_nested_entry_whose_lease_has_gone_is_told_so(using):
+    lock = db_lock("stock:7", using=using, renew=False)
+    with pytest.raises(LockLost) as lost, lock as hold:
+        ResourceLock.objects.filter(pk="stock:7").update(owner="somebody else", version=F("version") + Value(1))
+        with pytest.raises(LockLost), lock:
+            pytest.fail("entered")
+        assert not hold.held
+    assert (lost.value.key, lost.value.token) == ("stock:7", hold.token)
+    ResourceLock.objects.all().delete()
+
+
+def test_not_reentrant_refuses_a_second_entry_at_once(django_assert_num_queries):
+    with db_lock("stock:7", reentrant=False) as hold:
+        with django_assert_num_queries(0), pytest.raises(RuntimeError, match="reentrant=False"):
+            db_lock("stock:7").acquire()
+        assert hold.count == 1
+    with db_lock("stock:7"):
+        with pytest.raises(RuntimeError, match="reentrant=False"):
+            db_lock("stock:7", reentrant=False).acquire()
+
+
+def test_another_thread_and_a_pool_thread_are_not_the_holder(elsewhere):
+    with db_lock("stock:7"):
+        assert elsewhere(db_lock("stock:7").try_acquire) is None
+        with ThreadPoolExecutor(1) as pool:
+
+            def attempt():
+                try:
+                    return db_lock("stock:7").try_acquire()
+                finally:
+                    connections.close_all()
+
+            assert pool.submit(attempt).result() is None
+
+
+async def test_another_task_and_a_child_task_are_not_the_holder():
+    lock = db_lock("stock:7")
+
+    async def attempt():
+        return await lock.atry_acquire()
+
+    async with lock as hold:
+        async with lock:
+            assert hold.count == 2
+        assert await asyncio.create_task(attempt()) is None
+        async with asyncio.TaskGroup() as group:
+            children = [group.create_task(attempt()) for _ in range(2)]
+        assert [child.result() for child in children] == [None, None]
+    assert not hold.held
+    other = await asyncio.create_task(attempt())
+    await other.arelease()
+
+
+async def test_tasks_exclude_each_other_and_none_blocks_the_loop():
+    inside, worst, beats = 0, 0, 0
+
+    async def work():
+        nonlocal inside, worst
+        async with db_lock("stock:7"):
+            inside += 1
+            worst = max(worst, inside)
+            await asyncio.sleep(0.005)
+            inside -= 1
+
+    async def beat():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.001)
+            beats += 1
+
+    pulse = asyncio.create_task(beat())
+    await asyncio.gather(*(work() for _ in range(8)))
+    pulse.cancel()
+    assert worst == 1
+    assert beats > 10
+
+
+async def test_a_cancelled_waiter_leaves_nothing():
+    async with db_lock("stock:7"):
+        waiter = asyncio.create_task(db_lock("stock:7").aacquire())
+        await asyncio.sleep(0.05)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+    hold = await asyncio.create_task(db_lock("stock:7").atry_acquire())
+    await hold.acheck()
+    await hold.arenew()
+    await hold.arelease()
+    assert not await db_lock("stock:7").alocked()
+    assert await db_lock("stock:7").aholder() is None
+
+
+async def test_a_cancelled_holder_gives_the_key_back():
+    entered = asyncio.Event()
+
+    async def work():
+        async with db_lock("stock:7"):
+            entered.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(work())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await sync_to_async(row)("stock:7")).state == LockState.FREE
+
+
+def test_a_forked_child_holds_nothing(elsewhere):
+    """It does not have the lock, does not renew it, and cannot give it back."""
+    connection.ensure_connection()
+    with db_lock("stock:7") as hold:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            answer = b"?"
+            try:
+                # The child must not speak over the parent's connection; it has none of its own yet.
+                connections["default"].connection = None
+                answer = b"held" if hold.held else b"not held"
+                try:
+                    hold.release()
+                except LockLost:
+                    answer += b", lost"
+                if db_lock("stock:7").try_acquire() is None:
+                    answer += b", busy"
+            finally:
+                os.write(writer, answer)
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        assert os.read(reader, 100) == b"not held, lost, busy"
+        os.close(reader)
+        hold.check()
+
+
+def test_a_block_that_ends_elsewhere_than_it_began_is_told_so(elsewhere):
+    lock = db_lock("stock:7")
+    hold = lock.__enter__()
+    with pytest.raises(RuntimeError, match="another thread"):
+        elsewhere(lock.__exit__, None, None, None)
+    lock.__exit__(None, None, None)
+    assert not hold.held
+
+
+# Stale keys.
+
+
+@FAMILY
+def test_a_stale_key_is_taken_over_by_exactly_one_of_many(using, workers, doomed):
+    victim = doomed()
+    token = victim.call(jobs.acquire, "stock:7", using=using)
+    victim.kill()
+    expire("stock:7")
+    assert row("stock:7").state == LockState.STALE
+    crowd = workers(4)
+    for worker in crowd:
+        worker.start(jobs.acquire, "stock:7", using=using, timeout=0)
+    answers = [worker.hear() for worker in crowd]
+    winners = [answer for answer in answers if isinstance(answer, int)]
+    # A loser that met the winner in the middle of its statement is busy as well.
+    assert len(winners) == 1, answers
+    assert winners[0] > token
+    assert set(answers) - set(winners) <= {"LockTimeout"}
+    for worker in crowd:
+        worker.call(jobs.forget)
+
+
+@FAMILY
+def test_the_strict_policy_leaves_a_stale_key_to_a_person(using, doomed):
+    victim = doomed()
+    victim.call(jobs.acquire, "stock:7", using=using)
+    victim.kill()
+    expire("stock:7")
+    with pytest.raises(LockStale, match=r"was never given back by .*clear_lock") as error:
+        db_lock("stock:7", using=using, takeover=False).acquire()
+    assert error.value.holder.stale
+    backend = backends[using]
+    assert backend.clear("stock:7", row("stock:7").version)
+    with db_lock("stock:7", using=using, takeover=False):
+        pass
+
+
+@FAMILY
+def test_a_key_is_kept_for_at_least_so_long(using, elsewhere, until):
+    with db_lock("job", using=using, at_least=0.5) as hold:
+        pass
+    assert not hold.held
+    assert elsewhere(db_lock("job", using=using).try_acquire) is None
+    assert db_lock("job", using=using).locked()
+    it = row("job")
+    assert abs((it.end_time - it.begin_time).total_seconds() - 0.5) < 0.1
+    assert (it.end_time - it.begin_time).total_seconds() >= 0.5 - 0.001
+    until(lambda: not db_lock("job", using=using).locked())
+    elsewhere(lambda: db_lock("job", using=using).try_acquire().release())
+
+
+# Purging.
+
+
+def test_tokens_grow_across_purging_and_making_the_row_anew(until):
+    with db_lock("stock:7") as first:
+        pass
+    until(lambda: sum(backends["default"].purge(0)) == 1)
+    assert not ResourceLock.objects.exists()
+    with db_lock("stock:7") as second:
+        assert second.token > first.token
+
+
+def test_clearing_fences_the_holder_off_and_tells_it():
+    lost = []
+    with pytest.raises(LockLost), db_lock("stock:7", on_lost=lost.append) as hold:
+        assert backends["default"].clear("stock:7", hold.token)
+        assert row("stock:7").version > hold.token
+        assert (row("stock:7").status, row("stock:7").owner) == ("F", "")
+        with pytest.raises(LockLost):
+            hold.check()
+        assert lost == [hold]
+
+
+# Signals.
+
+
+def test_signals_tell_what_happens(elsewhere):
+    told = []
+    receivers = {
+        signal: (lambda name: lambda **kwargs: told.append((name, kwargs.get("hold") or kwargs["lock"])))(name)
+        for name, signal in {
+            "acquired": lock_acquired,
+            "released": lock_released,
+            "lost": lock_lost,
+            "timeout": lock_timeout,
+        }.items()
+    }
+    for signal, receiver in receivers.items():
+        signal.connect(receiver)
+    try:
+        lock = db_lock("stock:7", timeout=0)
+        with lock as hold:
+            with lock:
+                pass
+            elsewhere(lock.try_acquire)
+        with pytest.raises(LockLost), lock as second:
+            backends["default"].clear("stock:7", second.token)
+    finally:
+        for signal, receiver in receivers.items():
+            signal.disconnect(receiver)
+    assert told == [
+        ("acquired", hold),
+        ("timeout", lock),
+        ("released", hold),
+        ("acquired", second),
+        ("lost", second),
+    ]
+
+
+def test_a_failing_receiver_does_not_reach_the_caller():
+    def fail(**kwargs):
+        raise ValueError("receiver")
+
+    lock_acquired.connect(fail)
+    try:
+        with db_lock("stock:7") as hold:
+            assert hold.held
+    finally:
+        lock_acquired.disconnect(fail)
+
+
+# Where statements go.
+
+
+class ToNowhere:
+    """A router that sends reads and writes to a database that does not exist."""
+
+    def db_for_read(self, model, **hints):
+        return "replica"
+
+    def db_for_write(self, model, **hints):
+        return "nowhere"
+
+
+@override_settings(DATABASE_ROUTERS=["tests.test_locks.ToNowhere"])
+@FAMILY
+def test_every_statement_goes_to_the_writer_whatever_the_router_says(using, elsewhere):
+    lock = db_lock("stock:7", using=using)
+    with lock as hold, lock:
+        assert lock.holder().token == hold.token
+        hold.check()
+        hold.renew()
+        assert elsewhere(lock.try_acquire) is None
+    backend = backends[using]
+    list(backend.reap())
+    list(backend.purge(0))
+    assert not backend.clear("no such key", 1)
+
+
+@FAMILY
+def test_nothing_but_parameters_carries_a_key(using):
+    with CaptureQueriesContext(connection) as queries, db_lock("k'ey", using=using):
+        pass
+    assert queries
+    assert not any("k'ey" in query["sql"].replace("k''ey", "").replace("k\\'ey", "") for query in queries)

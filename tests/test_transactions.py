@@ -1,0 +1,552 @@
+"""What a lock promises inside of transactions, and a lease that meets one."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from django.db import DatabaseError, IntegrityError, connection, connections, transaction
+from django.test import Client, TestCase, TransactionTestCase, override_settings
+
+from dlocks import LockBackendError, LockError, LockLost, LockTimeout, db_lock
+from dlocks.conf import backends
+from dlocks.keeper import keeper
+from dlocks.models import LockState, ResourceLock
+from tests import jobs
+from tests.models import Counter
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+SERVERS = pytest.mark.engine("postgresql", "mariadb")
+
+
+@pytest.fixture
+def is_busy(elsewhere):
+    """Return a function that tells whether somebody else cannot have the key now."""
+
+    def ask(key="stock:7", using="default"):
+        found = elsewhere(db_lock(key, using=using).try_acquire)
+        if found is not None:
+            elsewhere(found.release)
+        return found is None
+
+    return ask
+
+
+# Inside a transaction.
+
+
+@FAMILY
+def test_inside_a_transaction_the_lock_lasts_until_its_outermost_end(using, is_busy):
+    with transaction.atomic():
+        with transaction.atomic():
+            with db_lock("stock:7", using=using) as hold:
+                assert (hold.scope, hold.held, hold.remaining) == ("transaction", True, float("inf"))
+                assert is_busy(using=using)
+            assert is_busy(using=using)
+        assert is_busy(using=using)
+        assert not hold.held
+    assert not is_busy(using=using)
+
+
+@FAMILY
+def test_a_rollback_leaves_no_trace(using, is_busy):
+    with db_lock("stock:7") as before:
+        pass
+    for kind in (using, using):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:7", using=kind):
+            1 / 0  # noqa: B018
+    row = ResourceLock.objects.by_clock().get()
+    assert (row.version, row.status, row.state) == (before.token, "S", LockState.FREE)
+    assert not is_busy(using=using)
+
+
+@FAMILY
+def test_tokens_grow_from_scope_to_scope(using):
+    tokens = []
+    for number in range(6):
+        if number % 2:
+            with transaction.atomic(), db_lock("stock:7", using=using) as hold:
+                tokens.append(hold.token)
+        else:
+            with db_lock("stock:7", using=using) as hold:
+                tokens.append(hold.token)
+    assert tokens == sorted(set(tokens))
+
+
+@FAMILY
+def test_the_same_key_nested_in_one_transaction(using, is_busy):
+    with transaction.atomic(), db_lock("stock:7", using=using) as outer:
+        with db_lock("stock:7", using=using) as inner:
+            assert inner is outer
+            assert (inner.count, ResourceLock.objects.get().hold_count) == (2, 2)
+        assert (outer.count, ResourceLock.objects.get().hold_count) == (1, 1)
+        outer.check()
+        outer.renew()
+        assert is_busy(using=using)
+    assert not is_busy(using=using)
+
+
+@FAMILY
+def test_the_same_key_one_after_the_other_in_one_transaction(using, is_busy):
+    with transaction.atomic():
+        with db_lock("stock:7", using=using) as first:
+            pass
+        with db_lock("stock:7", using=using) as second:
+            assert second.token > first.token
+        assert is_busy(using=using)
+    assert not is_busy(using=using)
+
+
+@FAMILY
+def test_an_inner_block_that_is_rolled_back_takes_its_lock_along(using, elsewhere):
+    """On PostgreSQL the row is free then, on InnoDB it stays locked: no hold is believed in, and it can be retaken."""
+    lock = db_lock("stock:7", using=using)
+    with lock:
+        pass
+    with transaction.atomic():
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            hold = lock.acquire()
+            1 / 0  # noqa: B018
+        assert not hold.held
+        with lock as again:
+            assert again is not hold
+            assert again.held
+            assert elsewhere(lock.try_acquire) is None
+
+
+def test_a_nested_entry_after_the_row_was_rolled_back_is_told_so():
+    with db_lock("stock:7"):
+        pass
+    with pytest.raises(LockLost), transaction.atomic():
+        sid = transaction.savepoint()
+        hold = db_lock("stock:7").acquire()
+        transaction.savepoint_rollback(sid)
+        with db_lock("stock:7"):
+            pytest.fail("entered")
+    assert not hold.held
+
+
+@FAMILY
+def test_an_exception_caught_inside_the_transaction_is_told_by_the_status(using):
+    with transaction.atomic():
+        with pytest.raises(ZeroDivisionError), db_lock("stock:7", using=using):
+            1 / 0  # noqa: B018
+        row = ResourceLock.objects.get()
+        assert (row.status, row.hold_count) == ("F", 0)
+
+
+def test_a_database_error_in_the_body_passes_as_it_is(is_busy):
+    Counter.objects.create(name="one")
+    with pytest.raises(IntegrityError), transaction.atomic(), db_lock("stock:7"):
+        Counter.objects.create(name="one")
+    assert not is_busy()
+    # PostgreSQL's transaction is aborted, and nobody was told: the end of the block must not hide that.
+    with pytest.raises(DatabaseError), transaction.atomic():
+        with db_lock("stock:7"):
+            with pytest.raises(DatabaseError), connection.cursor() as cursor:
+                cursor.execute("SELECT no_such_column FROM no_such_table")
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+        raise DatabaseError("the others go on")
+    assert not is_busy()
+
+
+@SERVERS
+def test_contention_does_not_break_the_caller_s_transaction(workers):
+    (worker,) = workers(1)
+    worker.start(jobs.hold, "stock:7")
+    worker.hear()
+    with transaction.atomic():
+        Counter.objects.create(name="mine")
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", timeout=0.1).acquire()
+        Counter.objects.create(name="mine too")
+    worker.tell()
+    worker.hear()
+    assert Counter.objects.count() == 2
+
+
+@SERVERS
+@FAMILY
+def test_a_waiter_in_a_transaction_gets_the_lease_once_it_is_given_back(using, workers):
+    """… and the real holder is never blocked by the waiter: it renews and releases at once."""
+    (holder,) = workers(1)
+    holder.start(jobs.hold, "stock:7", using=using)
+    first = holder.hear()
+    with transaction.atomic():
+        assert db_lock("stock:7", using=using).try_acquire() is None
+        holder.tell()
+        assert holder.hear(10) == "released"
+        with db_lock("stock:7", using=using) as hold:
+            assert hold.scope == "transaction"
+            assert hold.token > first
+
+
+@FAMILY
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_a_waiter_outside_gets_the_key_when_the_transaction_ends(using, roll_back, workers):
+    holder, waiter = workers(2)
+    holder.start(jobs.hold_in_transaction, "stock:7", using=using, roll_back=roll_back)
+    first = holder.hear()
+    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
+    assert waiter.hear() == "waiting"
+    assert db_lock("stock:7", using=using).try_acquire() is None
+    with pytest.raises(LockTimeout, match="held by a transaction that has not ended"):
+        db_lock("stock:7", using=using, timeout=0.1).acquire()
+    holder.tell()
+    assert holder.hear() == "ended"
+    _, token = waiter.hear()
+    assert roll_back or token > first
+
+
+@SERVERS
+@FAMILY
+def test_waiting_for_another_transaction_is_bounded_by_the_timeout(using, workers):
+    (holder,) = workers(1)
+    holder.start(jobs.hold_in_transaction, "stock:7", using=using)
+    holder.hear()
+    with transaction.atomic():
+        started = time.monotonic()
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", using=using, timeout=0.3).acquire()
+        assert 0.3 <= time.monotonic() - started < 5
+    holder.tell()
+    holder.hear()
+
+
+@SERVERS
+@FAMILY
+def test_a_new_key_in_a_transaction_makes_nobody_else_wait(using, is_busy):
+    """The row is made beside the transaction, so nobody's insert of the key waits for this commit."""
+    with transaction.atomic(), db_lock("new", using=using):
+        started = time.monotonic()
+        assert is_busy("new", using=using)
+        assert time.monotonic() - started < 3
+    assert not is_busy("new", using=using)
+
+
+def test_a_lease_outside_with_a_transaction_inside(is_busy):
+    with db_lock("stock:7") as hold:
+        with transaction.atomic():
+            with db_lock("stock:7") as inner:
+                assert inner is hold
+                assert hold.count == 2
+            hold.check()
+        assert hold.scope == "lease"
+        assert hold.held
+        assert is_busy()
+    assert not is_busy()
+
+
+def test_a_transaction_scope_outside_of_one_is_refused_with_the_way_out(django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(RuntimeError, match=r"atomic\(using='default'\)"):
+        db_lock("stock:7", scope="transaction").acquire()
+    with transaction.atomic(), pytest.raises(RuntimeError, match="MemoryBackend"):
+        db_lock("stock:7", using="memory", scope="transaction").acquire()
+
+
+def test_at_least_keeps_the_key_beyond_the_commit(is_busy, until):
+    with transaction.atomic(), db_lock("job", at_least=0.4):
+        pass
+    assert is_busy("job")
+    until(lambda: not is_busy("job"))
+
+
+@FAMILY
+def test_autocommit_switched_off_is_a_transaction_too(using, is_busy):
+    connection.ensure_connection()
+    if connection.vendor == "sqlite":
+        pytest.skip("Django's own transaction without atomic() begins as a reader on SQLite")
+    transaction.set_autocommit(False)
+    try:
+        with db_lock("stock:7", using=using) as hold:
+            assert hold.scope == "transaction"
+            assert hold.held
+        assert is_busy(using=using)
+        transaction.commit()
+        assert not is_busy(using=using)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
+# Isolation.
+
+LEVELS = pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+
+
+@pytest.fixture
+def isolation():
+    """Return a function that sets the session's isolation level, and put it back after the test."""
+
+    def set_level(level):
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute(f"SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL {level}")
+            else:
+                cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
+
+    yield set_level
+    connection.close()
+
+
+@SERVERS
+@FAMILY
+@LEVELS
+def test_a_snapshot_that_may_be_old_is_refused_with_the_reason(using, level, isolation, is_busy):
+    with db_lock("stock:7"):
+        pass
+    isolation(level)
+    for key in ("stock:7", "new"):
+        with transaction.atomic():
+            Counter.objects.count()
+            with pytest.raises(RuntimeError, match=f"runs at {level}.*Take the lock before"):
+                db_lock(key, using=using).acquire()
+            # Nothing was locked, nothing aborted.
+            assert not is_busy(using=using)
+            Counter.objects.create(name=key)
+    assert Counter.objects.count() == 2
+
+
+@SERVERS
+@FAMILY
+@LEVELS
+def test_a_lease_before_such_a_transaction_is_right(using, level, isolation, is_busy):
+    isolation(level)
+    for _ in range(2):
+        with db_lock("stock:7", using=using) as hold, transaction.atomic():
+            Counter.objects.count()
+            hold.check()
+            assert is_busy(using=using)
+    assert not is_busy(using=using)
+
+
+@SERVERS
+@LEVELS
+def test_a_lease_forced_inside_such_a_transaction_is_warned_of(level, isolation):
+    isolation(level)
+    with transaction.atomic(), pytest.warns(RuntimeWarning, match=f"at {level}, whose snapshot may be older"):
+        with db_lock("stock:7", scope="lease") as hold:
+            assert hold.held
+
+
+# A lease inside a transaction.
+
+
+@SERVERS
+@FAMILY
+def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_commit(using, is_busy):
+    with transaction.atomic():
+        with db_lock("stock:7", using=using, scope="lease") as hold:
+            assert hold.scope == "lease"
+            assert is_busy(using=using)
+            with db_lock("stock:7", using=using, scope="lease") as inner:
+                assert inner is hold
+        assert is_busy(using=using)
+        assert hold.held
+        # The same thread entering again meanwhile simply has it.
+        with db_lock("stock:7", using=using, scope="lease") as again:
+            assert again is hold
+            assert again.count == 1
+        assert is_busy(using=using)
+    assert not is_busy(using=using)
+    assert not hold.held
+
+
+@SERVERS
+def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is_busy, until):
+    with transaction.atomic():
+        with transaction.atomic():
+            with db_lock("stock:7", scope="lease") as hold:
+                pass
+            transaction.set_rollback(True)
+        assert hold.held
+        assert is_busy()
+        transaction.set_rollback(True)
+    until(lambda: not is_busy())
+    assert not hold.held
+
+
+@SERVERS
+def test_a_lease_can_be_given_back_at_the_exit_on_purpose(is_busy):
+    with transaction.atomic():
+        with db_lock("stock:7", scope="lease", release="exit"):
+            assert is_busy()
+        assert not is_busy()
+
+
+@SERVERS
+def test_a_lease_survives_the_rollback_of_the_transaction_it_was_taken_in(is_busy):
+    with pytest.raises(ZeroDivisionError):
+        with transaction.atomic():
+            hold = db_lock("stock:7", scope="lease").acquire()
+            1 / 0  # noqa: B018
+    hold.check()
+    assert is_busy()
+    hold.release()
+    assert not is_busy()
+
+
+def test_a_backend_without_transactions_gives_back_after_the_commit():
+    lock = db_lock("stock:7", using="memory")
+
+    def is_taken():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(lock.try_acquire()))
+        thread.start()
+        thread.join()
+        if found[0] is not None:
+            found[0].release()
+        return found[0] is None
+
+    with transaction.atomic():
+        with lock as hold:
+            assert hold.scope == "lease"
+        assert is_taken()
+    assert not is_taken()
+
+
+@SERVERS
+def test_a_lease_beside_the_own_transaction_s_lock_is_refused():
+    with transaction.atomic(), db_lock("stock:7"):
+        with pytest.raises(RuntimeError, match="belongs to this thread's transaction already"):
+            db_lock("stock:7", scope="lease").acquire()
+
+
+@pytest.mark.engine("sqlite")
+def test_on_sqlite_a_lease_inside_a_transaction_is_refused_with_the_reason():
+    with transaction.atomic(), pytest.raises(RuntimeError, match="SQLite has one writer"):
+        db_lock("stock:7", scope="lease").acquire()
+
+
+@pytest.mark.engine("sqlite")
+@FAMILY
+def test_on_sqlite_somebody_s_lease_cannot_be_waited_for_in_a_transaction(using, workers):
+    (holder,) = workers(1)
+    holder.start(jobs.hold, "stock:7", using=using)
+    holder.hear()
+    with transaction.atomic():
+        started = time.monotonic()
+        with pytest.raises(LockError, match="cannot be waited for inside a transaction") as caught:
+            db_lock("stock:7", using=using, timeout=30).acquire()
+        assert not isinstance(caught.value, (LockTimeout, LockBackendError))
+        assert time.monotonic() - started < 5
+    holder.tell()
+    holder.hear()
+
+
+@SERVERS
+def test_nothing_of_ours_changes_how_the_caller_commits(settings):
+    if connection.vendor == "postgresql":
+        names = ["synchronous_commit", "lock_timeout", "statement_timeout", "transaction_isolation"]
+        query = "SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY name"
+    else:
+        names = ["innodb_lock_wait_timeout", "tx_isolation", "autocommit", "sql_mode"]
+        query = "SHOW SESSION VARIABLES WHERE variable_name IN %s"
+
+    def session():
+        with connection.cursor() as cursor:
+            cursor.execute(query, [names])
+            return cursor.fetchall()
+
+    for using in ("default", "optimistic", "insert"):
+        before = session()
+        with db_lock("stock:7", using=using):
+            pass
+        assert session() == before
+        with transaction.atomic():
+            before = session()
+            with db_lock("stock:7", using=using), db_lock("new", using=using):
+                pass
+            assert session() == before
+
+
+# Where Django users stand.
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("atomic_requests", [False, True])
+def test_a_view_loses_no_update(atomic_requests):
+    """With ATOMIC_REQUESTS the lock ends with the request's commit, not with the block."""
+    Counter.objects.create(name="views")
+    scopes, errors = [], []
+
+    def visit():
+        try:
+            connection.settings_dict["ATOMIC_REQUESTS"] = atomic_requests
+            for _ in range(10):
+                scopes.append(Client().post("/increment/").content.decode())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    with override_settings(DLOCKS={"default": {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}):
+        threads = [threading.Thread(target=visit) for _ in range(4)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        finally:
+            connection.settings_dict["ATOMIC_REQUESTS"] = False
+    assert not errors
+    assert set(scopes) == {"transaction" if atomic_requests else "lease"}
+    assert Counter.objects.get(name="views").value == 40
+
+
+class TestInsideATestCase(TestCase):
+    """A TestCase is one transaction, which is never committed; locks just work in it."""
+
+    def test_a_lock_is_a_lock(self):
+        with db_lock("stock:7") as hold:
+            assert hold.scope == "transaction"
+            with db_lock("stock:7") as inner:
+                assert inner is hold
+        with db_lock("stock:7") as again:
+            assert again.token > hold.token
+
+    def test_with_atomic_inside(self):
+        for _ in range(2):
+            with transaction.atomic(), db_lock("stock:7"):
+                Counter.objects.create(name=f"c{Counter.objects.count()}")
+            with db_lock("stock:7"), transaction.atomic():
+                pass
+        with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:7"):
+            1 / 0  # noqa: B018
+
+    @pytest.mark.engine("postgresql", "mariadb")
+    def test_its_own_transaction_does_not_count_for_a_lease(self):
+        with db_lock("leased", scope="lease") as hold:
+            assert hold.held
+        assert not hold.held
+        with transaction.atomic():
+            with db_lock("leased", scope="lease") as hold:
+                pass
+            assert hold.held
+        keeper.look()
+        deadline = time.monotonic() + 10
+        while hold.held:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class TestInsideATransactionTestCase(TransactionTestCase):
+    available_apps = ["dlocks", "tests"]
+
+    def test_a_lock_is_a_lease(self):
+        with db_lock("stock:7") as hold:
+            assert hold.scope == "lease"
+        with transaction.atomic(), db_lock("stock:7") as hold:
+            assert hold.scope == "transaction"
+
+
+def test_backends_tell_where_the_caller_stands():
+    backend = backends["default"]
+    assert not backend.in_transaction()
+    with transaction.atomic():
+        assert backend.in_transaction()
+    assert not backend.in_transaction()
