@@ -23,7 +23,6 @@ def write(key: str, status: str, end: datetime, **fields: object) -> ResourceLoc
         "version": 1000,
         **fields,
     }
-    # For the row itself, not for its model: whatever USE_TZ is, the column has UTC.
     return ResourceLock.objects.create(key_resource=key, status=status, end_time=end, **values)
 
 

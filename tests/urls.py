@@ -1,6 +1,10 @@
 from django.contrib import admin
-from django.urls import path
+from django.urls import include, path
 
 from tests import views
 
-urlpatterns = [path("admin/", admin.site.urls), path("increment/", views.increment)]
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("increment/", views.increment),
+    path("shop/", include("example_project.shop.urls")),
+]

@@ -168,7 +168,8 @@ class DatabaseBackend(BaseBackend):
         if stale_only:
             where += " AND " + STALE
         sql = self._sql(self.dialect.update, CLEAR, where)
-        return self._count(sql, {"key": key, "version": version}) == 1
+        with self._briefly():
+            return self._count(sql, {"key": key, "version": version}, locked=lambda: 0) == 1
 
     def reap(self, *, dry_run: bool = False) -> Iterator[int]:
         """Make stale rows free, as failed, batch by batch; yield the number of each batch."""

@@ -1,0 +1,1 @@
+"""The shop's one app: products, sales, and a flash sale."""

@@ -1,0 +1,27 @@
+"""The command that fills the shelves and makes an administrator, for a look around."""
+
+from django.conf import settings
+from django.contrib.auth import get_user_model
+from django.core.management.base import BaseCommand, CommandError
+
+from example_project.shop.models import Product
+
+PRODUCTS = {"Espresso machine": 5, "Coffee mill": 12, "Moka pot": 30, "Cup": 100, "The last biscuit": 1}
+NAME = PASSWORD = "admin"  # noqa: S105 (for DEBUG only)
+
+
+class Command(BaseCommand):
+    help = "Fill the shop with products and make the superuser admin/admin. Only with DEBUG."
+
+    def handle(self, *args, **options):
+        if not settings.DEBUG:
+            raise CommandError("demo_data makes a superuser whose password everybody knows, so it needs DEBUG = True.")
+        for name, stock in PRODUCTS.items():
+            Product.objects.get_or_create(name=name, defaults={"stock": stock})
+        users = get_user_model().objects
+        if not users.filter(username=NAME).exists():
+            users.create_superuser(NAME, password=PASSWORD)
+        self.stdout.write(f"The shop has {Product.objects.count()} products.")
+        self.stdout.write(
+            self.style.WARNING(f"Demo superuser: name {NAME!r}, password {PASSWORD!r}. For this machine only.")
+        )

@@ -1,0 +1,181 @@
+"""The command that sells out a product to a crowd: without a lock, and with each of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import connection
+
+from example_project.shop.crowd import Crowd, CrowdError
+from example_project.shop.models import Product
+from example_project.shop.services import ALIASES, LOCKS, NO_LOCK, ROW
+
+TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimistic row"}
+
+# Without a lock too much is sold by chance, so chance gets as many tries.
+LOCKLESS_TRIES = 5
+
+
+@dataclass
+class Round:
+    """One sale of the whole stock, and how it went."""
+
+    lock: str
+    stock: int
+    buyers: int
+    sold: int = 0
+    left: int = 0
+    confirmed: int = 0
+    refused: int = 0
+    conflicts: int = 0
+    waits: int = 0
+    seconds: float = 0.0
+
+    @property
+    def oversold(self) -> int:
+        return max(0, self.sold - self.stock)
+
+    @property
+    def complaint(self) -> str | None:
+        """What is not as it should be, or None."""
+        title = TITLES[self.lock]
+        if self.sold != self.confirmed or self.confirmed + self.refused != self.buyers:
+            return f"{title}: {self.sold} sales are in the database, but {self.confirmed} buyers were told so"
+        if self.lock == NO_LOCK:
+            return None if self.oversold else f"{title}: nothing was oversold, in {LOCKLESS_TRIES} tries"
+        if self.sold != self.stock or self.left:
+            return f"{title}: {self.sold} were sold of a stock of {self.stock}, and {self.left} are said to be left"
+        return None
+
+
+class Command(BaseCommand):
+    help = (
+        "Sell a stock to a crowd of buyers in several processes: without a lock, which sells more than there is, then "
+        "with each lock. The exit status is 0 when more than the stock was sold without a lock, and exactly the stock "
+        "with each."
+    )
+
+    def add_arguments(self, parser):
+        parser.add_argument("--buyers", type=_number(2, 10_000), default=240, help="how many want one (240)")
+        parser.add_argument("--processes", type=_number(2, 64), default=8, help="how many processes they are in (8)")
+        parser.add_argument("--stock", type=_number(1, 9_999), default=100, help="how many there are (100)")
+
+    def handle(self, *, buyers, processes, stock, **options):
+        if buyers <= stock:
+            raise CommandError(f"--buyers ({buyers}) must be more than --stock ({stock}), or nobody goes without.")
+        if processes > buyers:
+            raise CommandError(f"--processes ({processes}) cannot be more than --buyers ({buyers}).")
+        if Product._meta.db_table not in connection.introspection.table_names():
+            raise CommandError("The shop has no tables yet. Run 'manage.py migrate' first.")
+        try:
+            from rich.console import Console
+        except ImportError as error:
+            raise CommandError("flash_sale draws with rich: pip install rich, or pip install --group demo.") from error
+        console = Console(file=options.get("stdout") or sys.stdout, highlight=False)
+        try:
+            rounds = self._sell(console, buyers, processes, stock)
+        except CrowdError as error:
+            raise CommandError(f"The sale was broken off. {error}") from error
+        except KeyboardInterrupt:
+            console.print("Interrupted: the sale was broken off.", style="red")
+            sys.exit(130)
+        console.print(_table(rounds))
+        complaints = [complaint for one in rounds if (complaint := one.complaint) is not None]
+        if complaints:
+            console.print(f"FAILED: {'; '.join(complaints)}.", style="bold red")
+            sys.exit(1)
+        console.print(
+            f"All held: of a stock of {stock}, {rounds[0].sold} were sold without a lock, and exactly {stock} with "
+            "each lock and with the optimistic path on the row.",
+            style="bold green",
+        )
+
+    def _sell(self, console, buyers, processes, stock):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console.print(f"Flash sale: {stock} pieces, {buyers} buyers in {processes} processes.")
+        columns = [TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        names = [f"buyer {number}" for number in range(1, buyers + 1)]
+        rounds = []
+        with ExitStack() as stack:
+            with console.status("The processes start …"):
+                crowd = stack.enter_context(Crowd(processes))
+            progress = stack.enter_context(Progress(*columns, console=console))
+            tasks = {lock: progress.add_task(TITLES[lock], total=buyers, start=False) for lock in LOCKS}
+            for lock in LOCKS:
+                for _ in range(LOCKLESS_TRIES if lock == NO_LOCK else 1):
+                    progress.reset(tasks[lock])
+                    one = _round(crowd, lock, stock, names, partial(progress.advance, tasks[lock]))
+                    progress.stop_task(tasks[lock])
+                    if lock != NO_LOCK or one.oversold:
+                        break
+                rounds.append(one)
+        return rounds
+
+
+def _round(crowd: Crowd, lock: str, stock: int, names: list[str], advance: Callable[[], None]) -> Round:
+    product, _ = Product.objects.update_or_create(
+        name=f"Flash sale, {TITLES[lock]}", defaults={"stock": stock, "version": 0}
+    )
+    product.sales.all().delete()
+    one = Round(lock, stock, len(names))
+    began = time.monotonic()
+    for purchase in crowd.buy(product.pk, lock, names):
+        if purchase is None:
+            began = time.monotonic()
+            continue
+        one.confirmed += purchase.sold
+        one.refused += not purchase.sold
+        one.conflicts += purchase.conflicts
+        one.waits += purchase.had_to_wait
+        advance()
+    one.seconds = time.monotonic() - began
+    one.sold = product.sales.count()
+    one.left = Product.objects.get(pk=product.pk).stock
+    return one
+
+
+def _table(rounds: list[Round]):
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("lock", no_wrap=True)
+    for heading in ("sold", "oversold", "refused", "conflicts\nretried", "waits", "sales per\nsecond", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in rounds:
+        wrong = "red" if one.oversold else None
+        table.add_row(
+            TITLES[one.lock],
+            str(one.sold),
+            str(one.oversold),
+            str(one.refused),
+            str(one.conflicts),
+            str(one.waits),
+            f"{one.sold / one.seconds:.0f}",
+            f"{one.seconds:.1f}",
+            style=wrong,
+        )
+    return table
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    """Return what makes a whole number between the two of an argument, or says why it cannot."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}.")
+        return value
+
+    return number

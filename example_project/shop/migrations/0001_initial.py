@@ -1,0 +1,42 @@
+"""The tables of the shop."""
+
+import django.db.models.deletion
+from django.db import migrations, models
+
+
+class Migration(migrations.Migration):
+    initial = True
+
+    dependencies = []
+
+    operations = [
+        migrations.CreateModel(
+            name="Product",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("name", models.CharField(max_length=100, unique=True)),
+                ("stock", models.PositiveIntegerField()),
+                ("version", models.PositiveIntegerField(default=0, editable=False)),
+            ],
+            options={
+                "ordering": ("name",),
+            },
+        ),
+        migrations.CreateModel(
+            name="Sale",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("buyer", models.CharField(max_length=100)),
+                ("created", models.DateTimeField(auto_now_add=True)),
+                (
+                    "product",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE, related_name="sales", to="shop.product"
+                    ),
+                ),
+            ],
+            options={
+                "ordering": ("-created", "-pk"),
+            },
+        ),
+    ]

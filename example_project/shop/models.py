@@ -1,0 +1,29 @@
+"""What the shop has, and what it has sold."""
+
+from django.db import models
+
+
+class Product(models.Model):
+    """``version`` is for those who buy without a lock, on the row itself: it grows with each of their sales."""
+
+    name = models.CharField(max_length=100, unique=True)
+    stock = models.PositiveIntegerField()
+    version = models.PositiveIntegerField(default=0, editable=False)
+
+    class Meta:
+        ordering = ("name",)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Sale(models.Model):
+    product = models.ForeignKey(Product, models.CASCADE, related_name="sales")
+    buyer = models.CharField(max_length=100)
+    created = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ("-created", "-pk")
+
+    def __str__(self) -> str:
+        return f"{self.product} to {self.buyer}"

@@ -1,0 +1,106 @@
+"""How the shop sells one piece: the same code under each lock, and under none."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from django.db import OperationalError, connection, transaction
+
+from dlocks import db_lock
+from example_project.shop.models import Product, Sale
+
+# What keeps buyers apart, and the alias of DLOCKS behind it.
+ALIASES = {"pessimistic": "default", "optimistic": "optimistic", "insert": "insert"}
+NO_LOCK = "none"
+ROW = "row"
+LOCKS = (NO_LOCK, *ALIASES, ROW)
+
+# How long the payment service is asked, in seconds: the moment in which another buyer may read the same stock.
+PAYMENT_CHECK = (0.001, 0.002)
+
+# A lock's first pause between two tries is longer than this, and getting a free key is quicker.
+SHORTEST_WAIT = 0.004
+LONGEST_JITTER = 0.05
+
+
+class TooBusyError(Exception):
+    """Without a lock, others came in between again and again until the time was over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purchase:
+    """What came of one wish to buy: ``sold``, or refused since nothing was left."""
+
+    sold: bool
+    # How often it was tried anew, since somebody else had written in between.
+    conflicts: int = 0
+    # Seconds until the lock was got.
+    waited: float = 0.0
+
+    @property
+    def had_to_wait(self) -> bool:
+        return self.waited >= SHORTEST_WAIT
+
+
+def buy(product_id: int, buyer: str, lock: str = "pessimistic", *, timeout: float = 30.0) -> Purchase:
+    """
+    Sell one piece of a product.
+
+    ``lock`` is one of LOCKS: ``"none"`` shows what goes wrong; ``"row"`` takes no lock, but writes the product's row
+    only where its version is still the one that was read. Raise LockTimeout, or without a lock TooBusyError, when it
+    was not this buyer's turn in ``timeout`` seconds.
+    """
+    if lock == NO_LOCK:
+        return _sell(product_id, buyer, _write_what_was_read, timeout=timeout)
+    if lock == ROW:
+        return _sell(product_id, buyer, _write_where_unchanged, timeout=timeout)
+    with db_lock(f"stock:{product_id}", using=ALIASES[lock], timeout=timeout) as hold:
+        return _sell(product_id, buyer, _write_what_was_read, timeout=timeout, waited=hold.waited)
+
+
+def _sell(
+    product_id: int, buyer: str, write: Callable[[Product], bool], *, timeout: float, waited: float = 0.0
+) -> Purchase:
+    """Read the stock, think, and write what is left: whoever else does so meanwhile sells the same piece."""
+    deadline = time.monotonic() + timeout
+    conflicts = 0
+    while True:
+        product = Product.objects.get(pk=product_id)
+        if product.stock < 1:
+            return Purchase(False, conflicts, waited)
+        _check_payment()
+        product.stock -= 1
+        try:
+            with transaction.atomic():
+                if write(product):
+                    Sale.objects.create(product=product, buyer=buyer)
+                    return Purchase(True, conflicts, waited)
+        except OperationalError as error:
+            if not _is_busy(error):
+                raise
+        conflicts += 1
+        if time.monotonic() >= deadline:
+            raise TooBusyError(f"{product} could not be sold to {buyer} in {timeout:g} s, after {conflicts} tries.")
+        time.sleep(random.uniform(0, min(0.002 * 2 ** min(conflicts, 10), LONGEST_JITTER)))
+
+
+def _check_payment() -> None:
+    time.sleep(random.uniform(*PAYMENT_CHECK))
+
+
+def _write_what_was_read(product: Product) -> bool:
+    product.save(update_fields=["stock"])
+    return True
+
+
+def _write_where_unchanged(product: Product) -> bool:
+    unchanged = Product.objects.filter(pk=product.pk, version=product.version)
+    return unchanged.update(stock=product.stock, version=product.version + 1) == 1
+
+
+def _is_busy(error: OperationalError) -> bool:
+    """Tell whether SQLite's one writer was somebody else for too long."""
+    return connection.vendor == "sqlite" and "locked" in str(error)

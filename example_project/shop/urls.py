@@ -1,0 +1,11 @@
+"""The addresses of the shop."""
+
+from django.urls import path
+
+from example_project.shop import views
+
+app_name = "shop"
+urlpatterns = [
+    path("", views.index, name="index"),
+    path("products/<int:product_id>/buy/", views.buy, name="buy"),
+]

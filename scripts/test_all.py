@@ -1,0 +1,90 @@
+"""Run the SQLite part of the suite with every supported Python that is here; no other package is needed to start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ("3.11", "3.12", "3.13")
+
+
+def main() -> int:
+    found = {version: python for version in VERSIONS if (python := find(version)) is not None}
+    if not found:
+        print(f"None of Python {', '.join(VERSIONS)} was found.", file=sys.stderr)
+        return 1
+    outcomes = {}
+    for version in VERSIONS:
+        if version not in found:
+            outcomes[version] = "not found, not run"
+            continue
+        try:
+            outcomes[version] = run(version, found[version])
+        except subprocess.CalledProcessError as error:
+            outcomes[version] = f"FAILED: {' '.join(map(str, error.cmd[1:4]))} … ended with {error.returncode}"
+    print("==> summary")
+    for version, outcome in outcomes.items():
+        print(f"Python {version}: {outcome}")
+    return int(any("FAILED" in outcome for outcome in outcomes.values()))
+
+
+def find(version: str) -> Path | None:
+    """Return an interpreter of that version that really runs and can make an environment, or None."""
+    name = f"python{version}"
+    places = [Path(place) / name for place in os.get_exec_path()]
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    newest_first = sorted(pyenv.glob(f"{version}.*"), key=lambda path: _digits(path.name), reverse=True)
+    places += [path / "bin" / name for path in newest_first]
+    return next((place for place in places if place.is_file() and _runs(place, version)), None)
+
+
+def _digits(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _runs(python: Path, version: str) -> bool:
+    # A shim of pyenv may be there and fail.
+    code = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
+    try:
+        answer = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return answer.returncode == 0 and answer.stdout.strip() == version
+
+
+def run(version: str, python: Path) -> str:
+    """Run the suite in this version's own environment; return how it went."""
+    environment = ROOT / f".venv-{version}"
+    inside = environment / "bin" / "python"
+    stamp = environment / ".installed"
+    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != state:
+        print(f"==> Python {version}: installing", flush=True)
+        shutil.rmtree(environment, ignore_errors=True)
+        _call(python, "-m", "venv", environment)
+        install = (inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        _call(*install, "--upgrade", "pip>=25.1")
+        # A new environment gets the newest Django that both this Python and pyproject.toml allow.
+        _call(*install, "--editable", ".", "--group", "test-sqlite")
+        stamp.write_text(state)
+    code = "import django, platform; print(f'{platform.python_version()}, Django {django.__version__}')"
+    what = subprocess.run([inside, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    print(f"==> Python {what}", flush=True)
+    status = subprocess.run([inside, "-m", "tests.run", "sqlite"], cwd=ROOT, check=False).returncode
+    return f"{'passed' if status == 0 else f'FAILED ({status})'} ({what})"
+
+
+def _call(*command: object) -> None:
+    subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,158 @@
+"""An interrupt at any point of acquiring leaves nothing held."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from django.db import transaction
+
+import dlocks
+from dlocks import LockError, db_lock
+from dlocks.holds import holds_by_caller
+from dlocks.keeper import keeper
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+PACKAGE = str(Path(dlocks.__file__).parent)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th line of the package that this thread comes to."""
+
+    def __init__(self, at):
+        self.left = at
+        self.where = None
+        self.seen = set()
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *exc):
+        sys.settrace(None)
+
+    def __call__(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line" and self.where is None and not self._leaves_a_with(frame):
+            if self.left == 0:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+            self.left -= 1
+        return self
+
+    def _leaves_a_with(self, frame):
+        """Between a with block and its __exit__ there is a line for tracers, but never a signal: not a place to test."""
+        place = (id(frame), frame.f_lineno)
+        again = place in self.seen
+        self.seen.add(place)
+        return again and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+
+
+def interrupt_everywhere(enter, is_free, *, step=1):
+    """Interrupt at each line in turn, until one run comes through; return how many lines there were."""
+    for number in range(0, 3000, step):
+        with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            enter()
+        if interrupter.where is None:
+            return number
+        assert is_free(), f"held after an interrupt at {interrupter.where}, line {number}"
+        assert not list(keeper._holds), interrupter.where
+        assert not list(holds_by_caller.values()), interrupter.where
+    pytest.fail("never came through")
+
+
+@pytest.fixture
+def is_free(elsewhere):
+    def ask(using="default"):
+        def attempt():
+            # A statement that was interrupted may be on its way out of the server still.
+            with db_lock("stock:7", using=using, timeout=5):
+                return True
+
+        try:
+            return elsewhere(attempt)
+        except LockError:
+            return False
+
+    return ask
+
+
+@pytest.mark.parametrize("using", ["memory", "default", "optimistic", "insert"])
+def test_an_interrupt_at_any_line_of_acquire_leaves_nothing(using, is_free):
+    lock = db_lock("stock:7", using=using)
+    holds = []
+    lines = interrupt_everywhere(lambda: holds.append(lock.acquire()), lambda: is_free(using))
+    assert lines > 50
+    holds.pop().release()
+
+
+@pytest.mark.parametrize("using", ["memory", "default"])
+def test_an_interrupt_at_any_line_of_entering_a_block_leaves_nothing(using, is_free):
+    lock = db_lock("stock:7", using=using)
+    entered = []
+
+    def enter():
+        entered.append(lock.__enter__())
+
+    lines = interrupt_everywhere(enter, lambda: is_free(using))
+    assert lines > 50
+    assert len(entered) == 1
+    lock.__exit__(None, None, None)
+    assert is_free(using)
+
+
+def test_an_interrupt_while_entering_again_leaves_the_count_as_it_was(is_free):
+    lock = db_lock("stock:7", using="memory")
+    for number in range(200):
+        with lock as hold:
+            with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+                lock.__enter__()
+            if interrupter.where is None:
+                lock.__exit__(None, None, None)
+            assert hold.count == 1, f"{interrupter.where}, line {number}"
+        assert not hold.held
+        if interrupter.where is None:
+            break
+    else:
+        pytest.fail("never came through")
+    assert is_free("memory")
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_an_interrupt_inside_a_transaction_is_undone_by_its_rollback(is_free):
+    def enter():
+        with transaction.atomic():
+            db_lock("stock:7").acquire()
+            transaction.set_rollback(True)
+
+    assert interrupt_everywhere(enter, is_free, step=7) > 30
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
+    """A signal, at random moments of waiting and of statements on their way."""
+    lock = db_lock("stock:7", timeout=None)
+    main = threading.main_thread().ident
+    for number in range(30):
+        timer = threading.Timer(0.001 + number * 0.0005, signal.pthread_kill, [main, signal.SIGINT])
+        hold = None
+        try:
+            timer.start()
+            for _ in range(10_000):
+                hold = lock.acquire()
+                hold.release()
+                hold = None
+        except KeyboardInterrupt:
+            pass
+        finally:
+            timer.join()
+        if hold is not None:
+            hold.release()
+        assert is_free()

@@ -1,0 +1,435 @@
+"""What is promised about a lease while it is held: kept, or told that it is lost."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from django.db import connection, connections, transaction
+
+from dlocks import LockBackendError, LockLost, clock, db_lock, lock_lost
+from dlocks.backends.base import Grant
+from dlocks.conf import backends
+from dlocks.keeper import keeper
+from dlocks.models import LockState, ResourceLock
+from tests import jobs
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+ROOT = Path(__file__).parent.parent
+
+
+def state(key="stock:7"):
+    return ResourceLock.objects.by_clock().get(pk=key).state
+
+
+@pytest.fixture
+def turned_clock(monkeypatch):
+    """A clock that only turns by hand, for the front and the memory backend; the keeper waits as long as it must."""
+
+    class Clock:
+        time = 1000.0
+
+        def __call__(self):
+            return self.time
+
+        def turn(self, seconds):
+            self.time += seconds
+
+    turned = Clock()
+    backends.reset()
+    monkeypatch.setattr(clock, "now", turned)
+    monkeypatch.setattr(backends["memory"], "time", turned)
+    monkeypatch.setattr(keeper, "keep", lambda hold: None)
+    return turned
+
+
+# Kept.
+
+
+def test_a_lease_is_renewed_for_as_long_as_the_block_runs(until, elsewhere):
+    with db_lock("stock:7", using="brisk") as hold:
+        first = ResourceLock.objects.get(pk="stock:7").end_time
+        until(lambda: (ResourceLock.objects.get(pk="stock:7").end_time - first).total_seconds() > 0.9)
+        assert hold.held
+        assert hold.remaining > 0
+        assert elsewhere(db_lock("stock:7", using="brisk").try_acquire) is None
+    assert state() == LockState.FREE
+
+
+def test_a_lease_that_is_not_to_be_renewed_is_not(until):
+    lost = []
+    with pytest.raises(LockLost, match="not renewed within its ttl of 0.3 s"):
+        with db_lock("stock:7", ttl=0.3, renew=False, on_lost=lost.append) as hold:
+            until(lambda: lost)
+            assert not hold.held
+            assert hold.remaining == 0
+    assert lost == [hold]
+
+
+def test_a_hundred_holds_of_a_process_are_renewed_in_one_statement(monkeypatch, until, django_assert_num_queries):
+    backend = backends["brisk"]
+    batches = []
+    renew = backend.renew
+
+    def counted(claims):
+        batches.append(len(claims))
+        return renew(claims)
+
+    holds = [db_lock(f"stock:{number}", using="brisk", ttl=3).acquire() for number in range(100)]
+    try:
+        with django_assert_num_queries(1):
+            assert len(backend.renew([hold.claim for hold in holds])) == 100
+        monkeypatch.setattr(backend, "renew", counted)
+        until(lambda: batches)
+        assert batches[0] == 100
+    finally:
+        for hold in holds:
+            hold.release()
+
+
+def test_the_keeper_has_one_connection_and_closes_it_when_nothing_needs_it(until):
+    def opened():
+        return keeper.run(lambda: [one.alias for one in connections.all(initialized_only=True) if one.connection])
+
+    holds = [db_lock(f"stock:{number}", using="brisk").acquire() for number in range(3)]
+    until(lambda: opened() == ["default"])
+    for hold in holds:
+        hold.release()
+    until(lambda: not keeper._connected)
+
+
+def test_renewal_stops_with_the_thread_that_died(until):
+    holds = []
+    thread = threading.Thread(target=lambda: holds.append(_acquire_and_disconnect("stock:7")))
+    thread.start()
+    thread.join()
+    until(lambda: not holds[0].held)
+    with pytest.raises(LockLost):
+        holds[0].check()
+    assert state() == LockState.STALE
+
+
+def _acquire_and_disconnect(key):
+    try:
+        return db_lock(key, using="brisk").acquire()
+    finally:
+        connections.close_all()
+
+
+def test_renewal_stops_for_a_hold_that_nobody_has_any_more(until):
+    db_lock("stock:7", using="brisk").acquire()
+    gc.collect()
+    until(lambda: state() == LockState.STALE)
+
+
+def test_renewal_stops_at_max_hold(until):
+    """An endless loop must not be a lock for ever."""
+    lost = []
+    started = time.monotonic()
+    with pytest.raises(LockLost, match="held for its max_hold of 0.8 s"):
+        with db_lock("stock:7", ttl=0.4, max_hold=0.8, on_lost=lost.append):
+            until(lambda: lost)
+            assert 0.7 < time.monotonic() - started < 3
+            row = ResourceLock.objects.get(pk="stock:7")
+            assert (row.end_time - row.begin_time).total_seconds() <= 0.85
+
+
+# Lost.
+
+
+def test_a_lost_hold_is_told_in_every_way(until, caplog):
+    told, signalled = [], []
+
+    def receive(hold, **kwargs):
+        signalled.append(hold)
+
+    lock_lost.connect(receive)
+    caplog.set_level(logging.WARNING, "dlocks")
+    try:
+        with pytest.raises(LockLost) as error, db_lock("stock:7", using="brisk", on_lost=told.append) as hold:
+            backends["brisk"].clear("stock:7", hold.token)
+            until(lambda: told)
+            assert not hold.held
+            assert hold.remaining == 0
+            with pytest.raises(LockLost):
+                hold.check()
+            with pytest.raises(LockLost):
+                hold.renew()
+    finally:
+        lock_lost.disconnect(receive)
+    assert told == signalled == [hold]
+    assert (error.value.key, error.value.token) == ("stock:7", hold.token)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "'stock:7' was lost by" in caplog.text
+    assert hold.owner not in caplog.text
+
+
+def test_the_body_s_own_error_passes_with_a_note_about_the_loss():
+    with pytest.raises(ZeroDivisionError) as error, db_lock("stock:7") as hold:
+        backends["default"].clear("stock:7", hold.token)
+        1 / 0  # noqa: B018
+    assert any("LockLost: 'stock:7' was lost" in note for note in error.value.__notes__)
+
+
+def test_an_error_while_renewing_is_not_a_loss_until_the_deadline(monkeypatch, until, caplog):
+    def fail(claims):
+        raise LockBackendError("could not ask")
+
+    monkeypatch.setattr(backends["brisk"], "renew", fail)
+    lost = []
+    with pytest.raises(LockLost, match="not renewed within its ttl"):
+        with db_lock("stock:7", using="brisk", ttl=1.5, on_lost=lost.append) as hold:
+            until(lambda: "Could not renew 1 holds: could not ask" in caplog.text)
+            assert hold.held
+            assert not lost
+            until(lambda: lost)
+    assert hold.remaining == 0
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_renewal_that_finds_its_own_row_locked_is_not_lost(workers):
+    with db_lock("stock:7") as hold:
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            left = keeper.run(backends["default"].renew, [hold.claim])
+            assert 0 < left[hold.owner] <= 30
+        hold.renew()
+
+
+def test_on_lost_that_fails_is_logged_and_the_hold_is_lost_all_the_same(until, caplog):
+    def fail(hold):
+        raise ValueError("on_lost")
+
+    with pytest.raises(LockLost), db_lock("stock:7", using="brisk", on_lost=fail) as hold:
+        backends["brisk"].clear("stock:7", hold.token)
+        until(lambda: "on_lost of 'stock:7' failed" in caplog.text)
+
+
+# The local deadline.
+
+
+def test_the_deadline_counts_from_before_the_request_was_sent(monkeypatch, turned_clock):
+    backend = backends["memory"]
+    acquire = backend.acquire
+
+    def slowly(claim):
+        grant = acquire(claim)
+        turned_clock.turn(4)
+        return grant
+
+    monkeypatch.setattr(backend, "acquire", slowly)
+    hold = db_lock("stock:7", using="memory", ttl=10).acquire()
+    assert hold.remaining == pytest.approx(6)
+    turned_clock.turn(5.9)
+    assert hold.held
+    turned_clock.turn(0.2)
+    assert not hold.held
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def test_a_grant_that_arrives_after_its_lease_is_given_back_and_tried_again(monkeypatch, turned_clock):
+    backend = backends["memory"]
+    acquire, late = backend.acquire, [11, 0]
+
+    def late_once(claim):
+        grant = acquire(claim)
+        turned_clock.turn(late.pop(0))
+        return grant
+
+    monkeypatch.setattr(backend, "acquire", late_once)
+    with db_lock("stock:7", using="memory", ttl=10) as hold:
+        assert hold.remaining == pytest.approx(10)
+    assert late == []
+
+
+def test_a_renewal_counts_from_before_it_was_sent(turned_clock):
+    hold = db_lock("stock:7", using="memory", ttl=10).acquire()
+    turned_clock.turn(5)
+    hold.renew()
+    assert hold.remaining == pytest.approx(10)
+    turned_clock.turn(9)
+    hold.check()
+    hold.release()
+
+
+def test_a_last_try_is_made_exactly_at_the_deadline(monkeypatch, turned_clock):
+    tries = []
+
+    def busy(claim):
+        tries.append(turned_clock.time)
+
+    monkeypatch.setattr(backends["memory"], "acquire", busy)
+    monkeypatch.setattr(time, "sleep", turned_clock.turn)
+    started = turned_clock.time
+    with pytest.raises(TimeoutError):
+        db_lock("stock:7", using="memory", timeout=3).acquire()
+    assert tries[0] == started
+    assert tries[-1] == pytest.approx(started + 3)
+    pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
+    assert all(0 < pause <= 0.25 + 1e-6 for pause in pauses)
+    assert len(set(pauses)) > len(pauses) // 2
+
+
+def test_a_waiter_for_ever_goes_on(monkeypatch, turned_clock):
+    answers = [None] * 500 + [Grant(7)]
+    monkeypatch.setattr(backends["memory"], "acquire", lambda claim: answers.pop(0))
+    monkeypatch.setattr(backends["memory"], "release", lambda claim, **kwargs: True)
+    monkeypatch.setattr(time, "sleep", turned_clock.turn)
+    with db_lock("stock:7", using="memory", timeout=None) as hold:
+        assert hold.token == 7
+        assert hold.waited > 60
+
+
+# Processes that end.
+
+
+def run_script(script, **environment):
+    """Run a user's script on this test's database, in a process of its own."""
+    code = "import django; django.setup()\n" + textwrap.dedent(script)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "sys.exit(3)"])
+def test_what_is_held_at_the_exit_is_released(ending):
+    done = run_script(
+        f"""
+        import sys
+        from dlocks import db_lock
+        hold = db_lock("stock:7").acquire()
+        print("held", hold.held)
+        {ending}
+        """
+    )
+    assert done.stdout == "held True\n"
+    assert done.stderr == ""
+    row = ResourceLock.objects.by_clock().get(pk="stock:7")
+    assert (row.state, row.status, row.hold_count) == (LockState.FREE, "F", 0)
+
+
+def test_a_normal_shutdown_on_sigterm_releases():
+    """As servers do it: a handler that ends the process by SystemExit."""
+    script = """
+        import os, signal, sys
+        from dlocks import db_lock
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        with db_lock("stock:7"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        """
+    assert run_script(script).returncode == 0
+    assert state() == LockState.FREE
+
+
+def test_a_child_renews_its_own_holds_and_leaves_the_parent_s_keeper_alone(until):
+    script = """
+        import os, sys, time
+        from django.db import connection, connections
+        from dlocks import db_lock
+        from dlocks.keeper import keeper
+        with db_lock("parent", using="brisk") as hold:
+            while not keeper._connected:
+                time.sleep(0.01)
+            child = os.fork()
+            if child == 0:
+                connections["default"].connection = None
+                with db_lock("child", using="brisk") as mine:
+                    time.sleep(1.5)
+                    mine.check()
+                os._exit(0)
+            time.sleep(1.0)
+            status = os.waitpid(child, 0)[1]
+            hold.check()
+        print("both kept", status)
+        """
+    done = run_script(script)
+    assert (done.stdout, done.stderr) == ("both kept 0\n", "")
+
+
+@pytest.mark.engine("postgresql")
+def test_a_user_s_test_run_can_drop_its_database(tmp_path):
+    """A connection of ours that was left over would make DROP DATABASE fail."""
+    (tmp_path / "usersettings.py").write_text(
+        textwrap.dedent(
+            f"""
+            from tests.settings import *
+            DATABASES = {{"default": {{**DATABASES["default"], "TEST": {{"NAME": "test_of_a_user"}}}}}}
+            DLOCKS = {{}}
+            # {tmp_path.name}
+            """
+        )
+    )
+    (tmp_path / "usertests.py").write_text(
+        textwrap.dedent(
+            """
+            import time
+            from django.db import transaction
+            from django.test import TestCase, TransactionTestCase
+            from dlocks import db_lock
+            from dlocks.keeper import keeper
+
+            class Plain(TestCase):
+                def test_lock(self):
+                    with db_lock("plain"), db_lock("plain"), transaction.atomic():
+                        pass
+
+                def test_lease(self):
+                    with db_lock("forced", scope="lease"):
+                        pass
+
+            class Leases(TransactionTestCase):
+                def test_renewed_to_the_last_moment(self):
+                    with db_lock("leased", ttl=0.3):
+                        while not keeper._connected:
+                            time.sleep(0.01)
+                    self.left = db_lock("left", ttl=30).acquire()
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "django", "test", "usertests", "--settings", "usersettings"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DLOCKS_TEST_NAME": "dlocks"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Ran 3 tests" in done.stderr
+    assert "accessed by other users" not in done.stderr
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_database WHERE datname = 'test_of_a_user'")
+        assert cursor.fetchone() == (0,)
+
+
+def test_a_stopped_holder_believes_nothing_when_it_goes_on(doomed, workers, elsewhere):
+    """A process paused beyond its ttl: the other has the lock, and the first knows when it wakes up."""
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using="brisk")
+    first = victim.hear()
+    victim.stop()
+    with db_lock("stock:7", using="brisk", timeout=20) as hold:
+        assert hold.token > first
+        victim.resume()
+        victim.tell()
+        with pytest.raises(RuntimeError, match="LockLost"):
+            victim.hear()
+        hold.check()
