@@ -111,3 +111,85 @@ def state(pipe, key):
     from dlocks.models import ResourceLock
 
     return ResourceLock.objects.by_clock().filter(pk=key).values("status", "state", "hold_count", "version").first()
+
+
+def hold_timed(pipe, key, **policy):
+    """Hold, and say when on the common clock the request was sent and answered."""
+    before = time.monotonic()
+    held = db_lock(key, **policy).acquire()
+    pipe.say((before, time.monotonic(), held.token))
+    pipe.hear()
+    held.release()
+
+
+def wait_quietly(pipe, key, **policy):
+    held = db_lock(key, **policy).acquire()
+    granted = time.monotonic()
+    held.release()
+    return granted, held.token
+
+
+def check(pipe):
+    try:
+        for held in _kept:
+            held.check()
+    except LockError as error:
+        return type(error).__name__
+    return "held"
+
+
+def release_all(pipe):
+    answers = []
+    for held in _kept:
+        try:
+            held.release()
+            answers.append("released")
+        except LockError as error:
+            answers.append(type(error).__name__)
+    _kept.clear()
+    return answers
+
+
+def count_through_trouble(pipe, path, key, *, times, **policy):
+    """Add to the counter; where the server is away, say so and go on. Return how many were added."""
+    path, done, troubles = Path(path), 0, 0
+    for number in range(times):
+        if number == times // 3:
+            pipe.say("a third")
+        if number == 2 * times // 3:
+            pipe.say("two thirds")
+        try:
+            with db_lock(key, **policy) as held:
+                value, last = map(int, path.read_text().split())
+                assert held.token > last, f"token {held.token} after {last}"
+                path.write_text(f"{value + 1} {held.token}")
+                done += 1
+        except LockError as error:
+            troubles += 1
+            assert type(error).__name__ in {"LockBackendError", "LockTimeout"}, error
+            time.sleep(0.05)
+    return done, troubles
+
+
+def kill_other_sessions(pipe):
+    """End every other session of the server's, from the server's side."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+                " WHERE pid <> pg_backend_pid() AND datname = current_database()"
+            )
+            return cursor.fetchone()[0]
+        cursor.execute(
+            "SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND db = DATABASE()"
+        )
+        sessions = cursor.fetchall()
+        for (session,) in sessions:
+            cursor.execute(f"KILL {session}")
+        return len(sessions)
+
+
+def wall_clock(pipe):
+    return time.time()

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,6 +53,7 @@ class Worker:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        self.killed_at = time.monotonic()
         self.process.kill()
         self.process.join(10)
         self.pipe.close()

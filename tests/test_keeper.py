@@ -349,7 +349,7 @@ def test_a_child_renews_its_own_holds_and_leaves_the_parent_s_keeper_alone(until
                 time.sleep(0.01)
             child = os.fork()
             if child == 0:
-                connections["default"].connection = None
+                inherited, connections["default"].connection = connections["default"].connection, None
                 with db_lock("child", using="brisk") as mine:
                     time.sleep(1.5)
                     mine.check()

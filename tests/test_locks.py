@@ -387,7 +387,8 @@ def test_a_forked_child_holds_nothing(elsewhere):
             answer = b"?"
             try:
                 # The child must not speak over the parent's connection; it has none of its own yet.
-                connections["default"].connection = None
+                inherited, connections["default"].connection = connection.connection, None
+                assert inherited is not None
                 answer = b"held" if hold.held else b"not held"
                 try:
                     hold.release()

@@ -18,7 +18,7 @@ PATIENCE = 2.0
 
 @require_GET
 def index(request: HttpRequest) -> HttpResponse:
-    products = Product.objects.annotate(sold=Count("sales"))
+    products = Product.objects.annotate(sold=Count("sales")).order_by("name")
     return render(request, "shop/index.html", {"products": products})
 
 

@@ -318,7 +318,19 @@ class DatabaseBackend(BaseBackend):
 
     @property
     def dialect(self) -> Dialect:
-        return dialect_of(self.connection)
+        connection = self.connection
+        if connection.vendor == "mysql" and "mysql_server_data" not in vars(connection):
+            # Which of the two it is, the server is asked once; that may fail as any statement may.
+            try:
+                return dialect_of(connection)
+            except Error as error:
+                if connection.connection is None or self.in_transaction():
+                    raise self._failure(error) from error
+                connection.close()
+        try:
+            return dialect_of(connection)
+        except Error as error:
+            raise self._failure(error) from error
 
     @property
     def table(self) -> str:
@@ -550,4 +562,17 @@ class InsertBackend(DatabaseBackend):
         sql = self._sql(
             lambda table: f"DELETE FROM {table} WHERE {KEY} AND owner = %(owner)s AND version < {{ticks}}"
         )
-        return self._count(sql, {"key": claim.key, "owner": claim.owner}) == 1
+        parameters = {"key": claim.key, "owner": claim.owner}
+        sent = 0
+
+        def delete(cursor: Any) -> int:
+            nonlocal sent
+            sent += 1
+            cursor.execute(sql, parameters)
+            return int(cursor.rowcount)
+
+        if self._run(delete) == 1:
+            return True
+        # The reply to the first may have been lost, and the row with it.
+        gone = self._sql(lambda table: f"SELECT COUNT(*) FROM {table} WHERE {KEY}")
+        return sent > 1 and int(self._rows(gone, parameters)[0][0]) == 0

@@ -1,0 +1,250 @@
+"""What remains of the promises when a process, a server, a reply or a clock fails."""
+
+from __future__ import annotations
+
+import ctypes.util
+import glob
+import os
+import time
+
+import pytest
+
+from tests import jobs
+from tests.processes import Worker
+from tests.proxy import Proxy
+from tests.servers import SERVERS
+from tests.settings import ENGINE
+
+pytestmark = [
+    pytest.mark.engine("postgresql", "mariadb"),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server of this module's own, to stop and to crash."""
+    with SERVERS[ENGINE]() as started:
+        worker = Worker(**environment(started))
+        worker.call(jobs.migrate)
+        worker.close()
+        yield started
+
+
+def environment(server, port=None):
+    return {**server.environment, "DLOCKS_TEST_NAME": "faults", "DLOCKS_TEST_PORT": str(port or server.port)}
+
+
+@pytest.fixture
+def on_server(server, doomed):
+    """Return a function that gives a process on that server."""
+
+    def get(port=None):
+        if server.process is None:
+            server.start()
+        return doomed(**environment(server, port))
+
+    yield get
+    if server.process is None:
+        server.start()
+
+
+# Processes.
+
+
+@FAMILY
+def test_after_a_kill_the_key_is_free_within_the_ttl_and_a_second_but_never_before(using, doomed, workers):
+    victim = doomed()
+    (waiter,) = workers(1)
+    victim.start(jobs.hold_timed, "stock:7", using=using, ttl=1.0)
+    before, after, first = victim.hear()
+    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
+    assert waiter.hear() == "waiting"
+    victim.kill()
+    granted, token = waiter.hear()
+    assert token > first
+    assert granted - before >= 1.0
+    # The keeper of the victim may have renewed once before the kill.
+    assert granted - max(after, victim.killed_at) <= 1.0 + 1.0
+
+
+@FAMILY
+def test_a_kill_inside_a_transaction_frees_the_key_with_the_connection(using, doomed, workers):
+    victim = doomed()
+    (waiter,) = workers(1)
+    victim.start(jobs.hold_in_transaction, "stock:7", using=using)
+    victim.hear()
+    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
+    assert waiter.hear() == "waiting"
+    victim.kill()
+    granted, _ = waiter.hear()
+    assert granted - victim.killed_at < 2.0
+
+
+# The server.
+
+
+@FAMILY
+@pytest.mark.parametrize("how", ["stop", "crash"])
+def test_a_hold_outlives_a_restart_of_the_server(using, how, server, on_server):
+    holder, other = on_server(), on_server()
+    key = f"held {using} {how}"
+    first = holder.call(jobs.acquire, key, using=using)
+    assert other.call(jobs.try_once, key, using=using) is None
+    getattr(server, how)()
+    server.start()
+    assert other.call(jobs.try_once, key, using=using) is None
+    assert holder.call(jobs.check) == "held"
+    assert holder.call(jobs.release_all) == ["released"]
+    assert other.call(jobs.try_once, key, using=using) > first
+
+
+@FAMILY
+def test_a_server_that_is_down_is_told_apart_from_a_busy_key(using, server, on_server):
+    """… in bounded time, and the next call after its start just works."""
+    worker = on_server()
+    key = f"down {using}"
+    assert isinstance(worker.call(jobs.try_once, key, using=using), int)
+    server.stop()
+    started = time.monotonic()
+    assert worker.call(jobs.acquire, key, using=using) == "LockBackendError"
+    assert time.monotonic() - started < 10
+    server.start()
+    assert isinstance(worker.call(jobs.try_once, key, using=using), int)
+
+
+@FAMILY
+def test_a_release_to_a_server_that_is_down_is_a_clear_error_and_the_lease_ends(using, server, on_server):
+    holder, other = on_server(), on_server()
+    key = f"released {using}"
+    first = holder.call(jobs.acquire, key, using=using, ttl=2.0)
+    server.crash()
+    assert holder.call(jobs.release_all) == ["LockBackendError"]
+    server.start()
+    _, token = other.call(jobs.wait_quietly, key, using=using, timeout=20)
+    assert token > first
+
+
+@FAMILY
+def test_waiters_never_make_two_holders_of_a_server_that_comes_and_goes(using, server, on_server, tmp_path):
+    """A counter goes on through crashes; errors are told, increments that were done are all there."""
+    crowd = [on_server() for _ in range(3)]
+    path = tmp_path / "counter"
+    path.write_text("0 0")
+    for worker in crowd:
+        worker.start(jobs.count_through_trouble, str(path), f"crowd {using}", times=60, using=using, ttl=2.0)
+    for _ in range(2):
+        crowd[0].hear()
+        server.crash()
+        server.start()
+    done = 0
+    for worker in crowd:
+        while not isinstance(answer := worker.hear(), tuple):
+            pass
+        done += answer[0]
+    value, last = map(int, path.read_text().split())
+    assert value == done
+    assert last > 0
+
+
+# Replies.
+
+
+@FAMILY
+def test_an_acquire_whose_reply_is_lost_ends_held_by_its_caller(using, server, on_server):
+    proxy = Proxy(server.port)
+    try:
+        worker, other = on_server(proxy.port), on_server()
+        key = f"reply {using}"
+        assert isinstance(worker.call(jobs.try_once, key, using=using), int)
+        proxy.swallow(b"begin_time")
+        token = worker.call(jobs.acquire, key, using=using)
+        assert proxy.swallowed.is_set()
+        assert isinstance(token, int), token
+        assert other.call(jobs.try_once, key, using=using) is None
+        assert other.call(jobs.state, key)["version"] == token
+        assert worker.call(jobs.check) == "held"
+        proxy.swallow(b"DELETE" if using == "insert" else b"hold_count = 0")
+        assert worker.call(jobs.release_all) == ["released"]
+        assert proxy.swallowed.is_set()
+        assert other.call(jobs.try_once, key, using=using) > token
+    finally:
+        proxy.close()
+
+
+@FAMILY
+def test_a_session_killed_by_the_server_is_not_the_user_s_problem(using, server, on_server):
+    worker, admin = on_server(), on_server()
+    key = f"session {using}"
+    token = worker.call(jobs.acquire, key, using=using)
+    assert admin.call(jobs.kill_other_sessions) >= 1
+    assert worker.call(jobs.check) == "held"
+    admin.call(jobs.kill_other_sessions)
+    assert worker.call(jobs.release_all) == ["released"]
+    admin.call(jobs.kill_other_sessions)
+    assert worker.call(jobs.try_once, key, using=using) > token
+
+
+# Clocks.
+
+
+def libfaketime():
+    found = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")  # noqa: PTH207
+    assert found, "libfaketime is not installed: apt-get install libfaketime"
+    return found[0]
+
+
+@FAMILY
+@pytest.mark.parametrize("offset", ["+5h", "-5h"])
+def test_the_application_host_s_clock_changes_nothing(using, offset, doomed, workers, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", libfaketime())
+        patch.setenv("FAKETIME", offset)
+        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        liar = doomed()
+    (honest,) = workers(1)
+    assert abs(abs(liar.call(jobs.wall_clock) - time.time()) - 5 * 3600) < 60
+    first = honest.call(jobs.acquire, "stock:7", using=using)
+    assert liar.call(jobs.try_once, "stock:7", using=using) is None
+    honest.call(jobs.release_all)
+    second = liar.call(jobs.acquire, "stock:7", using=using)
+    assert second > first
+    assert honest.call(jobs.try_once, "stock:7", using=using) is None
+    assert liar.call(jobs.check) == "held"
+    liar.call(jobs.release_all)
+    assert honest.call(jobs.try_once, "stock:7", using=using) > second
+
+
+@pytest.mark.parametrize(("grace", "overlaps"), [(0.5, False), (0.0, True)])
+def test_a_database_clock_that_steps_by_less_than_the_grace_gives_no_second_holder(
+    grace, overlaps, server, doomed, tmp_path
+):
+    """The second case is the control: without the grace the same step does give one."""
+    assert ctypes.util.find_library("c")
+    steps = server.directory / "clock"
+    steps.write_text("+0")
+    os.chmod(steps, 0o644)  # noqa: PTH101
+    server.stop()
+    server.start(
+        LD_PRELOAD=libfaketime(),
+        FAKETIME_TIMESTAMP_FILE=str(steps),
+        FAKETIME_NO_CACHE="1",
+        FAKETIME_DONT_FAKE_MONOTONIC="1",
+        FAKETIME_DONT_RESET="1",
+    )
+    try:
+        holder, waiter = doomed(**environment(server)), doomed(**environment(server))
+        policy = {"using": "default" if grace else "brisk"}
+        holder.call(jobs.try_once, "clock", **policy)
+        holder.start(jobs.hold_timed, "clock", ttl=1.2, renew=False, **policy)
+        before, _, first = holder.hear()
+        steps.write_text("+0.4")
+        granted, token = waiter.call(jobs.wait_quietly, "clock", timeout=20, **policy)
+        assert token > first
+        # The first holder believes in its hold for its ttl, from before it asked.
+        assert (granted - before < 1.2) == overlaps
+    finally:
+        server.stop()
+        server.start()
