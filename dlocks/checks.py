@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
@@ -91,7 +92,7 @@ def check_database_backend(backend: DatabaseBackend) -> list[checks.CheckMessage
 
 
 @checks.register("dlocks", checks.Tags.database)
-def check_tables(databases: list[str] | None = None, **kwargs: Any) -> list[checks.CheckMessage]:
+def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[checks.CheckMessage]:
     """Check the tables themselves, where the databases are asked ('manage.py check --database default')."""
     from dlocks.backends.database import DatabaseBackend
 

@@ -13,6 +13,7 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from dlocks.backends.base import BaseBackend
+from dlocks.keeper import keeper
 
 DEFAULT_ALIAS = "default"
 DEFAULT: dict[str, Any] = {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}
@@ -60,7 +61,9 @@ class BackendHandler:
         try:
             backend_class = import_string(path)
         except ImportError as error:
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}") from error
+            raise ImproperlyConfigured(
+                f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}"
+            ) from error
         known = options_of(backend_class)
         for option in options:
             if option not in known:
@@ -74,6 +77,7 @@ class BackendHandler:
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['OPTIONS']: {error}") from error
         if not isinstance(backend, BaseBackend):
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend.")
+        backend.outside = keeper.run  # type: ignore[method-assign]
         return backend
 
 

@@ -9,7 +9,8 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from asgiref.sync import sync_to_async
 from django.db import connections
@@ -47,17 +48,17 @@ class Hold:
 
     Ownership is the hold itself: any thread that has it may release it. ``token`` is the fencing token: larger than
     that of every earlier hold of the key. ``owner`` is the capability behind the hold, never to be shown whole.
-    ``waited`` says how many seconds the caller waited for it.
+    ``waited`` says how many seconds the caller waited for it: 0 when the key was free.
     """
 
     def __init__(
-        self, lock: Lock, backend: BaseBackend, claim: Claim, grant: Grant, caller: Caller, sent: float, began: float
+        self, lock: Lock, backend: BaseBackend, claim: Claim, grant: Grant, caller: Caller, sent: float, waited: float
     ) -> None:
         self.lock = lock
         self.backend = backend
         self.claim = claim
         self.token = grant.token
-        self.waited = sent - began
+        self.waited = waited
         self._caller = caller
         self._pid = os.getpid()
         self._mutex = threading.Lock()
@@ -179,16 +180,16 @@ class Hold:
         # Shielded: a cancelled holder still gives back.
         await asyncio.shield(asyncio.ensure_future(sync_to_async(self.release)(failed=failed)))
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.leave(error)
 
-    async def __aenter__(self) -> Hold:
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         await asyncio.shield(asyncio.ensure_future(sync_to_async(self.leave)(error)))
 
     def leave(self, error: BaseException | None) -> None:
@@ -322,7 +323,7 @@ class Hold:
         """Ask the backend about the hold; about a lease, from outside of the caller's transaction."""
         backend = self.backend
         if self.scope == "lease" and backend.in_transaction() and backend.lease_refused() is None:
-            return keeper.run(function, *arguments, **keywords)
+            return keeper.run(partial(function, *arguments, **keywords))
         return function(*arguments, **keywords)
 
     def _leave_in_transactions(self) -> bool:

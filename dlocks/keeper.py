@@ -73,17 +73,17 @@ class Keeper:
         with self._changed:
             self._wake()
 
-    def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    def run(self, function: Callable[[], T]) -> T:
         """Call a function in the keeper's thread, where no transaction of the caller's is open; return its result."""
         if threading.current_thread() is self._thread:
-            return function(*arguments, **keywords)
+            return function()
         done = threading.Event()
         results: list[T] = []
         errors: list[BaseException] = []
 
         def job() -> None:
             try:
-                results.append(function(*arguments, **keywords))
+                results.append(function())
             except BaseException as error:  # noqa: BLE001 (it is the caller's)
                 errors.append(error)
             finally:

@@ -46,7 +46,7 @@ class Lock:
 
     key: str
     using: str = DEFAULT_ALIAS
-    timeout: float | None | _FromSettings = FROM_SETTINGS
+    timeout: float | _FromSettings | None = FROM_SETTINGS
     ttl: float | _FromSettings = FROM_SETTINGS
     renew: bool = True
     reentrant: bool = True
@@ -108,7 +108,7 @@ class Lock:
                     hold.release(failed=True)
             raise
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._entered_hold().leave(error)
 
     # The same for coroutines: the same steps, each in Django's own thread, and the waiting here.
@@ -133,7 +133,7 @@ class Lock:
         _entered.setdefault(current_caller(), []).append((self, hold))
         return hold
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         await self._entered_hold().__aexit__(kind, error, traceback)
 
     # Inside.
@@ -189,6 +189,7 @@ class Attempt:
         self.timeout = timeout if wait else 0.0
         self.key = lock._full_key()
         self.began = clock.now()
+        self.paused = False
         self.delays = delays(self.timeout)
         self.claim: Claim | None = None
         self.hold: Hold | None = None
@@ -223,7 +224,8 @@ class Attempt:
             self.give_up()
             self.claim = self._claim()
             return None
-        self.hold = Hold(self.lock, self.backend, self.claim, grant, self.caller, sent, self.began)
+        waited = sent - self.began if self.paused else 0.0
+        self.hold = Hold(self.lock, self.backend, self.claim, grant, self.caller, sent, waited)
         holds_by_caller[self.caller, self.lock.using, self.key] = self.hold
         if self.claim.scope == "lease":
             keeper.keep(self.hold)
@@ -235,6 +237,7 @@ class Attempt:
         """Return how long to wait before the next try; raise LockTimeout when the time is over."""
         delay = next(self.delays, None)
         if delay is not None:
+            self.paused = True
             return delay
         holder = None
         with suppress(LockBackendError):
@@ -305,7 +308,7 @@ class Attempt:
     def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Ask the backend; for a lease, from outside of the caller's transaction."""
         if self.claim is not None and self.claim.scope == "lease" and self.backend.in_transaction():
-            return keeper.run(function, *arguments, **keywords)
+            return keeper.run(functools.partial(function, *arguments, **keywords))
         return function(*arguments, **keywords)
 
 

@@ -123,4 +123,4 @@ class ResourceLock(models.Model):
         )
 
     def __str__(self) -> str:
-        return self.key_resource
+        return str(self.key_resource)

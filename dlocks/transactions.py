@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -18,13 +18,13 @@ class OpenTransaction:
 
     def __init__(self, connection: BaseDatabaseWrapper, at_commit: Callable[[], object]) -> None:
         self._connection = connection
-        blocks = connection.atomic_blocks
-        self._in_testcase = bool(blocks) and blocks[0]._from_testcase
-        self._block = next((block for block in blocks if not block._from_testcase), None)
+        own = list(_own_blocks(connection))
+        self._in_testcase = len(own) < len(connection.atomic_blocks)
+        self._block = own[0] if own else None
         # Django empties this list after the commit and after the rollback, and has no other sign of a rollback. The
         # empty set of savepoints keeps the entry when an inner block is rolled back.
-        self._entry = (set[Any](), at_commit, True)
-        connection.run_on_commit.append(self._entry)  # type: ignore[arg-type]
+        self._entry = cast("Any", (set(), at_commit, True))
+        connection.run_on_commit.append(self._entry)
 
     @property
     def over(self) -> bool:
@@ -34,11 +34,16 @@ class OpenTransaction:
         return self._in_testcase and not any(block is self._block for block in self._connection.atomic_blocks)
 
 
+def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
+    """Yield the atomic blocks, outermost first, that are not a TestCase's own."""
+    return (block for block in connection.atomic_blocks if not getattr(block, "_from_testcase", False))
+
+
 def open_connections() -> Iterator[BaseDatabaseWrapper]:
     """Yield this thread's connections that are in a transaction, other than a TestCase's own."""
     for connection in connections.all(initialized_only=True):
         if connection.in_atomic_block:
-            if not all(block._from_testcase for block in connection.atomic_blocks):
+            if any(_own_blocks(connection)):
                 yield connection
         elif connection.connection is not None and not connection.autocommit:
             yield connection

@@ -51,7 +51,7 @@ def nothing_left_behind():
 
 
 @pytest.fixture(scope="session")
-def _pool():
+def _pool(django_db_setup):
     workers: list[Worker] = []
     yield workers
     for worker in workers:

@@ -182,9 +182,7 @@ def kill_other_sessions(pipe):
                 " WHERE pid <> pg_backend_pid() AND datname = current_database()"
             )
             return cursor.fetchone()[0]
-        cursor.execute(
-            "SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND db = DATABASE()"
-        )
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND db = DATABASE()")
         sessions = cursor.fetchall()
         for (session,) in sessions:
             cursor.execute(f"KILL {session}")

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 START_SECONDS = 60.0
 
@@ -43,7 +44,7 @@ class Server:
     def environment(self) -> dict[str, str]:
         return {"DLOCKS_TEST_ENGINE": self.engine, "DLOCKS_TEST_PORT": str(self.port)}
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         try:
             self.initialize()
             self.start()

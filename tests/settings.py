@@ -8,7 +8,9 @@ ENGINE = os.environ.get("DLOCKS_TEST_ENGINE", "sqlite")
 PORT = os.environ.get("DLOCKS_TEST_PORT", "")
 # The processes that tests start use the test database itself.
 NAME = os.environ.get("DLOCKS_TEST_NAME", "dlocks")
-DIRECTORY = Path(os.environ.setdefault("DLOCKS_TEST_DIRECTORY", tempfile.mkdtemp(prefix="dlocks-sqlite-")))
+if "DLOCKS_TEST_DIRECTORY" not in os.environ:
+    os.environ["DLOCKS_TEST_DIRECTORY"] = tempfile.mkdtemp(prefix="dlocks-sqlite-")
+DIRECTORY = Path(os.environ["DLOCKS_TEST_DIRECTORY"])
 
 DATABASES = {
     "sqlite": {

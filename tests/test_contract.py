@@ -103,9 +103,7 @@ class LeastPrivilege(BackendContract, TransactionTestCase):
                 cursor.execute(f"GRANT SELECT, INSERT, UPDATE ON dlocks_resourcelock TO {self.role}")
             else:
                 cursor.execute(f"CREATE USER IF NOT EXISTS {self.role}@'127.0.0.1'")
-                cursor.execute(
-                    f"GRANT SELECT, INSERT, UPDATE ON {name}.dlocks_resourcelock TO {self.role}@'127.0.0.1'"
-                )
+                cursor.execute(f"GRANT SELECT, INSERT, UPDATE ON {name}.dlocks_resourcelock TO {self.role}@'127.0.0.1'")
         self.become(self.role)
         self.addCleanup(self.be_admin)
 

@@ -46,10 +46,13 @@ def turned_clock(monkeypatch):
 
     turned = Clock()
     backends.reset()
-    monkeypatch.setattr(clock, "now", turned)
-    monkeypatch.setattr(backends["memory"], "time", turned)
-    monkeypatch.setattr(keeper, "keep", lambda hold: None)
-    return turned
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "now", turned)
+        patch.setattr(backends["memory"], "time", turned)
+        patch.setattr(keeper, "keep", lambda hold: None)
+        yield turned
+    # It may have gone to sleep by the turned clock.
+    keeper.look()
 
 
 # Kept.
@@ -200,7 +203,7 @@ def test_a_renewal_that_finds_its_own_row_locked_is_not_lost(workers):
     with db_lock("stock:7") as hold:
         with transaction.atomic():
             ResourceLock.objects.select_for_update().get(pk="stock:7")
-            left = keeper.run(backends["default"].renew, [hold.claim])
+            left = keeper.run(lambda: backends["default"].renew([hold.claim]))
             assert 0 < left[hold.owner] <= 30
         hold.renew()
 
@@ -269,7 +272,7 @@ def test_a_last_try_is_made_exactly_at_the_deadline(monkeypatch, turned_clock):
         tries.append(turned_clock.time)
 
     monkeypatch.setattr(backends["memory"], "acquire", busy)
-    monkeypatch.setattr(time, "sleep", turned_clock.turn)
+    monkeypatch.setattr("dlocks.locks.time.sleep", turned_clock.turn)
     started = turned_clock.time
     with pytest.raises(TimeoutError):
         db_lock("stock:7", using="memory", timeout=3).acquire()

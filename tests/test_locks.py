@@ -185,9 +185,8 @@ def test_the_zone_of_the_settings_changes_nothing(elsewhere):
 
 @FAMILY
 def test_a_busy_key_is_told_with_its_holder_after_the_timeout(using, elsewhere):
-    with db_lock("stock:7", using=using) as hold:
-        with pytest.raises(LockTimeout) as caught:
-            elsewhere(db_lock("stock:7", using=using, timeout=0.2).acquire)
+    with db_lock("stock:7", using=using) as hold, pytest.raises(LockTimeout) as caught:
+        elsewhere(db_lock("stock:7", using=using, timeout=0.2).acquire)
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert (error.key, error.timeout, error.holder.token) == ("stock:7", 0.2, hold.token)
@@ -285,9 +284,8 @@ def test_not_reentrant_refuses_a_second_entry_at_once(django_assert_num_queries)
         with django_assert_num_queries(0), pytest.raises(RuntimeError, match="reentrant=False"):
             db_lock("stock:7").acquire()
         assert hold.count == 1
-    with db_lock("stock:7"):
-        with pytest.raises(RuntimeError, match="reentrant=False"):
-            db_lock("stock:7", reentrant=False).acquire()
+    with db_lock("stock:7"), pytest.raises(RuntimeError, match="reentrant=False"):
+        db_lock("stock:7", reentrant=False).acquire()
 
 
 def test_another_thread_and_a_pool_thread_are_not_the_holder(elsewhere):
@@ -495,17 +493,20 @@ def test_clearing_fences_the_holder_off_and_tells_it():
 
 def test_signals_tell_what_happens(elsewhere):
     told = []
-    receivers = {
-        signal: (lambda name: lambda **kwargs: told.append((name, kwargs.get("hold") or kwargs["lock"])))(name)
-        for name, signal in {
-            "acquired": lock_acquired,
-            "released": lock_released,
-            "lost": lock_lost,
-            "timeout": lock_timeout,
-        }.items()
-    }
-    for signal, receiver in receivers.items():
-        signal.connect(receiver)
+
+    def listen(name, signal):
+        def receive(**kwargs):
+            told.append((name, kwargs.get("hold") or kwargs["lock"]))
+
+        signal.connect(receive, weak=False)
+        return signal, receive
+
+    listening = [
+        listen("acquired", lock_acquired),
+        listen("released", lock_released),
+        listen("lost", lock_lost),
+        listen("timeout", lock_timeout),
+    ]
     try:
         lock = db_lock("stock:7", timeout=0)
         with lock as hold:
@@ -515,8 +516,8 @@ def test_signals_tell_what_happens(elsewhere):
         with pytest.raises(LockLost), lock as second:
             backends["default"].clear("stock:7", second.token)
     finally:
-        for signal, receiver in receivers.items():
-            signal.disconnect(receiver)
+        for signal, receive in listening:
+            signal.disconnect(receive)
     assert told == [
         ("acquired", hold),
         ("timeout", lock),

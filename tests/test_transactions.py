@@ -121,9 +121,9 @@ def test_a_nested_entry_after_the_row_was_rolled_back_is_told_so():
     with db_lock("stock:7"):
         pass
     with pytest.raises(LockLost), transaction.atomic():
-        sid = transaction.savepoint()
+        sid = connection.savepoint()
         hold = db_lock("stock:7").acquire()
-        transaction.savepoint_rollback(sid)
+        connection.savepoint_rollback(sid)
         with db_lock("stock:7"):
             pytest.fail("entered")
     assert not hold.held
@@ -145,9 +145,8 @@ def test_a_database_error_in_the_body_passes_as_it_is(is_busy):
     assert not is_busy()
     # PostgreSQL's transaction is aborted, and nobody was told: the end of the block must not hide that.
     with pytest.raises(DatabaseError), transaction.atomic():
-        with db_lock("stock:7"):
-            with pytest.raises(DatabaseError), connection.cursor() as cursor:
-                cursor.execute("SELECT no_such_column FROM no_such_table")
+        with db_lock("stock:7"), pytest.raises(DatabaseError), connection.cursor() as cursor:
+            cursor.execute("SELECT no_such_column FROM no_such_table")
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")
         raise DatabaseError("the others go on")
@@ -380,10 +379,9 @@ def test_a_lease_can_be_given_back_at_the_exit_on_purpose(is_busy):
 
 @SERVERS
 def test_a_lease_survives_the_rollback_of_the_transaction_it_was_taken_in(is_busy):
-    with pytest.raises(ZeroDivisionError):
-        with transaction.atomic():
-            hold = db_lock("stock:7", scope="lease").acquire()
-            1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        hold = db_lock("stock:7", scope="lease").acquire()
+        1 / 0  # noqa: B018
     hold.check()
     assert is_busy()
     hold.release()

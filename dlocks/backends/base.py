@@ -19,10 +19,13 @@ has them as tests:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
+
+T = TypeVar("T")
 
 Scope = Literal["lease", "transaction"]
 
@@ -110,6 +113,14 @@ class BaseBackend:
         self.ttl = seconds("ttl", ttl, above_zero=True)
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.grace = seconds("grace", grace)
+
+    def outside(self, function: Callable[[], T]) -> T:
+        """Call a function where no transaction of the caller's is open; the front puts its keeper here."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                return pool.submit(function).result()
+            finally:
+                pool.submit(self.close).result()
 
     def acquire(self, claim: Claim) -> Grant | None:
         """Grant the claim, or return None when somebody else has its key; never wait."""

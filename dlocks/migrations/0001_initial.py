@@ -1,9 +1,11 @@
+from typing import Any
+
 from django.db import migrations, models
 
 import dlocks.models
 
 
-def keep_updates_in_place(apps, schema_editor):
+def keep_updates_in_place(apps: Any, schema_editor: Any) -> None:
     # PostgreSQL: room on each page, so that a new version of a row needs no new page and no new index entry (HOT),
     # and a vacuum that does not wait for a share of a large table.
     if schema_editor.connection.vendor == "postgresql":
@@ -34,9 +36,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "owner",
-                    models.CharField(
-                        help_text="The capability of one hold.", max_length=32, verbose_name="owner"
-                    ),
+                    models.CharField(help_text="The capability of one hold.", max_length=32, verbose_name="owner"),
                 ),
                 (
                     "holder",

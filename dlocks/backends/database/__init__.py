@@ -118,7 +118,7 @@ class DatabaseBackend(BaseBackend):
         from dlocks.models import LockState, ResourceLock
 
         rows = ResourceLock.objects.using(self.database).by_clock().filter(pk=key).values()
-        row = self._run(lambda cursor: rows.first())
+        row: Any = self._run(lambda cursor: rows.first())
         if row is None or row["state"] == LockState.FREE:
             return None
         return Holder(
@@ -258,21 +258,23 @@ class DatabaseBackend(BaseBackend):
         """Make the row, free, in a statement committed by itself: an open insert would make everybody wait."""
         before, after = self.dialect.insert_or_ignore
         sql = self._sql(
-            lambda table: (
-                f"{self.dialect.at_once}{before} INTO {table} (key_resource, status, owner, holder, owner_ip, begin_time, end_time,"
-                f" hold_count, version) VALUES (%(key)s, 'S', '', '', NULL, NULL, {{now}}, 0{{at_once_term}}, {{ticks}}) {after}"
-            )
+            self._insertion, before, "%(key)s, 'S', '', '', NULL, NULL, {now}, 0{at_once_term}, {ticks}", after
         )
-        connection = self.connection
-        if self.in_transaction() and connection.vendor != "sqlite":
-            private = connection.copy()
-            try:
-                self._count(sql, {"key": claim.key}, connection=private, locked=lambda: 0)
-            finally:
-                private.close()
-        else:
+
+        def create() -> int:
             with self._briefly():
-                self._count(sql, {"key": claim.key}, locked=lambda: 0)
+                return self._count(sql, {"key": claim.key}, locked=lambda: 0)
+
+        if self.in_transaction() and self.connection.vendor != "sqlite":
+            self.outside(create)
+        else:
+            create()
+
+    def _insertion(self, table: str, before: str, values: str, after: str) -> str:
+        return (
+            f"{self.dialect.at_once}{before} INTO {table} (key_resource, status, owner, holder, owner_ip, begin_time,"
+            f" end_time, hold_count, version) VALUES ({values}) {after}"
+        )
 
     def _refuse_snapshot(self, claim: Claim) -> None:
         # A transaction whose snapshot may be older than the lock would not see what the last holder did.
@@ -308,7 +310,7 @@ class DatabaseBackend(BaseBackend):
         # Some are lost, or were locked just now: an own transaction may pin the row. What stands, stands.
         left = self.dialect.seconds_until("end_time")
         sql = self._sql(lambda table, where: f"SELECT owner, {left} FROM {table} WHERE {where}", mine)
-        return {owner: float(seconds) for owner, seconds in self._rows(sql, parameters)}
+        return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}
 
     # Statements.
 
@@ -400,7 +402,6 @@ class DatabaseBackend(BaseBackend):
         sql: str,
         parameters: Mapping[str, Any],
         *,
-        connection: BaseDatabaseWrapper | None = None,
         locked: Callable[[], int] | None = None,
     ) -> int:
         """Return the number of rows that the statement changed."""
@@ -409,22 +410,16 @@ class DatabaseBackend(BaseBackend):
             cursor.execute(sql, parameters)
             return int(cursor.rowcount)
 
-        return self._run(count, connection=connection, locked=locked)
+        return self._run(count, locked=locked)
 
-    def _run(
-        self,
-        work: Callable[[Any], T],
-        *,
-        connection: BaseDatabaseWrapper | None = None,
-        locked: Callable[[], T] | None = None,
-    ) -> T:
+    def _run(self, work: Callable[[Any], T], *, locked: Callable[[], T] | None = None) -> T:
         """
         Do one statement's work; outside a transaction, again when it only lost a race or its connection was dead.
 
         ``locked`` answers for a row that another transaction has. Every statement of this module may be sent twice.
         """
-        connection = connection or self.connection
-        ours = not (connection.in_atomic_block or (connection.connection and not connection.autocommit))
+        connection = self.connection
+        ours = not self.in_transaction()
         tries, reconnected = 0, False
         while True:
             try:
@@ -540,13 +535,8 @@ class InsertBackend(DatabaseBackend):
             before, after, first = "INSERT IGNORE", "", "LAST_INSERT_ID({ticks})"
         else:
             before, after, first = "INSERT", "ON CONFLICT DO NOTHING", "{ticks}"
-        sql = self._sql(
-            lambda table: (
-                f"{self.dialect.at_once}{before} INTO {table} (key_resource, status, owner, holder, owner_ip, begin_time, end_time,"
-                " hold_count, version) VALUES (%(key)s, %(status)s, %(owner)s, %(holder)s, %(owner_ip)s, {now}, {end},"
-                f" 1{{at_once_term}}, {first}) {after}{self.dialect.returning}"
-            )
-        )
+        values = "%(key)s, %(status)s, %(owner)s, %(holder)s, %(owner_ip)s, {now}, {end}, 1{at_once_term}, " + first
+        sql = self._sql(self._insertion, before, values, after + self.dialect.returning)
         return self._granted(sql, self._parameters(claim))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
@@ -559,9 +549,7 @@ class InsertBackend(DatabaseBackend):
 
     def _delete(self, claim: Claim) -> bool:
         # Only once the clock has passed the token, or the next row could be given the same one.
-        sql = self._sql(
-            lambda table: f"DELETE FROM {table} WHERE {KEY} AND owner = %(owner)s AND version < {{ticks}}"
-        )
+        sql = self._sql(lambda table: f"DELETE FROM {table} WHERE {KEY} AND owner = %(owner)s AND version < {{ticks}}")
         parameters = {"key": claim.key, "owner": claim.owner}
         sent = 0
 
