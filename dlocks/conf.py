@@ -64,6 +64,8 @@ class BackendHandler:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}"
             ) from error
+        if not (isinstance(backend_class, type) and issubclass(backend_class, BaseBackend)):
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend.")
         known = options_of(backend_class)
         for option in options:
             if option not in known:
@@ -75,8 +77,6 @@ class BackendHandler:
             backend = backend_class(alias, **options)
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['OPTIONS']: {error}") from error
-        if not isinstance(backend, BaseBackend):
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend.")
         backend.outside = keeper.run  # type: ignore[method-assign]
         return backend
 

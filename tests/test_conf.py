@@ -1,0 +1,187 @@
+"""What settings do, and what system checks say of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command
+from django.db import connection
+from django.test import modify_settings, override_settings
+
+from dlocks import db_lock
+from dlocks.backends.database import PessimisticBackend
+from dlocks.checks import check_settings, check_tables
+from dlocks.conf import backends
+
+ROOT = Path(__file__).parent.parent
+
+
+def dlocks(backend="dlocks.backends.database.PessimisticBackend", alias="default", **options):
+    return override_settings(DLOCKS={alias: {"BACKEND": backend, "OPTIONS": options}})
+
+
+@override_settings()
+def test_no_settings_at_all_mean_the_default_database():
+    from django.conf import settings
+
+    del settings.DLOCKS
+    backends.reset()
+    backend = backends["default"]
+    assert type(backend) is PessimisticBackend
+    assert (backend.database, backend.prefix, backend.ttl, backend.timeout) == ("default", "", 30.0, 10.0)
+    backends.reset()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"BACKEND": "dlocks.backends.nothing.Backend"}, r"'default'.*'dlocks\.backends\.nothing\.Backend'.*imported"),
+        ({"BACKEND": "django.db.models.Model"}, r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend"),
+        ({"OPTIONS": {}}, r"'default'.*names no 'BACKEND'"),
+        ({"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
+        (
+            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"tll": 3}},
+            r"'default'.*unknown option 'tll'; MemoryBackend takes grace, prefix, timeout, ttl",
+        ),
+        (
+            {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"expiry": "x"}},
+            r"'expiry'; InsertBackend takes database, grace, prefix, timeout, ttl",
+        ),
+        (
+            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"ttl": "long"}},
+            r"'default'.*ttl must be a number of seconds, not str",
+        ),
+        (
+            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"timeout": -1}},
+            r"'default'.*timeout must be 0 or more",
+        ),
+        ({"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"prefix": 7}}, r"'default'.*prefix"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_told_by_alias_and_option(settings, message):
+    with override_settings(DLOCKS={"default": settings}):
+        with pytest.raises(ImproperlyConfigured, match=message):
+            db_lock("stock:7").acquire()
+        (found,) = check_settings()
+        assert (found.id, found.is_serious()) == ("dlocks.E002", True)
+        assert found.hint
+
+
+def test_an_unknown_alias_is_told_with_those_there_are():
+    with pytest.raises(ImproperlyConfigured, match="no alias 'other'; it has 'default'"):
+        db_lock("stock:7", using="other").acquire()
+
+
+@dlocks(timeout=0.05, ttl=7)
+@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+def test_the_settings_give_the_policy_that_a_call_leaves_out(elsewhere):
+    from dlocks import LockTimeout
+
+    with db_lock("stock:7") as hold:
+        assert 6 < hold.remaining <= 7
+        with pytest.raises(LockTimeout, match="in 0.1 s"):
+            elsewhere(db_lock("stock:7").acquire)
+
+
+# Checks.
+
+
+def ids(messages):
+    return {message.id for message in messages}
+
+
+def test_settings_as_they_should_be_say_nothing():
+    assert check_settings() == []
+    call_command("check", "--fail-level", "WARNING")
+
+
+@modify_settings(INSTALLED_APPS={"remove": "dlocks"})
+def test_the_app_not_installed_is_an_error():
+    assert "dlocks.E001" in ids(check_settings())
+
+
+def test_a_project_that_forgot_the_app_is_told_what_to_do():
+    """At the check and at the lock, in a process of its own."""
+    code = """
+from django.conf import settings
+settings.configure(INSTALLED_APPS=[], DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "x.db",
+                   "OPTIONS": {"transaction_mode": "IMMEDIATE"}}})
+import django; django.setup()
+from dlocks import db_lock
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command, CommandError
+try:
+    db_lock("stock:7").acquire()
+except ImproperlyConfigured as error:
+    print(error)
+try:
+    call_command("check")
+except Exception as error:
+    print("dlocks.E001" in str(error))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.\nTrue\n", done.stderr
+
+
+@dlocks(database="nowhere")
+def test_a_database_that_does_not_exist_is_an_error():
+    (found,) = check_settings()
+    assert found.id == "dlocks.E003"
+    assert "'nowhere'" in found.msg
+
+
+@pytest.mark.engine("sqlite")
+def test_sqlite_transactions_that_begin_as_readers_are_warned_of(monkeypatch):
+    monkeypatch.delitem(connection.settings_dict["OPTIONS"], "transaction_mode")
+    assert ids(check_settings()) == {"dlocks.W002"}
+
+
+@pytest.mark.engine("sqlite")
+def test_an_in_memory_database_is_warned_of(monkeypatch):
+    monkeypatch.setitem(connection.settings_dict, "NAME", ":memory:")
+    assert ids(check_settings()) == {"dlocks.W001"}
+
+
+@pytest.mark.engine("mariadb")
+def test_another_isolation_level_in_the_settings_is_warned_of(monkeypatch):
+    monkeypatch.setitem(connection.settings_dict.setdefault("OPTIONS", {}), "isolation_level", "repeatable read")
+    found = check_settings()
+    assert ids(found) == {"dlocks.W003"}
+    assert "repeatable read" in found[0].msg
+
+
+@pytest.mark.engine("mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_a_table_that_is_not_innodb_is_an_error_and_a_session_s_isolation_a_warning():
+    assert check_tables(databases=["default"]) == []
+    with connection.cursor() as cursor:
+        try:
+            cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = Aria")
+            cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            assert ids(check_tables(databases=["default"])) == {"dlocks.E005", "dlocks.W004"}
+        finally:
+            cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = InnoDB")
+            connection.close()
+
+
+@pytest.mark.django_db
+def test_migrations_are_complete():
+    call_command("makemigrations", "dlocks", "--check", "--dry-run", verbosity=0)
+
+
+@pytest.mark.django_db
+def test_the_key_is_the_primary_key_and_the_only_index():
+    with connection.cursor() as cursor:
+        constraints = connection.introspection.get_constraints(cursor, "dlocks_resourcelock")
+        indexed = {tuple(it["columns"]) for it in constraints.values() if it["index"] or it["primary_key"]}
+        assert indexed == {("key_resource",)}
+        assert sum(it["index"] or it["primary_key"] for it in constraints.values()) == 1
+        if connection.vendor == "mysql":
+            cursor.execute("SHOW FULL COLUMNS FROM dlocks_resourcelock LIKE 'key_resource'")
+            assert cursor.fetchone()[2] == "utf8mb4_nopad_bin"
