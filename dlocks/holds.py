@@ -144,12 +144,26 @@ class Hold:
         ``failed`` is for people who look at the row: its status becomes F instead of S. Raise LockLost when the hold
         was lost before: what was done under it was perhaps not done alone.
         """
-        with self._mutex:
-            if self._ended or self._count == 0:
-                return
-            self._count -= 1
-            count = self._count
-            self._failed = self._failed or failed
+        count = None
+        try:
+            with self._mutex:
+                if self._ended or self._count == 0:
+                    return
+                count = self._count - 1
+                self._count = count
+                self._failed = self._failed or failed
+            self._leave(count)
+        except LockError:
+            raise
+        except BaseException:
+            # Interrupted on the way: the key must not stay taken for that.
+            if count == 0:
+                self._end()
+                with suppress(LockError):
+                    self._ask(self.backend.release, self.claim, failed=True)
+            raise
+
+    def _leave(self, count: int) -> None:
         if self._pid != os.getpid():
             self._ended = True
             raise self._lost_error("this process is a fork of the one that holds it")

@@ -99,7 +99,7 @@ class Lock:
         depth = len(entered)
         try:
             hold = self.acquire()
-            entered.append((self, hold))
+            entered.append(_Entry(self, hold, hold.count, entered))
             return hold
         except BaseException:
             del entered[depth:]
@@ -109,7 +109,18 @@ class Lock:
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._entered_hold().leave(error)
+        try:
+            self._leave(error)
+        except Exception:
+            raise
+        except BaseException:
+            # Interrupted, perhaps before anything was done: leave all the same.
+            entry = self._innermost()
+            if entry.hold.count >= entry.count:
+                with suppress(LockError):
+                    entry.hold.release(failed=True)
+            entry.forget()
+            raise
 
     # The same for coroutines: the same steps, each in Django's own thread, and the waiting here.
 
@@ -130,11 +141,14 @@ class Lock:
 
     async def __aenter__(self) -> Hold:
         hold = await self.aacquire()
-        _entered.setdefault(current_caller(), []).append((self, hold))
+        entered = _entered.setdefault(current_caller(), [])
+        entered.append(_Entry(self, hold, hold.count, entered))
         return hold
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        await self._entered_hold().__aexit__(kind, error, traceback)
+        entry = self._innermost()
+        entry.forget()
+        await entry.hold.__aexit__(kind, error, traceback)
 
     # Inside.
 
@@ -168,14 +182,34 @@ class Lock:
             raise ValueError(f"With its prefix the key has {len(key)} characters; {KEY_LENGTH} is the most: {key!r}")
         return key
 
-    def _entered_hold(self) -> Hold:
-        entered = _entered.get(current_caller(), [])
-        for index in range(len(entered) - 1, -1, -1):
-            lock, hold = entered[index]
-            if lock is self:
-                del entered[index]
-                return hold
+    def _leave(self, error: BaseException | None) -> None:
+        entry = self._innermost()
+        try:
+            entry.hold.leave(error)
+        except Exception:
+            entry.forget()
+            raise
+        entry.forget()
+
+    def _innermost(self) -> _Entry:
+        for entry in reversed(_entered.get(current_caller(), [])):
+            if entry.lock is self:
+                return entry
         raise RuntimeError(f"The block of {self.key!r} ends in another thread or task than it began in.")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One block that a caller is in: its lock and hold, and the hold's count inside it."""
+
+    lock: Lock
+    hold: Hold
+    count: int
+    entered: list[_Entry]
+
+    def forget(self) -> None:
+        if self in self.entered:
+            self.entered.remove(self)
 
 
 class Attempt:
@@ -362,7 +396,7 @@ def check_key(key: object) -> None:
 
 
 # The blocks that each caller is in, innermost last.
-_entered: weakref.WeakKeyDictionary[Caller, list[tuple[Lock, Hold]]] = weakref.WeakKeyDictionary()
+_entered: weakref.WeakKeyDictionary[Caller, list[_Entry]] = weakref.WeakKeyDictionary()
 
 
 async def _in_django_thread(function: Callable[..., Any]) -> Any:
