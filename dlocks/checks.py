@@ -123,7 +123,7 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
                 [table],
             )
             rows = cursor.fetchall()
-            cursor.execute(f"SELECT {backend.dialect.isolation}")
+            cursor.execute(backend.dialect.show_isolation)
             ((level,),) = cursor.fetchall()
     except Error as error:
         return [checks.Warning(f"The tables of dlocks could not be looked at: {error}", id="dlocks.W005")]

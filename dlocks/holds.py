@@ -20,7 +20,7 @@ from dlocks.backends.base import BaseBackend, Claim, Grant
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.keeper import FOREVER, keeper
 from dlocks.signals import lock_lost, lock_released
-from dlocks.transactions import OpenTransaction, open_connections
+from dlocks.transactions import Mark, open_connections
 
 if TYPE_CHECKING:
     from dlocks.locks import Lock
@@ -72,11 +72,13 @@ class Hold:
         self._last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
         self.renew_at = sent + claim.ttl / 3
         # The open transactions in which the lease was left, and at the end of which it is given back.
-        self._left_in: list[OpenTransaction] = []
-        self._block: Any = None
+        self._left_in: list[Mark] = []
+        # The transaction that the hold belongs to, and where in it.
+        self._connection: Any = None
+        self._mark: Mark | None = None
         if self.scope == "transaction":
-            blocks = self._connection.atomic_blocks
-            self._block = blocks[-1] if blocks else None
+            self._connection = connections[backend.database]  # type: ignore[attr-defined]
+            self._mark = Mark.here(self._connection)
 
     def __repr__(self) -> str:
         return f"<Hold {self.key!r} token={self.token} count={self._count} {'held' if self.held else 'ended or lost'}>"
@@ -106,7 +108,7 @@ class Hold:
         if self._ended or self._lost is not None or self._pid != os.getpid():
             return False
         if self.scope == "transaction":
-            return self._in_its_transaction()
+            return self._mark is not None and self._mark.stands
         return clock.now() < self._deadline
 
     @property
@@ -132,7 +134,9 @@ class Hold:
             claim = self.next_claim()
             left = self._ask(self.backend.renew, [claim])
             if claim.owner in left:
-                self.extend(sent, left[claim.owner])
+                if self.backend.lease_refused() is None:
+                    # Otherwise it was written by the caller's transaction, which may take it back.
+                    self.extend(sent, left[claim.owner])
                 return
         self.lose(self._why_not() if not self.held else "the backend says it is no longer this hold's")
         raise self._lost_error()
@@ -179,7 +183,7 @@ class Hold:
             if not self._ask(self.backend.recount, self.claim, count):
                 self.lose("the backend says it is no longer this hold's")
                 raise self._lost_error()
-        elif not self._leave_in_transactions():
+        elif not self._leave_in_transactions() and self._end():
             self._give_back()
 
     # The same for coroutines.
@@ -223,19 +227,29 @@ class Hold:
         if self._ended or self._pid != os.getpid():
             return False
         if self.scope == "transaction":
-            return self._in_its_transaction()
+            return self.held
         return self._count > 0 or self.held
 
-    def enter(self) -> None:
-        """Count one entry more, after a look whether the key is still this hold's."""
-        if not self.held:
-            self.lose(self._why_not())
-            raise self._lost_error()
-        if not self._ask(self.backend.recount, self.claim, self._count + 1):
-            self.lose("the backend says it is no longer this hold's")
-            raise self._lost_error()
+    def enter(self) -> bool:
+        """Count one entry more, and ask whether the key is still this hold's; return False when it has ended."""
         with self._mutex:
+            # Counted before asking: from here on nobody gives the key back behind this caller's back.
+            if self._ended:
+                return False
             self._count += 1
+            count = self._count
+        try:
+            if not self.held:
+                self.lose(self._why_not())
+                raise self._lost_error()
+            if not self._ask(self.backend.recount, self.claim, count):
+                self.lose("the backend says it is no longer this hold's")
+                raise self._lost_error()
+        except BaseException:
+            with self._mutex:
+                self._count = count - 1
+            raise
+        return True
 
     def abandon(self) -> None:
         """Forget a hold that its caller never learned of; the claim behind it is given up by the lock."""
@@ -262,7 +276,8 @@ class Hold:
             return False
         if isinstance(self._caller, threading.Thread):
             return self._caller.is_alive()
-        return not self._caller.done()
+        # Not the task itself: one that only acquires, as gather() makes them, is done at once.
+        return self._caller.get_loop().is_running()
 
     def next_claim(self) -> Claim:
         """Return the claim to renew by: for its ttl, but not beyond max_hold."""
@@ -290,9 +305,11 @@ class Hold:
     def settle(self) -> None:
         """Give back a lease that was left in transactions, once all of them have ended."""
         with self._mutex:
-            if self._count or self._ended or not all(transaction.over for transaction in self._left_in):
+            if self._count or self._ended or any(mark.stands for mark in self._left_in):
                 return
             self._left_in = []
+            self._ended = True
+        keeper.drop(self)
         try:
             self._give_back()
         except LockError as trouble:
@@ -306,6 +323,13 @@ class Hold:
             self._lost = why
         keeper.drop(self)
         logger.warning("%s", self._lost_error())
+        if keeper.is_current:
+            # What users do there must not keep the keeper from the other holds.
+            threading.Thread(target=self._tell_and_disconnect, name="dlocks-lost", daemon=True).start()
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
         lock_lost.send_robust(type(self.lock), hold=self)
         if self.lock.on_lost is not None:
             try:
@@ -313,9 +337,15 @@ class Hold:
             except Exception:
                 logger.exception("on_lost of %r failed", self.key)
 
+    def _tell_and_disconnect(self) -> None:
+        try:
+            self._tell()
+        finally:
+            connections.close_all()
+
     def end_at_exit(self) -> None:
         """Give the key back when the process ends, whatever was going on under it."""
-        if self.held:
+        if self.held and self._end():
             self._failed = True
             try:
                 self._give_back()
@@ -324,18 +354,13 @@ class Hold:
 
     # Inside.
 
-    @property
-    def _connection(self) -> Any:
-        return connections[self.backend.database]  # type: ignore[attr-defined]
-
-    def _in_its_transaction(self) -> bool:
-        if self._block is None:
-            return self.backend.in_transaction()
-        return any(block is self._block for block in self._connection.atomic_blocks)
-
     def _ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Ask the backend about the hold; about a lease, from outside of the caller's transaction."""
         backend = self.backend
+        if self.scope == "transaction" and connections[backend.database] is not self._connection:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{self.key!r} belongs to a transaction of another thread: only that one can use the hold."
+            )
         if self.scope == "lease" and backend.in_transaction() and backend.lease_refused() is None:
             return keeper.run(partial(function, *arguments, **keywords))
         return function(*arguments, **keywords)
@@ -344,15 +369,18 @@ class Hold:
         """Keep a lease until the open transactions have ended, since what they do is not seen before."""
         if self.scope == "transaction" or self.lock.release == "exit":
             return False
+        marks = [Mark.whole(connection) for connection in open_connections()]
+        for mark in marks:
+            if self.settle not in mark.at_commit:
+                mark.at_commit.append(self.settle)
         with self._mutex:
-            self._left_in = [OpenTransaction(connection, self.settle) for connection in open_connections()]
-        if self._left_in:
+            self._left_in = marks
+        if marks:
             keeper.look()
-        return bool(self._left_in)
+        return bool(marks)
 
     def _give_back(self) -> None:
-        if not self._end():
-            return
+        """Tell the backend that the hold, ended already, is given back."""
         # Counted from the reply to the acquisition, so not a moment short of the row's begin_time.
         keep = max(0.0, self.lock.at_least - (clock.now() - self._granted_at)) if self.lock.at_least else 0.0
         try:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import connections
 
 from dlocks import clock
-from dlocks.exceptions import LockBackendError
 
 if TYPE_CHECKING:
     from dlocks.holds import Hold
@@ -53,12 +53,17 @@ class Keeper:
         self._idle_at: float | None = None
         self._connected: list[Any] = []
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the keeper's own thread."""
+        return threading.current_thread() is self._thread
+
     def keep(self, hold: Hold) -> None:
         """Look after a hold, from now until it is dropped."""
         with self._changed:
             self._holds.add(hold)
             # A hold is looked at first long after the last one was added: rarely is there a need to wake up.
-            if self._thread is None or hold.due_at < self._wakes_at:
+            if self._thread is None or not self._thread.is_alive() or hold.due_at < self._wakes_at:
                 self._wake()
 
     def drop(self, hold: Hold) -> None:
@@ -75,7 +80,7 @@ class Keeper:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function in the keeper's thread, where no transaction of the caller's is open; return its result."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return function()
         done = threading.Event()
         results: list[T] = []
@@ -107,9 +112,10 @@ class Keeper:
     # The thread.
 
     def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="dlocks-keeper", daemon=True)
-            self._thread.start()
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._loop, name="dlocks-keeper", daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify()
 
     def _loop(self) -> None:
@@ -128,9 +134,10 @@ class Keeper:
                 self._renew(holds)
                 for hold in holds:
                     hold.look()
-            except Exception:
+                self._close_idle(bool(jobs) or bool(holds))
+            except BaseException:  # the keeper outlives whatever happens to one round
                 logger.exception("The keeper of dlocks failed, and goes on")
-            self._close_idle(bool(jobs) or bool(holds))
+                time.sleep(LINGER)
             # A reference kept over the pause would keep the hold alive.
             del jobs, holds
             job = hold = None  # type: ignore[assignment]
@@ -149,7 +156,7 @@ class Keeper:
             sent = clock.now()
             try:
                 left = backend.renew(claims)
-            except LockBackendError as error:
+            except Exception as error:  # noqa: BLE001 (one backend's trouble is not the others')
                 # Not lost: unknown, until the deadline of each.
                 logger.warning("Could not renew %d holds: %s", len(claims), error)
                 for hold in by_owner.values():

@@ -86,7 +86,7 @@ class Lock:
 
     def holder(self) -> Holder | None:
         """Return who has the key, or None. What a transaction has taken is not seen until it has ended."""
-        return backends[self.using].holder(self._full_key())
+        return _holder(backends[self.using], self._full_key())
 
     def locked(self) -> bool:
         """Return whether somebody's lease on the key stands, this caller's too."""
@@ -236,9 +236,9 @@ class Attempt:
     def once(self) -> Hold | None:
         """Try once."""
         if self.claim is None:
-            mine = holds_by_caller.get((self.caller, self.lock.using, self.key))
-            if mine is not None and mine.enterable:
-                return self._enter(mine)
+            mine = holds_by_caller.get((self.caller, self.backend.identity, self.key))
+            if mine is not None and mine.enterable and self._enter(mine):
+                return mine
             self.claim = self._claim()
         sent = clock.now()
         self.unknown = True
@@ -260,7 +260,7 @@ class Attempt:
             return None
         waited = sent - self.began if self.paused else 0.0
         self.hold = Hold(self.lock, self.backend, self.claim, grant, self.caller, sent, waited)
-        holds_by_caller[self.caller, self.lock.using, self.key] = self.hold
+        holds_by_caller[self.caller, self.backend.identity, self.key] = self.hold
         if self.claim.scope == "lease":
             keeper.keep(self.hold)
         logger.debug("%r acquired by %s, token %d", self.lock.key, self.claim.holder, grant.token)
@@ -275,7 +275,7 @@ class Attempt:
             return delay
         holder = None
         with suppress(LockBackendError):
-            holder = self.backend.holder(self.key)
+            holder = _holder(self.backend, self.key)
         lock_timeout.send_robust(Lock, lock=self.lock, holder=holder)
         waited = f"not acquired in {self.timeout:.1f} s" if self.timeout else "not acquired at the first try"
         who = f"held by {holder}" if holder is not None else "held by a transaction that has not ended, or just freed"
@@ -295,8 +295,8 @@ class Attempt:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
         self.unknown = False
 
-    def _enter(self, hold: Hold) -> Hold:
-        if not (self.lock.reentrant and hold.lock.reentrant):
+    def _enter(self, hold: Hold) -> bool:
+        if hold.count and not (self.lock.reentrant and hold.lock.reentrant):
             raise RuntimeError(
                 f"{self.lock.key!r} is held by this {'thread' if isinstance(self.caller, threading.Thread) else 'task'}"
                 " already, and reentrant=False refuses to enter again."
@@ -307,8 +307,7 @@ class Attempt:
                 "for that transaction to end."
             )
         self.entering, self.count_before = hold, hold.count
-        hold.enter()
-        return hold
+        return hold.enter()
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
@@ -323,6 +322,8 @@ class Attempt:
                 f"scope='transaction' needs a transaction: enter 'with atomic(using={_database_of(backend)!r})' before "
                 f"the lock on {lock.key!r}."
             )
+        if scope == "transaction" and (why := backend.transaction_refused()) is not None:
+            raise RuntimeError(f"{lock.key!r} cannot be locked in this transaction. {why}")
         if scope == "lease":
             if (why := backend.lease_refused()) is not None:
                 raise RuntimeError(f"{lock.key!r} cannot be leased here. {why}")
@@ -407,6 +408,12 @@ async def _in_django_thread(function: Callable[..., Any]) -> Any:
     except asyncio.CancelledError:
         await asyncio.wait([future])
         raise
+
+
+def _holder(backend: BaseBackend, key: str) -> Holder | None:
+    """Ask for the holder, from outside of the caller's transaction, which may lock what it looks at."""
+    ask = functools.partial(backend.holder, key)
+    return backend.outside(ask) if backend.in_transaction() and backend.lease_refused() is None else ask()
 
 
 def _database_of(backend: BaseBackend) -> str:

@@ -13,25 +13,55 @@ from django.db.utils import Error
 from dlocks.backends.database.dialects import dialect_of
 
 
-class OpenTransaction:
-    """One transaction, and whether it is over; to be made in its own thread, to be asked from any."""
+class Mark:
+    """
+    A mark set in a connection's transaction, and whether it still stands; set in its own thread, asked from any.
 
-    def __init__(self, connection: BaseDatabaseWrapper, at_commit: Callable[[], object]) -> None:
+    Django has no sign of a rollback but the list of what to do on commit, so the mark is an entry there: the list is
+    emptied after the commit, after the rollback and at a close, and rid of what a savepoint's rollback undid. (The
+    identity of an ``Atomic`` says nothing: a decorator has one for all its calls.)
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any = None) -> None:
         self._connection = connection
+        self._savepoints = savepoints
+        self._block = block
+        self.at_commit: list[Callable[[], object]] = []
+        connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
+
+    def __call__(self) -> None:
+        for callback in self.at_commit:
+            callback()
+
+    @classmethod
+    def here(cls, connection: BaseDatabaseWrapper) -> Mark:
+        """Mark where the caller stands: it stands until that is rolled back, or committed for good."""
+        savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
+        return cls._standing(connection, savepoints, None) or cls(connection, savepoints)
+
+    @classmethod
+    def whole(cls, connection: BaseDatabaseWrapper) -> Mark:
+        """Mark the transaction as a whole, whatever is rolled back inside; in a TestCase, its outermost own block."""
         own = list(_own_blocks(connection))
-        self._in_testcase = len(own) < len(connection.atomic_blocks)
-        self._block = own[0] if own else None
-        # Django empties this list after the commit and after the rollback, and has no other sign of a rollback. The
-        # empty set of savepoints keeps the entry when an inner block is rolled back.
-        self._entry = cast("Any", (set(), at_commit, True))
-        connection.run_on_commit.append(self._entry)
+        block = own[0] if len(own) < len(connection.atomic_blocks) else None
+        return cls._standing(connection, set(), block) or cls(connection, set(), block)
+
+    @classmethod
+    def _standing(cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any) -> Mark | None:
+        for found, mark, *_ in reversed(connection.run_on_commit):
+            if isinstance(mark, cls) and found == savepoints and mark._block is block:
+                return mark
+        return None
 
     @property
-    def over(self) -> bool:
-        """Whether the outermost block was committed or rolled back; a TestCase's own does not count."""
-        if not any(entry is self._entry for entry in self._connection.run_on_commit):
-            return True
-        return self._in_testcase and not any(block is self._block for block in self._connection.atomic_blocks)
+    def stands(self) -> bool:
+        connection = self._connection
+        if connection.connection is None or connection.closed_in_transaction:
+            return False
+        # The set, not the entry: a savepoint's rollback makes the others' entries anew.
+        if not any(entry[0] is self._savepoints for entry in connection.run_on_commit):
+            return False
+        return self._block is None or any(block is self._block for block in connection.atomic_blocks)
 
 
 def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
@@ -40,12 +70,13 @@ def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
 
 
 def open_connections() -> Iterator[BaseDatabaseWrapper]:
-    """Yield this thread's connections that are in a transaction, other than a TestCase's own."""
+    """
+    Yield this thread's connections that are in an atomic block, other than a TestCase's own.
+
+    Autocommit switched off by hand does not count: Django does not tell when such a transaction ends.
+    """
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block:
-            if any(_own_blocks(connection)):
-                yield connection
-        elif connection.connection is not None and not connection.autocommit:
+        if connection.in_atomic_block and not connection.closed_in_transaction and any(_own_blocks(connection)):
             yield connection
 
 
@@ -56,7 +87,7 @@ def warn_of_old_snapshots(key: str) -> None:
             continue
         try:
             with connection.cursor() as cursor:
-                cursor.execute(f"SELECT {dialect_of(connection).isolation}")
+                cursor.execute(dialect_of(connection).show_isolation)
                 level = cursor.fetchone()[0].upper().replace("-", " ")
         except Error:
             # The transaction is broken; nothing will come of it.

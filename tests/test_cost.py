@@ -39,13 +39,16 @@ def test_one_statement_to_acquire_to_enter_again_to_renew_and_to_release(using):
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])
 def test_one_statement_each_in_a_transaction_too(using):
+    """On PostgreSQL within a savepoint: a row that was just taken by somebody else must not stay locked."""
     lock = db_lock("stock:7", using=using)
     with lock:
         pass
     with transaction.atomic():
         acquiring, hold = statements(lock.acquire)
         releasing, _ = statements(hold.release)
-    assert [len(acquiring), len(releasing)] == [1, 1], (acquiring, releasing)
+    of_lock = [sql for sql in acquiring if "SAVEPOINT" not in sql]
+    assert [len(of_lock), len(releasing)] == [1, 1], (acquiring, releasing)
+    assert len(acquiring) == (3 if connection.vendor == "postgresql" else 1)
 
 
 def test_an_optimistic_process_that_has_not_seen_the_key_reads_it_first():

@@ -254,22 +254,19 @@ def test_at_least_keeps_the_key_beyond_the_commit(is_busy, until):
     until(lambda: not is_busy("job"))
 
 
-@FAMILY
-def test_autocommit_switched_off_is_a_transaction_too(using, is_busy):
+def test_autocommit_switched_off_by_hand_is_refused_with_the_way_out(is_busy):
+    """Django does not tell when such a transaction ends."""
     connection.ensure_connection()
-    if connection.vendor == "sqlite":
-        pytest.skip("Django's own transaction without atomic() begins as a reader on SQLite")
     transaction.set_autocommit(False)
     try:
-        with db_lock("stock:7", using=using) as hold:
+        with pytest.raises(RuntimeError, match=r"Autocommit is switched off.*atomic\(\)"):
+            db_lock("stock:7").acquire()
+        with transaction.atomic(), db_lock("stock:7") as hold:
             assert hold.scope == "transaction"
-            assert hold.held
-        assert is_busy(using=using)
-        transaction.commit()
-        assert not is_busy(using=using)
     finally:
         transaction.rollback()
         transaction.set_autocommit(True)
+    assert not is_busy()
 
 
 # Isolation.

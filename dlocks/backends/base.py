@@ -114,6 +114,11 @@ class BaseBackend:
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.grace = seconds("grace", grace)
 
+    @property
+    def identity(self) -> str:
+        """Return what two aliases have in common whose keys are the same keys."""
+        return self.alias
+
     def outside(self, function: Callable[[], T]) -> T:
         """Call a function where no transaction of the caller's is open; the front puts its keeper here."""
         with ThreadPoolExecutor(1) as pool:
@@ -154,6 +159,10 @@ class BaseBackend:
     def in_transaction(self) -> bool:
         """Return whether a statement of this backend, made here and now, would be part of a caller's transaction."""
         return False
+
+    def transaction_refused(self) -> str | None:
+        """Return why a hold cannot belong to the transaction where the caller stands, or None."""
+        return None
 
     def lease_refused(self) -> str | None:
         """Return why a lease cannot be taken from inside the transaction where the caller stands, or None."""

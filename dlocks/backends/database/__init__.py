@@ -96,23 +96,16 @@ class DatabaseBackend(BaseBackend):
         if claim.scope == "lease":
             # In transaction scope the row is written as free already; while it is this owner's it is held.
             where += " AND status = 'P' AND end_time > {now}"
-        sql = self._write(claim, "hold_count = %(count)s", where)
-        return self._count(sql, {"count": count, "key": claim.key, "owner": claim.owner}) == 1
+        return self._write(claim, "hold_count = %(count)s", where, {"count": count})
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         assignments = f"status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
-        sql = self._write(claim, assignments, f"{KEY} AND owner = %(owner)s")
-        if not keep and claim.scope == "lease" and self.connection.vendor == "postgresql":
-            # A crash of the server may forget this release; then the lease runs out, that is all. Never in a
-            # transaction of the caller's, whose durability is the caller's.
-            sql += " RETURNING set_config('synchronous_commit', 'off', true)"
-        parameters = {
-            "status": "F" if failed else "S",
-            "keep": round(keep * MICROSECONDS),
-            "key": claim.key,
-            "owner": claim.owner,
-        }
-        return self._count(sql, parameters) == 1
+        parameters = {"status": "F" if failed else "S", "keep": round(keep * MICROSECONDS)}
+        # A crash of the server may forget a lease's release; then the lease runs out, that is all. In a transaction
+        # of the caller's the durability is the caller's.
+        forgettable = not keep and claim.scope == "lease" and self.connection.vendor == "postgresql"
+        returning = " RETURNING set_config('synchronous_commit', 'off', true)" if forgettable else ""
+        return self._write(claim, assignments, f"{KEY} AND owner = %(owner)s", parameters, returning)
 
     def holder(self, key: str) -> Holder | None:
         from dlocks.models import LockState, ResourceLock
@@ -139,6 +132,18 @@ class DatabaseBackend(BaseBackend):
         if connection.connection is None:
             return not connection.settings_dict["AUTOCOMMIT"]
         return not connection.autocommit
+
+    @property
+    def identity(self) -> str:
+        return f"database {self.database}"
+
+    def transaction_refused(self) -> str | None:
+        if not self.connection.in_atomic_block:
+            return (
+                f"Autocommit is switched off on {self.database!r}, and Django does not tell when such a transaction "
+                "ends. Use 'with atomic()', or scope='lease'."
+            )
+        return None
 
     def lease_refused(self) -> str | None:
         if self.connection.vendor == "sqlite" and self.in_transaction():
@@ -224,7 +229,22 @@ class DatabaseBackend(BaseBackend):
         elif claim.scope == "lease" and conditions:
             statement = self.dialect.compare_and_swap
         sql = self._sql(statement, GRANT, where) + self.dialect.returning
+        if claim.scope == "transaction" and self.dialect.locks_in_passing:
+            return self._granted_or_undone(sql, self._parameters(claim) | parameters)
         return self._granted(sql, self._parameters(claim) | parameters)
+
+    def _granted_or_undone(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
+        """Grant inside a savepoint, and go back to it where that came to nothing, so that no row stays locked."""
+        try:
+            with transaction.atomic(using=self.database):
+                token = self._granted(sql, parameters)
+                if token is None:
+                    raise _NothingGrantedError
+                return token
+        except _NothingGrantedError:
+            return None
+        except Error as error:
+            raise self._failure(error) from error
 
     def _granted(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
         def grant(cursor: Any) -> int | None:
@@ -288,7 +308,7 @@ class DatabaseBackend(BaseBackend):
         dialect = self.dialect
         if claim.scope != "transaction" or dialect.read_committed is None:
             return
-        level = self._rows(f"SELECT {dialect.isolation}", {})[0][0].upper().replace("-", " ")
+        level = self._rows(dialect.show_isolation, {})[0][0].upper().replace("-", " ")
         if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} it runs at "
@@ -312,7 +332,9 @@ class DatabaseBackend(BaseBackend):
         mine = f"{keys} AND {owners} AND status = 'P' AND end_time > {{now}}"
         parameters = {"ttl": round(ttl * MICROSECONDS), **key_parameters, **owner_parameters}
         sql = self._sql(self.dialect.update, "end_time = {end}", mine)
-        if self._count(sql, parameters) == len(claims):
+        with self._briefly():
+            renewed = self._count(sql, parameters, locked=lambda: -1)
+        if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
         # Some are lost, or were locked just now: an own transaction may pin the row. What stands, stands.
         left = self.dialect.seconds_until("end_time")
@@ -365,13 +387,30 @@ class DatabaseBackend(BaseBackend):
             sql = sql.replace(name, fragment)
         return sql
 
-    def _write(self, claim: Claim, assignments: str, where: str) -> str:
-        """Return the statement that writes the holder's own row."""
+    def _write(
+        self, claim: Claim, assignments: str, where: str, parameters: Mapping[str, Any], returning: str = ""
+    ) -> bool:
+        """Write the holder's own row, without waiting for its lock; return False when it is the holder's no more."""
+        parameters = {"key": claim.key, "owner": claim.owner, **parameters}
         if claim.scope == "transaction":
-            # Locked by this transaction already, unless the server has rolled it back meanwhile: never wait.
-            return self._sql(self.dialect.update, assignments, where)
-        # Waits for somebody's short look at the row: "not there" must mean "lost".
-        return self._sql(lambda table: f"UPDATE {table} SET {assignments} WHERE {where}")
+            # Locked by this transaction already, unless the server has rolled it back meanwhile.
+            return self._count(self._sql(self.dialect.update, assignments, where), parameters) == 1
+        sql = self._sql(self.dialect.compare_and_swap, assignments, where) + returning
+        mine = self._sql(lambda table: f"SELECT {self.dialect.seconds_until('end_time')} FROM {table} WHERE {where}")
+        for number in range(CONTENTION_TRIES):
+            if self._count(sql, parameters, locked=lambda: 0) == 1:
+                return True
+            # Not there, or locked: for a moment by a renewal or a look, or by a transaction that goes on.
+            left = self._rows(mine, parameters)
+            if not left:
+                return False
+            time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
+        if float(left[0][0]) <= 0:
+            # It ran out, and a transaction that has not ended is taking it over.
+            return False
+        raise LockBackendError(
+            f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
+        )
 
     def _free(self, claim: Claim) -> str:
         free = "(status <> 'P' AND end_time <= {now})"
@@ -468,13 +507,17 @@ class DatabaseBackend(BaseBackend):
             connection.ensure_connection()
         except Error as error:
             raise self._failure(error) from error
-        usual = round(connection.settings_dict["OPTIONS"].get("timeout", 5.0) * 1000)
         raw = connection.connection
+        ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
         raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
         try:
             yield
         finally:
             raw.execute(f"PRAGMA busy_timeout = {usual}")
+
+
+class _NothingGrantedError(Exception):
+    """Takes a savepoint back."""
 
 
 class PessimisticBackend(DatabaseBackend):

@@ -26,9 +26,12 @@ class Dialect:
     ticks: str
     # The larger of two values.
     greatest = "GREATEST"
-    # The isolation level of the session or transaction, and the test that a snapshot is taken for each statement.
-    isolation = "NULL"
+    # The statement that tells the isolation level, without taking a snapshot by it, and the test for WHERE that one is
+    # taken for each statement.
+    show_isolation = ""
     read_committed: str | None = None
+    # Whether a row that a locking statement met and did not want may stay locked until the transaction ends.
+    locks_in_passing = False
     # How a row is inserted when it may be there already: the words before INTO and at the end.
     insert_or_ignore = ("INSERT", "ON CONFLICT DO NOTHING")
     returning = " RETURNING version"
@@ -79,7 +82,9 @@ class Dialect:
 class PostgreSQL(Dialect):
     now = "clock_timestamp()"
     ticks = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
-    isolation = "current_setting('transaction_isolation')"
+    show_isolation = "SHOW transaction_isolation"
+    # A row that was free for the snapshot and is not for the lock stays locked (EvalPlanQual).
+    locks_in_passing = True
     read_committed = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
 
     # An insert that meets a row which an open transaction has written waits for that transaction, ON CONFLICT or not.
@@ -122,7 +127,7 @@ class MySQL(Dialect):
 
     now = "UTC_TIMESTAMP(6)"
     ticks = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-    isolation = "@@transaction_isolation"
+    show_isolation = "SELECT @@transaction_isolation"
     read_committed = "@@transaction_isolation = 'READ-COMMITTED'"
     # A duplicate changes nothing and raises nothing. Its row count says 1 under Django's FOUND_ROWS: never read it.
     insert_or_ignore = ("INSERT", "ON DUPLICATE KEY UPDATE hold_count = hold_count")
@@ -161,7 +166,7 @@ class MySQL(Dialect):
 
 
 class MariaDB(MySQL):
-    isolation = "@@tx_isolation"
+    show_isolation = "SELECT @@tx_isolation"
     read_committed = "@@tx_isolation = 'READ-COMMITTED'"
     at_once = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
 
