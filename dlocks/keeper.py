@@ -71,7 +71,8 @@ class Keeper:
         with self._changed:
             self._holds.discard(hold)
             if self._connected and not self._holds:
-                self._wake()
+                # To close them; a keeper that is not there has none.
+                self._changed.notify()
 
     def look(self) -> None:
         """Look at all holds now, since the state of one has changed."""

@@ -191,3 +191,25 @@ def kill_other_sessions(pipe):
 
 def wall_clock(pipe):
     return time.time()
+
+
+def hold_and_time_releases(pipe, key, *, seconds, **policy):
+    """Take a lease again and again; return the longest that giving it back took."""
+    end, longest = time.monotonic() + seconds, 0.0
+    while time.monotonic() < end:
+        with db_lock(key, timeout=None, **policy):
+            started = time.monotonic()
+        longest = max(longest, time.monotonic() - started)
+    return longest
+
+
+def wait_in_transactions(pipe, key, *, seconds, **policy):
+    """Wait for the key inside of transactions that go on after it was not to be had."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with transaction.atomic():
+            try:
+                with db_lock(key, **policy):
+                    pass
+            except LockError:
+                time.sleep(1.0)

@@ -599,7 +599,7 @@ class InsertBackend(DatabaseBackend):
 
     def _delete(self, claim: Claim) -> bool:
         # Only once the clock has passed the token, or the next row could be given the same one.
-        sql = self._sql(lambda table: f"DELETE FROM {table} WHERE {KEY} AND owner = %(owner)s AND version < {{ticks}}")
+        sql = self._sql(self.dialect.delete, f"{KEY} AND owner = %(owner)s AND version < {{ticks}}")
         parameters = {"key": claim.key, "owner": claim.owner}
         sent = 0
 

@@ -1,0 +1,300 @@
+"""Interleavings in which a lock could break its promises; each of them once did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+from django.db import connection, connections, transaction
+
+from dlocks import LockLost, db_lock
+from dlocks.conf import backends
+from dlocks.keeper import keeper
+from tests import jobs
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+SERVERS = pytest.mark.engine("postgresql", "mariadb")
+
+
+@pytest.fixture
+def is_busy(elsewhere):
+    def ask(key="stock:7", using="default"):
+        found = elsewhere(db_lock(key, using=using).try_acquire)
+        if found is not None:
+            elsewhere(found.release)
+        return found is None
+
+    return ask
+
+
+@SERVERS
+@FAMILY
+def test_waiters_in_transactions_never_keep_the_real_holder_from_its_row(using, workers):
+    """A waiter that meets the row in the moment it was taken must not leave it locked until its transaction ends."""
+    crowd = workers(6)
+    for number, worker in enumerate(crowd):
+        if number % 2:
+            worker.start(jobs.hold_and_time_releases, "stock:7", using=using, seconds=4)
+        else:
+            worker.start(jobs.wait_in_transactions, "stock:7", using=using, seconds=4, timeout=0.05)
+    longest = max(worker.hear() or 0 for worker in crowd)
+    assert longest < 0.9
+
+
+@SERVERS
+def test_an_inner_rollback_does_not_give_a_left_lease_back(is_busy):
+    with transaction.atomic():
+        with db_lock("stock:7", scope="lease") as hold:
+            pass
+        with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+            1 / 0  # noqa: B018
+        keeper.run(lambda: None)
+        hold.settle()
+        assert is_busy()
+        assert hold.held
+    assert not is_busy()
+
+
+def test_a_decorated_function_has_a_transaction_for_each_call():
+    """… though the decorator is one object for all of them."""
+    lock, holds = db_lock("stock:7"), []
+
+    @transaction.atomic
+    def work():
+        holds.append(lock.acquire())
+        assert holds[-1].held
+
+    work()
+    assert not holds[0].held
+    work()
+    assert holds[1] is not holds[0]
+    assert holds[1].token > holds[0].token
+
+
+def test_a_recursion_that_is_rolled_back_takes_its_hold_along():
+    lock, holds = db_lock("stock:7"), []
+
+    @transaction.atomic
+    def work(depth):
+        if depth:
+            with contextlib.suppress(ZeroDivisionError):
+                work(depth - 1)
+            assert not holds[0].held
+        else:
+            holds.append(lock.acquire())
+            1 / 0  # noqa: B018
+
+    work(1)
+
+
+def test_an_inner_block_that_commits_leaves_its_hold_to_the_transaction(is_busy):
+    @transaction.atomic
+    def helper():
+        return db_lock("stock:7").acquire()
+
+    with transaction.atomic():
+        hold = helper()
+        assert hold.held
+        hold.check()
+        assert is_busy()
+        hold.release()
+        assert is_busy()
+    assert not is_busy()
+
+
+def test_a_connection_that_is_closed_takes_its_holds_along():
+    with contextlib.suppress(Exception), transaction.atomic():
+        hold = db_lock("stock:7").acquire()
+        connection.close()
+        assert not hold.held
+
+
+def test_entering_while_the_keeper_gives_back_is_one_or_the_other(monkeypatch, elsewhere, until):
+    """Whoever is inside a block has the key."""
+    backend = backends["memory"]
+    lock = db_lock("stock:7", using="memory")
+    with transaction.atomic():
+        with lock as hold:
+            pass
+        transaction.set_rollback(True)
+        recount = backend.recount
+        settled = []
+
+        def meanwhile(claim, count):
+            answer = recount(claim, count)
+            # The transaction ends, and the keeper looks, just between the answer and the block.
+            monkeypatch.setattr(type(hold._left_in[0]), "stands", property(lambda mark: False))
+            hold.settle()
+            monkeypatch.undo()
+            settled.append(True)
+            return answer
+
+        monkeypatch.setattr(backend, "recount", meanwhile)
+        with lock as again:
+            assert settled
+            assert again is hold
+            assert again.held
+            assert elsewhere(lock.try_acquire) is None
+    until(lambda: not hold.held)
+
+
+@SERVERS
+@FAMILY
+def test_a_lost_holder_s_exit_does_not_wait_for_the_successor_s_transaction(using, workers, until):
+    (successor,) = workers(1)
+    with pytest.raises(LockLost), db_lock("stock:7", using=using, ttl=0.2, renew=False) as hold:
+        until(lambda: not hold.held)
+        successor.start(jobs.hold_in_transaction, "stock:7", using=using, timeout=20)
+        successor.hear()
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    assert not successor.pipe.poll()
+    successor.tell()
+    assert successor.hear() == "ended"
+
+
+@SERVERS
+def test_a_row_that_goes_after_the_commit_is_not_waited_for(workers):
+    (successor,) = workers(1)
+
+    def meanwhile():
+        successor.start(jobs.hold_in_transaction, "stock:7", using="insert")
+        successor.hear()
+
+    with transaction.atomic():
+        transaction.on_commit(meanwhile)
+        with db_lock("stock:7", using="insert"):
+            pass
+    assert not successor.pipe.poll()
+    successor.tell()
+    assert successor.hear() == "ended"
+
+
+@SERVERS
+def test_a_lost_hold_given_back_inside_the_transaction_that_has_its_key(until):
+    """The keeper must not wait for the row of the very caller that waits for the keeper."""
+    holds, done = [], []
+
+    def acquire():
+        holds.append(db_lock("stock:7", ttl=0.2, renew=False).acquire())
+        connections.close_all()
+
+    def work():
+        try:
+            with transaction.atomic(), db_lock("stock:7", timeout=20):
+                with contextlib.suppress(LockLost):
+                    holds[0].release()
+                done.append(True)
+        finally:
+            connections.close_all()
+
+    for target in (acquire, work):
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(40)
+    assert done
+
+
+@SERVERS
+def test_a_hold_of_a_transaction_is_of_use_in_its_own_thread_only(elsewhere):
+    with transaction.atomic(), db_lock("stock:7") as hold:
+        with pytest.raises(RuntimeError, match="transaction of another thread"):
+            elsewhere(hold.check)
+        hold.check()
+
+
+@pytest.mark.engine("postgresql")
+def test_a_lease_taken_first_in_a_transaction_takes_no_snapshot():
+    with transaction.atomic(), db_lock("stock:7", scope="lease"), connection.cursor() as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+
+
+def test_two_aliases_on_one_database_are_one_lock_to_a_caller(elsewhere):
+    for block in (contextlib.nullcontext, transaction.atomic):
+        with block(), db_lock("stock:7") as hold, db_lock("stock:7", using="optimistic") as inner:
+            assert inner is hold
+            assert hold.count == 2
+
+
+def test_reentrant_false_means_at_the_same_time():
+    lock = db_lock("stock:7", reentrant=False)
+    with transaction.atomic():
+        for _ in range(2):
+            with lock:
+                pass
+    memory = db_lock("stock:7", using="memory", reentrant=False)
+    with transaction.atomic():
+        for _ in range(2):
+            with memory:
+                pass
+
+
+# The keeper.
+
+
+def test_a_slow_on_lost_does_not_keep_the_keeper_from_the_others(until):
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(hold):
+        entered.set()
+        leave.wait(30)
+
+    first = db_lock("first", using="memory", ttl=0.2, renew=False, on_lost=slow).acquire()
+    with db_lock("second", using="memory", ttl=0.6) as second:
+        assert entered.wait(10)
+        deadline = second._deadline
+        until(lambda: second._deadline > deadline + 0.5)
+        leave.set()
+    assert not first.held
+
+
+def test_a_backend_s_own_error_does_not_keep_the_keeper_from_the_others(monkeypatch, until, caplog):
+    tries = []
+
+    def fail(claims):
+        tries.append(claims)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(backends["optimistic"], "renew", fail)
+    with db_lock("second", using="memory", ttl=0.6) as second, pytest.raises(LockLost):
+        with db_lock("first", using="optimistic", ttl=1.0) as first:
+            deadline = second._deadline
+            until(lambda: not first.held)
+            assert second._deadline > deadline
+            assert second.held
+    assert len(tries) < 20
+
+
+def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch, until):
+    monkeypatch.setattr(keeper, "_thread", None)
+    start = threading.Thread.start
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            db_lock("stock:7", using="memory").acquire()
+    assert threading.Thread.start is start
+    with db_lock("stock:7", using="memory", ttl=0.6) as hold:
+        deadline = hold._deadline
+        until(lambda: hold._deadline > deadline)
+
+
+async def test_holds_acquired_together_are_renewed(until):
+    """gather() wraps each in a task of its own, which is done as soon as it has acquired."""
+
+    locks = [db_lock(key, using="memory", ttl=0.6) for key in ("a", "b")]
+    holds = await asyncio.gather(*(lock.aacquire() for lock in locks))
+    deadlines = [hold._deadline for hold in holds]
+    while not all(hold._deadline > deadline for hold, deadline in zip(holds, deadlines, strict=True)):
+        assert all(hold.held for hold in holds)
+        await asyncio.sleep(0.02)
+    for hold in holds:
+        await hold.arelease()
