@@ -73,6 +73,8 @@ class Hold:
         self.renew_at = sent + claim.ttl / 3
         # The open transactions in which the lease was left, and at the end of which it is given back.
         self._left_in: list[Mark] = []
+        # Its places in holds_by_caller.
+        self.entered_as: list[tuple[Caller, str, str]] = []
         # The transaction that the hold belongs to, and where in it.
         self._connection: Any = None
         self._mark: Mark | None = None
@@ -404,6 +406,10 @@ class Hold:
                 return False
             self._ended = True
         keeper.drop(self)
+        # By hand, though it would go by itself: Python swallows a Ctrl-C that comes while a weak reference dies.
+        for key in self.entered_as:
+            if holds_by_caller.get(key) is self:
+                del holds_by_caller[key]
         return True
 
     def _why_not(self) -> str:

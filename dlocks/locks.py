@@ -260,7 +260,9 @@ class Attempt:
             return None
         waited = sent - self.began if self.paused else 0.0
         self.hold = Hold(self.lock, self.backend, self.claim, grant, self.caller, sent, waited)
-        holds_by_caller[self.caller, self.backend.identity, self.key] = self.hold
+        place = (self.caller, self.backend.identity, self.key)
+        self.hold.entered_as.append(place)
+        holds_by_caller[place] = self.hold
         if self.claim.scope == "lease":
             keeper.keep(self.hold)
         logger.debug("%r acquired by %s, token %d", self.lock.key, self.claim.holder, grant.token)

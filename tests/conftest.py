@@ -63,7 +63,9 @@ def workers(_pool, transactional_db):
     """Return a function that gives so many processes, on this test's database, kept for the next test."""
 
     def get(number: int) -> list[Worker]:
-        _pool[:] = [worker for worker in _pool if worker.process.is_alive()]
+        for worker in [one for one in _pool if not (one.is_idle and one.process.is_alive())]:
+            worker.kill()
+            _pool.remove(worker)
         while len(_pool) < number:
             _pool.append(Worker())
         return _pool[:number]

@@ -22,12 +22,15 @@ class Worker:
     """
 
     def __init__(self, **environment: str) -> None:
+        # Whether its last job has ended: one that a failed test left at work is of no use to the next.
+        self.is_idle = True
         self.pipe, theirs = _context.Pipe()
         self.process = _context.Process(target=_serve, args=(theirs, environment), daemon=True)
         self.process.start()
         theirs.close()
 
     def start(self, job: Any, *args: Any, **kwargs: Any) -> None:
+        self.is_idle = False
         self.pipe.send((job, args, kwargs))
 
     def hear(self, seconds: float = 60.0) -> Any:
@@ -35,6 +38,7 @@ class Worker:
         if not self.pipe.poll(seconds):
             raise TimeoutError("the process said nothing")
         kind, value = self.pipe.recv()
+        self.is_idle = kind != "said"
         if kind == "error":
             raise RuntimeError(value)
         return value
@@ -100,4 +104,4 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
         except BaseException:
             connection.send(("error", traceback.format_exc()))
         else:
-            connection.send(("said", result))
+            connection.send(("done", result))

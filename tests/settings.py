@@ -17,7 +17,11 @@ DATABASES = {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": DIRECTORY / "unused.sqlite3" if NAME == "dlocks" else NAME,
         "TEST": {"NAME": DIRECTORY / "test.sqlite3"},
-        "OPTIONS": {"transaction_mode": "IMMEDIATE", "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF"},
+        "OPTIONS": {
+            "transaction_mode": "IMMEDIATE",
+            "timeout": 60,
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF",
+        },
     },
     "postgresql": {
         "ENGINE": "django.db.backends.postgresql",

@@ -166,7 +166,10 @@ def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
         hold = None
         try:
             timer.start()
-            for _ in range(10_000):
+            # And a little longer: the signal is handled after the timer has sent it.
+            more = 3
+            while timer.is_alive() or more:
+                more -= not timer.is_alive()
                 hold = lock.acquire()
                 hold.release()
                 hold = None

@@ -576,9 +576,25 @@ class InsertBackend(DatabaseBackend):
             # Elsewhere an insert could wait for a transaction that has the row.
             row = None if self.connection.vendor == "sqlite" else self._look(claim)
             if row is None and (token := self._insert(claim)) is not None:
-                return token, None
+                return self._token_of_own_row(claim, token), None
         token = self._grant(claim)
         return token, None if token is not None else self._look(claim)
+
+    def _token_of_own_row(self, claim: Claim, first: int) -> int:
+        """Draw the token again, now that the row is this claim's."""
+        if self.connection.vendor == "sqlite":
+            # Drawn under the lock of the one writer.
+            return first
+        # The first was drawn before the row was there: somebody else may have had the key, and a larger token, in
+        # between.
+        for number in range(CONTENTION_TRIES):
+            if (token := self._grant(claim)) is not None:
+                return token
+            # Locked for a moment by somebody who looks whether it is free.
+            time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
+        raise LockBackendError(
+            f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
+        )
 
     def _insert(self, claim: Claim) -> int | None:
         if self.connection.vendor == "mysql":
