@@ -212,4 +212,4 @@ def wait_in_transactions(pipe, key, *, seconds, **policy):
                 with db_lock(key, **policy):
                     pass
             except LockError:
-                time.sleep(1.0)
+                time.sleep(2.5)

@@ -10,7 +10,7 @@ has them as tests:
 4. ``None`` means that somebody else has it. Every other trouble raises.
 5. ``renew()``, ``recount()`` and ``release()`` act only for the owner they name; otherwise they change nothing and
    say so.
-6. The front announces every claim that it gives up, by ``release()``.
+6. The front announces every claim that it gives up without knowing what became of it, by ``release()``.
 7. A claim not renewed for its ttl, by the backend's own clock, is free; never sooner. Every change is committed when
    the caller learns of it (in transaction scope: with the caller's transaction).
 8. Tokens of one key strictly increase for ever.
