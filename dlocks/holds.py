@@ -240,6 +240,8 @@ class Hold:
                 return False
             self._count += 1
             count = self._count
+            # What it was left in before is of no account until it is left again.
+            left_in, self._left_in = self._left_in, []
         try:
             if not self.held:
                 self.lose(self._why_not())
@@ -250,6 +252,7 @@ class Hold:
         except BaseException:
             with self._mutex:
                 self._count = count - 1
+                self._left_in = left_in
             raise
         return True
 
@@ -261,6 +264,8 @@ class Hold:
     def undo_entry(self, count: int) -> None:
         """Go back to the count from before an entry that its caller never learned of."""
         self._count = min(self._count, count)
+        if self._count == 0 and not self._left_in and not self._leave_in_transactions() and self._end():
+            self._give_back()
 
     # For the keeper.
 
@@ -307,7 +312,7 @@ class Hold:
     def settle(self) -> None:
         """Give back a lease that was left in transactions, once all of them have ended."""
         with self._mutex:
-            if self._count or self._ended or any(mark.stands for mark in self._left_in):
+            if self._count or self._ended or not self._left_in or any(mark.stands for mark in self._left_in):
                 return
             self._left_in = []
             self._ended = True

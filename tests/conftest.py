@@ -126,3 +126,18 @@ def until():
         return value
 
     return wait
+
+
+@pytest.fixture
+def is_busy(elsewhere):
+    """Return a function that tells whether somebody else cannot have the key now."""
+
+    from dlocks import db_lock
+
+    def ask(key="stock:7", using="default"):
+        found = elsewhere(db_lock(key, using=using).try_acquire)
+        if found is not None:
+            elsewhere(found.release)
+        return found is None
+
+    return ask

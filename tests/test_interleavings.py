@@ -13,23 +13,13 @@ from django.db import connection, connections, transaction
 from dlocks import LockLost, db_lock
 from dlocks.conf import backends
 from dlocks.keeper import keeper
+from dlocks.transactions import Mark
 from tests import jobs
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 SERVERS = pytest.mark.engine("postgresql", "mariadb")
-
-
-@pytest.fixture
-def is_busy(elsewhere):
-    def ask(key="stock:7", using="default"):
-        found = elsewhere(db_lock(key, using=using).try_acquire)
-        if found is not None:
-            elsewhere(found.release)
-        return found is None
-
-    return ask
 
 
 @SERVERS
@@ -128,7 +118,7 @@ def test_entering_while_the_keeper_gives_back_is_one_or_the_other(monkeypatch, e
         def meanwhile(claim, count):
             answer = recount(claim, count)
             # The transaction ends, and the keeper looks, just between the answer and the block.
-            monkeypatch.setattr(type(hold._left_in[0]), "stands", property(lambda mark: False))
+            monkeypatch.setattr(Mark, "stands", property(lambda mark: False))
             hold.settle()
             monkeypatch.undo()
             settled.append(True)

@@ -22,19 +22,6 @@ FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
-@pytest.fixture
-def is_busy(elsewhere):
-    """Return a function that tells whether somebody else cannot have the key now."""
-
-    def ask(key="stock:7", using="default"):
-        found = elsewhere(db_lock(key, using=using).try_acquire)
-        if found is not None:
-            elsewhere(found.release)
-        return found is None
-
-    return ask
-
-
 # Inside a transaction.
 
 
