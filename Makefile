@@ -9,7 +9,8 @@ ADDRESS := 127.0.0.1:8000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-all lint package clean servers migrated
+.PHONY: help demo serve test test-all test-backends nemesis lint audit docs images package bench kinds clean
+.PHONY: servers backend-servers migrated
 
 help:
 	@echo 'make demo      a flash sale: what a shop sells without a lock, and with each'
@@ -17,8 +18,19 @@ help:
 	@echo 'make test      the tests on SQLite, PostgreSQL and MariaDB; installs what is missing'
 	@echo '               (ARGS="sqlite -- -k transaction": engines, then what pytest is told)'
 	@echo 'make test-all  the tests on SQLite with every supported Python that is here'
+	@echo 'make test-backends  the tests on other servers: Redis, ZooKeeper, quorums, Galera, a standby (15 minutes at most)'
+	@echo '               (ARGS="-k redis": what pytest is told)'
+	@echo 'make nemesis   processes killed, stopped and cut off under locks, and whether a promise was broken'
+	@echo '               (MINUTES=5 ENGINE="postgresql mariadb sqlite" SEED=1; BUGS=1: are the seeded bugs found?'
+	@echo '               PEERS=1: other locks under the same faults)'
 	@echo 'make lint      ruff, mypy, and whether migrations are missing'
+	@echo 'make audit     known vulnerabilities of what is installed; fails when the advisory database cannot be asked'
+	@echo 'make docs      the documentation, into site/; a broken link is an error'
+	@echo 'make images    the pictures of the documentation, anew, by the tests in Chromium'
 	@echo 'make package   build the package, and try it where nothing else is'
+	@echo 'make bench     dlocks beside its peers, measured in one run; writes benchmarks/RESULTS.md (20 minutes)'
+	@echo '               (ARGS="--quick": 3 minutes; ARGS="--only uncontended --contenders kazoo,redis-py")'
+	@echo 'make kinds     locks in databases, Redis and ZooKeeper, with faults; writes benchmarks/KINDS.md (8 minutes)'
 	@echo 'make clean     remove what the others have made'
 
 demo: $(VENV)/.demo migrated
@@ -32,8 +44,12 @@ serve: $(VENV)/.demo migrated
 test: servers $(VENV)/.test
 	@$(BIN)/python -m tests.run $(ARGS)
 
+nemesis: servers $(VENV)/.test $(if $(PEERS),backend-servers $(VENV)/.bench)
+	@$(BIN)/python -m tests.nemesis $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ENGINE),--engine $(ENGINE)) \
+	    $(if $(SEED),--seed $(SEED)) $(if $(BUSY),--busy) $(if $(BUGS),--bugs) $(if $(PEERS),--peers)
+
 test-all:
-	@$(PYTHON) scripts/test_all.py
+	@$(PYTHON) scripts/test_all.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -42,16 +58,40 @@ lint: $(VENV)/.lint
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python -m django makemigrations --check --dry-run dlocks
 	$(MANAGE) makemigrations --check --dry-run
 
+audit: $(VENV)/.audit
+	@$(BIN)/python scripts/audit.py
+
+docs: $(VENV)/.docs
+	@$(BIN)/mkdocs build --strict
+	@echo 'The documentation is in site/index.html'
+
+images: servers $(VENV)/.test
+	@DLOCKS_TEST_IMAGES=docs/images $(BIN)/python -m tests.run sqlite -- tests/test_control_room_browser.py \
+	    tests/test_shop_browser.py -k 'picture or numbers_move'
+
 package: $(VENV)/.lint
 	@$(BIN)/python scripts/check_package.py
 
+bench: servers backend-servers $(VENV)/.bench
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+kinds: servers backend-servers $(VENV)/.bench
+	@$(BIN)/python -m benchmarks.kinds $(ARGS)
+
 clean:
 	rm -rf .venv .venv-3.* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf benchmarks/results nemesis site
 	rm -f example_project/shop.sqlite3*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 migrated: $(VENV)/.demo
 	@$(MANAGE) migrate --verbosity 0
+
+test-backends: servers backend-servers $(VENV)/.test-backends
+	@$(BIN)/python -m tests.run sqlite -- tests/backends $(ARGS)
+
+backend-servers: $(VENV)/.made
+	@PYTHON=$(BIN)/python sh scripts/install_servers.sh backends
 
 # What apt has to bring before pip can build; quick when it is there.
 servers: $(VENV)/.made
@@ -75,6 +115,26 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml
 $(VENV)/.test: $(VENV)/.made pyproject.toml | servers
 	@echo 'Installing what the tests need …'
 	@$(INSTALL) --group test
+	@touch $@
+
+$(VENV)/.test-backends: $(VENV)/.made pyproject.toml | servers
+	@echo 'Installing what the tests of the other backends need …'
+	@$(INSTALL) --group test-backends
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.made pyproject.toml | servers
+	@echo 'Installing what the benchmarks need …'
+	@$(INSTALL) --group bench
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml
+	@echo 'Installing what the documentation needs …'
+	@$(INSTALL) --group docs
+	@touch $@
+
+$(VENV)/.audit: $(VENV)/.made pyproject.toml
+	@echo 'Installing what is audited, and pip-audit …'
+	@$(INSTALL) --group audit
 	@touch $@
 
 # The types and the migrations are checked with the settings of the tests, on SQLite.

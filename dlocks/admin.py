@@ -2,29 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 from urllib.parse import unquote
 
 from django.contrib import admin, messages
 from django.contrib.admin import helpers
-from django.http import HttpRequest, HttpResponse
+from django.db.models import Q
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
+from dlocks import audit, control_room, privacy
 from dlocks.backends.database import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
-from dlocks.models import LockQuerySet, LockState, ResourceLock
-from dlocks.oversight import NotCleared, Shown, clear, describe, duration, moment, printable, time_left
+from dlocks.models import ClaimState, LockQuerySet, LockState, ResourceLock
+from dlocks.oversight import (
+    REASON_LENGTH,
+    NotCleared,
+    Shown,
+    address_of,
+    claims,
+    clear,
+    describe,
+    duration,
+    end_share,
+    heard_of,
+    in_row,
+    is_column,
+    is_unused,
+    mode,
+    moment,
+    name_of,
+    printable,
+    purge,
+    reason_of,
+    state_of,
+    take_out,
+    time_left,
+)
 
 # Locks that one action takes on: two fields of the form for each must stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
 AT_ONCE = 400
 
+# Shares, and places in line, that the page of a lock shows.
+SHOWN = 100
+
 # Locks that one message names.
 NAMED = 10
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be taken from somebody: a lock by its version, a share by its token, or a claim by its number."""
+
+    key: str
+    kind: Literal["lock", "share", "claim"]
+    number: int
+
+    @classmethod
+    def parse(cls, key: str, field: str) -> Self:
+        """Return the target of two fields of a form, or raise ValueError."""
+        kind, _, number = field.rpartition(":")
+        if kind not in {"", "share", "claim"}:
+            raise ValueError(kind)
+        return cls(_from_form(key), kind or "lock", int(number))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, shown: Shown) -> Self:
+        if isinstance(shown, ResourceLock):
+            return cls(shown.pk, "lock", shown.version)
+        if shown.version is not None:
+            return cls(shown.key_resource, "share", shown.version)
+        return cls(shown.key_resource, "claim", shown.pk)
+
+    @property
+    def field(self) -> str:
+        return str(self.number) if self.kind == "lock" else f"{self.kind}:{self.number}"
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -42,7 +101,7 @@ class StateFilter(admin.SimpleListFilter):
 class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """Read-only: a row is changed by holding the lock, and otherwise only by the actions."""
 
-    list_display = ("key", "state", "holder", "owner_ip", "begin", "age", "left", "hold_count", "token")
+    list_display = ("key", "state", "who", "begin", "left", "waiting")
     list_filter = (StateFilter,)
     search_fields = ("key_resource", "holder", "owner_ip")
     ordering = ("key_resource",)
@@ -51,16 +110,17 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         "key",
         "state",
         "status",
-        "holder",
-        "owner_ip",
+        "holder_name",
+        "address",
         "begin",
         "end",
-        "age",
         "left",
         "hold_count",
+        "waiting",
         "token",
     )
-    actions = ("clear_stale_locks", "force_release")
+    empty_value_display = "-"
+    actions = ("clear_stale_locks", "force_release", "delete_unused_rows")
 
     class Media:
         css = {"all": ["dlocks/admin.css"]}
@@ -75,59 +135,106 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return False
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
-        return self._backend() is not None and request.user.has_perm("dlocks.clear_resourcelock")
+        return self.backend() is not None and request.user.has_perm("dlocks.clear_resourcelock")
 
     def has_force_release_permission(self, request: HttpRequest) -> bool:
-        return self._backend() is not None and request.user.has_perm("dlocks.force_release_resourcelock")
+        return self.backend() is not None and request.user.has_perm("dlocks.force_release_resourcelock")
+
+    def has_purge_permission(self, request: HttpRequest) -> bool:
+        return self.backend() is not None and request.user.has_perm("dlocks.purge_resourcelock")
+
+    def get_urls(self) -> list[Any]:
+        live = self.admin_site.admin_view(lambda request: control_room.view(self, request))
+        return [path("live/", live, name="dlocks_resourcelock_live"), *super().get_urls()]
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
         # ?owner__startswith=… would tell the owner letter by letter, though no page shows it.
         return lookup == StateFilter.parameter_name
 
+    def get_list_display(self, request: HttpRequest) -> Any:
+        # What is not shown is not told by the order of the rows either, ...
+        shown = privacy.shows_holder()
+        return [column if shown or column != "who" else "who_unsorted" for column in self.list_display]
+
+    def get_search_fields(self, request: HttpRequest) -> Any:
+        # ... nor by what is found.
+        return self.search_fields if privacy.shows_holder() else ("key_resource",)
+
     def get_queryset(self, request: HttpRequest) -> LockQuerySet:
         locks: Any = super().get_queryset(request)
-        backend = self._backend()
+        backend = self.backend()
         if backend is not None:
             locks = locks.using(backend.database)
-        return locks.by_clock().defer("owner")  # type: ignore[no-any-return]
+        return locks.by_clock().with_line().defer("owner")  # type: ignore[no-any-return]
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         # PostgreSQL would rather fail than look for it.
         return None if "\0" in object_id else super().get_object(request, object_id, from_field)
 
-    def _backend(self) -> DatabaseBackend | None:
+    def backend(self) -> DatabaseBackend | None:
         backend = backends[DEFAULT_ALIAS]
         return backend if isinstance(backend, DatabaseBackend) else None
+
+    def _own_backend(self) -> DatabaseBackend:
+        backend = self.backend()
+        assert backend is not None, "there is no action without"  # noqa: S101
+        return backend
 
     # The columns.
 
     @admin.display(description=gettext_lazy("key"), ordering="key_resource")
     def key(self, lock: Shown) -> str:
-        return format_html('<bdi class="dlocks-key">{}</bdi>', printable(lock.pk))
+        return _key(lock.pk)
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def state(self, lock: Shown) -> str:
-        return format_html('<span class="dlocks-state dlocks-{}">{}</span>', lock.state, LockState(lock.state).label)
+        return _badge(lock)
+
+    @admin.display(description=gettext_lazy("holder"), ordering="holder")
+    def who(self, lock: Shown) -> str | None:
+        # The row of a shared key tells only who had it last alone.
+        if not in_row(lock) or not lock.holder:
+            return None
+        times = "" if lock.state == LockState.FREE or lock.hold_count < 2 else f" ×{lock.hold_count}"
+        return format_html(
+            '<span class="dlocks-who">{}{} <small>{}</small></span>',
+            name_of(lock),
+            times,
+            address_of(lock),
+        )
+
+    @admin.display(description=gettext_lazy("holder"))
+    def who_unsorted(self, lock: Shown) -> str | None:
+        return self.who(lock)
+
+    @admin.display(description=gettext_lazy("holder"))
+    def holder_name(self, lock: Shown) -> str:
+        return name_of(lock) or self.empty_value_display
+
+    @admin.display(description=gettext_lazy("owner IP"))
+    def address(self, lock: Shown) -> str:
+        return address_of(lock) or self.empty_value_display
 
     @admin.display(description=gettext_lazy("begin"), ordering="begin_time")
-    def begin(self, lock: Shown) -> str | None:
-        return None if lock.begin_time is None else _time(lock.begin_time)
+    def begin(self, lock: Shown) -> str:
+        if lock.begin_time is None or not in_row(lock):
+            return self.empty_value_display
+        age = "" if lock.state == LockState.FREE else _("%s ago") % duration(lock.seconds_held)
+        return format_html("{} <small>{}</small>", _time(lock.begin_time), age)
 
     @admin.display(description=gettext_lazy("end"), ordering="end_time")
     def end(self, lock: Shown) -> str:
         return _time(lock.end_time)
 
-    @admin.display(description=gettext_lazy("age"), ordering="seconds_held")
-    def age(self, lock: Shown) -> str | None:
-        if lock.state == LockState.FREE or lock.seconds_held is None:
-            return None
-        return duration(lock.seconds_held)
-
     @admin.display(description=gettext_lazy("time left"), ordering="seconds_left")
-    def left(self, lock: Shown) -> str | None:
-        if lock.state == LockState.FREE:
-            return None
+    def left(self, lock: Shown) -> str:
+        if lock.state == LockState.FREE or not in_row(lock):
+            return self.empty_value_display
         return duration(lock.seconds_left) if lock.state == LockState.HELD else time_left(lock)
+
+    @admin.display(description=gettext_lazy("waiting"), ordering="waiting")
+    def waiting(self, lock: Shown) -> str:
+        return str(lock.waiting) if lock.waiting else self.empty_value_display
 
     @admin.display(description=gettext_lazy("version"), ordering="version")
     def token(self, lock: Shown) -> str:
@@ -137,37 +244,251 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def action_checkbox(self, obj: ResourceLock) -> Any:
         return super().action_checkbox(ResourceLock(pk=_to_form(obj.pk)))
 
+    # The page of a lock.
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        # The row of a shared key tells only who had it last alone.
+        return self.fields if obj is None or in_row(obj) else ("key", "state", "waiting", "token")
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        lock, backend = context.get("original"), self.backend()
+        if lock is not None and backend is not None:
+            of_key = claims(backend, [lock.pk])
+            sharing, in_line = of_key.filter(version__isnull=False), of_key.filter(version__isnull=True)
+            may_force = self.has_force_release_permission(request)
+            context |= {
+                "shares": [self._row(share, may_force) for share in sharing[:SHOWN]],
+                "more_shares": max(0, sharing.count() - SHOWN),
+                "line": self._places(in_line[:SHOWN], may_force),
+                "more_in_line": max(0, in_line.count() - SHOWN),
+                **self.form_of(lock),
+                "live": control_room.url(self, key=lock.pk),
+                "force_lock": may_force and in_row(lock) and lock.state != LockState.FREE,
+                "clear_stale": self.has_clear_permission(request)
+                and (lock.state == LockState.STALE or self._stale_claims(of_key).exists()),
+            }
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def form_of(self, shown: Shown) -> dict[str, str]:
+        """Return what a form sends that is about a lock, a share, or a place in line."""
+        target = Target.of(shown)
+        return {
+            "field": _to_form(target.key),
+            "version": target.field,
+            "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+        }
+
+    def _places(self, in_line: Any, may_force: bool) -> list[dict[str, Any]]:
+        place, places = 0, []
+        for claim in in_line:
+            waits = claim.state == ClaimState.WAITING
+            place += waits
+            places.append({**self._row(claim, may_force and not waits), "place": place if waits else None})
+        return places
+
+    def _row(self, shown: Shown, may_force: bool = False) -> dict[str, Any]:
+        """Return what a table says of a lock, a share, or a place in line."""
+        target = Target.of(shown)
+        if target.kind == "claim":
+            left = "" if shown.state == ClaimState.WAITING else heard_of(shown)
+        else:
+            left = duration(shown.seconds_left) if shown.seconds_left > 0 else time_left(shown)
+        return {
+            **self.form_of(shown),
+            "key": _key(target.key),
+            "state": _badge(shown),
+            "holder": name_of(shown),
+            "owner_ip": address_of(shown),
+            "begin": None if shown.begin_time is None else _time(shown.begin_time),
+            "left": left,
+            "mode": _("exclusive") if target.kind == "lock" else mode(shown),
+            "token": "" if target.kind == "claim" else str(target.number),
+            "may_force": may_force,
+        }
+
+    def _stale_claims(self, found: Any) -> Any:
+        return found.filter(state__in=[ClaimState.STALE, ClaimState.DEAD])
+
     # The actions.
 
     @admin.action(description=gettext_lazy("Clear stale locks"), permissions=["clear"])
     def clear_stale_locks(self, request: HttpRequest, queryset: Any) -> None:
         seen = self._selected(request, queryset.filter(state=LockState.STALE))
-        if seen is not None:
-            versions = [(key, 0 if lock is None else lock.version) for key, lock in seen.items()]
-            self._clear(request, versions, _("Cleared the stale lock of %(holder)s."), stale_only=True)
+        if seen is None:
+            return
+        found = self._claims(request, seen, self._stale_claims)
+        if found is None:
+            return
+        targets = [Target.of(claim) for claim in found]
+        claimed = {target.key for target in targets}
+        for key, lock in seen.items():
+            # What is not stale is told of, unless something else on the key is.
+            if lock is None or (lock.state == LockState.STALE and in_row(lock)) or key not in claimed:
+                targets.append(Target(key, "lock", 0 if lock is None else lock.version))
+        self._clear(request, targets, audit.STALE, stale_only=True)
 
     @admin.action(description=gettext_lazy("Force release"), permissions=["force_release"])
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         if "version" in request.POST:
-            keys, versions = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME), request.POST.getlist("version")
-            try:
-                seen = [(_from_form(key), int(version)) for key, version in zip(keys, versions, strict=True)]
-            except ValueError:
-                self.message_user(request, _("The confirmation was incomplete: nothing is changed."), messages.ERROR)
+            targets = self._confirmed(request)
+            if targets is None:
                 return None
-            self._clear(request, seen, _("Forced the release of the lock of %(holder)s."))
-            return None
+            try:
+                reason = reason_of(request.POST.get("reason", ""))
+            except ValueError as error:
+                return self._confirmation(request, self._as_posted(targets), error=str(error))
+            self._clear(request, targets, reason)
+            return self._back(request)
         selected = self._selected(request, queryset.exclude(state=LockState.FREE))
         if selected is None:
             return None
-        locks = [lock for lock in selected.values() if lock is not None and lock.state != LockState.FREE]
-        if not locks:
-            self.message_user(request, _("None of the selected locks is held any more."), messages.WARNING)
+        only = request.POST.get("only")
+        sharing = self._claims(request, selected, lambda found: found if only else found.filter(version__isnull=False))
+        if sharing is None:
             return None
-        return self._confirmation(request, locks, left_out=len(selected) - len(locks))
+        shared = {share.key_resource for share in sharing}
+        locks = [lock for lock in selected.values() if lock is not None and lock.state != LockState.FREE]
+        shown = sorted([*filter(in_row, locks), *sharing], key=lambda one: Target.of(one).key)
+        if only:
+            shown = [one for one in shown if Target.of(one).field == only]
+        if not shown:
+            self.message_user(request, _("None of the selected locks is held any more."), messages.WARNING)
+            return self._back(request)
+        left_out = (
+            0
+            if only
+            else sum(
+                lock is None or (lock.state == LockState.FREE and key not in shared) for key, lock in selected.items()
+            )
+        )
+        return self._confirmation(request, [(Target.of(one), one) for one in shown], left_out)
 
-    def _confirmation(self, request: HttpRequest, locks: list[Shown], left_out: int) -> HttpResponse:
+    @admin.action(description=gettext_lazy("Delete unused rows"), permissions=["purge"])
+    def delete_unused_rows(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        if "version" in request.POST:
+            targets = self._confirmed(request)
+            if targets is not None:
+                self._purge(request, targets)
+            return None
+        selected = self._selected(request, queryset.filter(state=LockState.FREE))
+        if selected is None:
+            return None
+        unused = [lock for lock in selected.values() if lock is not None and is_unused(lock)]
+        if not unused:
+            text = _("None of the selected keys has been unused for a day.")
+            self.message_user(request, text, messages.WARNING)
+            return None
         request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Delete unused rows"),
+            "subtitle": None,
+            "opts": self.opts,
+            "media": self.media,
+            "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+            "left_out": len(selected) - len(unused),
+            "locks": [{**self._row(lock), "end": _time(lock.end_time)} for lock in unused],
+        }
+        return TemplateResponse(request, "admin/dlocks/resourcelock/purge_confirmation.html", context)
+
+    def _purge(self, request: HttpRequest, targets: Iterable[Target]) -> None:
+        """Delete each row that is still as it was seen, write it to the log, and tell."""
+        backend = self._own_backend()
+        deleted: list[str] = []
+        refused: dict[str, list[str]] = {}
+        trouble = None
+        for target in targets:
+            try:
+                if target.kind != "lock":
+                    raise NotCleared(_("not a row of a key"), None)
+                row = purge(backend, target.key, target.number)
+            except NotCleared as refusal:
+                refused.setdefault(str(refusal), []).append(target.key)
+            except LockBackendError as error:
+                trouble = str(error)
+                break
+            else:
+                deleted.append(target.key)
+                self.log_change(request, ResourceLock(pk=target.key), _("Deleted the row of the unused key."))
+                self._audit(request, backend, "purge", target, row, audit.UNUSED)
+        self._tell(
+            request,
+            deleted,
+            refused,
+            trouble,
+            lambda number: ngettext(
+                "%(count)d row was deleted: %(keys)s", "%(count)d rows were deleted: %(keys)s", number
+            ),
+            lambda number: ngettext(
+                "%(count)d row was not deleted (%(reason)s): %(keys)s",
+                "%(count)d rows were not deleted (%(reason)s): %(keys)s",
+                number,
+            ),
+        )
+
+    def _tell(
+        self,
+        request: HttpRequest,
+        done: list[str],
+        refused: dict[str, list[str]],
+        trouble: str | None,
+        succeeded: Callable[[int], str],
+        failed: Callable[[int], str],
+    ) -> None:
+        """Tell what became of the keys, in texts that are made for so many."""
+        if done:
+            text = succeeded(len(done)) % {"count": len(done), "keys": _named(done)}
+            self.message_user(request, text, messages.SUCCESS)
+        for why, keys in refused.items():
+            text = failed(len(keys)) % {"count": len(keys), "reason": why, "keys": _named(keys)}
+            self.message_user(request, text, messages.WARNING)
+        if trouble:
+            self.message_user(request, trouble, messages.ERROR)
+
+    def _confirmed(self, request: HttpRequest) -> list[Target] | None:
+        """Return what a confirmation is about, or None where it does not fit together."""
+        keys, versions = (request.POST.getlist(name) for name in (helpers.ACTION_CHECKBOX_NAME, "version"))
+        try:
+            return [Target.parse(key, version) for key, version in zip(keys, versions, strict=True)]
+        except ValueError:
+            self.message_user(request, _("The confirmation was incomplete: nothing is changed."), messages.ERROR)
+            return None
+
+    def _as_posted(self, targets: Iterable[Target]) -> list[tuple[Target, Shown | None]]:
+        """Return each of the targets with what it is now; None where that is not the target any more."""
+        backend = self._own_backend()
+        targets = list(targets)
+        keys = [target.key for target in targets if "\0" not in target.key]
+        numbers: dict[str, list[int]] = {"lock": [], "share": [], "claim": []}
+        for target in targets:
+            if is_column(target.number):
+                numbers[target.kind].append(target.number)
+        locks = ResourceLock.objects.using(backend.database).by_clock().with_line().defer("owner")
+        which = Q(version__in=numbers["share"]) | Q(version__isnull=True, pk__in=numbers["claim"])
+        found = [*locks.filter(pk__in=keys, version__in=numbers["lock"]), *claims(backend, keys).filter(which)]
+        now = {Target.of(one): one for one in found}
+        return [(target, now.get(target)) for target in targets]
+
+    def _back(self, request: HttpRequest) -> HttpResponse | None:
+        """Go back to the control room, if that is where it came from; otherwise to the list."""
+        if "live" not in request.POST:
+            return None
+        return HttpResponseRedirect(control_room.back_to(self, request.POST["live"]))
+
+    def _claims(self, request: HttpRequest, keys: Iterable[str], wanted: Callable[[Any], Any]) -> list[Shown] | None:
+        """Return those of the claims on the keys that are wanted, or None when they are too many."""
+        backend = self._own_backend()
+        found = list(wanted(claims(backend, [key for key in keys if "\0" not in key]))[: AT_ONCE + 1])
+        if len(found) <= AT_ONCE:
+            return found
+        self._too_many(request)
+        return None
+
+    def _confirmation(
+        self, request: HttpRequest, shown: list[tuple[Target, Shown | None]], left_out: int = 0, error: str = ""
+    ) -> HttpResponse:
+        request.current_app = self.admin_site.name
+        kinds = {target.kind for target, _now in shown}
         context = {
             **self.admin_site.each_context(request),
             "title": _("Force release"),
@@ -176,22 +497,30 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "media": self.media,
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "left_out": left_out,
-            "any_held": any(lock.state == LockState.HELD for lock in locks),
-            "locks": [
-                {
-                    "field": _to_form(lock.pk),
-                    "key": self.key(lock),
-                    "state": self.state(lock),
-                    "holder": printable(lock.holder),
-                    "owner_ip": lock.owner_ip,
-                    "begin": self.begin(lock),
-                    "left": self.left(lock),
-                    "version": str(lock.version),
-                }
-                for lock in locks
-            ],
+            "any_held": any(
+                now is not None and now.state in {LockState.HELD, ClaimState.HELD} for _target, now in shown
+            ),
+            "any_hold": bool(kinds - {"claim"}),
+            "any_share": "share" in kinds,
+            "any_claim": "claim" in kinds,
+            "locks": [self._changed(target) if now is None else self._row(now) for target, now in shown],
+            "reason": request.POST.get("reason", ""),
+            "reason_length": REASON_LENGTH,
+            "error": error,
+            "live": request.POST.get("live"),
+            "back": control_room.back_to(self, request.POST["live"]) if "live" in request.POST else None,
         }
         return TemplateResponse(request, "admin/dlocks/resourcelock/force_release_confirmation.html", context)
+
+    def _changed(self, target: Target) -> dict[str, Any]:
+        """Return what a table says of what is not there any more as it was shown."""
+        return {
+            "field": _to_form(target.key),
+            "version": target.field,
+            "key": _key(target.key),
+            "state": _("changed meanwhile"),
+            "token": "" if target.kind == "claim" else str(target.number),
+        }
 
     def _selected(self, request: HttpRequest, across: Any) -> dict[str, Shown | None] | None:
         """Return the selected locks by key, None for one that is gone, or None when there are too many."""
@@ -204,49 +533,96 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             selected = {key: found.get(key) for key in keys}
         if len(selected) <= AT_ONCE:
             return selected
+        self._too_many(request)
+        return None
+
+    def _too_many(self, request: HttpRequest) -> None:
         text = _(
             "At most %(number)d locks can be selected: nothing is changed. 'manage.py reap_locks' frees all stale ones."
         )
         self.message_user(request, text % {"number": AT_ONCE}, messages.ERROR)
-        return None
 
-    def _clear(
-        self, request: HttpRequest, seen: Iterable[tuple[str, int]], change: str, *, stale_only: bool = False
-    ) -> None:
-        """Clear each key whose version is still the one that was seen, write it to the log, and tell."""
-        backend = self._backend()
-        assert backend is not None, "there is no action without"  # noqa: S101
+    def _clear(self, request: HttpRequest, targets: Iterable[Target], reason: str, *, stale_only: bool = False) -> None:
+        """Clear each target that is still the one that was seen, write it to the log, and tell."""
+        backend = self._own_backend()
         cleared: list[str] = []
         refused: dict[str, list[str]] = {}
         trouble = None
-        for key, version in seen:
+        for target in targets:
             try:
-                lock = clear(backend, key, version, stale_only=stale_only)
-            except NotCleared as reason:
-                refused.setdefault(str(reason), []).append(key)
+                what, lost, change = self._clear_one(backend, target, stale_only)
+            except NotCleared as refusal:
+                refused.setdefault(str(refusal), []).append(target.key)
             except LockBackendError as error:
                 trouble = str(error)
                 break
             else:
-                cleared.append(key)
-                self.log_change(request, lock, change % {"holder": describe(lock)})
-        if cleared:
-            text = ngettext(
-                "%(count)d lock was cleared: %(keys)s", "%(count)d locks were cleared: %(keys)s", len(cleared)
-            )
-            self.message_user(request, text % {"count": len(cleared), "keys": _named(cleared)}, messages.SUCCESS)
-        for why, keys in refused.items():
-            text = ngettext(
+                cleared.append(target.key)
+                change += " " + _("Reason: %(reason)s") % {"reason": printable(reason)}
+                self.log_change(request, ResourceLock(pk=target.key), change)
+                self._audit(request, backend, what, target, lost, reason)
+        self._tell(
+            request,
+            cleared,
+            refused,
+            trouble,
+            lambda number: ngettext(
+                "%(count)d lock was cleared: %(keys)s", "%(count)d locks were cleared: %(keys)s", number
+            ),
+            lambda number: ngettext(
                 "%(count)d lock was not cleared (%(reason)s): %(keys)s",
                 "%(count)d locks were not cleared (%(reason)s): %(keys)s",
-                len(keys),
-            )
-            text %= {"count": len(keys), "reason": why, "keys": _named(keys)}
-            self.message_user(request, text, messages.WARNING)
-        if trouble:
-            self.message_user(request, trouble, messages.ERROR)
+                number,
+            ),
+        )
         if not (cleared or refused or trouble):
             self.message_user(request, _("None of the selected locks is stale."), messages.WARNING)
+
+    def _audit(
+        self, request: HttpRequest, backend: DatabaseBackend, what: audit.What, target: Target, lost: Shown, reason: str
+    ) -> None:
+        audit.taken(
+            what,
+            kind=target.kind,
+            key=target.key,
+            number=target.number,
+            holder=lost.holder,
+            owner_ip=lost.owner_ip,
+            reason=reason,
+            by=request.user.get_username(),
+            via="admin",
+            database=backend.database,
+        )
+
+    def _clear_one(self, backend: DatabaseBackend, target: Target, stale_only: bool) -> tuple[audit.What, Shown, str]:
+        """Clear what is still the one that was seen; return what that was, and what to log, or raise NotCleared."""
+        if target.kind == "claim":
+            claim = take_out(backend, target.key, target.number)
+            return (
+                "take_out",
+                claim,
+                _("Took the claim of %(holder)s out of line.") % {"holder": describe(claim, on_page=True)},
+            )
+        what: audit.What = "clear" if stale_only else "force_release"
+        if target.kind == "share":
+            share = end_share(backend, target.key, target.number, stale_only=stale_only)
+            text = _("Ended the stale share of %(holder)s.") if stale_only else _("Ended the share of %(holder)s.")
+            return what, share, text % {"holder": describe(share, on_page=True)}
+        lock = clear(backend, target.key, target.number, stale_only=stale_only)
+        text = (
+            _("Cleared the stale lock of %(holder)s.")
+            if stale_only
+            else _("Forced the release of the lock of %(holder)s.")
+        )
+        return what, lock, text % {"holder": describe(lock, on_page=True)}
+
+
+def _key(key: str) -> str:
+    return format_html('<bdi class="dlocks-key">{}</bdi>', printable(key))
+
+
+def _badge(shown: Shown) -> str:
+    return format_html('<span class="dlocks-state dlocks-{}">{}</span>', shown.state, state_of(shown))
 
 
 def _time(value: Any) -> str:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
+from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.db.utils import Error
 
+from dlocks import privacy
+from dlocks.backends.session.wires import wire_class
 from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError
 
 if TYPE_CHECKING:
+    from dlocks.backends.base import BaseBackend
     from dlocks.backends.database import DatabaseBackend
+    from dlocks.backends.session import SessionBackend
 
 
 @checks.register("dlocks")
@@ -29,7 +36,21 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
                 id="dlocks.E001",
             )
         )
-    for alias in backends:
+    shown = getattr(settings, "DLOCKS_SHOW_HOLDER", True)
+    # Not by equality alone: 1 is not True.
+    if not isinstance(shown, bool) and shown != privacy.HASH:
+        messages.append(
+            checks.Error(
+                f"DLOCKS_SHOW_HOLDER is {shown!r}, so holders are hidden.",
+                hint=f"Set it to True, {privacy.HASH!r} or False.",
+                id="dlocks.E008",
+            )
+        )
+    try:
+        aliases = list(backends)
+    except ImproperlyConfigured as error:
+        return [*messages, checks.Error(str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002")]
+    for alias in aliases:
         try:
             messages += backends[alias].check()
         except ImproperlyConfigured as error:
@@ -41,13 +62,7 @@ def check_database_backend(backend: DatabaseBackend) -> list[checks.CheckMessage
     """Check what the settings say of a backend's database, without asking it."""
     alias, database = backend.alias, backend.database
     if database not in connections.settings:
-        return [
-            checks.Error(
-                f"DLOCKS[{alias!r}] names the database {database!r}, which DATABASES does not have.",
-                hint=f"Use one of {', '.join(map(repr, connections.settings))}.",
-                id="dlocks.E003",
-            )
-        ]
+        return [_no_such_database(alias, database)]
     connection = connections[database]
     options = connection.settings_dict["OPTIONS"]
     if connection.vendor == "sqlite":
@@ -91,51 +106,169 @@ def check_database_backend(backend: DatabaseBackend) -> list[checks.CheckMessage
     return []
 
 
+def check_session_backend(backend: SessionBackend) -> list[checks.CheckMessage]:
+    """Check what the settings say of a session backend's database, without asking it."""
+    if backend.database not in connections.settings:
+        return [_no_such_database(backend.alias, backend.database)]
+    try:
+        wire_class(backend.database)
+    except ImproperlyConfigured as error:
+        return [
+            checks.Error(
+                f"DLOCKS[{backend.alias!r}]: {error}",
+                hint="Choose another BACKEND, or another database.",
+                id="dlocks.E004",
+            )
+        ]
+    return []
+
+
+def _no_such_database(alias: str, database: str) -> checks.CheckMessage:
+    return checks.Error(
+        f"DLOCKS[{alias!r}] names the database {database!r}, which DATABASES does not have.",
+        hint=f"Use one of {', '.join(map(repr, connections.settings))}.",
+        id="dlocks.E003",
+    )
+
+
+@checks.register("dlocks", deploy=True)
+def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check that each alias of DLOCKS is for more than tests ('manage.py check --deploy')."""
+    from dlocks.backends.dummy import DummyBackend
+    from dlocks.backends.memory import MemoryBackend
+
+    messages: list[checks.CheckMessage] = []
+    for alias, backend in _made():
+        if isinstance(backend, (DummyBackend, MemoryBackend)):
+            whom = "nobody" if isinstance(backend, DummyBackend) else "nobody outside of the process"
+            messages.append(
+                checks.Warning(
+                    f"The locks of DLOCKS[{alias!r}] are those of {type(backend).__name__}, and exclude {whom}.",
+                    hint="It is for tests: choose another BACKEND.",
+                    id="dlocks.W007",
+                )
+            )
+    return messages
+
+
+def _made() -> Iterator[tuple[str, BaseBackend]]:
+    """Yield those of the backends that can be made; another check tells why the others cannot."""
+    try:
+        aliases = list(backends)
+    except ImproperlyConfigured:
+        return
+    for alias in aliases:
+        with suppress(ImproperlyConfigured):
+            yield alias, backends[alias]
+
+
 @checks.register("dlocks", checks.Tags.database)
 def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[checks.CheckMessage]:
     """Check the tables themselves, where the databases are asked ('manage.py check --database default')."""
     from dlocks.backends.database import DatabaseBackend
+    from dlocks.backends.session import SessionBackend
 
     messages: list[checks.CheckMessage] = []
     seen = set()
-    for alias in backends:
-        try:
-            backend = backends[alias]
-        except ImproperlyConfigured:
+    for _, backend in _made():
+        if getattr(backend, "database", None) not in (databases or []):
             continue
-        if not isinstance(backend, DatabaseBackend) or backend.database not in (databases or []):
+        if isinstance(backend, SessionBackend):
+            messages += _check_session(backend)
+        if not isinstance(backend, DatabaseBackend):
             continue
-        if backend.database not in seen and backend.connection.vendor == "mysql":
-            messages += _check_innodb(backend)
+        if backend.database not in seen:
+            messages += _check_migrated(backend)
+            if backend.connection.vendor == "mysql":
+                messages += _check_innodb(backend)
         seen.add(backend.database)
     return messages
 
 
-def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
-    from dlocks.models import ResourceLock
+def _check_session(backend: SessionBackend) -> list[checks.CheckMessage]:
+    try:
+        backend.try_session()
+    except ImproperlyConfigured as error:
+        return [checks.Error(str(error), hint="See docs/how-to/session-locks.md.", id="dlocks.E007")]
+    except LockBackendError as error:
+        return [checks.Warning(str(error), id="dlocks.W005")]
+    return []
 
-    table = ResourceLock._meta.db_table
+
+def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+    from dlocks.models import HoldRecord, LockClaim, ResourceLock
+
+    locks, claims = ResourceLock._meta.db_table, LockClaim._meta.db_table
+    needed = {claims: "whoever has to wait for a lock fails", HoldRecord._meta.db_table: "no hold is recorded"}
+    try:
+        with backend.connection.cursor() as cursor:
+            tables = backend.connection.introspection.table_names(cursor)
+    except Error as error:
+        return [checks.Warning(f"The tables of dlocks could not be looked at: {error}", id="dlocks.W005")]
+    # Neither is there before the first migrate, which runs this check and must not be in its own way.
+    return [
+        checks.Warning(
+            f"Database {backend.database!r} has the table {locks} but not {table}: it is at an older version of "
+            f"dlocks, and {consequence}.",
+            hint=f"Run 'manage.py migrate dlocks --database {backend.database}'.",
+            id="dlocks.W006",
+        )
+        for table, consequence in needed.items()
+        if locks in tables and table not in tables
+    ]
+
+
+def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+    from dlocks.models import KeyField, LockClaim, ResourceLock
+
+    fields = [
+        field
+        for model in (ResourceLock, LockClaim)
+        for field in model._meta.concrete_fields
+        if isinstance(field, KeyField)
+    ]
     messages: list[checks.CheckMessage] = []
     try:
         with backend.connection.cursor() as cursor:
             cursor.execute(
-                "SELECT engine FROM information_schema.tables WHERE table_schema = DATABASE() AND table_name = %s",
-                [table],
+                "SELECT table_name, engine FROM information_schema.tables"
+                " WHERE table_schema = DATABASE() AND table_name IN (%s, %s)",
+                [ResourceLock._meta.db_table, LockClaim._meta.db_table],
             )
-            rows = cursor.fetchall()
+            engines = sorted(cursor.fetchall())
+            cursor.execute(
+                "SELECT table_name, column_name, collation_name FROM information_schema.columns"
+                " WHERE table_schema = DATABASE() AND table_name IN (%s, %s)",
+                [ResourceLock._meta.db_table, LockClaim._meta.db_table],
+            )
+            collations = {(table, column): collation for table, column, collation in cursor.fetchall()}
             cursor.execute(backend.dialect.show_isolation)
             ((level,),) = cursor.fetchall()
     except Error as error:
         return [checks.Warning(f"The tables of dlocks could not be looked at: {error}", id="dlocks.W005")]
-    if rows and rows[0][0] != "InnoDB":
-        messages.append(
-            checks.Error(
-                f"The table {table} on database {backend.database!r} is {rows[0][0]}, which has neither transactions "
-                "nor row locks: its locks are not safe.",
-                hint=f"ALTER TABLE {table} ENGINE = InnoDB;",
-                id="dlocks.E005",
-            )
+    messages += [
+        checks.Error(
+            f"The table {table} on database {backend.database!r} is {engine}, which has neither transactions "
+            "nor row locks: its locks are not safe.",
+            hint=f"ALTER TABLE {table} ENGINE = InnoDB;",
+            id="dlocks.E005",
         )
+        for table, engine in engines
+        if engine != "InnoDB"
+    ]
+    for field in fields:
+        table, column = field.model._meta.db_table, field.column
+        wanted = field.db_parameters(backend.connection)["collation"]
+        if (found := collations.get((table, column), wanted)) != wanted:
+            definition = f"{field.db_type(backend.connection)} COLLATE {wanted} NOT NULL"
+            messages.append(
+                checks.Error(
+                    f"{table}.{column} on database {backend.database!r} has the collation {found}, by which keys that "
+                    "differ may be the same lock.",
+                    hint=f"ALTER TABLE {table} MODIFY {column} {definition};",
+                    id="dlocks.E006",
+                )
+            )
     if level.upper() != "READ-COMMITTED":
         messages.append(
             checks.Warning(

@@ -28,7 +28,10 @@ class BackendHandler:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**DEFAULT, **getattr(settings, "DLOCKS", {})}
+        configured = getattr(settings, "DLOCKS", {})
+        if not isinstance(configured, dict):
+            raise ImproperlyConfigured(f"DLOCKS is a dict of aliases, not {type(configured).__name__}.")
+        return {**DEFAULT, **configured}
 
     def __getitem__(self, alias: str) -> BaseBackend:
         try:
@@ -50,17 +53,24 @@ class BackendHandler:
     def _make(self, alias: str) -> BaseBackend:
         if alias not in self.settings:
             raise ImproperlyConfigured(f"DLOCKS has no alias {alias!r}; it has {', '.join(map(repr, self.settings))}.")
-        conf = dict(self.settings[alias])
-        path, options = conf.pop("BACKEND", None), dict(conf.pop("OPTIONS", {}))
+        conf = self.settings[alias]
+        options = conf.get("OPTIONS", {}) if isinstance(conf, dict) else None
+        if not isinstance(options, dict):
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}] is a dict, and so are its 'OPTIONS'.")
+        conf, options = dict(conf), dict(options)
+        path = conf.pop("BACKEND", None)
+        conf.pop("OPTIONS", None)
         if conf:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it takes 'BACKEND' and 'OPTIONS'."
             )
         if path is None:
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}] names no 'BACKEND'.")
+        if not isinstance(path, str):
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'] is a dotted path, not {path!r}.")
         try:
             backend_class = import_string(path)
-        except ImportError as error:
+        except (ImportError, ValueError) as error:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}"
             ) from error
@@ -77,7 +87,8 @@ class BackendHandler:
             backend = backend_class(alias, **options)
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['OPTIONS']: {error}") from error
-        backend.outside = keeper.run  # type: ignore[method-assign]
+        backend.outside = lambda function: keeper.run(function, backend)  # type: ignore[method-assign]
+        backend.tell_lost = keeper.tell_lost  # type: ignore[method-assign]
         return backend
 
 

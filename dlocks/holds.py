@@ -4,41 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import logging
 import os
 import threading
+import time
 import weakref
-from contextlib import suppress
+from asyncio import _get_running_loop
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from asgiref.sync import sync_to_async
 from django.db import connections
 
-from dlocks import clock
+from dlocks import clock, privacy
 from dlocks.backends.base import BaseBackend, Claim, Grant
+from dlocks.coroutines import in_django_thread
 from dlocks.exceptions import LockBackendError, LockError, LockLost
+from dlocks.guard import guarded
 from dlocks.keeper import FOREVER, keeper
-from dlocks.signals import lock_lost, lock_released
+from dlocks.signals import lock_detached, lock_lost, lock_released
 from dlocks.transactions import Mark, open_connections
 
 if TYPE_CHECKING:
     from dlocks.locks import Lock
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger("dlocks")
 
 # How often the keeper looks whether a transaction in which a lease was left has ended.
 LOOK_EVERY = 0.05
 
+# How soon a hold that came from the line, with a short lease, is renewed.
+RENEW_SOON = 0.1
+# How soon a renewal that came to nothing is tried again at the earliest.
+SOONEST_RENEWAL = 0.02
+
+HANDED_OVER = "it was handed over"
+
 Caller = threading.Thread | asyncio.Task[Any]
+# Whose hold, of which backend, on which key, and whether it is shared.
+Entrance = tuple[Caller, str, str, bool]
 
 
 def current_caller() -> Caller:
     """Return who holds what is acquired here: the running asyncio task, or else the thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    # Rather than to ask for a task and to catch the error where no loop runs, as is the rule.
+    loop = _get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
     return task or threading.current_thread()
 
 
@@ -48,38 +64,50 @@ class Hold:
 
     Ownership is the hold itself: any thread that has it may release it. ``token`` is the fencing token: larger than
     that of every earlier hold of the key. ``owner`` is the capability behind the hold, never to be shown whole.
-    ``waited`` says how many seconds the caller waited for it: 0 when the key was free.
+    ``waited`` says how many seconds the caller waited for it: 0 when the key was free. ``takeover`` says that its last
+    holder never came back.
     """
 
     def __init__(
         self, lock: Lock, backend: BaseBackend, claim: Claim, grant: Grant, caller: Caller, sent: float, waited: float
     ) -> None:
+        lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.lock = lock
         self.backend = backend
         self.claim = claim
         self.token = grant.token
+        self.takeover = grant.takeover
         self.waited = waited
-        self._caller = caller
+        self.caller = caller
         self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._count = 1
+        # How many blocks of its own it is in: 'with hold'.
+        self._blocks = 0
         self._ended = False
         self._lost: str | None = None
         self._failed = False
         self._granted_at = clock.now()
         # Counted from before the request was sent, so this clock always runs out before the backend's.
-        self._deadline = FOREVER if self.scope == "transaction" else sent + claim.ttl
+        self._deadline = FOREVER if self.scope == "transaction" else sent + lease
         self._last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
-        self.renew_at = sent + claim.ttl / 3
+        # One that is not to be renewed lasts for its ttl all the same where the backend answers for less at a time.
+        short = grant.lease is not None and backend.renew_every < FOREVER
+        self._kept_until = FOREVER if lock.renew else sent + claim.ttl if short else 0.0
+        # The first lease of a claim that stood in line is a short one: only what is over at once is not renewed.
+        due = self._granted_at + RENEW_SOON if grant.lease else sent + lease / 3
+        self.renew_at = min(due, self._granted_at + backend.renew_every)
         # The open transactions in which the lease was left, and at the end of which it is given back.
         self._left_in: list[Mark] = []
+        # The transactions of hold.atomic() that keep the key, whatever the clocks say.
+        self.pinned_in: list[Mark] = []
         # Its places in holds_by_caller.
-        self.entered_as: list[tuple[Caller, str, str]] = []
+        self.entered_as: list[Entrance] = []
         # The transaction that the hold belongs to, and where in it.
         self._connection: Any = None
         self._mark: Mark | None = None
         if self.scope == "transaction":
-            self._connection = connections[backend.database]  # type: ignore[attr-defined]
+            self._connection = connections[backend.database]
             self._mark = Mark.here(self._connection)
 
     def __repr__(self) -> str:
@@ -90,6 +118,15 @@ class Hold:
     @property
     def key(self) -> str:
         return self.lock.key
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.lock.keys
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The fencing tokens by key: one, unless several keys are held."""
+        return {self.key: self.token}
 
     @property
     def owner(self) -> str:
@@ -118,30 +155,53 @@ class Hold:
         """Seconds for which the key is this hold's even if nothing renews it; infinite in a transaction."""
         return max(0.0, self._deadline - clock.now()) if self.held else 0.0
 
+    @property
+    def waiting(self) -> int:
+        """How many callers stand in line for the key now. Asks the backend; 0 where it has no line."""
+        backend = self.backend
+        if backend.in_transaction() and backend.lease_refused() is None:
+            return keeper.run(partial(backend.waiting, self.claim.key), backend)
+        return backend.waiting(self.claim.key)
+
+    async def awaiting(self) -> int:
+        return await self._there(lambda: self.waiting)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was granted."""
+        return clock.now() - self._granted_at
+
     # What its holder can do.
 
     def check(self) -> None:
         """Ask the backend whether the key is still this hold's; raise LockLost when not."""
-        if not self.held or not self._ask(self.backend.recount, self.claim, self._count):
-            self.lose("the backend says it is no longer this hold's" if self.held else self._why_not())
-            raise self._lost_error()
+        if not self._keeps or not self._confirmed(self._count):
+            self.lose("the backend says it is no longer this hold's" if self._keeps else self.why_not())
+            raise self._told_lost()
 
     def renew(self) -> None:
         """Extend the lease to its ttl from now; raise LockLost when it is gone. In a transaction there is no lease."""
-        if self.scope == "transaction":
+        if self.scope == "transaction" or self.pinned:
             self.check()
             return
         if self.held:
             sent = clock.now()
+            if self._kept_until:
+                self._kept_until = max(self._kept_until, sent + self.claim.ttl)
             claim = self.next_claim()
-            left = self._ask(self.backend.renew, [claim])
-            if claim.owner in left:
-                if self.backend.lease_refused() is None:
-                    # Otherwise it was written by the caller's transaction, which may take it back.
-                    self.extend(sent, left[claim.owner])
-                return
-        self.lose(self._why_not() if not self.held else "the backend says it is no longer this hold's")
-        raise self._lost_error()
+            self.renewed(sent, self._ask(self.backend.renew, [claim]))
+            return
+        self.lose(self.why_not())
+        raise self._told_lost()
+
+    def renewed(self, sent: float, left: Mapping[str, float]) -> None:
+        """Note what the backend answered, by owner, to a renewal that the caller asked for."""
+        if self.owner not in left:
+            self.lose("the backend says it is no longer this hold's")
+            raise self._told_lost()
+        if self.backend.lease_refused() is None:
+            # Otherwise it was written by the caller's transaction, which may take it back.
+            self.extend(sent, left[self.owner])
 
     def release(self, *, failed: bool = False) -> None:
         """
@@ -169,48 +229,107 @@ class Hold:
                     self._ask(self.backend.release, self.claim, failed=True)
             raise
 
+    def atomic(self, *, using: str | None = None, **atomic: Any) -> AbstractContextManager[None]:
+        """
+        Open a transaction that commits while the key is this hold's, or does not commit: ``with hold.atomic():``.
+
+        However long the process is paused in it, nobody takes the key before it has ended. Raise LockLost, with
+        nothing written, when the hold is lost already. The other arguments are those of Django's ``atomic()``;
+        ``using`` may be another alias of the database that the lock is in.
+        """
+        return guarded(self, using, atomic)
+
+    async def aatomic(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function in ``hold.atomic()``, in Django's own thread; return its result."""
+
+        def call() -> R:
+            with self.atomic():
+                result = function(*args, **kwargs)
+                if inspect.isawaitable(result):
+                    if inspect.iscoroutine(result):
+                        result.close()
+                    raise TypeError(
+                        f"aatomic() calls a function in Django's own thread, where nobody awaits what {function!r} "
+                        "returns: give it the synchronous twin."
+                    )
+                return result
+
+        return await in_django_thread(call, only_there=True)
+
+    def detach(self, *, within: float | None = None) -> str:
+        """Give the hold away, to the process that resumes it by the text returned; see ``dlocks.handover``."""
+        from dlocks.handover import detach
+
+        return detach(self, within=within)
+
     def _leave(self, count: int) -> None:
         if self._pid != os.getpid():
             self._ended = True
-            raise self._lost_error("this process is a fork of the one that holds it")
-        if not self.held:
-            self.lose(self._why_not())
+            raise self.lost_error("this process is a fork of the one that holds it")
+        if not self._keeps:
+            self.lose(self.why_not())
         if self._lost is not None:
             if count == 0 and self._end():
                 # Nobody may have taken it yet; then it need not wait for the grace of a crash.
                 with suppress(LockError):
                     self._ask(self.backend.release, self.claim, failed=True)
-            raise self._lost_error()
+            raise self.lost_error()
         if count > 0:
-            if not self._ask(self.backend.recount, self.claim, count):
+            if not self._confirmed(count):
                 self.lose("the backend says it is no longer this hold's")
-                raise self._lost_error()
+                raise self.lost_error()
         elif not self._leave_in_transactions() and self._end():
-            self._give_back()
+            self.give_back()
 
     # The same for coroutines.
 
     async def acheck(self) -> None:
-        await sync_to_async(self.check)()
+        await self._there(self.check)
 
     async def arenew(self) -> None:
-        await sync_to_async(self.renew)()
+        await self._there(self.renew)
+
+    async def adetach(self, *, within: float | None = None) -> str:
+        try:
+            return await self._there(partial(self.detach, within=within))
+        except asyncio.CancelledError:
+            # Nobody will ever have the text.
+            await self._there(self._take_back)
+            raise
 
     async def arelease(self, *, failed: bool = False) -> None:
-        # Shielded: a cancelled holder still gives back.
-        await asyncio.shield(asyncio.ensure_future(sync_to_async(self.release)(failed=failed)))
+        await self._there(partial(self.release, failed=failed))
 
     def __enter__(self) -> Self:
+        if self._blocks >= self._entries:
+            raise RuntimeError(
+                f"This hold of {', '.join(map(repr, self.keys))} was given back already, or is by a block around "
+                "this one: acquire the lock once more for each block."
+            )
+        self._blocks += 1
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._blocks = max(0, self._blocks - 1)
         self.leave(error)
 
     async def __aenter__(self) -> Self:
-        return self
+        return self.__enter__()
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        await asyncio.shield(asyncio.ensure_future(sync_to_async(self.leave)(error)))
+        self._blocks = max(0, self._blocks - 1)
+        await self.aleave(error)
+
+    @property
+    def _entries(self) -> int:
+        """How often it is still to be left."""
+        return 0 if self._ended else self._count
+
+    async def _there(self, function: Callable[[], R]) -> R:
+        return await in_django_thread(function, only_there=self.scope == "transaction")
+
+    async def aleave(self, error: BaseException | None) -> None:
+        await self._there(partial(self.leave, error))
 
     def leave(self, error: BaseException | None) -> None:
         """End a block: release, but let the block's own error pass, with a note about what went wrong besides."""
@@ -220,6 +339,68 @@ class Hold:
             if error is None:
                 raise
             error.add_note(f"{type(trouble).__name__}: {trouble}")
+
+    # For the handover.
+
+    def give_away(self, ttl: float) -> tuple[float, float]:
+        """
+        End the hold here, without giving the key back, and leave it a lease of ``ttl`` seconds.
+
+        Return what is left of its at_least and max_hold.
+        """
+        if self.scope == "transaction":
+            raise RuntimeError(
+                f"{self.key!r} belongs to a transaction, which cannot be handed over: take it with scope='lease'."
+            )
+        if self.lock.shared:
+            raise RuntimeError(f"{self.key!r} is shared, and a share cannot be handed over.")
+        if not self.backend.supports_handover:
+            raise RuntimeError(f"{type(self.backend).__name__} cannot hand {self.key!r} over to another process.")
+        if (why := self.backend.lease_refused()) is not None:
+            raise RuntimeError(f"{self.key!r} cannot be handed over here. {why}")
+        with self._mutex:
+            if self._count > 1:
+                raise RuntimeError(f"{self.key!r} was entered {self._count} times: only a single entry is handed over.")
+            ended = self._ended or self._count == 0
+        now = clock.now()
+        left = max(0.0, self.lock.at_least - (now - self._granted_at)), self._last_at - now
+        if not ended and not self.held:
+            self.lose(self.why_not())
+        if self._lost is not None or ended or not self._end():
+            raise self.lost_error(self._lost or "it has ended")
+        claim = dataclasses.replace(self.claim, ttl=min(ttl, left[1]))
+        try:
+            # By the keeper, so that no renewal which is on its way comes after this one.
+            stands = keeper.run(partial(self._leave_lease, claim), self.backend)
+        except BaseException:
+            self._ended = False
+            holds_by_caller.update(dict.fromkeys(self.entered_as, self))
+            keeper.keep(self)
+            raise
+        if not stands:
+            self._ended = False
+            self.lose("the backend says it is no longer this hold's")
+            self._ended = True
+            raise self.lost_error()
+        self._lost = HANDED_OVER
+        lock_detached.send_robust(type(self.lock), hold=self)
+        return left
+
+    def _take_back(self) -> None:
+        if self._lost == HANDED_OVER:
+            with suppress(LockError):
+                self._ask(self.backend.release, self.claim, failed=True)
+
+    def _leave_lease(self, claim: Claim) -> bool:
+        for number in range(10):
+            left = self.backend.renew([claim])
+            if claim.owner not in left:
+                return False
+            if left[claim.owner] >= claim.ttl:
+                return True
+            # Locked just then, by somebody who tried to take it.
+            time.sleep(0.001 * 2**number)
+        raise LockBackendError(f"The lease on {self.key!r} could not be extended: it is locked by another transaction.")
 
     # For the lock.
 
@@ -238,17 +419,20 @@ class Hold:
             # Counted before asking: from here on nobody gives the key back behind this caller's back.
             if self._ended:
                 return False
+            if self._count == 0:
+                # Left in a transaction, and entered anew: the blocks of before are of no account.
+                self._blocks = 0
             self._count += 1
             count = self._count
             # What it was left in before is of no account until it is left again.
             left_in, self._left_in = self._left_in, []
         try:
-            if not self.held:
-                self.lose(self._why_not())
-                raise self._lost_error()
-            if not self._ask(self.backend.recount, self.claim, count):
+            if not self._keeps:
+                self.lose(self.why_not())
+                raise self._told_lost()
+            if not self._confirmed(count):
                 self.lose("the backend says it is no longer this hold's")
-                raise self._lost_error()
+                raise self._told_lost()
         except BaseException:
             with self._mutex:
                 self._count = count - 1
@@ -265,49 +449,103 @@ class Hold:
         """Go back to the count from before an entry that its caller never learned of."""
         self._count = min(self._count, count)
         if self._count == 0 and not self._left_in and not self._leave_in_transactions() and self._end():
-            self._give_back()
+            self.give_back()
 
     # For the keeper.
 
     @property
+    def pinned(self) -> bool:
+        """Whether a transaction that has not ended keeps the key."""
+        return any(mark.stands for mark in self.pinned_in)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether to ask the backend at all: it is held, or a transaction keeps it though its lease is over."""
+        over = self._ended or self._lost is not None or self._pid != os.getpid()
+        return self.held or (not over and self.pinned)
+
+    def _confirmed(self, count: int) -> bool:
+        """Ask the backend whether the key is still this hold's, and have it note the count."""
+        for mark in self.pinned_in:
+            if mark.stands:
+                # The row is locked by that transaction, and only there can it be asked for; its lease may be over, and
+                # nobody takes it before the end of that.
+                return mark.is_elsewhere or bool(self.backend.pin(self.claim, mark.alias))
+        return bool(self._ask(self.backend.recount, self.claim, count))
+
+    def unpin(self, mark: Mark) -> None:
+        # The keeper may have found by itself that it stands no more.
+        with suppress(ValueError):
+            self.pinned_in.remove(mark)
+
+    def committed(self, mark: Mark, sent: float) -> None:
+        """Note that a transaction which pinned the key is committed: the lease is whole since its last statement."""
+        self.unpin(mark)
+        self.extend(sent, self.claim.ttl)
+        keeper.look()
+
+    @property
     def due_at(self) -> float:
         """When the keeper should look at this hold."""
-        if self._left_in:
+        if self.in_transactions:
             return clock.now() + LOOK_EVERY
         return min(self.renew_at, self._deadline) if self.renewable else self._deadline
 
     @property
     def renewable(self) -> bool:
         """Whether the keeper should renew: not for a caller that has died, nor beyond max_hold."""
-        if not self.lock.renew or self._ended or self._lost is not None or self._deadline >= self._last_at:
+        if self._ended or self._lost is not None or self._deadline >= min(self._last_at, self._kept_until):
             return False
-        if isinstance(self._caller, threading.Thread):
-            return self._caller.is_alive()
+        if self.pinned_in and self.pinned:
+            return False
+        if isinstance(self.caller, threading.Thread):
+            return self.caller.is_alive()
         # Not the task itself: one that only acquires, as gather() makes them, is done at once.
-        return self._caller.get_loop().is_running()
+        return self.caller.get_loop().is_running()
 
     def next_claim(self) -> Claim:
         """Return the claim to renew by: for its ttl, but not beyond max_hold."""
-        ttl = min(self.claim.ttl, self._last_at - clock.now())
+        ttl = min(self.claim.ttl, min(self._last_at, self._kept_until or FOREVER) - clock.now())
         return self.claim if ttl == self.claim.ttl else dataclasses.replace(self.claim, ttl=max(ttl, 0.0))
 
     def extend(self, sent: float, seconds: float) -> None:
         """Note what a renewal answered: so many seconds from when it was sent."""
         with self._mutex:
             self._deadline = max(self._deadline, min(sent + seconds, self._last_at))
-            step = self.claim.ttl / 3
-            # Not in full when the row was locked just then: soon again.
-            self.renew_at = sent + (step if seconds >= step else step / 3)
+            step = min(self.claim.ttl / 3, self.backend.renew_every)
+            if seconds >= step:
+                self.renew_at = sent + step
+                return
+        # Not in full when the row was locked just then: soon again.
+        self.put_off_renewal()
 
     def put_off_renewal(self) -> None:
-        self.renew_at = clock.now() + self.claim.ttl / 10
+        # The first lease of a claim that stood in line is much shorter than its ttl.
+        now = clock.now()
+        soon = max(SOONEST_RENEWAL, min(self.claim.ttl / 10, (self._deadline - now) / 4))
+        self.renew_at = now + min(soon, self.backend.renew_every)
+
+    @property
+    def in_transactions(self) -> bool:
+        """Whether transactions have to end before anything can be said of it."""
+        return bool(self.pinned_in or self._left_in)
+
+    @property
+    def to_settle(self) -> bool:
+        """Whether the transactions in which it was left have ended."""
+        left_in = self._left_in
+        return bool(left_in) and not any(mark.stands for mark in left_in)
 
     def look(self) -> None:
-        """See whether the lease ran out, or the transactions in which it was left have ended."""
-        if self._left_in:
-            self.settle()
+        """See whether the lease ran out, or the transactions that pinned the key have ended."""
+        if self.pinned_in:
+            if self.pinned:
+                return
+            for mark in list(self.pinned_in):
+                if not mark.stands:
+                    self.unpin(mark)
         if not self._ended and self._lost is None and clock.now() >= self._deadline:
-            self.lose(self._why_not())
+            self.lose(self.why_not())
 
     def settle(self) -> None:
         """Give back a lease that was left in transactions, once all of them have ended."""
@@ -318,7 +556,7 @@ class Hold:
             self._ended = True
         keeper.drop(self)
         try:
-            self._give_back()
+            self.give_back()
         except LockError as trouble:
             logger.warning("%s", trouble)
 
@@ -329,7 +567,7 @@ class Hold:
                 return
             self._lost = why
         keeper.drop(self)
-        logger.warning("%s", self._lost_error())
+        logger.warning("%s", self.lost_error())
         if keeper.is_current:
             # What users do there must not keep the keeper from the other holds.
             threading.Thread(target=self._tell_and_disconnect, name="dlocks-lost", daemon=True).start()
@@ -355,7 +593,7 @@ class Hold:
         if self.held and self._end():
             self._failed = True
             try:
-                self._give_back()
+                self.give_back()
             except LockError as trouble:
                 logger.warning("%s", trouble)
 
@@ -364,12 +602,14 @@ class Hold:
     def _ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Ask the backend about the hold; about a lease, from outside of the caller's transaction."""
         backend = self.backend
-        if self.scope == "transaction" and connections[backend.database] is not self._connection:  # type: ignore[attr-defined]
+        if self.scope == "transaction" and connections[backend.database] is not self._connection:
             raise RuntimeError(
                 f"{self.key!r} belongs to a transaction of another thread: only that one can use the hold."
             )
-        if self.scope == "lease" and backend.in_transaction() and backend.lease_refused() is None:
-            return keeper.run(partial(function, *arguments, **keywords))
+        outside = self.scope == "lease" and backend.in_transaction() and backend.lease_refused() is None
+        # Within hold.atomic() nobody else can write the row.
+        if outside and not self.pinned:
+            return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
 
     def _leave_in_transactions(self) -> bool:
@@ -386,24 +626,38 @@ class Hold:
             keeper.look()
         return bool(marks)
 
-    def _give_back(self) -> None:
-        """Tell the backend that the hold, ended already, is given back."""
+    def end_with_others(self, *, failed: bool) -> bool:
+        """End, but for the backend's being told; or return False where there is more, or less, to do than that."""
+        with self._mutex:
+            if self._count != 1 or not self.held or self.lock.at_least:
+                return False
+            self._count, self._failed = 0, self._failed or failed
+        return self._end()
+
+    def give_back(self, *, done: bool = False) -> None:
+        """Tell the backend, unless that is done, that the hold, ended already, is given back."""
         # Counted from the reply to the acquisition, so not a moment short of the row's begin_time.
         keep = max(0.0, self.lock.at_least - (clock.now() - self._granted_at)) if self.lock.at_least else 0.0
+        broken = self.scope == "transaction" and self._connection.needs_rollback
         try:
-            released = self._ask(self.backend.release, self.claim, failed=self._failed, keep=keep)
-        except LockBackendError:
+            released = done or self._ask(self.backend.release, self.claim, failed=self._failed, keep=keep)
+        except LockBackendError as error:
+            if self.scope != "transaction":
+                raise
+            if not broken and self._connection.needs_rollback:
+                # Told only now: the server has rolled it back, since another node of the cluster was first.
+                raise self.lost_error("the server has rolled back its transaction") from error
+            # The caller's transaction is broken, and the row goes with it.
+            return
+        if not released:
             if self.scope == "transaction":
-                # The caller's transaction is broken, and the row goes with it.
-                return
-            raise
-        if not released and self.scope == "lease":
+                # The server has rolled it back, and the caller goes on in another one.
+                self._connection.needs_rollback = self._connection.in_atomic_block
             self._ended = False
             self.lose("the backend says it is no longer this hold's")
             self._ended = True
-            raise self._lost_error()
+            raise self.lost_error()
         lock_released.send_robust(type(self.lock), hold=self)
-        logger.debug("%r released by %s", self.key, self.claim.holder)
 
     def _end(self) -> bool:
         with self._mutex:
@@ -411,27 +665,39 @@ class Hold:
                 return False
             self._ended = True
         keeper.drop(self)
+        self._forget_entrances()
+        return True
+
+    def _forget_entrances(self) -> None:
         # By hand, though it would go by itself: Python swallows a Ctrl-C that comes while a weak reference dies.
         for key in self.entered_as:
             if holds_by_caller.get(key) is self:
                 del holds_by_caller[key]
-        return True
 
-    def _why_not(self) -> str:
+    def why_not(self) -> str:
         if self.scope == "transaction":
             return "its transaction has ended"
         if clock.now() >= self._last_at:
             return f"it was held for its max_hold of {self.lock.max_hold} s"
         return f"it was not renewed within its ttl of {self.claim.ttl:g} s"
 
-    def _lost_error(self, why: str | None = None) -> LockLost:
+    def _told_lost(self) -> LockLost:
+        """Return the error for a caller who learns by it of the loss: to acquire after it is to start anew."""
+        self._forget_entrances()
+        return self.lost_error()
+
+    def lost_error(self, why: str | None = None) -> LockLost:
+        why = why or self._lost
+        who = f"{privacy.holder(self.claim.holder)} (token {self.token})"
         return LockLost(
-            f"{self.key!r} was lost by {self.claim.holder} (token {self.token}): {why or self._lost}.",
+            f"{self.key!r} was lost by {who}: {why}."
+            if why
+            else f"{self.key!r} was given back by {who}, and has ended.",
             key=self.key,
             token=self.token,
         )
 
 
 # Who is in which hold: for entering again. Weak: a hold that nobody has is in nobody's way.
-holds_by_caller: weakref.WeakValueDictionary[tuple[Caller, str, str], Hold] = weakref.WeakValueDictionary()
+holds_by_caller: weakref.WeakValueDictionary[Entrance, Hold] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=holds_by_caller.clear)

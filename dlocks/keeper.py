@@ -1,4 +1,9 @@
-"""The keeper: one background thread that looks after the holds of this process."""
+"""
+The keeper: looks after the holds of this process, in the background.
+
+One thread keeps the time and asks nothing, so that it tells of a loss in time whatever a server does. What there is to
+ask is asked at desks, one for each server: a server that gives no answer keeps its own desk waiting, and no other.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections
@@ -17,6 +23,7 @@ from django.db import connections
 from dlocks import clock
 
 if TYPE_CHECKING:
+    from dlocks.backends.base import BaseBackend
     from dlocks.holds import Hold
 
 T = TypeVar("T")
@@ -26,61 +33,55 @@ logger = logging.getLogger("dlocks")
 # How long a private connection stays open when nothing needs it: less than a DROP DATABASE waits for it to go.
 LINGER = 0.5
 
+# How long the keeper stays ready after a hold: those that come meanwhile need not wake it.
+READY = 0.1
+
+# How long after its deadline a hold is not told to be lost, while a renewal of it waits for its answer: a process that
+# was stopped for a while may find that the key is still its own.
+PATIENCE = 1.0
+
 FOREVER = float("inf")
 
 
-class Keeper:
+class Desk:
     """
-    Renews leases in batches, notices what is lost, and speaks to the database from outside of a transaction.
+    Where one server is asked: by one thread, one question after the other, outside of all transactions of callers.
 
-    The thread starts when first needed. What Django connects in it are the keeper's private connections, one for each
-    database, closed when nothing needs them. Holds are referred to weakly: one that nobody has any more ends with
-    its ttl.
+    What Django connects in the thread are private connections. They are closed, and the thread ends, when nothing
+    needs them.
     """
 
-    def __init__(self) -> None:
-        self._reset()
-        self._inherited: list[Any] = []
-        os.register_at_fork(after_in_child=self._forked)
-        atexit.register(self.close)
-
-    def _reset(self) -> None:
-        self._changed = threading.Condition()
-        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
-        self._jobs: deque[Callable[[], None]] = deque()
+    def __init__(self, is_needed: Callable[[Desk], bool]) -> None:
+        self._is_needed = is_needed
+        # Entered in the condition's place: in C, so that a signal in the middle of it leaves nothing taken.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
-        self._wakes_at = FOREVER
-        self._idle_at: float | None = None
-        self._connected: list[Any] = []
+        self._idle_at = FOREVER
+        self.jobs: deque[Callable[[], None]] = deque()
+        self.connected: list[Any] = []
+        # Which backends' holds are being renewed, and since when; and which holds are about to be settled.
+        self.renewing: dict[BaseBackend, float] = {}
+        self.settling: set[Hold] = set()
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the keeper's own thread."""
         return threading.current_thread() is self._thread
 
-    def keep(self, hold: Hold) -> None:
-        """Look after a hold, from now until it is dropped."""
-        with self._changed:
-            self._holds.add(hold)
-            # A hold is looked at first long after the last one was added: rarely is there a need to wake up.
-            if self._thread is None or not self._thread.is_alive() or hold.due_at < self._wakes_at:
-                self._wake()
+    def post(self, job: Callable[[], object]) -> None:
+        """Have something done here, soon."""
 
-    def drop(self, hold: Hold) -> None:
-        """Look after a hold no longer."""
-        with self._changed:
-            self._holds.discard(hold)
-            if self._connected and not self._holds:
-                # To close them; a keeper that is not there has none.
-                self._changed.notify()
+        def safely() -> None:
+            try:
+                job()
+            except BaseException:  # the desk outlives whatever is asked at it
+                logger.exception("The keeper of dlocks failed, and goes on")
+                time.sleep(LINGER)
 
-    def look(self) -> None:
-        """Look at all holds now, since the state of one has changed."""
-        with self._changed:
-            self._wake()
+        self._queue(safely)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function in the keeper's thread, where no transaction of the caller's is open; return its result."""
+        """Call a function here, and return its result."""
         if self.is_current:
             return function()
         done = threading.Event()
@@ -95,33 +96,210 @@ class Keeper:
             finally:
                 done.set()
 
-        with self._changed:
-            self._jobs.append(job)
-            self._wake()
+        self._queue(job)
         done.wait()
         if errors:
             raise errors[0]
         return results[0]
 
-    def close(self) -> None:
-        """Give back all that this process still holds: at its exit."""
-        with self._changed:
-            holds = list(self._holds)
-        for hold in holds:
-            hold.end_at_exit()
+    def _queue(self, job: Callable[[], None]) -> None:
+        with self._mutex:
+            self.jobs.append(job)
+            try:
+                self._wake()
+            except BaseException:
+                # Nobody waits for it any more, and who asks again asks anew.
+                self.jobs.remove(job)
+                raise
 
-    # The thread.
+    def look(self) -> None:
+        """See now whether anything here is still needed; a desk without a thread has nothing."""
+        with self._mutex:
+            self._changed.notify()
 
     def _wake(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            thread = threading.Thread(target=self._loop, name="dlocks-keeper", daemon=True)
-            thread.start()
-            self._thread = thread
+            # Noted before it starts: an interrupt in between must not leave a second one at work beside the next.
+            self._thread = threading.Thread(target=self._loop, name="dlocks-desk", daemon=True)
+            self._thread.start()
         self._changed.notify()
 
     def _loop(self) -> None:
+        this = threading.current_thread()
+        self._idle_at = clock.now() + LINGER
         while True:
-            with self._changed:
+            with self._mutex:
+                if self._thread is not this:
+                    # Whoever started this one was interrupted, and another has been started since.
+                    self._changed.notify()
+                    break
+                # A test may have turned the clock back.
+                self._idle_at = min(self._idle_at, clock.now() + LINGER)
+                pause = self._idle_at - clock.now()
+                if not self.jobs and pause > 0:
+                    self._changed.wait(pause)
+                job = self.jobs.popleft() if self.jobs else None
+                if job is None and clock.now() >= self._idle_at and not self._is_needed(self):
+                    self._thread = None
+                    break
+            if job is not None:
+                job()
+            self.connected = [one.connection for one in connections.all(initialized_only=True) if one.connection]
+            if job is not None or self._is_needed(self):
+                self._idle_at = clock.now() + LINGER
+            # A reference kept over the pause would keep a hold alive.
+            job = None
+        connections.close_all()
+        with self._mutex:
+            if self._thread is None:
+                self.connected = []
+
+
+class Keeper:
+    """
+    Renews leases in batches, notices what is lost, and speaks to the servers from outside of a transaction.
+
+    Its thread starts when first needed. Holds are referred to weakly: one that nobody has any more ends with its ttl.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        self._inherited: list[Any] = []
+        os.register_at_fork(after_in_child=self._forked)
+        atexit.register(self.close)
+
+    def _reset(self) -> None:
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._chores: dict[Callable[[], None], tuple[float, Desk]] = {}
+        self._desks: dict[str, Desk] = {}
+        self._thread: threading.Thread | None = None
+        self._wakes_at = FOREVER
+        self._kept = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is a thread of the keeper."""
+        this = threading.current_thread()
+        return this is self._thread or any(desk.is_current for desk in list(self._desks.values()))
+
+    def keep(self, hold: Hold) -> None:
+        """Look after a hold, from now until it is dropped."""
+        with self._mutex:
+            self._holds.add(hold)
+            self._kept = True
+            # A hold is looked at first long after the last one was added: rarely is there a need to wake up.
+            if self._thread is None or not self._thread.is_alive() or hold.due_at < self._wakes_at:
+                self._wake()
+
+    def keeps_for(self, caller: Any) -> bool:
+        """Return whether a thread or task holds something."""
+        with self._mutex:
+            return any(hold.caller is caller for hold in self._holds)
+
+    def drop(self, hold: Hold) -> None:
+        """Look after a hold no longer."""
+        with self._mutex:
+            self._holds.discard(hold)
+            idle = not self._holds
+        # Not under the lock: from Python 3.12 on an interrupt in a comprehension there would not let go of it.
+        for desk in list(self._desks.values()) if idle else ():
+            if desk.connected:
+                desk.look()
+
+    def look(self) -> None:
+        """Look at all holds now, since the state of one has changed."""
+        with self._mutex:
+            self._wake()
+
+    def tell_lost(self, owners: Collection[str], why: str) -> None:
+        """Tell the holds of these owners, soon and in the keeper's thread, that they are lost."""
+
+        def job() -> None:
+            with self._mutex:
+                holds = [hold for hold in self._holds if hold.claim.owner in owners]
+            for hold in holds:
+                hold.lose(why)
+
+        with self._mutex:
+            self._jobs.append(job)
+            self._wake()
+
+    def run(self, function: Callable[[], T], backend: BaseBackend | None = None) -> T:
+        """Call a function at the desk of a backend, where no transaction of the caller's is open; return its result."""
+        # At a desk there is none, and two desks must not wait for each other.
+        return function() if self.is_current else self._desk(backend).run(function)
+
+    def later(self, chore: Callable[[], None], seconds: float, backend: BaseBackend) -> None:
+        """Call a function at the desk of a backend after so many seconds, or at exit; asked again before, once."""
+        due = clock.now() + seconds
+        known = self._chores.get(chore)
+        if known is not None and known[0] <= due:
+            return
+        desk = self._desk(backend)
+        with self._mutex:
+            self._chores[chore] = due, desk
+            if self._thread is None or not self._thread.is_alive() or due < self._wakes_at:
+                self._wake()
+
+    def catch_up(self) -> None:
+        """Return when all has been done that is due now: for tests, and for those of users."""
+        for _ in range(2):
+            for _ in range(2):
+                # Jobs come before the round, so after the second one a whole round has been.
+                done = threading.Event()
+                with self._mutex:
+                    self._jobs.append(done.set)
+                    self._wake()
+                done.wait()
+            for desk in list(self._desks.values()):
+                desk.run(lambda: None)
+
+    def close(self) -> None:
+        """Give back all that this process still holds, and do what was put off: at its exit."""
+        with self._mutex:
+            holds = list(self._holds)
+        for hold in holds:
+            hold.end_at_exit()
+        with self._mutex:
+            chores = list(self._chores)
+        for chore in chores:
+            chore()
+
+    # The thread.
+
+    def _desk(self, backend: BaseBackend | None) -> Desk:
+        identity = "" if backend is None else backend.identity
+        desk = self._desks.get(identity)
+        if desk is None:
+            with self._mutex:
+                desk = self._desks.setdefault(identity, Desk(self._is_needed))
+        return desk
+
+    def _is_needed(self, desk: Desk) -> bool:
+        """Return whether there will be something to ask at a desk."""
+        with self._mutex:
+            return any(self._desks.get(hold.backend.identity) is desk for hold in self._holds) or any(
+                there is desk for _, there in self._chores.values()
+            )
+
+    def _wake(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            # Noted before it starts: an interrupt in between must not leave a second one at work beside the next.
+            self._thread = threading.Thread(target=self._loop, name="dlocks-keeper", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _loop(self) -> None:
+        this = threading.current_thread()
+        while True:
+            with self._mutex:
+                if self._thread is not this:
+                    # Whoever started this one was interrupted, and another has been started since.
+                    self._changed.notify()
+                    return
                 self._wakes_at = self._next()
                 pause = self._wakes_at - clock.now()
                 if not self._jobs and pause > 0:
@@ -129,23 +307,128 @@ class Keeper:
                 jobs = list(self._jobs)
                 self._jobs.clear()
                 holds = list(self._holds)
-            for job in jobs:
-                job()
-            try:
-                self._renew(holds)
-                for hold in holds:
-                    hold.look()
-                self._close_idle(bool(jobs) or bool(holds))
-            except BaseException:  # the keeper outlives whatever happens to one round
-                logger.exception("The keeper of dlocks failed, and goes on")
+                now = clock.now()
+                chores = [(chore, desk) for chore, (due, desk) in self._chores.items() if due <= now]
+                for chore, desk in chores:
+                    self._chores[chore] = FOREVER, desk
+            if not self._safely(self._round, jobs, chores, holds):
                 time.sleep(LINGER)
             # A reference kept over the pause would keep the hold alive.
-            del jobs, holds
-            job = hold = None  # type: ignore[assignment]
+            del jobs, holds, chores
+            chore = desk = None  # type: ignore[assignment]
+
+    def _round(
+        self,
+        jobs: Iterable[Callable[[], None]],
+        chores: Iterable[tuple[Callable[[], None], Desk]],
+        holds: Sequence[Hold],
+    ) -> bool:
+        done = [self._safely(job) for job in jobs]
+        done += [self._safely(self._have_done, *chore) for chore in chores]
+        done += [self._safely(self._have_renewed, *renewals) for renewals in self._due(holds)]
+        done += [self._safely(self._look_at, hold) for hold in holds]
+        return all(done)
+
+    def _safely(self, step: Callable[..., object], *arguments: object) -> bool:
+        """Do one thing; the keeper, and all the rest that it has to do, outlive whatever happens."""
+        try:
+            return step(*arguments) is not False
+        except BaseException:
+            logger.exception("The keeper of dlocks failed, and goes on")
+            return False
 
     def _next(self) -> float:
-        due = min((hold.due_at for hold in self._holds), default=FOREVER)
-        return min(due, FOREVER if self._idle_at is None else self._idle_at)
+        due = min([*map(self._due_at, self._holds), *(due for due, _ in self._chores.values())], default=FOREVER)
+        if self._kept:
+            # Short holds, one after the other, would wake it each time.
+            self._kept = False
+            due = min(due, clock.now() + READY)
+        return due
+
+    def _due_at(self, hold: Hold) -> float:
+        answer_by = self._answer_by(hold)
+        return hold.due_at if answer_by is None or hold.in_transactions else max(hold._deadline, answer_by)
+
+    def _answer_by(self, hold: Hold) -> float | None:
+        """Return until when the answer to a renewal of a hold may come, if there is one on its way."""
+        desk = self._desks.get(hold.backend.identity)
+        asked_at = None if desk is None else desk.renewing.get(hold.backend)
+        return asked_at + PATIENCE if asked_at is not None and hold.renewable else None
+
+    def _look_at(self, hold: Hold) -> None:
+        if hold.to_settle:
+            self._have_settled(hold)
+            return
+        answer_by = self._answer_by(hold)
+        if answer_by is None or clock.now() >= answer_by:
+            hold.look()
+
+    def _due(self, holds: Iterable[Hold]) -> list[tuple[BaseBackend, list[Hold]]]:
+        """Return the backends of which a lease is to be renewed now, each with its holds."""
+        now = clock.now()
+        due = {hold.backend for hold in holds if hold.renewable and hold.renew_at <= now}
+        return [(backend, [hold for hold in holds if hold.backend is backend]) for backend in due]
+
+    # What is done at the desks.
+
+    def _have_done(self, chore: Callable[[], None], desk: Desk) -> None:
+        try:
+            desk.post(partial(self._do, chore))
+        except BaseException:
+            with self._mutex:
+                self._chores[chore] = clock.now() + LINGER, desk
+            raise
+
+    def _do(self, chore: Callable[[], None]) -> None:
+        try:
+            chore()
+        finally:
+            with self._mutex:
+                # Until now, so that it is not forgotten at the exit; unless it has been asked for anew.
+                if self._chores.get(chore, (0.0, None))[0] == FOREVER:
+                    del self._chores[chore]
+
+    def _have_settled(self, hold: Hold) -> None:
+        desk = self._desk(hold.backend)
+        if hold in desk.settling:
+            return
+        desk.settling.add(hold)
+        try:
+            desk.post(partial(self._settle, desk, hold))
+        except BaseException:
+            desk.settling.discard(hold)
+            raise
+
+    def _settle(self, desk: Desk, hold: Hold) -> None:
+        try:
+            hold.settle()
+        finally:
+            desk.settling.discard(hold)
+
+    def _have_renewed(self, backend: BaseBackend, holds: Iterable[Hold]) -> None:
+        desk = self._desk(backend)
+        if backend in desk.renewing:
+            return
+        desk.renewing[backend] = clock.now()
+        try:
+            desk.post(partial(self._renew_all, desk, backend))
+        except BaseException:
+            del desk.renewing[backend]
+            for hold in holds:
+                hold.put_off_renewal()
+            raise
+
+    def _renew_all(self, desk: Desk, backend: BaseBackend) -> None:
+        try:
+            with self._mutex:
+                holds = [hold for hold in self._holds if hold.backend is backend]
+            self._renew(holds)
+            for hold in holds:
+                # There is an answer; the next renewal may be due already, and is not to be waited for.
+                hold.look()
+        finally:
+            del desk.renewing[backend]
+            self.look()
 
     def _renew(self, holds: Iterable[Hold]) -> None:
         renewable = [hold for hold in holds if hold.renewable]
@@ -169,16 +452,11 @@ class Keeper:
                 else:
                     hold.lose("the backend says it is no longer this hold's")
 
-    def _close_idle(self, busy: bool) -> None:
-        opened = [connection for connection in connections.all(initialized_only=True) if connection.connection]
-        self._connected = [connection.connection for connection in opened]
-        if busy or not opened:
-            self._idle_at = clock.now() + LINGER if opened else None
-        elif self._idle_at is None or clock.now() >= self._idle_at:
-            for connection in opened:
-                connection.close()
-            self._connected = []
-            self._idle_at = None
+    # Forks.
+
+    @property
+    def _connected(self) -> list[Any]:
+        return [connection for desk in list(self._desks.values()) for connection in desk.connected]
 
     def _forked(self) -> None:
         # The parent's connections: to collect them here could say good-bye to the server in the parent's name.

@@ -8,24 +8,29 @@ import logging
 import os
 import socket
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast, overload
 
-from asgiref.sync import sync_to_async
-
-from dlocks import checks, clock  # noqa: F401 (checks registers the system checks, installed or not)
-from dlocks.backends.base import KEY_LENGTH, BaseBackend, Claim, Grant, Holder, Scope, seconds
+from dlocks import checks, clock, history, telemetry  # noqa: F401 (they are there, installed or not)
+from dlocks.backends.base import KEPT_FOR, KEY_LENGTH, UNLIMITED, BaseBackend, Claim, Grant, Holder, Scope, seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
+from dlocks.coroutines import acquiring, in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockTimeout
 from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
 from dlocks.keeper import keeper
 from dlocks.signals import lock_acquired, lock_timeout
 from dlocks.transactions import warn_of_old_snapshots
-from dlocks.waiting import delays
+from dlocks.waiting import Waiter, delays, room_of
+
+if TYPE_CHECKING:
+    from dlocks.decorators import LockDecorator
+
+A = TypeVar("A")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("dlocks")
 
@@ -54,6 +59,9 @@ class Lock:
     max_hold: float | None = None
     at_least: float = 0.0
     takeover: bool = True
+    fair: bool = True
+    shared: bool = False
+    permits: int = UNLIMITED
     release: Literal["transaction", "exit"] = "transaction"
     on_lost: Callable[[Hold], object] | None = None
 
@@ -66,12 +74,26 @@ class Lock:
         if self.max_hold is not None:
             seconds("max_hold", self.max_hold, above_zero=True)
         seconds("at_least", self.at_least)
+        if self.max_hold is not None and self.at_least > self.max_hold:
+            raise ValueError(f"at_least cannot be more than max_hold: {self.at_least} and {self.max_hold}")
+        for name in ("renew", "reentrant", "takeover", "fair", "shared"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
         if self.scope not in {None, "lease", "transaction"}:
             raise ValueError(f"scope must be 'lease', 'transaction' or None, not {self.scope!r}")
         if self.release not in {"transaction", "exit"}:
             raise ValueError(f"release must be 'transaction' or 'exit', not {self.release!r}")
+        if isinstance(self.permits, bool) or not isinstance(self.permits, int):
+            raise TypeError(f"permits must be an int, not {type(self.permits).__name__}")
+        if not 1 <= self.permits <= UNLIMITED:
+            raise ValueError(f"permits must be 1 or more and at most {UNLIMITED}, not {self.permits}")
         if self.on_lost is not None and not callable(self.on_lost):
             raise TypeError(f"on_lost must be callable, not {type(self.on_lost).__name__}")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key; of a lock on several, all of them."""
+        return (self.key,)
 
     def acquire(self) -> Hold:
         """Wait for the key up to ``timeout`` and return the hold; raise LockTimeout when it is still not free."""
@@ -122,6 +144,10 @@ class Lock:
             entry.forget()
             raise
 
+    def __call__(self, function: F) -> F:
+        """Decorate a function, whose arguments the fields of the key then are; see ``db_lock()``."""
+        return cast("F", self._decorator(function))
+
     # The same for coroutines: the same steps, each in Django's own thread, and the waiting here.
 
     async def aacquire(self) -> Hold:
@@ -134,10 +160,10 @@ class Lock:
             return None
 
     async def aholder(self) -> Holder | None:
-        return await sync_to_async(self.holder)()
+        return await in_django_thread(self.holder)
 
     async def alocked(self) -> bool:
-        return await sync_to_async(self.locked)()
+        return await in_django_thread(self.locked)
 
     async def __aenter__(self) -> Hold:
         hold = await self.aacquire()
@@ -148,33 +174,58 @@ class Lock:
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         entry = self._innermost()
         entry.forget()
-        await entry.hold.__aexit__(kind, error, traceback)
+        await entry.hold.aleave(error)
 
     # Inside.
 
+    @property
+    def _decorator(self) -> LockDecorator[Never]:
+        from dlocks.decorators import LockDecorator
+
+        return LockDecorator(**{field.name: getattr(self, field.name) for field in fields(self)})
+
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
-        attempt = Attempt(self, caller, wait=wait)
+        bell = threading.Event()
+        attempt = self._attempt(caller, bell.set, wait=wait, here=True)
         try:
-            while True:
-                hold = attempt.once()
-                if hold is not None:
-                    return hold
-                time.sleep(attempt.pause())
+            try:
+                while True:
+                    hold = attempt.once()
+                    if hold is not None:
+                        return hold
+                    pause = attempt.pause()
+                    with waiting_for_a_lock():
+                        if not attempt.waits_here(pause, bell):
+                            clock.rest(bell, pause)
+            except BaseException:
+                attempt.give_up()
+                raise
         except BaseException:
+            # Once more: an interrupt may have come in the middle of it.
             attempt.give_up()
             raise
 
     async def _aacquire(self, *, wait: bool) -> Hold:
-        attempt = Attempt(self, current_caller(), wait=wait)
+        bell = asyncio.Event()
+        ring = functools.partial(ring_in, asyncio.get_running_loop(), bell)
+        caller = current_caller()
+        attempt = self._attempt(caller, ring, wait=wait)
+        acquiring.add(caller)
         try:
             while True:
-                hold: Hold | None = await _in_django_thread(attempt.once)
+                hold = await in_django_thread(attempt.once, only_there=attempt.in_transaction)
                 if hold is not None:
                     return hold
-                await asyncio.sleep(await _in_django_thread(attempt.pause))
+                pause = await in_django_thread(attempt.pause, only_there=attempt.in_transaction)
+                await clock.arest(bell, pause)
         except BaseException:
-            await _in_django_thread(attempt.give_up)
+            await in_django_thread(attempt.give_up, only_there=attempt.in_transaction)
             raise
+        finally:
+            acquiring.discard(caller)
+
+    def _attempt(self, caller: Caller, ring: Callable[[], object], *, wait: bool, here: bool = False) -> Trying:
+        return Attempt(self, caller, ring, wait=wait, here=here)
 
     def _full_key(self) -> str:
         key = backends[self.using].prefix + self.key
@@ -212,12 +263,32 @@ class _Entry:
             self.entered.remove(self)
 
 
-class Attempt:
-    """One caller's way to a hold: enter the one it has, or claim the key, again and again until the time is over."""
+class Trying(Protocol):
+    """One caller's way to a hold, step by step; see ``Attempt``."""
 
-    def __init__(self, lock: Lock, caller: Caller, *, wait: bool) -> None:
+    @property
+    def in_transaction(self) -> bool: ...
+    def once(self) -> Hold | None: ...
+    def pause(self) -> float | None: ...
+    def waits_here(self, pause: float | None, bell: threading.Event) -> bool: ...
+    def give_up(self) -> None: ...
+
+
+class Attempt:
+    """
+    One caller's way to a hold: enter the one it has, or claim the key, and wait for it until the time is over.
+
+    ``ring`` is called, in any thread, when it is worth to try again before the end of a pause.
+    """
+
+    def __init__(
+        self, lock: Lock, caller: Caller, ring: Callable[[], object], *, wait: bool, here: bool = False
+    ) -> None:
         self.lock = lock
+        # Whether the caller's thread is free to wait.
+        self.here = here
         self.caller = caller
+        self.ring = ring
         self.backend = backends[lock.using]
         timeout = self.backend.timeout if isinstance(lock.timeout, _FromSettings) else lock.timeout
         self.timeout = timeout if wait else 0.0
@@ -229,73 +300,213 @@ class Attempt:
         self.hold: Hold | None = None
         # Whether a request may have been granted without our knowing.
         self.unknown = False
+        # Standing in line.
+        self.waiter: Waiter | None = None
         # The hold that this attempt enters once more, and its count before.
         self.entering: Hold | None = None
         self.count_before = 0
 
+    @property
+    def in_transaction(self) -> bool:
+        """Whether what is claimed is to be part of the caller's transaction."""
+        return self.lock.scope == "transaction" or (self.claim is not None and self.claim.scope == "transaction")
+
     def once(self) -> Hold | None:
         """Try once."""
-        if self.claim is None:
-            mine = holds_by_caller.get((self.caller, self.backend.identity, self.key))
-            if mine is not None and mine.enterable and self._enter(mine):
-                return mine
-            self.claim = self._claim()
+        if self.claim is None and (mine := self.begin()) is not None:
+            return mine
+        claim = self.claim or self._claim()
+        if self.waiter is not None and (hold := self._given(claim, self.waiter)) is not None:
+            return hold
+        if self._better_in_line(claim):
+            return None
         sent = clock.now()
-        self.unknown = True
+        grant = self.ask_for([self], self.backend.acquire, claim)
+        return None if grant is None else self.accept(grant, sent)
+
+    def begin(self) -> Hold | None:
+        """Enter the hold that the caller has, and return it; or else make the claim."""
+        mine = self._own_hold()
+        if mine is not None and self._enter(mine):
+            return mine
+        self.claim = self._claim()
+        return None
+
+    @staticmethod
+    def ask_for(attempts: Sequence[Attempt], acquire: Callable[[A], T | None], claimed: A) -> T | None:
+        """Ask the backend for what these attempts claim, and note with each whether it may have been granted."""
+        for attempt in attempts:
+            attempt.unknown = True
+        answer: T | None = None
         try:
-            grant: Grant | None = self._ask(self.backend.acquire, self.claim)
+            answer = attempts[0]._ask(acquire, claimed)
         except LockBackendError:
             raise
         except (LockError, RuntimeError):
             # Refused: nothing was granted, so there is nothing to take back.
-            self.unknown = False
+            for attempt in attempts:
+                attempt.unknown = False
             raise
-        if grant is None:
-            self.unknown = False
-            return None
-        if self.claim.scope == "lease" and clock.now() >= sent + self.claim.ttl:
+        if answer is None:
+            for attempt in attempts:
+                attempt.unknown = False
+        return answer
+
+    def accept(self, grant: Grant, sent: float) -> Hold | None:
+        """Return the hold that was granted, or None where it was over before the answer came."""
+        claim = self.claim or self._claim()
+        if claim.scope == "lease" and clock.now() >= sent + claim.ttl:
             # The answer came when the lease it told of was over.
             self.give_up()
             self.claim = self._claim()
             return None
-        waited = sent - self.began if self.paused else 0.0
-        self.hold = Hold(self.lock, self.backend, self.claim, grant, self.caller, sent, waited)
-        place = (self.caller, self.backend.identity, self.key)
-        self.hold.entered_as.append(place)
-        holds_by_caller[place] = self.hold
-        if self.claim.scope == "lease":
-            keeper.keep(self.hold)
-        logger.debug("%r acquired by %s, token %d", self.lock.key, self.claim.holder, grant.token)
-        lock_acquired.send_robust(Lock, hold=self.hold)
-        return self.hold
+        return self._hold(claim, grant, sent)
 
-    def pause(self) -> float:
-        """Return how long to wait before the next try; raise LockTimeout when the time is over."""
-        delay = next(self.delays, None)
-        if delay is not None:
+    def pause(self) -> float | None:
+        """Return how long to wait before the next try, None for ever; raise LockTimeout when the time is over."""
+        left = None if self.timeout is None else self.began + self.timeout - clock.now()
+        claim = self.claim if self.backend.supports_queue else None
+        if self.waiter is None and claim is not None and claim.fair and (left is None or left > 0):
             self.paused = True
-            return delay
+            if self._stand_in_line(claim):
+                return 0.0
+        if self.waiter is None:
+            delay = next(self.delays, None)
+            if delay is not None:
+                self.paused = True
+                return delay
+        elif left is None or left > 0:
+            if not self.waiter.seated:
+                # It was its turn at once, but the row was locked when it asked, say.
+                room_of(self.backend).seat(self.waiter)
+            return left
+        elif self._granted_at_last(self.waiter):
+            return 0.0
         holder = None
         with suppress(LockBackendError):
             holder = _holder(self.backend, self.key)
-        lock_timeout.send_robust(Lock, lock=self.lock, holder=holder)
+        lock_timeout.send_robust(Lock, lock=self.lock, holder=holder, waited=clock.now() - self.began)
         waited = f"not acquired in {self.timeout:.1f} s" if self.timeout else "not acquired at the first try"
         who = f"held by {holder}" if holder is not None else "held by a transaction that has not ended, or just freed"
         raise LockTimeout(f"{self.lock.key!r} {waited}; {who}", key=self.lock.key, timeout=self.timeout, holder=holder)
+
+    def waits_here(self, pause: float | None, bell: threading.Event) -> bool:
+        """Wait where the thread itself can be told of its turn; return False where another one rings the bell."""
+        waiter = self.waiter
+        if waiter is None or pause == 0:
+            return False
+        if waiter.listens and not clock.stands_still():
+            until = None if pause is None else clock.now() + pause
+            if not room_of(self.backend).listen(bell, until):
+                clock.rest(bell, None if until is None else max(0.0, until - clock.now()))
+            bell.clear()
+            return True
+        if not waiter.here:
+            return False
+        if not self.backend.wait(waiter.claim, pause):
+            # The place was lost: it asks again, and stands in line anew.
+            self.waiter, self.unknown = None, True
+        return True
 
     def give_up(self) -> None:
         """Leave nothing behind of an attempt that came to nothing."""
         if self.entering is not None:
             self.entering.undo_entry(self.count_before)
-        if self.claim is None or not self.unknown:
+        waiter = self.waiter
+        if waiter is not None:
+            room_of(self.backend).leave(waiter)
+        if self.claim is None or not (self.unknown or waiter is not None):
             return
         if self.hold is not None:
             self.hold.abandon()
+        release = functools.partial(self.backend.release, self.claim, failed=True)
         try:
-            self._ask(self.backend.release, self.claim, failed=True)
+            if waiter is not None:
+                self._outside(release)
+            else:
+                self._ask(release)
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
-        self.unknown = False
+        self.unknown, self.waiter = False, None
+
+    def _better_in_line(self, claim: Claim) -> bool:
+        """Whether to stand in line before asking at all: others did so a moment ago."""
+        waits = self.waiter is None and not self.paused and self.timeout != 0
+        if not (waits and claim.fair and claim.takeover and not claim.beside and self.backend.crowded(claim.key)):
+            return False
+        # Inside of the one writer's transaction nobody can wait in line; asking says so.
+        return claim.scope == "lease" or self.backend.lease_refused() is None
+
+    def _stand_in_line(self, claim: Claim) -> bool:
+        """Take a place in the line; return whether there is something to try at once."""
+        room = room_of(self.backend)
+        self.waiter = waiter = Waiter(claim, self.ring)
+        if self.here and self.backend.tells_here:
+            place = self._outside(functools.partial(self.backend.queue, claim))
+            if place is not None and place.here:
+                waiter.here = True
+                return place.ask
+        waiter.listens = self.here
+        room.enter(waiter)
+        sent = clock.now()
+        place = self._outside(functools.partial(self.backend.queue, claim, room.channel))
+        if place is None or (place.ask and place.number is None):
+            # There is no standing in line just now, or no need for it.
+            room.leave(waiter)
+            self.waiter = None
+            # Perhaps its turn came while it stood up.
+            self.unknown = True
+            return place is not None
+        at_once = waiter.told(place, sent)
+        # In any case: what it is to try may come to nothing, where somebody looks at the row just then.
+        room.seat(waiter)
+        return at_once
+
+    def _granted_at_last(self, waiter: Waiter) -> bool:
+        """Look whether the key was given to the claim at the last moment."""
+        sent = clock.now()
+        places = self._outside(functools.partial(self.backend.look, [waiter.claim], heard=False))
+        place = places.get(waiter.claim.owner)
+        return place is not None and place.grant is not None and waiter.told(place, sent)
+
+    def _given(self, claim: Claim, waiter: Waiter) -> Hold | None:
+        """Return the hold that the line has given to the claim, or None where that has to be asked for."""
+        if waiter.error is not None:
+            raise waiter.error
+        given, waiter.given = waiter.given, None
+        if given is None or claim.scope != "lease" or not self.lock.renew or not self.backend.tells_leases:
+            # What the line gives is a short lease, for the keeper to renew.
+            return None
+        grant, sent = given
+        if grant.lease is None or sent + grant.lease - clock.now() < min(claim.ttl, KEPT_FOR) / 3:
+            # Too little is left of it to rely on: it is asked for, and counted from then.
+            return None
+        return self._hold(claim, grant, sent)
+
+    def _hold(self, claim: Claim, grant: Grant, sent: float) -> Hold:
+        self.unknown = True
+        waited = clock.now() - self.began if self.paused else 0.0
+        self.hold = Hold(self.lock, self.backend, claim, grant, self.caller, sent, waited)
+        entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)
+        self.hold.entered_as.append(entrance)
+        holds_by_caller[entrance] = self.hold
+        if claim.scope == "lease":
+            keeper.keep(self.hold)
+        if self.waiter is not None:
+            room_of(self.backend).leave(self.waiter)
+            self.waiter = None
+        lock_acquired.send_robust(Lock, hold=self.hold)
+        return self.hold
+
+    def _own_hold(self) -> Hold | None:
+        """Return the hold of the same caller to enter, if there is one."""
+        mine = holds_by_caller.get((self.caller, self.backend.identity, self.key, self.lock.shared))
+        if mine is None or not mine.enterable:
+            return None
+        if self.lock.shared and mine.count and not (self.lock.reentrant and mine.lock.reentrant):
+            # Another share.
+            return None
+        return mine
 
     def _enter(self, hold: Hold) -> bool:
         if hold.count and not (self.lock.reentrant and hold.lock.reentrant):
@@ -313,12 +524,30 @@ class Attempt:
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
+        if lock.shared and not backend.supports_sharing:
+            raise RuntimeError(f"{type(backend).__name__} has no locks that can be shared.")
+        if lock.shared and lock.permits < UNLIMITED and not backend.supports_permits:
+            raise RuntimeError(f"{type(backend).__name__} cannot bound how many share a key.")
+        if not lock.takeover and not backend.knows_takeovers:
+            raise RuntimeError(
+                f"takeover=False is not possible with {type(backend).__name__}, which does not know whether the last "
+                "holder came back."
+            )
+        other = holds_by_caller.get((self.caller, backend.identity, self.key, not lock.shared))
+        if other is not None and not (other.enterable and other.count):
+            other = None
+        if other is not None and not lock.shared:
+            raise RuntimeError(
+                f"{lock.key!r} is shared by this caller, who cannot have it alone before giving its share back: two "
+                "who tried that would wait for each other. Take it alone from the start."
+            )
         in_transaction = backend.in_transaction()
         scope = lock.scope
         if scope is None:
-            scope = "transaction" if in_transaction and backend.supports_transactions else "lease"
-        elif scope == "transaction" and not backend.supports_transactions:
-            raise RuntimeError(f"scope='transaction' is not possible with {type(backend).__name__}.")
+            scope = "transaction" if in_transaction and self._can_belong_to_transaction() else "lease"
+        elif scope == "transaction" and not (backend.supports_transactions and self._can_belong_to_transaction()):
+            what = "for a lock that is shared" if lock.shared else f"with {type(backend).__name__}"
+            raise RuntimeError(f"scope='transaction' is not possible {what}.")
         if scope == "transaction" and not in_transaction:
             raise RuntimeError(
                 f"scope='transaction' needs a transaction: enter 'with atomic(using={_database_of(backend)!r})' before "
@@ -333,25 +562,70 @@ class Attempt:
         ttl = backend.ttl if isinstance(lock.ttl, _FromSettings) else float(lock.ttl)
         if lock.max_hold is not None:
             ttl = min(ttl, lock.max_hold)
+        if (why := backend.ttl_refused(ttl)) is not None:
+            raise ValueError(f"{lock.key!r} cannot be leased for {ttl:g} s. {why}")
         return Claim(
             key=self.key,
             ttl=ttl,
             scope=scope,
             takeover=lock.takeover,
+            fair=lock.fair,
+            shared=lock.shared,
+            permits=lock.permits,
+            beside=other.owner if other is not None else "",
             holder=f"{_hostname()}:{os.getpid()}:{threading.current_thread().name}",
             owner_ip=_own_ip(),
         )
 
+    def _can_belong_to_transaction(self) -> bool:
+        # A share is not the lock row, which a transaction could keep.
+        return self.backend.supports_transactions and (not self.lock.shared or self.backend.keeps_shares())
+
+    def _outside(self, function: Callable[[], T]) -> T:
+        """Ask about a place in line, which belongs to no transaction."""
+        if self.backend.in_transaction() and self.backend.lease_refused() is None:
+            return keeper.run(function, self.backend)
+        return function()
+
     def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Ask the backend; for a lease, from outside of the caller's transaction."""
         if self.claim is not None and self.claim.scope == "lease" and self.backend.in_transaction():
-            return keeper.run(functools.partial(function, *arguments, **keywords))
+            return keeper.run(functools.partial(function, *arguments, **keywords), self.backend)
         return function(*arguments, **keywords)
 
 
-def db_lock(key: str, *, using: str = DEFAULT_ALIAS, **policy: Any) -> Lock:
+@overload
+def db_lock(
+    key: str | Callable[..., str], *, busy: Literal["raise"], using: str = ..., **policy: Any
+) -> LockDecorator[Never]: ...
+
+
+@overload
+def db_lock(
+    key: str | Callable[..., str], *, busy: Literal["skip"], using: str = ..., **policy: Any
+) -> LockDecorator[None]: ...
+
+
+@overload
+def db_lock(
+    key: str | Callable[..., str], *, busy: Callable[..., T], using: str = ..., **policy: Any
+) -> LockDecorator[T]: ...
+
+
+@overload
+def db_lock(key: str, *more: str, using: str = ..., **policy: Any) -> Lock: ...
+
+
+@overload
+def db_lock(key: Callable[..., str], *, using: str = ..., **policy: Any) -> LockDecorator[Never]: ...
+
+
+def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **policy: Any) -> Any:
     """
-    Return the lock on ``key``: ``with db_lock("stock:7") as hold``.
+    Return the lock on ``key``: ``with db_lock("stock:7") as hold``, or ``@db_lock("report:{region}")``.
+
+    On several keys, in any order: on all of them or none. They are taken in one order, so that no two callers ever
+    wait for each other; see ``MultiLock``.
 
     ``using`` is an alias of the DLOCKS setting. All times are seconds. The policy:
 
@@ -376,16 +650,42 @@ def db_lock(key: str, *, using: str = DEFAULT_ALIAS, **policy: Any) -> Lock:
         Whether a lease may be taken over from a holder that never came back; otherwise LockStale is raised.
     ``on_lost``
         Called with the hold when it is lost, perhaps in another thread.
+    ``busy``
+        For decorating only: when the key is busy a call may ``"raise"`` LockTimeout, ``"skip"`` the work and return
+        None, or return what a function gives that is called with the LockTimeout and the call's arguments.
+
+    In a decorator the fields of the key are the arguments of the call, and the key may be a function of them. In a
+    ``with`` block braces are characters like others.
 
     A wrong key or policy is a TypeError or ValueError here, before anything is asked.
     """
+    refuse("db_lock", policy, "permits")
+    if more:
+        from dlocks.multi import MultiLock
+
+        return MultiLock.of((key, *more), using=using, **policy)
+    if callable(key) or "busy" in policy:
+        from dlocks.decorators import LockDecorator
+
+        return LockDecorator(key, using=using, **policy)
     return Lock(key=key, using=using, **policy)
+
+
+def refuse(function: str, policy: Mapping[str, Any], *names: str) -> None:
+    """Refuse what belongs to another kind of lock."""
+    for name in names:
+        if name in policy:
+            raise TypeError(
+                f"{function}() takes no {name!r}: db_semaphore(key, permits) is for so many at a time, and "
+                "db_rwlock(key).read() for those who only read."
+            )
 
 
 def check_key(key: object) -> None:
     """Refuse what cannot be a key: the same on every backend."""
     if not isinstance(key, str):
-        raise TypeError(f"A key is a string, not {type(key).__name__}: {key!r}")
+        hint = "; how long to wait is timeout=…" if isinstance(key, (int, float)) or key is None else ""
+        raise TypeError(f"A key is a string, not {type(key).__name__}: {key!r}{hint}")
     if not key:
         raise ValueError("A key cannot be empty")
     if len(key) > KEY_LENGTH:
@@ -402,14 +702,10 @@ def check_key(key: object) -> None:
 _entered: weakref.WeakKeyDictionary[Caller, list[_Entry]] = weakref.WeakKeyDictionary()
 
 
-async def _in_django_thread(function: Callable[..., Any]) -> Any:
-    """Call in Django's one thread, to the end even if the caller is cancelled, so that its outcome is known."""
-    future = asyncio.ensure_future(sync_to_async(function, thread_sensitive=True)())
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
+def ring_in(loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
+    # A loop that is closed has nobody who waits.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(bell.set)
 
 
 def _holder(backend: BaseBackend, key: str) -> Holder | None:

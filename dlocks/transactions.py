@@ -27,6 +27,8 @@ class Mark:
         self._savepoints = savepoints
         self._block = block
         self.at_commit: list[Callable[[], object]] = []
+        # Django names by it what fails after a commit.
+        self.__qualname__ = type(self).__name__
         connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
 
     def __call__(self) -> None:
@@ -62,6 +64,15 @@ class Mark:
         if not any(entry[0] is self._savepoints for entry in connection.run_on_commit):
             return False
         return self._block is None or any(block is self._block for block in connection.atomic_blocks)
+
+    @property
+    def alias(self) -> str:
+        return self._connection.alias
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the transaction is of another thread."""
+        return connections[self.alias] is not self._connection
 
 
 def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 HERE = Path(__file__).resolve().parent
 
@@ -9,24 +10,52 @@ DEBUG = os.environ.get("SHOP_DEBUG", "1") == "1"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 SECRET_KEY = "django-insecure-only-for-the-example-project"  # noqa: S105 (nothing is kept secret by it)
 
-DATABASES = {
-    "default": {
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": os.environ.get("SHOP_DATABASE", HERE / "shop.sqlite3"),
-        "OPTIONS": {
-            # A transaction asks for SQLite's one write lock when it begins, while it can still wait for it.
-            "transaction_mode": "IMMEDIATE",
-            "timeout": 20,
-            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
-        },
-    }
-}
+# Where the shop keeps its data: a file of SQLite, or postgresql://user:password@host:port/name, or mysql://…
+DATABASE = os.environ.get("SHOP_DATABASE", str(HERE / "shop.sqlite3"))
+# Where its locks are: redis://host:port/0, or zookeeper://host:port,host:port; else beside the data.
+LOCKS = os.environ.get("SHOP_LOCKS", "")
 
-DLOCKS = {
-    "default": {"BACKEND": "dlocks.backends.database.PessimisticBackend"},
-    "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},
-    "insert": {"BACKEND": "dlocks.backends.database.InsertBackend"},
-}
+url = urlsplit(DATABASE)
+if url.scheme in {"postgresql", "mysql"}:
+    DATABASES = {
+        "default": {
+            "ENGINE": f"django.db.backends.{url.scheme}",
+            "NAME": url.path.removeprefix("/"),
+            "USER": unquote(url.username or ""),
+            "PASSWORD": unquote(url.password or ""),
+            "HOST": url.hostname or "",
+            "PORT": str(url.port or ""),
+        }
+    }
+else:
+    DATABASES = {
+        "default": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": DATABASE,
+            "OPTIONS": {
+                # A transaction asks for SQLite's one write lock when it begins, while it can still wait for it.
+                "transaction_mode": "IMMEDIATE",
+                "timeout": 20,
+                "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
+            },
+        }
+    }
+
+if LOCKS.startswith("redis"):
+    DLOCKS = {"default": {"BACKEND": "dlocks.backends.redis.RedisBackend", "OPTIONS": {"url": LOCKS}}}
+elif LOCKS.startswith("zookeeper://"):
+    DLOCKS = {
+        "default": {
+            "BACKEND": "dlocks.backends.zookeeper.ZooKeeperBackend",
+            "OPTIONS": {"hosts": LOCKS.removeprefix("zookeeper://")},
+        }
+    }
+else:
+    DLOCKS = {
+        "default": {"BACKEND": "dlocks.backends.database.PessimisticBackend", "OPTIONS": {"history": True}},
+        "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},
+        "insert": {"BACKEND": "dlocks.backends.database.InsertBackend"},
+    }
 
 INSTALLED_APPS = [
     "django.contrib.admin",

@@ -17,7 +17,18 @@ PACKAGE = ROOT / "dlocks"
 
 # What must be there in any case, whatever else is in the tree.
 ESSENTIAL = ("dlocks/py.typed", "dlocks/migrations/0001_initial.py", "dlocks/templates/", "dlocks/static/")
-OF_THE_SDIST = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "Makefile", "manage.py", "tests/run.py")
+OF_THE_SDIST = (
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "LICENSE",
+    "Makefile",
+    "manage.py",
+    "tests/run.py",
+    "mkdocs.yml",
+    "docs/index.md",
+)
 
 INSTALLED = """
 import importlib.metadata, json, re

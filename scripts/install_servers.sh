@@ -1,9 +1,12 @@
 #!/bin/sh
-# Installs the Debian packages that the tests need, and starts, stops and configures nothing on the machine.
+# Installs the Debian packages that the tests and the benchmarks need, and starts, stops and configures nothing on the machine.
 #
-# Usage: install_servers.sh [servers | venv | make]
+# Usage: install_servers.sh [servers | backends | venv | make]
 #
-#   servers  what "make test" needs: PostgreSQL, MariaDB, libfaketime, and what building mysqlclient takes (default)
+#   servers  what "make test" needs: PostgreSQL, MariaDB, PgBouncer, libfaketime, Chromium, and what building mysqlclient
+#            takes (default)
+#   backends what "make test-backends" and "make bench" need besides: Redis and ZooKeeper, each without its service,
+#            and the library by which MariaDB servers are a Galera cluster
 #   venv     what makes a virtual environment for $PYTHON
 #   make     make itself
 #
@@ -61,7 +64,11 @@ missing_packages() {
         # The server alone: the package mariadb-server would make it a service of the machine besides.
         { have mariadbd && have mariadb-install-db; } || echo mariadb-server-core
         have my_print_defaults || echo mariadb-client-core
+        # mariadb-binlog
+        have mariadb-binlog || have mysqlbinlog || echo mariadb-client
         exists /usr/lib/*/faketime/libfaketime.so.1 || echo libfaketime
+        have pgbouncer || echo pgbouncer
+        have chromium || have chromium-browser || have google-chrome || echo chromium
         # Whoever has mysqlclient built already needs no compiler.
         if ! "$PYTHON" -c 'import MySQLdb' >/dev/null 2>&1; then
             have pkg-config || echo pkg-config
@@ -76,6 +83,14 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
                 [ -z "$python" ] || echo "$python-dev"
             fi
         fi
+        ;;
+    backends)
+        # The binary is a symbolic link to a tool of this package; the package redis-server would add the service.
+        have redis-server || have redis-check-rdb || echo redis-tools
+        # The server is in its library; the package zookeeper would add the desktop half of Java.
+        exists /usr/share/java/zookeeper.jar || echo libzookeeper-java
+        have java || echo default-jre-headless
+        exists /usr/lib/galera/libgalera_smm.so || echo galera-4
         ;;
     esac
 }
@@ -125,9 +140,9 @@ apt_get() {
 }
 
 case $WHAT in
-servers | venv | make) ;;
+servers | backends | venv | make) ;;
 *)
-    say "install_servers.sh: unknown argument '$WHAT'; there are servers, venv and make."
+    say "install_servers.sh: unknown argument '$WHAT'; there are servers, backends, venv and make."
     exit 2
     ;;
 esac

@@ -1,4 +1,8 @@
-"""Run the SQLite part of the suite with every supported Python that is here; no other package is needed to start."""
+"""
+Run the SQLite part of the suite with every supported Python that is here; no other package is needed to start.
+
+With ``--others``: with those that are not the one which runs this, and so ran the suite already.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,23 +19,30 @@ VERSIONS = ("3.11", "3.12", "3.13")
 
 
 def main() -> int:
-    found = {version: python for version in VERSIONS if (python := find(version)) is not None}
+    this = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    versions = [version for version in VERSIONS if "--others" not in sys.argv[1:] or version != this]
+    found = {version: python for version in versions if (python := find(version)) is not None}
     if not found:
         print(f"None of Python {', '.join(VERSIONS)} was found.", file=sys.stderr)
         return 1
-    outcomes = {}
-    for version in VERSIONS:
-        if version not in found:
-            outcomes[version] = "not found, not run"
-            continue
-        try:
-            outcomes[version] = run(version, found[version])
-        except subprocess.CalledProcessError as error:
-            outcomes[version] = f"FAILED: {' '.join(map(str, error.cmd[1:4]))} … ended with {error.returncode}"
+    # Side by side: the suite waits more than it computes.
+    with ThreadPoolExecutor(len(versions)) as pool:
+        runs = {version: pool.submit(attempt, version, found.get(version)) for version in versions}
+        outcomes = {version: one.result() for version, one in runs.items()}
     print("==> summary")
     for version, outcome in outcomes.items():
         print(f"Python {version}: {outcome}")
     return int(any("FAILED" in outcome for outcome in outcomes.values()))
+
+
+def attempt(version: str, python: Path | None) -> str:
+    """Run the suite with an interpreter, if there is one, and return how that went."""
+    if python is None:
+        return "not found, not run"
+    try:
+        return run(version, python)
+    except subprocess.CalledProcessError as error:
+        return f"FAILED: {' '.join(map(str, error.cmd[1:4]))} … ended with {error.returncode}"
 
 
 def find(version: str) -> Path | None:
@@ -75,7 +87,10 @@ def run(version: str, python: Path) -> str:
     code = "import django, platform; print(f'{platform.python_version()}, Django {django.__version__}')"
     what = subprocess.run([inside, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     print(f"==> Python {what}", flush=True)
-    status = subprocess.run([inside, "-m", "tests.run", "sqlite"], cwd=ROOT, check=False).returncode
+    process = subprocess.Popen([inside, "-m", "tests.run", "sqlite"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout or ():
+        print(f"Python {version}, {line}", end="", flush=True)
+    status = process.wait()
     return f"{'passed' if status == 0 else f'FAILED ({status})'} ({what})"
 
 

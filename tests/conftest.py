@@ -4,23 +4,37 @@ import inspect
 import os
 import threading
 import time
+import zlib
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connection, connections
+from django.db import OperationalError, connection, connections
 
 from dlocks.keeper import keeper
-from tests.processes import Worker
+from tests import browser as chromium
+from tests.processes import Worker, whereabouts
+
+
+def pytest_configure(config):
+    # Where the package is not installed, nobody has loaded its plugin.
+    if not config.pluginmanager.has_plugin("dlocks"):
+        config.pluginmanager.import_plugin("dlocks.pytest_plugin")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="1/1", help="run one part of the tests only, as in 2/3: the second of three")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out, visibly, the tests that are about another engine."""
+    """Leave out, visibly, the tests that are about another engine, or in another shard."""
     engine = connection.settings_dict["ENGINE"].rsplit(".", 1)[-1]
     vendor = {"sqlite3": "sqlite", "mysql": "mariadb"}.get(engine, engine)
+    shard, shards = map(int, config.getoption("shard").split("/"))
     keep, leave = [], []
     for item in items:
         marker = item.get_closest_marker("engine")
-        (keep if marker is None or vendor in marker.args else leave).append(item)
+        here = zlib.crc32(item.nodeid.encode()) % shards == shard - 1
+        (keep if here and (marker is None or vendor in marker.args) else leave).append(item)
     if leave:
         config.hook.pytest_deselected(items=leave)
         items[:] = keep
@@ -36,6 +50,24 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Say of a test that failed where the processes were that it has talked to."""
+    report = yield
+    if report.when == "call" and report.failed and (lines := whereabouts()):
+        report.sections.append(("Processes at work", "\n".join(lines)))
+        _seen.extend(lines)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in _seen:
+        terminalreporter.write_line(line)
+
+
+_seen: list[str] = []
+
+
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup):
     # The processes that tests start use this test database.
@@ -43,11 +75,39 @@ def django_db_setup(django_db_setup):
     return django_db_setup
 
 
+@pytest.fixture(scope="session", autouse=True)
+def flush_tries_again():
+    """
+    Empty the tables again where that met a process which had still been looking after its line.
+
+    TRUNCATE takes the tables in an order of its own, and a step of the line takes two of them: the server ends one of
+    the two, as servers do, and says which.
+    """
+    kind = type(connection.ops)
+    flush = kind.execute_sql_flush
+
+    def patiently(self, sql_list):
+        for _ in range(4):
+            try:
+                return flush(self, sql_list)
+            except OperationalError as error:
+                if "deadlock" not in str(error).lower():
+                    raise
+        return flush(self, sql_list)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "execute_sql_flush", patiently)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Every test leaves the keeper without holds."""
     yield
-    assert not list(keeper._holds), "a hold was left"
+    left = list(keeper._holds)
+    # They are told of once.
+    keeper._holds.clear()
+    assert not left, "a hold was left"
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +186,19 @@ def until():
         return value
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def _chromium():
+    yield
+    chromium.stop()
+
+
+@pytest.fixture
+def browser(_chromium, live_server):
+    """Return a browser that visits this test's server: ``browser.page(client)``, ``browser.expect(…)``."""
+    with chromium.Browser(live_server.url) as browser:
+        yield browser
 
 
 @pytest.fixture

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import logging
 import os
+import queue
+import random
+import signal
+import threading
 import time
-from contextlib import nullcontext
+import traceback
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
-from django.db import transaction
+from django.db import connections, models, transaction
 
-from dlocks import LockError, db_lock
+from dlocks import (
+    LeaderElection,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    history,
+)
+from dlocks.waiting import room_of
+from tests.servers import die_with_parent
 
 
 def hold(pipe, key, **policy):
@@ -18,6 +39,27 @@ def hold(pipe, key, **policy):
         pipe.say(held.token)
         pipe.hear()
     return "released"
+
+
+def read(pipe, key, **policy):
+    """Share a key, say the token, and hold until told to release."""
+    with db_rwlock(key, **policy).read() as held:
+        pipe.say(held.token)
+        pipe.hear()
+    return "released"
+
+
+def hold_permit(pipe, key, permits, **policy):
+    """Have one of so many permits, say the token, and hold until told to release."""
+    with db_semaphore(key, permits, **policy) as held:
+        pipe.say(held.token)
+        pipe.hear()
+    return "released"
+
+
+def flush_history(pipe):
+    """Write what this process has to tell of its holds."""
+    history.flush()
 
 
 def hold_in_transaction(pipe, key, *, roll_back=False, **policy):
@@ -33,6 +75,61 @@ def wait_for(pipe, key, **policy):
     pipe.say("waiting")
     with db_lock(key, **policy) as held:
         return time.monotonic(), held.token
+
+
+def come_at_once(pipe, key, threads, **policy):
+    """Have so many threads take and give back a key at the same moment, when told; return how many could."""
+    gate = threading.Barrier(threads + 1)
+    served, errors = [], []
+
+    def take():
+        gate.wait(60)
+        try:
+            with db_lock(key, **policy) as held:
+                served.append(held.token)
+        except BaseException:
+            errors.append(traceback.format_exc())
+        finally:
+            connections.close_all()
+
+    crowd = [threading.Thread(target=take) for _ in range(threads)]
+    for thread in crowd:
+        thread.start()
+    pipe.say("here")
+    pipe.hear()
+    gate.wait(60)
+    for thread in crowd:
+        thread.join()
+    assert not errors, errors[0]
+    return len(served)
+
+
+def wait_until_a_signal(pipe, key, kind, **policy):
+    """Wait for a key until SIGUSR1, whose handler raises an error of that kind; return the name of what came."""
+
+    def end(number, frame):
+        raise kind
+
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        pipe.say("waiting")
+        db_lock(key, **policy).acquire().release()
+    except BaseException as error:
+        return type(error).__name__
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return "acquired"
+
+
+def lock_row(pipe, key, using="default"):
+    """Lock a key's row with a statement of one's own, until told."""
+    from dlocks.models import ResourceLock
+
+    with transaction.atomic(using=using):
+        ResourceLock.objects.using(using).select_for_update().get(key_resource=key)
+        pipe.say("locked")
+        pipe.hear()
+    return "unlocked"
 
 
 def try_once(pipe, key, **policy):
@@ -90,6 +187,40 @@ def migrate(pipe):
     call_command("migrate", verbosity=0)
 
 
+def migrate_databases(pipe, *names):
+    from django.core.management import call_command
+
+    for name in names:
+        call_command("migrate", "dlocks", database=name, verbosity=0)
+
+
+def hold_again_and_again(pipe, path, key, **policy):
+    """
+    Hold for moments until told to end, and note on the clock of all processes from when until when each was sure.
+
+    Return how often the lock could not be asked for.
+    """
+    troubles = 0
+    with Path(path).open("a") as notes:
+        while not pipe.poll():
+            try:
+                with db_lock(key, **policy) as hold:
+                    got = until = time.monotonic()
+                    stop = got + random.uniform(0, 0.03)
+                    while until < stop and hold.held:
+                        time.sleep(0.002)
+                        now = time.monotonic()
+                        if hold.held:
+                            until = now
+                    notes.write(f"{got} {until} {hold.token} {os.getpid()}\n")
+                    notes.flush()
+            except LockError:
+                troubles += 1
+                time.sleep(0.02)
+    pipe.hear()
+    return troubles
+
+
 def _create_database():
     """Make the database on a server that is quite new."""
     port, engine, name = (os.environ[f"DLOCKS_TEST_{part}"] for part in ("PORT", "ENGINE", "NAME"))
@@ -122,10 +253,42 @@ def hold_timed(pipe, key, **policy):
     held.release()
 
 
+def hold_here_and_elsewhere(pipe, key, ttl, **policy):
+    """Hold a key on the server and one in memory; say when the loss of the first is told; return how the other is."""
+    told = queue.SimpleQueue()
+    other = db_lock("elsewhere", using="memory", ttl=1.5).acquire()
+    held = db_lock(key, ttl=ttl, on_lost=lambda hold: told.put(time.monotonic()), **policy).acquire()
+    pipe.say(held.token)
+    pipe.say(told.get(timeout=30))
+    return "held" if other.held else "lost"
+
+
+def hold_until_lost(pipe, key, **policy):
+    """Hold, say the token, and return when the hold last called itself held, on the clock of all processes."""
+    held = db_lock(key, **policy).acquire()
+    pipe.say(held.token)
+    moment = until = time.monotonic()
+    while held.held:
+        until = moment
+        time.sleep(0.002)
+        moment = time.monotonic()
+    return until
+
+
+def acquire_and_tell(pipe, key, **policy):
+    """Acquire, say the token and what remains of the lease, and hold until told to release."""
+    with db_lock(key, **policy) as held:
+        pipe.say((held.token, held.remaining))
+        pipe.hear()
+    return "released"
+
+
 def wait_quietly(pipe, key, **policy):
     held = db_lock(key, **policy).acquire()
     granted = time.monotonic()
-    held.release()
+    with suppress(LockLost):
+        # Where its own lease was short.
+        held.release()
     return granted, held.token
 
 
@@ -148,6 +311,51 @@ def release_all(pipe):
             answers.append(type(error).__name__)
     _kept.clear()
     return answers
+
+
+def count_by_threads(pipe, paths, *, threads, times, **policy):
+    """Add to unguarded counters by threads that are not all patient; return how much was added to each."""
+    done, errors = [0] * len(paths), []
+    mutex = threading.Lock()
+
+    def add(number):
+        draw = random.Random(number)
+        try:
+            for _ in range(times):
+                chosen = draw.randrange(len(paths))
+                timeout = draw.choice([None, None, None, 30, 0.02])
+                try:
+                    with db_lock(paths[chosen], timeout=timeout, **policy):
+                        path = Path(paths[chosen])
+                        value = int(path.read_text())
+                        time.sleep(draw.choice([0, 0.0005]))
+                        path.write_text(str(value + 1))
+                except LockTimeout:
+                    continue
+                with mutex:
+                    done[chosen] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    crowd = [threading.Thread(target=add, args=(number,)) for number in range(threads)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join(140)
+        assert not thread.is_alive(), "a thread waits for ever"
+    if errors:
+        raise errors[0]
+    return done
+
+
+def count_in_transactions(pipe, path, key, *, times, **policy):
+    """Add to the counter under a lock taken in a transaction, in whatever scope the backend has there."""
+    path = Path(path)
+    for _ in range(times):
+        with transaction.atomic():
+            with db_lock(key, **policy):
+                value, last = map(int, path.read_text().split())
+            path.write_text(f"{value + 1} {last}")
 
 
 def count_through_trouble(pipe, path, key, *, times, **policy):
@@ -213,3 +421,583 @@ def wait_in_transactions(pipe, key, *, seconds, **policy):
                     pass
             except LockError:
                 time.sleep(2.5)
+
+
+def increment(pipe, kind, times, **policy):
+    """Read all rows, add one to each and write them, again and again; return how often it had to be run again."""
+    from dlocks.optimistic import retry_on_conflict
+    from tests import models as rows
+
+    model, field, how = kind
+    model, runs = getattr(rows, model), 0
+
+    @retry_on_conflict(**policy)
+    def once():
+        nonlocal runs
+        runs += 1
+        instances = list(model.objects.order_by("pk"))
+        for instance in instances:
+            setattr(instance, field, getattr(instance, field) + 1)
+        if how == "bulk_update":
+            model.objects.bulk_update(instances, [field])
+        else:
+            for instance in instances:
+                instance.save(**({"update_fields": [field]} if how == "update_fields" else {}))
+
+    pipe.say("ready")
+    pipe.hear()
+    for _ in range(times):
+        once()
+    return runs - times
+
+
+def cross(pipe, first, second, **policy):
+    """Write two rows in one transaction, the other worker in the other order, so that one of them deadlocks."""
+    from dlocks.optimistic import retry_on_conflict
+    from tests.models import Counter
+
+    runs = 0
+
+    @retry_on_conflict(**policy)
+    def both():
+        nonlocal runs
+        runs += 1
+        Counter.objects.filter(pk=first).update(value=models.F("value") + 1)
+        if runs == 1:
+            pipe.say("has the first")
+            pipe.hear()
+        Counter.objects.filter(pk=second).update(value=models.F("value") + 1)
+
+    both()
+    return runs
+
+
+def step_machine(pipe, pk, token):
+    """Claim the row, say so, and only then save what was read; the refusal's name, or None."""
+    from tests.models import Machine
+
+    machine = Machine.objects.claim(pk, token)
+    pipe.say(machine.steps)
+    pipe.hear()
+    machine.steps += 1
+    try:
+        machine.save()
+    except LockError as error:
+        return type(error).__name__
+    return None
+
+
+def delete_or_save(pipe, pk, action):
+    """Read the row, say so, and when told, delete or save it; the refusal's name, or None."""
+    from tests.models import Report
+
+    report = Report.objects.get(pk=pk)
+    pipe.say("read")
+    pipe.hear()
+    try:
+        getattr(report, action)()
+    except LockError as error:
+        return type(error).__name__
+    return None
+
+
+def step_with_newer_tokens(pipe, pk, number, times):
+    """Add one to the row so many times, each time with a token newer than all before; return the refusals."""
+    from tests.models import Machine
+
+    pipe.say("ready")
+    pipe.hear()
+    done = refused = 0
+    while done < times:
+        # No two processes have the same one.
+        token = time.time_ns() // 1000 * 16 + number
+        try:
+            machine = Machine.objects.claim(pk, token)
+            # A chance for the others.
+            time.sleep(0.001)
+            machine.steps += 1
+            machine.save()
+            done += 1
+        except LockError:
+            refused += 1
+            time.sleep(random.uniform(0, 0.02))
+    return refused
+
+
+def run_job(pipe, key, *, wait=False, **policy):
+    """Start a job that every node starts; return whether it was run here."""
+    from dlocks import run_once
+
+    @run_once(key, **policy)
+    def job():
+        if wait:
+            pipe.say("running")
+            pipe.hear()
+        return True
+
+    return bool(job())
+
+
+def resume(pipe, text):
+    """Resume a hold, say its token, and give it back when told to."""
+    from dlocks import resume_hold
+
+    with resume_hold(text) as held:
+        pipe.say(held.token)
+        pipe.hear()
+        held.check()
+    return "released"
+
+
+def try_to_resume(pipe, text):
+    from dlocks import resume_hold
+
+    try:
+        held = resume_hold(text)
+    except LockError as error:
+        return type(error).__name__
+    held.release()
+    return held.token
+
+
+def detach(pipe, key, within=None, **policy):
+    return db_lock(key, **policy).acquire().detach(within=within)
+
+
+def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
+    """Acquire, wait to be told, then write the row: in hold.atomic() or in a transaction that asks nobody."""
+    from tests.models import Counter
+
+    hold = db_lock(key, **policy).acquire()
+    pipe.say(hold.token)
+    try:
+        if not stop_inside:
+            pipe.hear()
+        with hold.atomic() if guard else transaction.atomic():
+            Counter.objects.filter(name=name).update(value=value)
+            if stop_inside:
+                pipe.say("inside")
+                pipe.hear()
+    except LockLost as error:
+        return "LockLost", str(error)
+    try:
+        hold.release()
+    except LockLost:
+        return "written, and lost", ""
+    return "written", ""
+
+
+def write_by_second_alias(pipe, key, **policy):
+    """Write in hold.atomic() through another alias of the same database; return why a third one is refused."""
+    from django.db import connections
+
+    from tests.models import Counter
+
+    usual = connections.databases["default"]
+    connections.databases["second"] = {**usual}
+    connections.databases["elsewhere"] = {**usual, "NAME": "elsewhere"}
+    try:
+        with db_lock(key, **policy) as held:
+            with held.atomic(using="second"):
+                Counter.objects.using("second").update(value=3)
+                pipe.say("inside")
+                pipe.hear()
+                # Its row is locked by another session, and that is its own.
+                held.check()
+                with db_lock(key, **policy) as again:
+                    assert again.token == held.token
+            held.check()
+            try:
+                with held.atomic(using="elsewhere"):
+                    return "not refused"
+            except RuntimeError as error:
+                return str(error)
+    finally:
+        connections["second"].close()
+
+
+def crowd(pipe, number, directory, key, **policy):
+    """
+    Be so many processes that stand in line for a key again and again, and note what became of it.
+
+    Told "more", be one more; told "end", wait until everybody has been served once more, and return how each ended.
+    """
+    directory, ended = Path(directory), {}
+    connections.close_all()
+
+    def one():
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(signal.SIGKILL)
+            status = 1
+            try:
+                _stand_in_line(directory, key, policy)
+                status = 0
+            except BaseException:
+                (directory / f"failed-{os.getpid()}").write_text(traceback.format_exc())
+            finally:
+                os._exit(status)
+        return pid
+
+    pids = {one() for _ in range(number)}
+    pipe.say(sorted(pids))
+    while pipe.hear() == "more":
+        pid = one()
+        pids.add(pid)
+        pipe.say(pid)
+    (directory / "end").touch()
+    deadline = time.monotonic() + 45
+    while pids - set(ended):
+        for pid in pids - set(ended):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                ended[pid] = True
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    lost = pids - set(ended)
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)
+    return sorted(lost)
+
+
+def _stand_in_line(directory, key, policy):
+    note = partial(_note, os.open(directory / "log", os.O_APPEND | os.O_WRONLY | os.O_CREAT))
+    counter = os.open(directory / "counter", os.O_RDWR)
+    lock, last = db_lock(key, timeout=None, **policy), False
+    while not last:
+        # Once more after the end was told, so that everybody shows to be served.
+        last = (directory / "end").exists()
+        asked = time.monotonic()
+        try:
+            hold = lock.acquire()
+        except LockBackendError as error:
+            note("refused", asked, time.monotonic(), str(error))
+            time.sleep(0.05)
+            last = False
+            continue
+        note("granted", asked, time.monotonic(), hold.token)
+        value = int(os.pread(counter, 20, 0))
+        time.sleep(0.02)
+        # Whoever is not sure any more leaves the counter alone.
+        counted = hold.held
+        if counted:
+            os.pwrite(counter, b"%020d" % (value + 1), 0)
+        note("left", min(hold._deadline, time.monotonic()), hold.token, counted)
+        try:
+            hold.release()
+        except LockError as error:
+            note("trouble", time.monotonic(), type(error).__name__, str(error))
+    connections.close_all()
+
+
+def _note(log, *facts):
+    os.write(log, (json.dumps([os.getpid(), *facts]) + "\n").encode())
+
+
+def line(pipe, key):
+    """Return the processes that stand in line for a key, the first one first, and the one that has the key."""
+    from dlocks.models import LockClaim, ResourceLock
+
+    def process(holder):
+        return int(holder.split(":")[1]) if holder else 0
+
+    claims = LockClaim.objects.by_clock().filter(key_resource=key, version=None, seconds_left__gt=0).order_by("id")
+    lock = ResourceLock.objects.by_clock().filter(pk=key, status="P", seconds_left__gt=0).first()
+    return [process(claim.holder) for claim in claims], process(lock.holder) if lock else 0
+
+
+def close_connections(pipe):
+    connections.close_all()
+
+
+def threads(pipe):
+    return [thread.name for thread in threading.enumerate()]
+
+
+def reap(pipe, *, seconds, using="default", idle_for=None):
+    """Reap, and purge, again and again; return how many locks and shares were taken."""
+    from dlocks.conf import backends
+
+    backend, end, reaped = backends[using], time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        reaped += sum(backend.reap())
+        if idle_for is not None:
+            sum(backend.purge(idle_for))
+    return reaped
+
+
+def waiters(pipe, key):
+    """Return how many claims there are, and how many the lock row has counted."""
+    from dlocks.models import LockClaim, ResourceLock
+
+    rows = ResourceLock.objects.filter(pk=key).values_list("waiters", "shares")
+    return LockClaim.objects.filter(key_resource=key).count(), sum(sum(row) for row in rows)
+
+
+def write_channels(pipe, channel):
+    from dlocks.models import LockClaim
+
+    LockClaim.objects.update(channel=channel)
+
+
+def listens(pipe, *, listening=None):
+    from dlocks.conf import backends
+
+    backend = backends["default"]
+    backend.listening = listening
+    try:
+        return backend.listen("dlocks_test") is not None
+    finally:
+        backend.listening = None
+        backend.close()
+
+
+def read_or_write(pipe, path, key, *, times, write):
+    path = Path(path)
+    for _ in range(times):
+        with db_lock(key, shared=not write, timeout=None):
+            value = int(path.read_text())
+            assert value % 2 == 0, "a writer is at work"
+            if write:
+                path.write_text(str(value + 1))
+                time.sleep(0.001)
+                path.write_text(str(value + 2))
+
+
+def migrate_only(pipe):
+    from django.core.management import call_command
+
+    call_command("migrate", verbosity=0)
+
+
+def wait_and_time_out(pipe, key):
+    """Wait for a key that another thread of this process has; then close this thread's connections."""
+    taken, done = threading.Event(), threading.Event()
+
+    def hold():
+        with db_lock(key):
+            taken.set()
+            done.wait(30)
+        connections.close_all()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait(30)
+    try:
+        db_lock(key, timeout=0.7).acquire().release()
+    except LockError as error:
+        return type(error).__name__
+    finally:
+        done.set()
+        thread.join(30)
+        connections.close_all()
+
+
+def enter_and_leave(pipe, key, *, seconds, **policy):
+    """Take the key and give it back, again and again, through whatever becomes of it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(LockError), db_lock(key, timeout=None, **policy):
+            pass
+
+
+def longest_wait(pipe, key, *, seconds, **policy):
+    end, longest = time.monotonic() + seconds, 0.0
+    while time.monotonic() < end:
+        asked = time.monotonic()
+        hold = db_lock(key, timeout=None, **policy).acquire()
+        longest = max(longest, time.monotonic() - asked)
+        # Lost where this very process was not run for as long as its ttl.
+        with suppress(LockLost):
+            hold.release()
+    return longest
+
+
+def count_several(pipe, directory, keys, *, seed, seconds, scope, **policy):
+    """Add to the counters of some of the keys at a time, in any order; return how often to each."""
+    chance = random.Random(seed)
+    added = dict.fromkeys(keys, 0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        some = chance.sample(keys, chance.randint(2, min(4, len(keys))))
+        with transaction.atomic() if scope == "transaction" else nullcontext(), db_lock(*some, **policy) as held:
+            for key in some:
+                path = Path(directory, key)
+                value, last = map(int, path.read_text().split())
+                assert held.tokens[key] > last, f"token {held.tokens[key]} after {last} of {key}"
+                path.write_text(f"{value + 1} {held.tokens[key]}")
+                added[key] += 1
+    return added
+
+
+def acquire_several(pipe, keys, **policy):
+    held = db_lock(*keys, **policy).acquire()
+    _kept.append(held)
+    return held.tokens
+
+
+def campaign(pipe, name, **policy):
+    """Run an election until told to stop; say what it is told, and return when each lead was seen first and last."""
+    seen = {}
+
+    def told(what):
+        return lambda hold: pipe.say((what, time.monotonic(), hold.token))
+
+    with LeaderElection(name, on_elected=told("elected"), on_deposed=told("deposed"), **policy) as election:
+        told_to_stop = False
+        while not told_to_stop:
+            # Asked first, so that what was said before the end is seen once at least.
+            told_to_stop = pipe.poll()
+            now, token = time.monotonic(), election.token
+            # It led at that moment, if it does now.
+            if token is not None and election.is_leader and election.token == token:
+                seen[token] = (seen.get(token, (now,))[0], now)
+            time.sleep(0.001)
+        pipe.hear()
+    return seen
+
+
+def hold_and_fork(pipe, key, **policy):
+    """Hold a lock, fork a child that lives on, and say its number and what it found about the lock."""
+    held = db_lock(key, **policy).acquire()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = db_lock(key, **policy).try_acquire()
+        os.write(writing, f"{found is None} {held.held}".encode())
+        while True:
+            time.sleep(1)
+    free, has = os.read(reading, 100).decode().split()
+    pipe.say((child, None if free == "True" else "granted", has == "True"))
+    pipe.hear()
+
+
+def echo(desk):
+    """What a process of a crew does in tests: say what it hears, and fail at nothing."""
+    for request in desk:
+        desk.say("" + request)
+
+
+def visit(pipe, port, addresses, each):
+    """Visit each address so often, each with a client of its own at the same time; return what was answered."""
+    answers, mutex = [], threading.Lock()
+
+    def client(address):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        for _ in range(each):
+            connection.request("GET", address)
+            answer = connection.getresponse().read().decode()
+            with mutex:
+                answers.append(int(answer))
+        connection.close()
+
+    clients = [threading.Thread(target=client, args=[address]) for address in addresses]
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join()
+    return answers
+
+
+def take_turns(pipe, key, *, times, **policy):
+    """Take the key so many times; return how often this process had to look whether it was its turn."""
+    from dlocks.conf import backends
+
+    backend, looked = backends["default"], []
+    look = backend.look
+    # An earlier job may have had reason to look.
+    room_of(backend)._looks_until = 0.0
+
+    def counting(claims, *, heard=True):
+        looked.append(claims)
+        return look(claims, heard=heard)
+
+    backend.look = counting
+    try:
+        for _ in range(times):
+            with db_lock(key, timeout=60, **policy):
+                time.sleep(0.001)
+    finally:
+        del backend.look
+    return len(looked)
+
+
+def noted_while_serving(pipe, key):
+    """Take the key three times; return what dlocks has warned of."""
+    noted = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: noted.append(record.getMessage())
+    logging.getLogger("dlocks").addHandler(handler)
+    try:
+        for _ in range(3):
+            with db_lock(key, timeout=20) as held:
+                if key == "stock:7":
+                    deadline = time.monotonic() + 10
+                    while not held.waiting and time.monotonic() < deadline:
+                        time.sleep(0.01)
+    finally:
+        logging.getLogger("dlocks").removeHandler(handler)
+    return noted
+
+
+def whole_cycle(pipe, using):
+    """Do with locks what an application does; return what was done."""
+    from dlocks import db_rwlock, db_semaphore, resume_hold
+
+    done, went_wrong, own = [], [], f"least:{os.getpid()}"
+
+    def wait():
+        try:
+            with db_lock(f"{own}:a", using=using, timeout=5):
+                done.append("waited")
+        except LockError as error:
+            went_wrong.append(error)
+        finally:
+            connections.close_all()
+
+    with db_lock(f"{own}:a", using=using) as held:
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while waiter.is_alive() and not held.waiting:
+            time.sleep(0.005)
+        with db_lock(f"{own}:a", using=using):
+            held.renew()
+            held.check()
+    waiter.join(30)
+    for error in went_wrong:
+        raise error
+    with transaction.atomic(), db_lock(f"{own}:b", using=using):
+        done.append("transaction")
+    with db_lock(f"{own}:c", f"{own}:d", using=using):
+        done.append("several")
+    with db_semaphore(f"{own}:e", 2, using=using) as share, db_rwlock(f"{own}:f", using=using).read():
+        share.renew()
+        done.append("shared")
+    with db_lock(f"{own}:g", using=using) as held, held.atomic():
+        done.append("guarded")
+    resume_hold(db_lock(f"{own}:h", using=using).acquire().detach()).release()
+    history.flush()
+    return done
+
+
+def rights(pipe, name):
+    """Do with rows what is not an application's: return what came of it."""
+    from dlocks import oversight
+    from dlocks.conf import backends
+
+    backend = backends["default"]
+    calls = {
+        "purge": lambda: sum(backend.purge(0)),
+        "reap": lambda: sum(backend.reap()),
+        "forget": lambda: sum(backend.forget(0)),
+        "look": lambda: sum(
+            len(list(oversight.with_claims(backend, page))) for page in oversight.pages(backend, ["held"])
+        ),
+        "clear": lambda: oversight.clear(backend, "held", 1000).pk,
+        "end_share": lambda: oversight.end_share(backend, "shared", 1001).version,
+        "purge_one": lambda: oversight.purge(backend, "old", 1000).pk,
+    }
+    try:
+        return calls[name]()
+    except LockBackendError as error:
+        return f"LockBackendError: {error}"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import re
 import signal
+import tempfile
 import time
 import traceback
+import weakref
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("spawn")
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -28,6 +34,7 @@ class Worker:
         self.process = _context.Process(target=_serve, args=(theirs, environment), daemon=True)
         self.process.start()
         theirs.close()
+        _workers.add(self)
 
     def start(self, job: Any, *args: Any, **kwargs: Any) -> None:
         self.is_idle = False
@@ -52,6 +59,10 @@ class Worker:
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
+        # The signal is sent, and not yet obeyed.
+        deadline = time.monotonic() + 10
+        while _state(self.process.pid) not in "TZ" and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -71,6 +82,30 @@ class Worker:
         self.pipe.close()
 
 
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _stacks(pid: int) -> Path:
+    return Path(os.environ.get("DLOCKS_TEST_DIRECTORY", tempfile.gettempdir()), f"stacks-{pid}")
+
+
+def whereabouts() -> list[str]:
+    """Return where the threads of all processes that work are: a line for each, the innermost call first."""
+    working = [worker for worker in _workers if worker.process.is_alive() and not worker.is_idle]
+    for worker in working:
+        os.kill(worker.process.pid, signal.SIGUSR2)
+    # One that is stopped does not answer.
+    time.sleep(0.5 if working else 0)
+    lines = []
+    for worker in working:
+        with contextlib.suppress(OSError):
+            for stack in re.split(r"\n\n", _stacks(worker.process.pid).read_text()):
+                calls = re.findall(r'/([^/"]+)", line (\d+) in (\w+)', stack)[:9]
+                lines.append(f"process {worker.process.pid}: " + " < ".join(":".join(call) for call in calls))
+    return lines
+
+
 class Pipe:
     """The job's side of the conversation."""
 
@@ -83,10 +118,15 @@ class Pipe:
     def hear(self) -> Any:
         return self._connection.recv()
 
+    def poll(self) -> bool:
+        return self._connection.poll()
+
 
 def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment, DJANGO_SETTINGS_MODULE="tests.settings")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # For whereabouts(); the file is open as long as the process lives.
+    faulthandler.register(signal.SIGUSR2, file=_stacks(os.getpid()).open("w"))
     import django
 
     django.setup()
@@ -105,3 +145,16 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
             connection.send(("error", traceback.format_exc()))
         else:
             connection.send(("done", result))
+
+
+def living(group: int) -> list[Path]:
+    """Return the processes of that group; those that have ended and are only not yet buried do not count."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _parent, process_group, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if state != "Z" and int(process_group) == group:
+            found.append(path)
+    return found

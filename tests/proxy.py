@@ -1,10 +1,11 @@
-"""A TCP proxy on loopback that can swallow the server's next reply and cut the connection."""
+"""A TCP proxy on loopback that can swallow the server's next reply and cut the connection, or let nothing through."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 
 
 class Proxy:
@@ -16,8 +17,13 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self._armed = threading.Event()
         self.swallowed = threading.Event()
+        # While set, nothing comes through, and nobody is told so; afterwards the connections of that time are ended.
+        self.cut = threading.Event()
+        self._closed = False
         self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def swallow(self, text: bytes) -> None:
         """Swallow the reply to the next request that has this text in it."""
@@ -26,19 +32,32 @@ class Proxy:
         self._armed.set()
 
     def close(self) -> None:
-        self._listener.close()
-        for one in self._open:
+        self._closed = True
+        # To close it would not wake up who waits for a connection.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(10)
+        _end(*self._open)
+        for thread in self._threads:
+            thread.join(10)
+        for one in [self._listener, *self._open]:
             one.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    # It is not there just now.
+                    client.close()
+                    continue
                 self._open += [client, server]
                 marked = threading.Event()
-                threading.Thread(target=self._requests, args=(client, server, marked), daemon=True).start()
-                threading.Thread(target=self._replies, args=(server, client, marked), daemon=True).start()
+                for copy, sockets in ((self._requests, (client, server)), (self._replies, (server, client))):
+                    self._threads.append(threading.Thread(target=copy, args=(*sockets, marked), daemon=True))
+                    self._threads[-1].start()
 
     def _requests(self, client: socket.socket, server: socket.socket, marked: threading.Event) -> None:
         with contextlib.suppress(OSError):
@@ -46,6 +65,8 @@ class Proxy:
                 if self._armed.is_set() and self._text in data:
                     self._armed.clear()
                     marked.set()
+                if self._withheld():
+                    break
                 server.sendall(data)
         _end(client, server)
 
@@ -56,8 +77,17 @@ class Proxy:
                     # The statement is done, and committed: its reply goes no further.
                     self.swallowed.set()
                     break
+                if self._withheld():
+                    break
                 client.sendall(data)
         _end(client, server)
+
+    def _withheld(self) -> bool:
+        """Wait for the end of a cut; return whether there was one."""
+        was_cut = self.cut.is_set()
+        while self.cut.is_set() and not self._closed:
+            time.sleep(0.01)
+        return was_cut
 
 
 def _end(*sockets: socket.socket) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import UTC, datetime, timedelta
 
-from dlocks.models import ResourceLock
+from django.db import models
+
+from dlocks.backends.base import UNLIMITED
+from dlocks.models import LockClaim, ResourceLock
 
 OWNER = "0123456789abcdef0123456789abcdef"
 PAST = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -41,3 +45,41 @@ def free(key: str, **fields: object) -> ResourceLock:
 def now(key: str) -> ResourceLock:
     """Return what the row has become, with its state by the clock."""
     return ResourceLock.objects.by_clock().get(pk=key)
+
+
+def claim(key: str, end: datetime, **fields: object) -> LockClaim:
+    """Write a claim in line, or with a version a share, on a key that has a row; count it in there."""
+    version = fields.get("version")
+    values = {
+        "owner": OWNER[:16] + secrets.token_hex(8),
+        "holder": "worker-1:815:MainThread",
+        "owner_ip": "198.51.100.8",
+        "begin_time": PAST,
+        "hold_count": 0 if version is None else 1,
+        "shared": version is not None,
+        "permits": UNLIMITED,
+        "scope": P,
+        "takeover": True,
+        "counted": version is None,
+        "patience": 1_500_000,
+        **fields,
+    }
+    counter = "waiters" if version is None else "shares"
+    ResourceLock.objects.filter(pk=key).update(**{counter: models.F(counter) + 1})
+    return LockClaim.objects.create(key_resource=key, end_time=end, **values)
+
+
+def waits(key: str, **fields: object) -> LockClaim:
+    return claim(key, FUTURE, **fields)
+
+
+def dead(key: str, **fields: object) -> LockClaim:
+    return claim(key, PAST, **fields)
+
+
+def shares(key: str, token: int, **fields: object) -> LockClaim:
+    return claim(key, FUTURE, version=token, **fields)
+
+
+def stale_share(key: str, token: int, **fields: object) -> LockClaim:
+    return claim(key, PAST, version=token, **fields)

@@ -3,20 +3,28 @@ Run the suite on real engines: ``python -m tests.run [ENGINE …] [-- PYTEST ARG
 
 Starts a throwaway server for each engine, gives pytest its address by the environment, and stops it, also when
 interrupted. Without engines: sqlite, postgresql and mariadb. An engine that cannot be started is a failure.
+
+The suite waits more than it computes. So, unless there are arguments for pytest, each engine's is split into shards
+with servers of their own, and all of them run side by side.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections import Counter
 from contextlib import nullcontext
 
 from tests.servers import SERVERS
 
 ENGINES = ("sqlite", "postgresql", "mariadb")
+SHARDS = 2
 
 
 def main(arguments: list[str]) -> int:
@@ -25,12 +33,57 @@ def main(arguments: list[str]) -> int:
     if unknown := set(engines) - set(ENGINES):
         print(f"Unknown engine {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}.", file=sys.stderr)
         return 2
-    # A plain kill must stop the servers too.
+    # A plain kill must stop the servers too. Who is started in the background may have been told to ignore the others,
+    # and so would every process of the tests.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    statuses = {engine: _run(engine, extra) for engine in engines}
-    for engine, status in statuses.items():
-        print(f"{engine}: {'passed' if status == 0 else f'FAILED ({status})'}", flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    statuses = {engine: _run(engine, extra) for engine in engines} if extra else _side_by_side(engines)
+    for name, status in statuses.items():
+        print(f"{name}: {'passed' if status == 0 else f'FAILED ({status})'}", flush=True)
     return max(statuses.values())
+
+
+def _side_by_side(engines: list[str]) -> dict[str, int]:
+    """Run all shards of the engines at once; return how each ended. Every line of theirs gets their name."""
+    began = time.monotonic()
+    processes: dict[str, subprocess.Popen[str]] = {}
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+
+    def read(name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"{name} | {line.rstrip()}", flush=True)
+            if line.startswith(("FAILED ", "ERROR ", "process ")):
+                failures.append(f"{name} | {line.rstrip()}")
+            if re.search(r"\d+ \w+.* in \d+\.\d+s", line):
+                counts.update({what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", line)})
+
+    # The longest first.
+    for engine in sorted(engines, key=ENGINES.index, reverse=True):
+        for part in (f"{number + 1}/{SHARDS}" for number in range(SHARDS)):
+            command = [sys.executable, "-m", "tests.run", engine, "--", "--shard", part]
+            processes[f"{engine} {part}"] = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+    readers = [threading.Thread(target=read, args=item) for item in processes.items()]
+    try:
+        for reader in readers:
+            reader.start()
+        statuses = {name: process.wait() for name, process in processes.items()}
+    except BaseException:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait()
+        raise
+    finally:
+        for reader in readers:
+            reader.join()
+    print(f"{(time.monotonic() - began) / 60:.1f} minutes")
+    print(*failures, sep="\n", end="\n" if failures else "")
+    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed", flush=True)
+    return statuses
 
 
 def _run(engine: str, extra: list[str]) -> int:

@@ -1,5 +1,6 @@
 """The settings of the tests; tests/run.py tells by the environment which engine to use and where it is."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -39,9 +40,10 @@ DATABASES = {
         "TEST": {"CHARSET": "utf8mb4"},
     },
 }
-DATABASES = {"default": DATABASES[ENGINE]}
+DATABASES = {"default": DATABASES[ENGINE], **json.loads(os.environ.get("DLOCKS_TEST_DATABASES", "{}"))}
 
 PESSIMISTIC = "dlocks.backends.database.PessimisticBackend"
+WATCHING = {"expiry": "observed", "ttl": 1.0, "grace": 0.2}
 DLOCKS = {
     "default": {"BACKEND": PESSIMISTIC},
     "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},
@@ -49,9 +51,24 @@ DLOCKS = {
     "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
     "dummy": {"BACKEND": "dlocks.backends.dummy.DummyBackend"},
     # Nothing to wait for after a lease has run out: for tests that are not about the grace.
-    "brisk": {"BACKEND": PESSIMISTIC, "OPTIONS": {"grace": 0, "ttl": 0.6}},
+    "brisk": {"BACKEND": PESSIMISTIC, "OPTIONS": {"grace": 0, "ttl": 2.0}},
+    "watching": {"BACKEND": PESSIMISTIC, "OPTIONS": WATCHING},
+    "watching optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend", "OPTIONS": WATCHING},
+    "watching insert": {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": WATCHING},
     "prefixed": {"BACKEND": PESSIMISTIC, "OPTIONS": {"prefix": "shop:"}},
+    "recorded": {"BACKEND": PESSIMISTIC, "OPTIONS": {"history": True}},
 }
+if ENGINE != "sqlite":
+    DLOCKS["session"] = {
+        "BACKEND": "dlocks.backends.session.SessionBackend",
+        "OPTIONS": {
+            "ttl": float(os.environ.get("DLOCKS_TEST_SESSION_TTL", "30")),
+            "waiting": int(os.environ.get("DLOCKS_TEST_SESSION_WAITING", "8")),
+        },
+    }
+
+# What the tests of other servers add: their addresses are known only then.
+DLOCKS |= json.loads(os.environ.get("DLOCKS_TEST_ALIASES", "{}"))
 
 INSTALLED_APPS = [
     "django.contrib.admin",
@@ -63,8 +80,10 @@ INSTALLED_APPS = [
     "dlocks",
     "tests",
     "example_project.shop",
+    *filter(None, os.environ.get("DLOCKS_TEST_APPS", "").split(",")),
 ]
 MIDDLEWARE = [
+    "tests.middleware.strict_policy",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
@@ -83,7 +102,8 @@ TEMPLATES = [
         },
     }
 ]
-ROOT_URLCONF = "tests.urls"
+# The server that tests start has addresses of its own.
+ROOT_URLCONF = os.environ.get("DLOCKS_TEST_URLS", "tests.urls")
 STATIC_URL = "static/"
 SECRET_KEY = "tests"
 USE_TZ = True

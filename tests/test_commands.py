@@ -74,11 +74,11 @@ class TestListLocks:
         rows.stale("report", hold_count=2)
         rows.free("old")
         header, report, stock = run("list_locks").splitlines()
-        assert header.split() == ["KEY", "STATE", "HOLDER", "IP", "BEGIN", "AGE", "LEFT", "COUNT", "TOKEN"]
+        assert header.split() == ["KEY", "STATE", "HOLDER", "IP", "BEGIN", "AGE", "LEFT", "COUNT", "WAITING", "TOKEN"]
         assert stock.split()[:6] == ["stock:7", "held", "web-1:4711:MainThread", "192.0.2.7", "2020-01-01", "22:04:05"]
         assert report.split()[:2] == ["report", "stale"]
-        assert report.split()[-3].startswith("-")
-        assert report.split()[-2:] == ["2", "1000"]
+        assert report.split()[-4].startswith("-")
+        assert report.split()[-3:] == ["2", "0", "1000"]
         assert len({header.index("STATE"), report.index("stale"), stock.index("held")}) == 1
 
     @pytest.mark.parametrize(
@@ -119,6 +119,8 @@ class TestListLocks:
             "begin_time": "2020-01-02T02:04:05+00:00",
             "end_time": "2190-01-02T03:04:05+00:00",
             "hold_count": 1,
+            "waiting": 0,
+            "sharing": 0,
             "token": 1000,
         }
         assert (never["state"], never["begin_time"], never["owner_ip"]) == ("free", None, None)
@@ -192,7 +194,7 @@ class TestClearLock:
     def test_says_who_had_it_and_clears_it(self):
         """clear_lock --yes names the holder, frees the key, and tells what becomes of the holder."""
         rows.held("stock:7", begin_time=rows.PAST)
-        out = run("clear_lock", "stock:7", "--yes")
+        out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
         assert "'stock:7' is held: web-1:4711:MainThread (192.0.2.7) since 2020-01-01 22:04:05, " in out
         assert " left (token 1000)." in out
         assert "fenced off" in out
@@ -207,7 +209,7 @@ class TestClearLock:
         """At a terminal I am asked, and y clears."""
         rows.held("a")
         asked = answer(reply)
-        run("clear_lock", "a")
+        run("clear_lock", "a", "--reason", "tests")
         assert asked == ["Its holder may still be at work. Clear 'a'? [y/N] "]
         assert rows.now("a").state == "free"
 
@@ -216,7 +218,7 @@ class TestClearLock:
         """Return, n, or Ctrl-D: nothing is changed."""
         rows.held("a")
         answer(reply)
-        assert "nothing is changed" in refused("clear_lock", "a")
+        assert "nothing is changed" in refused("clear_lock", "a", "--reason", "tests")
         assert rows.now("a").version == 1000
 
     def test_nobody_to_ask_is_refused(self):
@@ -248,8 +250,8 @@ class TestClearLock:
         """--stale-only never takes a lock from somebody alive."""
         rows.held("a")
         rows.stale("b")
-        assert "not stale" in refused("clear_lock", "a", "--yes", "--stale-only")
-        run("clear_lock", "b", "--yes", "--stale-only")
+        assert "not stale" in refused("clear_lock", "a", "--yes", "--stale-only", "--reason", "tests")
+        run("clear_lock", "b", "--yes", "--stale-only", "--reason", "tests")
         assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
 
     def test_a_lock_that_changed_hands_while_i_was_asked_is_left(self, answer):
@@ -257,7 +259,7 @@ class TestClearLock:
         rows.stale("a")
         changed = {"version": 1001, "holder": "web-2:5:MainThread", "end_time": rows.FUTURE}
         answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(**changed))
-        message = refused("clear_lock", "a")
+        message = refused("clear_lock", "a", "--reason", "tests")
         assert "taken by another holder meanwhile" in message
         assert "web-2:5:MainThread" in message
         assert rows.now("a").state == "held"
@@ -266,10 +268,10 @@ class TestClearLock:
         """A release meanwhile is not undone and not called a clearing."""
         rows.held("a")
         answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(status="S", end_time=rows.PAST))
-        assert "free already" in refused("clear_lock", "a")
+        assert "free already" in refused("clear_lock", "a", "--reason", "tests")
         answer("y", before=lambda: ResourceLock.objects.filter(pk="b").delete())
         rows.held("b")
-        assert "not there any more" in refused("clear_lock", "b")
+        assert "not there any more" in refused("clear_lock", "b", "--reason", "tests")
 
     def test_a_change_at_the_last_moment_is_seen(self, monkeypatch):
         """Between the last look and the write, the version decides."""
@@ -282,14 +284,14 @@ class TestClearLock:
             return clear(key, version, **options)
 
         monkeypatch.setattr(backend, "clear", late)
-        assert "taken by another holder meanwhile" in refused("clear_lock", "a", "--yes")
+        assert "taken by another holder meanwhile" in refused("clear_lock", "a", "--yes", "--reason", "tests")
         assert rows.now("a").state == "held"
 
     def test_the_prefix_stands_before_the_key(self):
         """--using an alias with a prefix clears the application's key, not its namesake."""
         rows.held("a")
         rows.held("shop:a")
-        run("clear_lock", "a", "--yes", "--using", "prefixed")
+        run("clear_lock", "a", "--yes", "--using", "prefixed", "--reason", "tests")
         assert (rows.now("a").state, rows.now("shop:a").state) == ("held", "free")
 
     def test_odd_keys_are_cleared_and_printed_with_escapes(self):
@@ -305,7 +307,7 @@ def test_the_former_holder_is_fenced_off(elsewhere):
     """Whom I take a lock from cannot renew or give it back, and learns that it is lost."""
     lock = db_lock("a", renew=False)
     hold = lock.acquire()
-    run("clear_lock", "a", "--yes")
+    run("clear_lock", "a", "--yes", "--reason", "tests")
     version = rows.now("a").version
     assert version > hold.token
     with pytest.raises(LockLost):
@@ -400,7 +402,7 @@ class TestEveryCommand:
     def test_every_database_backend(self, command, alias):
         """The backends of the database family share their rows."""
         rows.held("a")
-        run(*command, "--using", alias, *(["--yes"] if command[0] == "clear_lock" else []))
+        run(*command, "--using", alias, *(["--yes", "--reason", "tests"] if command[0] == "clear_lock" else []))
 
     def test_a_database_that_fails(self, command, monkeypatch):
         """A database that cannot be asked is an error in one line."""

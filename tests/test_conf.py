@@ -14,8 +14,9 @@ from django.test import modify_settings, override_settings
 
 from dlocks import db_lock
 from dlocks.backends.database import PessimisticBackend
-from dlocks.checks import check_settings, check_tables
+from dlocks.checks import check_deployment, check_settings, check_tables
 from dlocks.conf import backends
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,11 +46,11 @@ def test_no_settings_at_all_mean_the_default_database():
         ({"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
         (
             {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"tll": 3}},
-            r"'default'.*unknown option 'tll'; MemoryBackend takes grace, prefix, timeout, ttl",
+            r"'default'.*unknown option 'tll'; MemoryBackend takes grace, prefix, slow_hold, slow_wait, timeout, ttl",
         ),
         (
-            {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"expiry": "x"}},
-            r"'expiry'; InsertBackend takes database, grace, prefix, timeout, ttl",
+            {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"expires": "x"}},
+            r"takes database, expiry, grace, history, listen, prefix, prepare, slow_hold, slow_wait, timeout, ttl",
         ),
         (
             {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"ttl": "long"}},
@@ -170,6 +171,63 @@ def test_a_table_that_is_not_innodb_is_an_error_and_a_session_s_isolation_a_warn
             connection.close()
 
 
+@pytest.mark.engine("mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_a_claims_table_that_is_not_innodb_is_an_error():
+    with connection.cursor() as cursor:
+        try:
+            cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = Aria")
+            (found,) = check_tables(databases=["default"])
+            assert (found.id, found.hint) == ("dlocks.E005", "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;")
+        finally:
+            cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = InnoDB")
+
+
+@pytest.mark.engine("mariadb")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("table", "column", "kind"),
+    [
+        ("dlocks_resourcelock", "key_resource", "varchar(255)"),
+        ("dlocks_lockclaim", "key_resource", "varchar(255)"),
+        ("dlocks_lockclaim", "owner", "varchar(32)"),
+    ],
+)
+def test_a_collation_that_takes_two_keys_for_one_is_an_error_with_its_cure(table, column, kind):
+    """Where keys would not be compared byte for byte, the check names the column, and its hint mends it."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} MODIFY {column} {kind} COLLATE utf8mb4_general_ci NOT NULL")
+        (found,) = check_tables(databases=["default"])
+        assert found.id == "dlocks.E006"
+        assert f"{table}.{column}" in found.msg
+        assert "utf8mb4_general_ci" in found.msg
+        cursor.execute(found.hint)
+        assert check_tables(databases=["default"]) == []
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("model", [LockClaim, HoldRecord])
+def test_an_update_that_was_not_migrated_is_warned_of(model):
+    """With the table of an older version only, the check says what to run; before the first migrate it is silent."""
+    table = model._meta.db_table
+    with connection.schema_editor() as editor:
+        editor.alter_db_table(model, table, "dlocks_elsewhere")
+    try:
+        (found,) = check_tables(databases=["default"])
+        assert found.id == "dlocks.W006"
+        assert table in found.msg
+        assert "migrate dlocks --database default" in found.hint
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(ResourceLock, "dlocks_resourcelock", "dlocks_elsewhere_too")
+        assert not ids(check_tables(databases=["default"])) - {"dlocks.W004"}
+    finally:
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(model, "dlocks_elsewhere", table)
+            if "dlocks_elsewhere_too" in connection.introspection.table_names():
+                editor.alter_db_table(ResourceLock, "dlocks_elsewhere_too", "dlocks_resourcelock")
+    assert check_tables(databases=["default"]) == []
+
+
 @pytest.mark.django_db
 def test_migrations_are_complete():
     call_command("makemigrations", "dlocks", "--check", "--dry-run", verbosity=0)
@@ -185,3 +243,20 @@ def test_the_key_is_the_primary_key_and_the_only_index():
         if connection.vendor == "mysql":
             cursor.execute("SHOW FULL COLUMNS FROM dlocks_resourcelock LIKE 'key_resource'")
             assert cursor.fetchone()[2] == "utf8mb4_nopad_bin"
+
+
+@pytest.mark.parametrize(
+    ("kind", "whom"), [("dummy.Dummy", "nobody"), ("memory.Memory", "nobody outside of the process")]
+)
+def test_a_deployment_on_a_backend_for_tests_is_warned_of(kind, whom):
+    with override_settings(DLOCKS={"default": {"BACKEND": f"dlocks.backends.{kind}Backend"}}):
+        (found,) = check_deployment()
+    assert found.id == "dlocks.W007"
+    assert found.msg.endswith(f"and exclude {whom}.")
+
+
+@pytest.mark.parametrize("setting", [None, []])
+def test_a_setting_of_another_kind_is_an_error_of_the_checks_and_no_traceback(setting):
+    with override_settings(DLOCKS=setting):
+        assert ids(check_settings()) == {"dlocks.E002"}
+        assert check_tables(databases=["default"]) == check_deployment() == []

@@ -21,9 +21,10 @@ from django.test import Client
 
 from dlocks import LockTimeout, db_lock
 from example_project.shop import services, views
-from example_project.shop.management.commands.flash_sale import Round
 from example_project.shop.models import Product, Sale
+from example_project.shop.sale import Round
 from example_project.shop.services import ALIASES, LOCKS, NO_LOCK, ROW, TooBusyError, buy
+from tests.processes import living
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -334,22 +335,9 @@ def test_an_interrupted_flash_sale_leaves_no_process_behind(shop, until):
     assert sale.returncode == 130, output
     assert "Interrupted" in output
     assert "Traceback" not in output
-    until(lambda: not _living(sale.pid))
+    until(lambda: not living(sale.pid))
 
 
 def _sales(shop):
     with closing(sqlite3.connect(shop["SHOP_DATABASE"])) as database:
         return database.execute("SELECT count(*) FROM shop_sale").fetchone()[0]
-
-
-def _living(group):
-    """Return the processes of that group; those that have ended and are only not yet buried do not count."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _parent, process_group, *_ = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if state != "Z" and int(process_group) == group:
-            found.append(path)
-    return found

@@ -161,14 +161,14 @@ def test_an_acquire_whose_reply_is_lost_ends_held_by_its_caller(using, server, o
         assert isinstance(worker.call(jobs.try_once, key, using=using), int)
         proxy.swallow(b"begin_time")
         token = worker.call(jobs.acquire, key, using=using)
-        assert proxy.swallowed.is_set()
+        assert proxy.swallowed.wait(10)
         assert isinstance(token, int), token
         assert other.call(jobs.try_once, key, using=using) is None
         assert other.call(jobs.state, key)["version"] == token
         assert worker.call(jobs.check) == "held"
         proxy.swallow(b"DELETE" if using == "insert" else b"hold_count = 0")
         assert worker.call(jobs.release_all) == ["released"]
-        assert proxy.swallowed.is_set()
+        assert proxy.swallowed.wait(10)
         assert other.call(jobs.try_once, key, using=using) > token
     finally:
         proxy.close()
@@ -185,6 +185,45 @@ def test_a_session_killed_by_the_server_is_not_the_user_s_problem(using, server,
     assert worker.call(jobs.release_all) == ["released"]
     admin.call(jobs.kill_other_sessions)
     assert worker.call(jobs.try_once, key, using=using) > token
+
+
+@FAMILY
+def test_a_holder_that_is_cut_off_stops_believing_before_another_one_has_the_key(using, server, on_server):
+    """Nothing comes through, and nobody is told so: it is the holder's own clock that tells."""
+    proxy = Proxy(server.port)
+    try:
+        holder, other = on_server(proxy.port), on_server()
+        key = f"cut off {using}"
+        holder.start(jobs.hold_until_lost, key, using=using, ttl=2.0)
+        first = holder.hear()
+        proxy.cut.set()
+        since = time.monotonic()
+        granted, token = other.call(jobs.wait_quietly, key, using=using, timeout=20)
+        believed = holder.hear()
+        assert since < believed < granted
+        assert granted - since <= 2.0 + 1.0
+        assert token > first
+    finally:
+        proxy.cut.clear()
+        proxy.close()
+
+
+@FAMILY
+def test_a_holder_that_is_cut_off_is_told_in_time_and_keeps_what_it_has_elsewhere(using, server, on_server):
+    """Though its renewal gets no answer, and no driver gives up."""
+    proxy = Proxy(server.port)
+    try:
+        holder = on_server(proxy.port)
+        holder.start(jobs.hold_here_and_elsewhere, f"told {using}", using=using, ttl=2.0)
+        holder.hear()
+        proxy.cut.set()
+        since = time.monotonic()
+        assert since < holder.hear() <= since + 2.0 + 1.0
+        # The other was renewed meanwhile: its ttl has gone by.
+        assert holder.hear() == "held"
+    finally:
+        proxy.cut.clear()
+        proxy.close()
 
 
 # Clocks.

@@ -10,10 +10,11 @@ import time
 import pytest
 from django.db import connection, connections, transaction
 
-from dlocks import LockLost, db_lock
+from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock
 from dlocks.conf import backends
 from dlocks.keeper import keeper
 from dlocks.transactions import Mark
+from dlocks.waiting import WaitingRoom
 from tests import jobs
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -43,7 +44,7 @@ def test_an_inner_rollback_does_not_give_a_left_lease_back(is_busy):
             pass
         with contextlib.suppress(ZeroDivisionError), transaction.atomic():
             1 / 0  # noqa: B018
-        keeper.run(lambda: None)
+        keeper.catch_up()
         hold.settle()
         assert is_busy()
         assert hold.held
@@ -224,6 +225,80 @@ def test_reentrant_false_means_at_the_same_time():
                 pass
 
 
+@FAMILY
+def test_a_lease_that_is_not_renewed_has_its_whole_ttl_after_waiting_in_line_too(using, workers, until):
+    """… and not only the moment for which a key is kept for the next in line."""
+    holder, waiter = workers(2)
+    holder.start(jobs.hold, "stock:7", using=using)
+    first = holder.hear()
+    waiter.start(jobs.acquire_and_tell, "stock:7", using=using, ttl=20, renew=False, timeout=30)
+    until(lambda: backends[using].waiting("stock:7"))
+    holder.tell()
+    assert holder.hear() == "released"
+    token, remaining = waiter.hear()
+    assert token > first
+    assert 15 < remaining <= 20
+    waiter.tell()
+    assert waiter.hear() == "released"
+
+
+@pytest.mark.engine("postgresql")
+async def test_a_turn_that_was_slept_through_is_nobody_s_hold(monkeypatch, workers, elsewhere, until):
+    """A process that hears of its turn and then stands still, until somebody else has the key."""
+    first, second = workers(2)
+    backend = backends["default"]
+    going, look = threading.Event(), WaitingRoom._look
+
+    def look_in_time(room, *, heard):
+        going.wait(30)
+        return look(room, heard=heard)
+
+    going.set()
+    monkeypatch.setattr(WaitingRoom, "_look", look_in_time)
+    first.start(jobs.hold, "stock:7")
+    first.hear()
+    task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())
+    while not elsewhere(backend.waiting, "stock:7"):
+        await asyncio.sleep(0.01)
+    second.start(jobs.hold, "stock:7", timeout=30)
+    until(lambda: elsewhere(backend.waiting, "stock:7") == 2)
+    # The loop does not turn from here on, and the thread that looks after the line has heard and goes no further.
+    going.clear()
+    first.tell()
+    assert first.hear() == "released"
+    token = second.hear()
+    going.set()
+    until(lambda: elsewhere(backend.waiting, "stock:7") == 1)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await asyncio.shield(task)
+    assert not task.done(), "held by two"
+    second.tell()
+    assert second.hear() == "released"
+    hold = await task
+    assert hold.token > token
+    await hold.arelease()
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_key_that_was_waited_for_before_is_refused_at_once_in_sqlite_s_transaction(shared, workers, until):
+    """Its holder could never give it back while the transaction that waits is the one writer."""
+    (holder,) = workers(1)
+    lock = db_rwlock("stock:7", timeout=20).read() if shared else db_lock("stock:7", timeout=20)
+    holder.start(jobs.hold, "stock:7")
+    holder.hear()
+    # Now this process knows that there is a line.
+    with pytest.raises(LockTimeout):
+        db_lock("stock:7", timeout=0.1).acquire()
+    started = time.monotonic()
+    with transaction.atomic(), pytest.raises(LockError, match="cannot be waited for inside a transaction"):
+        lock.acquire()
+    assert time.monotonic() - started < 5
+    holder.tell()
+    assert holder.hear() == "released"
+
+
 # The keeper.
 
 
@@ -235,7 +310,7 @@ def test_a_slow_on_lost_does_not_keep_the_keeper_from_the_others(until):
         leave.wait(30)
 
     first = db_lock("first", using="memory", ttl=0.2, renew=False, on_lost=slow).acquire()
-    with db_lock("second", using="memory", ttl=0.6) as second:
+    with db_lock("second", using="memory", ttl=3) as second:
         assert entered.wait(10)
         deadline = second._deadline
         until(lambda: second._deadline > deadline + 0.5)
@@ -251,11 +326,11 @@ def test_a_backend_s_own_error_does_not_keep_the_keeper_from_the_others(monkeypa
         raise ZeroDivisionError
 
     monkeypatch.setattr(backends["optimistic"], "renew", fail)
-    with db_lock("second", using="memory", ttl=0.6) as second, pytest.raises(LockLost):
+    with db_lock("second", using="memory", ttl=3) as second, pytest.raises(LockLost):
         with db_lock("first", using="optimistic", ttl=1.0) as first:
             deadline = second._deadline
             until(lambda: not first.held)
-            assert second._deadline > deadline
+            until(lambda: second._deadline > deadline)
             assert second.held
     assert len(tries) < 20
 
@@ -277,10 +352,77 @@ def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch, until):
         until(lambda: hold._deadline > deadline)
 
 
+@pytest.fixture
+def desks_fail(monkeypatch, until):
+    """Return a function that lets the threads of desks fail to start: so many times, or until it is called again."""
+    start, left = threading.Thread.start, 0
+
+    def begin(thread):
+        nonlocal left
+        if thread.name == "dlocks-desk" and left > 0:
+            left -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def fail(times):
+        nonlocal left
+        left = times
+        return lambda: left == 0
+
+    until(lambda: not any(thread.name == "dlocks-desk" for thread in threading.enumerate()))
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    yield fail
+    left = 0
+
+
+def test_a_desk_whose_thread_could_not_be_started_is_tried_again(desks_fail, until):
+    with db_lock("stock:7", using="memory", ttl=2.4) as hold:
+        failed, deadline = desks_fail(1), hold._deadline
+        until(failed)
+        until(lambda: hold._deadline > deadline)
+
+
+def test_a_desk_that_cannot_be_started_costs_no_other_its_holds(desks_fail, until, settings):
+    memory = settings.DLOCKS["memory"]
+    settings.DLOCKS = {f"memory {number}": memory for number in range(6)}
+    healthy = [db_lock("stock:7", using=using, ttl=0.9).acquire() for using in settings.DLOCKS]
+    began = [hold._deadline for hold in healthy]
+    until(lambda: all(hold._deadline > deadline for hold, deadline in zip(healthy, began, strict=True)))
+    settings.DLOCKS = {**settings.DLOCKS, "new": memory}
+    desks_fail(1000)
+    with pytest.raises(LockLost), db_lock("stock:7", using="new", ttl=3) as sick:
+        until(lambda: not sick.held)
+    for hold in healthy:
+        hold.release()
+
+
+def test_what_a_desk_could_not_be_started_for_is_not_done_later(desks_fail):
+    """Or else a key would be taken for somebody who was told that it is not."""
+    taken, failed = [], desks_fail(1)
+    with pytest.raises(RuntimeError, match="new thread"):
+        keeper.run(lambda: taken.append("stock:7"), backends["memory"])
+    assert failed()
+    keeper.run(lambda: None, backends["memory"])
+    assert not taken
+
+
+def test_a_chore_for_which_a_desk_could_not_be_started_is_done_later(desks_fail, until):
+    done, failed = [], desks_fail(1)
+
+    def chore():
+        done.append(1)
+
+    keeper.later(chore, 0.0, backends["memory"])
+    until(failed)
+    until(lambda: done)
+    until(lambda: chore not in keeper._chores)
+    assert done == [1]
+
+
 async def test_holds_acquired_together_are_renewed(until):
     """gather() wraps each in a task of its own, which is done as soon as it has acquired."""
 
-    locks = [db_lock(key, using="memory", ttl=0.6) for key in ("a", "b")]
+    locks = [db_lock(key, using="memory", ttl=3) for key in ("a", "b")]
     holds = await asyncio.gather(*(lock.aacquire() for lock in locks))
     deadlines = [hold._deadline for hold in holds]
     while not all(hold._deadline > deadline for hold, deadline in zip(holds, deadlines, strict=True)):

@@ -11,12 +11,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from django.db import transaction
+from django.db import connection, connections, transaction
 
 import dlocks
-from dlocks import LockError, db_lock
+from dlocks import LockError, LockTimeout, db_lock
+from dlocks.conf import backends
 from dlocks.holds import holds_by_caller
 from dlocks.keeper import keeper
+from dlocks.models import LockClaim, ResourceLock
+from dlocks.waiting import room_of
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -180,3 +183,125 @@ def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
         if hold is not None:
             hold.release()
         assert is_free()
+
+
+class TimeLimitExceededError(Exception):
+    """As Celery's handler of SIGUSR1 raises its own."""
+
+
+@pytest.mark.engine("mariadb")
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, TimeLimitExceededError])
+@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+def test_a_signal_before_the_answer_was_read_leaves_nothing_taken_and_no_answer_to_the_next(
+    using, interrupt, monkeypatch, is_free
+):
+    """mysqlclient sees the signal when the statement is done, and its answer is still on the wire."""
+    from MySQLdb.cursors import Cursor
+
+    lock = db_lock("stock:7", using=using)
+    with lock:
+        pass
+    read, number = Cursor._do_get_result, 0
+    for number in range(20):
+        left = number
+
+        def interrupted(cursor, session):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                monkeypatch.setattr(Cursor, "_do_get_result", read)
+                raise interrupt
+            return read(cursor, session)
+
+        monkeypatch.setattr(Cursor, "_do_get_result", interrupted)
+        try:
+            with lock:
+                pass
+        except interrupt:
+            assert is_free(using)
+        else:
+            monkeypatch.setattr(Cursor, "_do_get_result", read)
+            break
+    assert number >= 2
+
+
+@pytest.mark.engine("mariadb")
+def test_a_connection_that_somebody_else_has_left_out_of_step_is_made_anew():
+    """A statement of the application's own was interrupted before its answer was read."""
+    with db_lock("stock:7"):
+        pass
+    connection.connection.query("SELECT 1")
+    with db_lock("stock:7") as hold:
+        assert hold.held
+
+
+# In line.
+
+
+@pytest.fixture
+def held_elsewhere():
+    """Return a context manager within which another thread has the key."""
+
+    @contextlib.contextmanager
+    def hold(using="default"):
+        taken, done = threading.Event(), threading.Event()
+
+        def run():
+            try:
+                with db_lock("stock:7", using=using, timeout=30):
+                    taken.set()
+                    done.wait(60)
+            finally:
+                connections.close_all()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert taken.wait(30)
+        try:
+            yield done.set
+        finally:
+            done.set()
+            thread.join(30)
+
+    return hold
+
+
+def leaves_no_claim(where, until):
+    until(lambda: not LockClaim.objects.exists())
+    assert not list(room_of(backends["default"])._waiters), where
+    assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists(), where
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("scope", ["lease", "shared"])
+def test_an_interrupt_at_any_line_of_a_wait_that_comes_to_nothing_leaves_no_place_in_line(scope, held_elsewhere, until):
+    """Also while the attempt is being given up."""
+    lock = db_lock("stock:7", timeout=0.02, shared=scope == "shared")
+    with held_elsewhere():
+        for number in range(0, 3000, 3):
+            with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt, LockTimeout):
+                lock.acquire()
+            if interrupter.where is None:
+                break
+            leaves_no_claim(f"{interrupter.where}, line {number}", until)
+    assert 50 < number < 2990
+
+
+@pytest.mark.timeout(280)
+def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothing(held_elsewhere, until, is_free):
+    lock = db_lock("stock:7", timeout=30)
+    for number in range(0, 3000, 5):
+        hold = None
+        with held_elsewhere() as let_go:
+            timer = threading.Timer(0.01, let_go)
+            timer.start()
+            with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+                hold = lock.acquire()
+            timer.join()
+        if interrupter.where is None:
+            hold.release()
+            break
+        leaves_no_claim(f"{interrupter.where}, line {number}", until)
+        assert not list(keeper._holds), interrupter.where
+        assert is_free()
+    assert 50 < number < 2990

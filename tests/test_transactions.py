@@ -319,6 +319,17 @@ def test_a_lease_forced_inside_such_a_transaction_is_warned_of(level, isolation)
 # A lease inside a transaction.
 
 
+@pytest.mark.engine("postgresql")
+@FAMILY
+def test_a_lease_forced_inside_a_transaction_begins_when_it_is_taken(using):
+    """Not when the transaction began, which is what now() would say: its lease would be over too soon."""
+    with transaction.atomic():
+        Counter.objects.count()
+        with db_lock("stock:7", using=using, scope="lease"), connection.cursor() as cursor:
+            cursor.execute("SELECT begin_time > now() AND end_time > now() + '30 s' FROM dlocks_resourcelock")
+            assert cursor.fetchall() == [(True,)]
+
+
 @SERVERS
 @FAMILY
 def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_commit(using, is_busy):
@@ -540,3 +551,20 @@ def test_backends_tell_where_the_caller_stands():
     with transaction.atomic():
         assert backend.in_transaction()
     assert not backend.in_transaction()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_lease_left_in_a_transaction_that_failed_and_again_in_a_second_one_is_kept_until_that_ends(is_busy, until):
+    lock = db_lock("stock:7", scope="lease")
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        with lock as first:
+            pass
+        raise ZeroDivisionError
+    with transaction.atomic():
+        with lock as second:
+            pass
+        # What the keeper does when it looks at what was left in the first.
+        first.settle()
+        second.settle()
+        assert is_busy()
+    until(lambda: not is_busy())

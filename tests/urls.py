@@ -6,5 +6,7 @@ from tests import views
 urlpatterns = [
     path("admin/", admin.site.urls),
     path("increment/", views.increment),
+    path("aincrement/", views.aincrement),
+    path("gathered/", views.gathered),
     path("shop/", include("example_project.shop.urls")),
 ]

@@ -14,6 +14,7 @@ class DummyBackend(BaseBackend):
     """Grants every claim at once."""
 
     exclusive: ClassVar[bool] = False
+    supports_handover: ClassVar[bool] = True
 
     def __init__(self, alias: str, **options: Any) -> None:
         super().__init__(alias, **options)
@@ -30,6 +31,9 @@ class DummyBackend(BaseBackend):
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         return True
+
+    def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
+        return Grant(next(self._tokens))
 
     def holder(self, key: str) -> Holder | None:
         return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from dlocks import clock
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
@@ -27,6 +27,8 @@ class _Entry:
 class MemoryBackend(BaseBackend):
     """Excludes the threads and tasks of one process from each other. ``time`` may be replaced, to turn a clock."""
 
+    supports_handover: ClassVar[bool] = True
+
     def __init__(self, alias: str, **options: Any) -> None:
         super().__init__(alias, **options)
         self.time: Callable[[], float] = clock.now
@@ -36,15 +38,15 @@ class MemoryBackend(BaseBackend):
     def acquire(self, claim: Claim) -> Grant | None:
         with self._mutex:
             entry = self._entries.get(claim.key)
-            token = time.time_ns() // 1000
+            token, takeover = time.time_ns() // 1000, False
             if entry is not None:
                 if entry.processing and entry.claim.owner == claim.owner:
                     return Grant(entry.token)
                 if not self._free(entry, claim):
                     return None
-                token = max(token, entry.token + 1)
+                token, takeover = max(token, entry.token + 1), entry.processing
             self._entries[claim.key] = _Entry(claim, self.time() + claim.ttl, datetime.now(UTC), token)
-            return Grant(token)
+            return Grant(token, takeover=takeover)
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         with self._mutex:
@@ -71,6 +73,15 @@ class MemoryBackend(BaseBackend):
             entry.processing, entry.count = False, 0
             entry.ends_at = self.time() + keep
             return True
+
+    def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
+        with self._mutex:
+            entry = self._live(claim) or self._live(successor)
+            if entry is None:
+                return None
+            entry.claim, entry.ends_at, entry.count = successor, self.time() + successor.ttl, 1
+            entry.since, entry.token = datetime.now(UTC), max(time.time_ns() // 1000, entry.token + 1)
+            return Grant(entry.token)
 
     def holder(self, key: str) -> Holder | None:
         with self._mutex:

@@ -27,3 +27,27 @@ class Sale(models.Model):
 
     def __str__(self) -> str:
         return f"{self.product} to {self.buyer}"
+
+
+class FlashSale(models.Model):
+    """
+    A flash sale that the page has begun: what was chosen, and how it goes.
+
+    ``rounds`` are those of ``shop.sale``, as dictionaries; the last one may be going on.
+    """
+
+    PROCESSES = 4
+
+    locks = models.JSONField()
+    stock = models.PositiveIntegerField()
+    buyers = models.PositiveIntegerField()
+    rounds = models.JSONField(default=list)
+    trouble = models.TextField(blank=True)
+    begun = models.DateTimeField(auto_now_add=True)
+    ended = models.DateTimeField(null=True)
+
+    class Meta:
+        ordering = ("-pk",)
+
+    def __str__(self) -> str:
+        return f"Flash sale {self.pk}: {self.stock} pieces, {self.buyers} buyers"

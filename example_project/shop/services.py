@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from django.db import OperationalError, connection, transaction
 
 from dlocks import db_lock
+from dlocks.conf import backends
 from example_project.shop.models import Product, Sale
 
-# What keeps buyers apart, and the alias of DLOCKS behind it.
-ALIASES = {"pessimistic": "default", "optimistic": "optimistic", "insert": "insert"}
+# What keeps buyers apart, by the name of its backend, and the alias of DLOCKS behind it.
+ALIASES = {
+    backends.settings[alias]["BACKEND"].rpartition(".")[2].removesuffix("Backend").lower(): alias
+    for alias in ("default", "optimistic", "insert")
+    if alias in backends.settings
+}
+USUAL = next(iter(ALIASES))
 NO_LOCK = "none"
 ROW = "row"
 LOCKS = (NO_LOCK, *ALIASES, ROW)
@@ -45,7 +51,7 @@ class Purchase:
         return self.waited >= SHORTEST_WAIT
 
 
-def buy(product_id: int, buyer: str, lock: str = "pessimistic", *, timeout: float = 30.0) -> Purchase:
+def buy(product_id: int, buyer: str, lock: str = USUAL, *, timeout: float = 30.0) -> Purchase:
     """
     Sell one piece of a product.
 

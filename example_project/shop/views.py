@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.contrib import messages
 from django.db.models import Count
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
-from django.views.decorators.http import require_GET, require_POST
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from dlocks import LockTimeout
-from example_project.shop import services
-from example_project.shop.models import Product
+from example_project.shop import backstage, services
+from example_project.shop.forms import FlashSaleForm
+from example_project.shop.models import FlashSale, Product
+from example_project.shop.plots import plots
+from example_project.shop.sale import TITLES, Round
+from example_project.shop.services import NO_LOCK
 
 # How many seconds a customer waits for a page while others buy.
 PATIENCE = 2.0
@@ -37,3 +44,46 @@ def buy(request: HttpRequest, product_id: int) -> HttpResponse:
     else:
         messages.success(request, f"You have bought “{product}”.")
     return redirect("shop:index")
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+def flash_sale(request: HttpRequest) -> HttpResponse:
+    last = FlashSale.objects.first()
+    form = FlashSaleForm(
+        request.POST if request.method == "POST" else None,
+        initial={"stock": last.stock, "buyers": last.buyers, "locks": last.locks} if last else None,
+        label_suffix="",
+    )
+    if form.is_valid():
+        try:
+            backstage.begin(**form.cleaned_data)
+        except LockTimeout as busy:
+            since = f", begun at {busy.holder.since:%H:%M:%S} UTC" if busy.holder and busy.holder.since else ""
+            messages.warning(request, f"A sale is going on already{since}. Yours was not begun: one at a time.")
+        return redirect("shop:flash_sale")
+    return render(request, "shop/flash_sale.html", {"form": form, **_latest()})
+
+
+@require_GET
+@never_cache
+def flash_sale_now(request: HttpRequest) -> HttpResponse:
+    """The part of the page that changes while a sale goes on."""
+    return render(request, "shop/_sale.html", _latest())
+
+
+def _latest() -> dict[str, Any]:
+    sale = FlashSale.objects.first()
+    if sale is None:
+        return {"sale": None}
+    # Asked before: a sale that ends in between is seen as ended next time.
+    going_on = backstage.is_going_on(sale)
+    sale.refresh_from_db()
+    rounds = [Round(**one) for one in sale.rounds]
+    return {
+        "sale": sale,
+        "going_on": going_on and sale.ended is None,
+        "rounds": list(zip(rounds, plots(rounds), strict=True)),
+        "to_come": [TITLES[lock] for lock in sale.locks[len(rounds) :]],
+        "kept": all(one.complaint is None for one in rounds if one.lock != NO_LOCK),
+        "oversold": sum(one.oversold for one in rounds),
+    }

@@ -14,42 +14,33 @@ itself keeps everybody else away from it. No statement here waits for a row that
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
-from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
+from django.db.utils import Error
 
+from dlocks import clock
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
-from dlocks.backends.database.dialects import KEY, Dialect, dialect_of
+from dlocks.backends.database.dialects import KEY
+from dlocks.backends.database.line import PERSISTENT_FOR, STOPPED_FOR, Entrance
+from dlocks.backends.database.observing import Observations
+from dlocks.backends.database.prepared import Reply
+from dlocks.backends.database.records import Records
+from dlocks.backends.database.several import Several
+from dlocks.backends.database.statements import FREE_BY_CLOCK, GRANT, MICROSECONDS
+from dlocks.backends.database.tending import BATCH, STALE, Tending
 from dlocks.exceptions import LockBackendError, LockError, LockStale
 
-T = TypeVar("T")
-
-MICROSECONDS = 1_000_000
-
-# How often a statement that only lost against another one is sent again.
-CONTENTION_TRIES = 8
-
-# How long SQLite may wait for its one writer within a single attempt: enough for somebody's short write.
-SQLITE_PATIENCE_MS = 100
-
-# Rows that one statement of reaping, purging or renewing touches at most.
-BATCH = 1000
-
-GRANT = (
-    "status = %(status)s, owner = %(owner)s, holder = %(holder)s, owner_ip = %(owner_ip)s, begin_time = {now}, "
-    "end_time = {end}, hold_count = 1, version = {token}"
-)
-CLEAR = "status = 'F', owner = '', hold_count = 0, end_time = {now}, version = {token}"
-STALE = "status = 'P' AND end_time <= {now}"
+# How often a key that looks free is tried in one attempt.
+FREE_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,59 +50,184 @@ class Row:
     free: bool
     stale: bool
     version: int
+    # Free, but others share the key, or stand in line before the claim.
+    blocked: bool
+    # When the lease ends, in microseconds since 1970.
+    ends: int
 
 
-class DatabaseBackend(BaseBackend):
-    """What the backends of the database family share. ``database`` is an alias of DATABASES, and always written to."""
+class DatabaseBackend(Several, Tending, Records, BaseBackend):
+    """
+    What the backends of the database family share. ``database`` is an alias of DATABASES, and always written to.
+
+    ``listen`` says whether the server tells waiting claims of their turn: by NOTIFY on PostgreSQL, by ending a sleep on
+    MariaDB and MySQL. By default it does where the session is the process's own; behind a pooler, and on SQLite,
+    processes look instead. ``prepare`` says whether PostgreSQL prepares the statements that a session sends often, by
+    default in the same places. ``history`` says whether each hold that ends becomes a row of the history.
+
+    ``expiry`` says how others know that a holder is gone: by the database's ``"clock"``, at the end of its lease; or
+    ``"observed"``, once the row has been the same for ttl and grace on the clock of the process that waits. That
+    cannot be fooled by a clock that is stepped, takes that long from when somebody began to wait, and only waiters can
+    do it. All processes have to have it alike, and no claim's ttl may be longer than the backend's.
+    """
 
     supports_transactions: ClassVar[bool] = True
-    supports_clearing: ClassVar[bool] = True
+    supports_handover: ClassVar[bool] = True
+    supports_guard: ClassVar[bool] = True
 
-    def __init__(self, alias: str, *, database: str = "default", **options: Any) -> None:
+    def __init__(
+        self,
+        alias: str,
+        *,
+        database: str = "default",
+        listen: bool | None = None,
+        prepare: bool | None = None,
+        history: bool = False,
+        expiry: str = "clock",
+        **options: Any,
+    ) -> None:
         super().__init__(alias, **options)
+        if not isinstance(database, str):
+            raise TypeError(f"database must be an alias of DATABASES, not {database!r}")
+        for name, value in (("listen", listen), ("prepare", prepare)):
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(f"{name} must be True, False or None, not {value!r}")
+        if not isinstance(history, bool):
+            raise TypeError(f"history must be True or False, not {history!r}")
+        if expiry not in {"clock", "observed"}:
+            raise ValueError(f"expiry must be 'clock' or 'observed', not {expiry!r}")
         self.database = database
+        self.listening = listen
+        self.prepare = prepare
+        self.history = history
+        self._crowded: set[str] = set()
+        self._asked: set[str] = set()
+        self._entrance = Entrance()
+        self.expiry = expiry
+        if expiry == "observed":
+            self.observations = Observations(self.ttl + self.grace)
+
+    @property
+    def tells_leases(self) -> bool:  # type: ignore[override]
+        return self.observations is None
 
     # The waist.
 
     def acquire(self, claim: Claim) -> Grant | None:
+        if claim.shared:
+            if (grant := self._share(claim)) is None:
+                self._refuse(claim, None)
+            return grant
+        self._asked.add(claim.key)
+        try:
+            return self._acquire(claim)
+        finally:
+            self._asked.discard(claim.key)
+
+    def _acquire(self, claim: Claim) -> Grant | None:
         token, row = self._take(claim)
         if token is None and row is None:
-            self._create(claim)
+            self._create(claim.key)
             token, row = self._take(claim)
+        if token is None and row is not None and row.blocked and self._unblock(claim.key):
+            # They were dead, or it was their turn and is over.
+            token, row = self._take(claim)
+        if token is None and row is not None and row.stale and claim.takeover and self.observations is not None:
+            # By what was seen, not by the clock.
+            end = partial(self._end_silent, claim.key, row.version, row.ends)
+            if self.outside(end) if self.in_transaction() and not self.dialect.one_writer else end():
+                token, _ = self._take(claim)
         if token is not None:
-            return Grant(token)
+            return Grant(token, takeover=row is not None and row.stale)
         self._refuse(claim, row)
         return None
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         left: dict[str, float] = {}
-        for ttl in {claim.ttl for claim in claims}:
-            alike = [claim for claim in claims if claim.ttl == ttl]
+        for ttl, shared in {(claim.ttl, claim.shared) for claim in claims}:
+            alike = [claim for claim in claims if (claim.ttl, claim.shared) == (ttl, shared)]
             for start in range(0, len(alike), BATCH):
-                left |= self._renew(alike[start : start + BATCH], ttl)
+                left |= self._renew(alike[start : start + BATCH], ttl, shared)
         return left
 
     def recount(self, claim: Claim, count: int) -> bool:
+        if claim.shared:
+            sql = f"UPDATE {{claims}} SET hold_count = %(count)s WHERE owner = %(owner)s AND {self._live_share}"
+            return self._count(self._text(sql), {"owner": claim.owner, "count": count}) == 1
         where = f"{KEY} AND owner = %(owner)s"
         if claim.scope == "lease":
             # In transaction scope the row is written as free already; while it is this owner's it is held.
-            where += " AND status = 'P' AND end_time > {now}"
+            where += f" AND {self._live}"
         return self._write(claim, "hold_count = %(count)s", where, {"count": count})
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        if claim.scope == "transaction" and not claim.shared and self.in_transaction():
+            if self.connection.needs_rollback:
+                # It is given back by that.
+                return True
+            return self._release_on_commit(claim, failed=failed, keep=keep)
+        if not claim.shared:
+            crowded = not keep and claim.key in self._crowded
+            if crowded and self._hand_over(claim, failed=failed):
+                return True
+            if self._release_at_once(claim, failed=failed, keep=keep):
+                self._crowded.discard(claim.key)
+                return True
+            # Somebody waits, or the claim has something else to give back.
+            if not keep and not crowded and self._hand_over(claim, failed=failed):
+                return True
+        return self._leave(claim, failed=failed, keep=keep)
+
+    def _release_at_once(self, claim: Claim, *, failed: bool, keep: float) -> bool:
+        """Give the key back in one statement, where nobody waits for it."""
         assignments = f"status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
         parameters = {"status": "F" if failed else "S", "keep": round(keep * MICROSECONDS)}
-        # A crash of the server may forget a lease's release; then the lease runs out, that is all. In a transaction
-        # of the caller's the durability is the caller's.
-        forgettable = not keep and claim.scope == "lease" and self.connection.vendor == "postgresql"
-        returning = " RETURNING set_config('synchronous_commit', 'off', true)" if forgettable else ""
-        return self._write(claim, assignments, f"{KEY} AND owner = %(owner)s", parameters, returning)
+        where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
+        # A crash of the server may forget a lease's release; then the lease runs out, that is all.
+        sql = self._sql(self.dialect.compare_and_swap, assignments, where) + ("" if keep else self.dialect.forgettable)
+        parameters |= {"key": claim.key, "owner": claim.owner}
+        return self._count(sql, parameters, locked=lambda: 0) == 1
+
+    def _release_on_commit(self, claim: Claim, *, failed: bool, keep: float) -> bool:
+        dialect = self.dialect
+        assignments = f"status = %(status)s, hold_count = 0, end_time = {dialect.after('keep')}{dialect.count_in}"
+        parameters = {"status": "F" if failed else "S", "keep": round(keep * MICROSECONDS)}
+        return self._write(claim, assignments, f"{KEY} AND owner = %(owner)s", parameters, dialect.tell_first)
+
+    def pin(self, claim: Claim, database: str) -> bool:
+        there = self if database == self.database else copy.copy(self)
+        there.database = database
+        return there._pin(claim)
+
+    def _pin(self, claim: Claim) -> bool:
+        # Written, not only locked: a row lock is not seen by the other nodes of a Galera cluster.
+        parameters = {"key": claim.key, "owner": claim.owner, "ttl": round(claim.ttl * MICROSECONDS)}
+        if claim.shared:
+            # Whoever looks for shares that ended passes over one that is locked.
+            mine = "owner = %(owner)s AND version > 0"
+            return (
+                self._count(self._text(f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE {mine}"), parameters)
+                == 1
+            )
+        mine = f"{KEY} AND owner = %(owner)s AND status = 'P'"
+        sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
+        return bool(self._insist(lambda: self._count(sql, parameters), claim.key, mine, parameters))
+
+    def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
+        # Of the successor too: of an exchange whose reply was lost.
+        where = f"{KEY} AND owner IN (%(owner)s, %(predecessor)s) AND {self._live}"
+        sql = self._sql(self.dialect.compare_and_swap, GRANT, where) + self.dialect.returning
+        parameters = {**self._parameters(successor), "predecessor": claim.owner}
+        token = self._insist(lambda: self._granted(sql, parameters), claim.key, where, parameters)
+        return None if token is None else Grant(token)
 
     def holder(self, key: str) -> Holder | None:
         from dlocks.models import LockState, ResourceLock
 
         rows = ResourceLock.objects.using(self.database).by_clock().filter(pk=key).values()
-        row: Any = self._run(lambda cursor: rows.first())
+        row: Any = self._run(lambda *_: rows.first())
+        if row is not None and row["state"] == LockState.FREE and row["shares"]:
+            row = self._first_share(key)
         if row is None or row["state"] == LockState.FREE:
             return None
         return Holder(
@@ -125,15 +241,14 @@ class DatabaseBackend(BaseBackend):
             stale=row["state"] == LockState.STALE,
         )
 
-    def in_transaction(self) -> bool:
-        connection = self.connection
-        if connection.in_atomic_block:
-            return True
-        if connection.connection is None:
-            return not connection.settings_dict["AUTOCOMMIT"]
-        return not connection.autocommit
+    def _first_share(self, key: str) -> Any:
+        from dlocks.models import LockClaim
 
-    @property
+        shares = LockClaim.objects.using(self.database).by_clock().filter(key_resource=key, version__isnull=False)
+        # One that is held rather than one that is stale.
+        return self._run(lambda *_: shares.order_by("state", "id").values().first())
+
+    @cached_property
     def identity(self) -> str:
         return f"database {self.database}"
 
@@ -145,11 +260,26 @@ class DatabaseBackend(BaseBackend):
             )
         return None
 
+    def keeps_shares(self) -> bool:
+        # In a TestCase nobody else is there to wait, and what would be committed would stay for the next test.
+        return self.in_transaction() and (
+            self.dialect.one_writer
+            or any(getattr(block, "_from_testcase", False) for block in self.connection.atomic_blocks)
+        )
+
     def lease_refused(self) -> str | None:
-        if self.connection.vendor == "sqlite" and self.in_transaction():
+        if self.dialect.one_writer and self.in_transaction():
             return (
                 f"SQLite has one writer, and the transaction open on {self.database!r} may be it: a lease could not "
                 "be written beside it. Take the lock before the transaction, or leave out scope='lease'."
+            )
+        return None
+
+    def ttl_refused(self, ttl: float) -> str | None:
+        if self.observations is not None and ttl > self.ttl:
+            return (
+                f"With expiry='observed' others watch a row for the ttl of the backend, which is {self.ttl:g} s, and"
+                " would take a longer lease for ended. Raise OPTIONS['ttl'], in all processes."
             )
         return None
 
@@ -161,68 +291,15 @@ class DatabaseBackend(BaseBackend):
 
         return check_database_backend(self)
 
-    # Seeing to what was left behind.
-
-    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
-        """
-        Make a key free and fence its holder off, if its version is still the one that was seen.
-
-        Return False when it is not, when the key is locked by a transaction, or with ``stale_only`` not stale.
-        """
-        where = f"{KEY} AND version = %(version)s"
-        if stale_only:
-            where += " AND " + STALE
-        sql = self._sql(self.dialect.update, CLEAR, where)
-        with self._briefly():
-            return self._count(sql, {"key": key, "version": version}, locked=lambda: 0) == 1
-
-    def reap(self, *, dry_run: bool = False) -> Iterator[int]:
-        """Make stale rows free, as failed, batch by batch; yield the number of each batch."""
-        where = f"{STALE} AND end_time <= {{grace}}"
-        for keys, parameters in self._batches("P"):
-            parameters["grace"] = -round(self.grace * MICROSECONDS)
-            yield self._sweep(self.dialect.update, CLEAR, f"{keys} AND {where}", parameters, dry_run)
-
-    def purge(self, idle_for: float, *, dry_run: bool = False) -> Iterator[int]:
-        """Delete rows that have been free for so many seconds, batch by batch; yield the number of each batch."""
-        # Only once the clock has passed the version: the next row's begins at the clock and must be larger.
-        where = "status <> 'P' AND end_time <= {idle} AND version < {ticks}"
-        for keys, parameters in self._batches("S", "F"):
-            parameters["idle"] = -round(idle_for * MICROSECONDS)
-            yield self._sweep(self.dialect.delete, "", f"{keys} AND {where}", parameters, dry_run)
-
-    def _batches(self, *statuses: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        # By ranges of the primary key: there is no index on what changes, and no lock is taken to look.
-        from dlocks.models import ResourceLock
-
-        rows = ResourceLock.objects.using(self.database).order_by("pk").values_list("pk", "status")
-        last = ""
-        while True:
-            page = self._run(lambda cursor, last=last: list(rows.filter(pk__gt=last)[:BATCH]))  # type: ignore[misc]
-            if not page:
-                return
-            last = page[-1][0]
-            if keys := [key for key, status in page if status in statuses]:
-                yield self._one_of("key_resource", keys)
-
-    def _sweep(
-        self, statement: Callable[..., str], assignments: str, where: str, parameters: dict[str, Any], dry_run: bool
-    ) -> int:
-        if dry_run:
-            sql = self._sql(lambda table, where: f"SELECT COUNT(*) FROM {table} WHERE {where}", where)
-            return int(self._rows(sql, parameters)[0][0])
-        pieces = (assignments, where) if assignments else (where,)
-        return self._count(self._sql(statement, *pieces), parameters)
-
     # Taking a row.
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
-        """Return the token of the grant, or else what was seen of the row: None when there is none."""
+        """Return the token of the grant, or None, and what was seen of the row before, if there was a need to look."""
         raise NotImplementedError
 
-    def _grant(self, claim: Claim, *conditions: str, **parameters: Any) -> int | None:
-        """Write the row to be this claim's where it is free, and return the token."""
-        where = " AND ".join([KEY, f"({self._free(claim)})", *conditions])
+    def _grant(self, claim: Claim, *conditions: str, stale: bool = False, **parameters: Any) -> int | None:
+        """Write the row to be this claim's where it was given back, or is ``stale``, and return the token."""
+        where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
         statement = self.dialect.update
         if claim.scope == "transaction" and self.dialect.read_committed:
             where += f" AND {self.dialect.read_committed}"
@@ -232,6 +309,21 @@ class DatabaseBackend(BaseBackend):
         if claim.scope == "transaction" and self.dialect.locks_in_passing:
             return self._granted_or_undone(sql, self._parameters(claim) | parameters)
         return self._granted(sql, self._parameters(claim) | parameters)
+
+    def _grant_or_take_over(self, claim: Claim) -> tuple[int | None, Row | None]:
+        # In two steps, so that a takeover is known to be one; the second is rarely needed.
+        if (token := self._grant(claim)) is not None:
+            return token, None
+        row = self._look(claim)
+        for number in range(FREE_TRIES):
+            if row is None or not row.free:
+                return None, row
+            if (token := self._grant(claim, stale=True)) is not None:
+                return token, row
+            # Free, and yet not to be had: somebody looks at the row just then, or a transaction that goes on has it.
+            time.sleep(random.uniform(0, 0.001 * 2**number))  # noqa: S311 (jitter)
+            row = self._look(claim)
+        return None, row
 
     def _granted_or_undone(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
         """Grant inside a savepoint, and go back to it where that came to nothing, so that no row stays locked."""
@@ -247,15 +339,13 @@ class DatabaseBackend(BaseBackend):
             raise self._failure(error) from error
 
     def _granted(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
-        def grant(cursor: Any) -> int | None:
-            cursor.execute(sql, parameters)
-            return self.dialect.granted(cursor)
-
+        if not self.dialect.one_writer:
+            return self.dialect.granted(self._ask(sql, parameters, locked=_nothing))
         with self._briefly():
             try:
-                return self._run(grant, locked=lambda: None)
+                return self.dialect.granted(self._ask(sql, parameters, locked=_nothing))
             except LockBackendError as error:
-                if self.in_transaction() and self.connection.vendor == "sqlite":
+                if self.in_transaction():
                     error.add_note("Set OPTIONS['transaction_mode'] = 'IMMEDIATE' for this database.")
                 raise
 
@@ -264,24 +354,29 @@ class DatabaseBackend(BaseBackend):
         self._refuse_snapshot(claim)
         sql = self._sql(
             lambda table, free, stale: (
-                f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1 ELSE 0 END, version"
-                f" FROM {table} WHERE {KEY}"
+                f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1 ELSE 0 END, version,"
+                f" CASE WHEN {FREE_BY_CLOCK} AND (waiters > 0 OR shares > 0) THEN 1 ELSE 0 END,"
+                f" {self.dialect.ticks_of('end_time')} FROM {table} WHERE {KEY}"
             ),
-            self._free(claim),
-            STALE,
+            self._free(claim, stale=True),
+            STALE if self.observations is None else "status = 'P'",
         )
-        for free, stale, version in self._rows(sql, self._parameters(claim)):
-            return Row(bool(free), bool(stale), version)
+        asked_at = clock.now()
+        for free, stale, version, blocked, ends in self._rows(sql, self._parameters(claim)):
+            if stale and self.observations is not None:
+                stale = self.observations.note(claim.key, (version, ends), asked_at) <= 0
+            return Row(bool(free), bool(stale), version, bool(blocked), int(ends))
         return None
 
-    def _create(self, claim: Claim) -> None:
+    def _unblock(self, key: str) -> bool:
+        """Let the line move on; return whether nobody is in the way any more."""
+        if self.in_transaction() and not self.dialect.one_writer:
+            return self.outside(partial(self.move_on, key))
+        return self.move_on(key)
+
+    def _create(self, key: str) -> None:
         """Make the row, free, in a statement committed by itself: an open insert would make everybody wait."""
-        connection = self.connection
-        # In a TestCase nobody else is there to wait, and what would be committed would stay for the next test.
-        inside = self.in_transaction() and (
-            connection.vendor == "sqlite"
-            or any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
-        )
+        inside = self.keeps_shares()
         at_once, term = ("", "") if inside else (self.dialect.at_once, "{at_once_term}")
         before, after = self.dialect.insert_or_ignore
         sql = self._sql(
@@ -290,7 +385,7 @@ class DatabaseBackend(BaseBackend):
 
         def create() -> int:
             with self._briefly():
-                return self._count(sql, {"key": claim.key}, locked=lambda: 0)
+                return self._count(sql, {"key": key}, locked=lambda: 0)
 
         if self.in_transaction() and not inside:
             self.outside(create)
@@ -326,66 +421,54 @@ class DatabaseBackend(BaseBackend):
                 "SQLite has one writer, so its holder could never give it back. Take the lock before the transaction."
             )
 
-    def _renew(self, claims: Sequence[Claim], ttl: float) -> dict[str, float]:
-        keys, key_parameters = self._one_of("key_resource", [claim.key for claim in claims])
+    def _renew(self, claims: Sequence[Claim], ttl: float, shared: bool) -> dict[str, float]:
         owners, owner_parameters = self._one_of("owner", [claim.owner for claim in claims])
-        mine = f"{keys} AND {owners} AND status = 'P' AND end_time > {{now}}"
+        if shared:
+            return self._renew_shares(owners, owner_parameters, ttl)
+        keys, key_parameters = self._one_of("key_resource", [claim.key for claim in claims])
+        mine = f"{keys} AND {owners} AND {self._live}"
         parameters = {"ttl": round(ttl * MICROSECONDS), **key_parameters, **owner_parameters}
-        sql = self._sql(self.dialect.update, "end_time = {end}", mine)
+        sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
         with self._briefly():
             renewed = self._count(sql, parameters, locked=lambda: -1)
         if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
+        if self.observations is not None:
+            return self._renew_each(claims, ttl)
         # Some are lost, or were locked just now: an own transaction may pin the row. What stands, stands.
         left = self.dialect.seconds_until("end_time")
         sql = self._sql(lambda table, where: f"SELECT owner, {left} FROM {table} WHERE {where}", mine)
         return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}
 
-    # Statements.
+    def _renew_each(self, claims: Sequence[Claim], ttl: float) -> dict[str, float]:
+        """Renew one by one where no clock tells what is left: a claim whose row is locked has what it had."""
+        left: dict[str, float] = {}
+        mine = f"{KEY} AND owner = %(owner)s AND {self._live}"
+        for claim in claims:
+            parameters = {"key": claim.key, "owner": claim.owner, "ttl": round(ttl * MICROSECONDS)}
+            sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
+            with self._briefly():
+                if self._count(sql, parameters, locked=lambda: 0) == 1:
+                    left[claim.owner] = ttl
+                    continue
+            if self._rows(self._text(f"SELECT 1 FROM {{locks}} WHERE {mine}"), parameters):
+                left[claim.owner] = 0.0
+        return left
 
-    @property
-    def connection(self) -> BaseDatabaseWrapper:
-        return connections[self.database]
+    def _renew_shares(self, owners: str, parameters: Mapping[str, Any], ttl: float) -> dict[str, float]:
+        parameters = {"ttl": round(ttl * MICROSECONDS), **parameters}
+        with self._briefly():
+            sql = self._text(f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE {owners} AND {self._live_share}")
+            renewed = self._count(sql, parameters, locked=lambda: -1)
+        if self.observations is not None:
+            sql = self._text(f"SELECT owner FROM {{claims}} WHERE {owners} AND {self._live_share}")
+            # All that stand, or none where one was locked: then they have what they had.
+            return {owner: ttl if renewed >= 0 else 0.0 for (owner,) in self._rows(sql, parameters)}
+        left = self.dialect.seconds_until("end_time")
+        sql = self._text(f"SELECT owner, {left} FROM {{claims}} WHERE {owners} AND {self._live_share}")
+        return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}
 
-    @property
-    def dialect(self) -> Dialect:
-        connection = self.connection
-        if connection.vendor == "mysql" and "mysql_server_data" not in vars(connection):
-            # Which of the two it is, the server is asked once; that may fail as any statement may.
-            try:
-                return dialect_of(connection)
-            except Error as error:
-                if connection.connection is None or self.in_transaction():
-                    raise self._failure(error) from error
-                connection.close()
-        try:
-            return dialect_of(connection)
-        except Error as error:
-            raise self._failure(error) from error
-
-    @property
-    def table(self) -> str:
-        try:
-            from dlocks.models import ResourceLock
-        except RuntimeError as error:
-            raise ImproperlyConfigured("Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.") from error
-        return self.connection.ops.quote_name(ResourceLock._meta.db_table)
-
-    def _sql(self, statement: Callable[..., str], *pieces: str) -> str:
-        dialect = self.dialect
-        fragments = {
-            "{now}": dialect.now,
-            "{ticks}": dialect.ticks,
-            "{at_once_term}": dialect.at_once_term,
-            "{token}": dialect.token(),
-            "{end}": dialect.after("ttl"),
-            "{grace}": dialect.after("grace"),
-            "{idle}": dialect.after("idle"),
-        }
-        sql = statement(self.table, *pieces)
-        for name, fragment in fragments.items():
-            sql = sql.replace(name, fragment)
-        return sql
+    # The holder's own row.
 
     def _write(
         self, claim: Claim, assignments: str, where: str, parameters: Mapping[str, Any], returning: str = ""
@@ -394,30 +477,49 @@ class DatabaseBackend(BaseBackend):
         parameters = {"key": claim.key, "owner": claim.owner, **parameters}
         if claim.scope == "transaction":
             # Locked by this transaction already, unless the server has rolled it back meanwhile.
-            return self._count(self._sql(self.dialect.update, assignments, where), parameters) == 1
-        sql = self._sql(self.dialect.compare_and_swap, assignments, where) + returning
-        mine = self._sql(lambda table: f"SELECT {self.dialect.seconds_until('end_time')} FROM {table} WHERE {where}")
-        for number in range(CONTENTION_TRIES):
-            if self._count(sql, parameters, locked=lambda: 0) == 1:
-                return True
-            # Not there, or locked: for a moment by a renewal or a look, or by a transaction that goes on.
-            left = self._rows(mine, parameters)
-            if not left:
-                return False
-            time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
-        if float(left[0][0]) <= 0:
-            # It ran out, and a transaction that has not ended is taking it over.
-            return False
-        raise LockBackendError(
-            f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
-        )
+            sql = self._sql(self.dialect.update, assignments, where) + self._text(returning)
+            return self._count(sql, parameters) == 1
+        sql = self._sql(self.dialect.compare_and_swap, assignments, where)
+        write = partial(self._count, sql, parameters, locked=lambda: 0)
+        return bool(self._insist(write, claim.key, where, parameters, taken_over=True))
 
-    def _free(self, claim: Claim) -> str:
+    def _insist(
+        self,
+        write: Callable[[], int | None],
+        key: str,
+        where: str,
+        parameters: Mapping[str, Any],
+        *,
+        taken_over: bool = False,
+    ) -> int | None:
+        """Write the holder's own row, which others lock for moments; return None where it is the holder's no more."""
+        began = time.monotonic()
+        looking = self._text(f"SELECT {self.dialect.seconds_until('end_time')} FROM {{locks}} WHERE {where}")
+        for number in itertools.count():
+            if written := write():
+                return written
+            # Not there, or locked: for a moment by a renewal, a look, or a step of the line, or by a transaction that
+            # goes on.
+            left = self._rows(looking, parameters)
+            if not left:
+                return None
+            if time.monotonic() > began + (PERSISTENT_FOR if float(left[0][0]) > 0 else STOPPED_FOR):
+                break
+            time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
+        if taken_over and self.observations is None and float(left[0][0]) <= 0:
+            # It ran out, and a transaction that has not ended is taking it over.
+            return None
+        raise LockBackendError(f"The row of {key!r} on database {self.database!r} is locked by another transaction.")
+
+    def _free(self, claim: Claim, *, stale: bool) -> str:
         free = "(status <> 'P' AND end_time <= {now})"
-        if claim.takeover:
-            free += " OR (status = 'P' AND end_time <= {grace})"
-        # The claim's own earlier grant, whose reply was lost.
-        return free + " OR (status = 'P' AND owner = %(owner)s)"
+        if stale and claim.takeover:
+            free = f"({free} OR (status = 'P' AND end_time <= {{grace}}))"
+        free += " AND shares = 0"
+        if claim.fair:
+            free += " AND waiters = 0"
+        # The claim's own earlier grant, whose reply was lost; or kept for it, since its turn has come.
+        return free + " OR ((status = 'P' OR end_time > {now}) AND owner = %(owner)s)"
 
     def _parameters(self, claim: Claim) -> dict[str, Any]:
         in_transaction = claim.scope == "transaction"
@@ -429,91 +531,12 @@ class DatabaseBackend(BaseBackend):
             "owner": claim.owner,
             "holder": claim.holder[:255],
             "owner_ip": claim.owner_ip,
-            "grace": -round(self.grace * MICROSECONDS),
+            "grace": self._grace,
         }
 
-    def _one_of(self, column: str, values: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        names = {f"{column}_{number}": value for number, value in enumerate(values)}
-        return f"{column} IN ({', '.join(f'%({name})s' for name in names)})", names
 
-    def _rows(self, sql: str, parameters: Mapping[str, Any]) -> Any:
-        def fetch(cursor: Any) -> Any:
-            cursor.execute(sql, parameters)
-            return cursor.fetchall()
-
-        return self._run(fetch)
-
-    def _count(
-        self,
-        sql: str,
-        parameters: Mapping[str, Any],
-        *,
-        locked: Callable[[], int] | None = None,
-    ) -> int:
-        """Return the number of rows that the statement changed."""
-
-        def count(cursor: Any) -> int:
-            cursor.execute(sql, parameters)
-            return int(cursor.rowcount)
-
-        return self._run(count, locked=locked)
-
-    def _run(self, work: Callable[[Any], T], *, locked: Callable[[], T] | None = None) -> T:
-        """
-        Do one statement's work; outside a transaction, again when it only lost a race or its connection was dead.
-
-        ``locked`` answers for a row that another transaction has. Every statement of this module may be sent twice.
-        """
-        connection = self.connection
-        ours = not self.in_transaction()
-        tries, reconnected = 0, False
-        while True:
-            try:
-                with connection.cursor() as cursor:
-                    return work(cursor)
-            except Error as error:
-                if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
-                    raise self._failure(error) from error
-                if locked is not None and isinstance(error, DatabaseError) and self.dialect.is_locked(error):
-                    return locked()
-                if isinstance(error, DatabaseError) and self.dialect.is_contention(error) and tries < CONTENTION_TRIES:
-                    tries += 1
-                    time.sleep(random.uniform(0, 0.002 * 2**tries))  # noqa: S311 (jitter)
-                    continue
-                if (
-                    isinstance(error, (OperationalError, InterfaceError))
-                    and connection.connection is not None
-                    and not reconnected
-                    and not connection.is_usable()
-                ):
-                    connection.close()
-                    reconnected = True
-                    continue
-                raise self._failure(error) from error
-
-    def _failure(self, error: Error) -> LockBackendError:
-        return LockBackendError(
-            f"Database {self.database!r} could not be asked about a lock: {type(error).__name__}: {error}"
-        )
-
-    @contextmanager
-    def _briefly(self) -> Iterator[None]:
-        """Bound what SQLite waits for its one writer; elsewhere no statement waits."""
-        connection = self.connection
-        if connection.vendor != "sqlite" or self.in_transaction():
-            yield
-            return
-        try:
-            connection.ensure_connection()
-        except Error as error:
-            raise self._failure(error) from error
-        raw = connection.connection
-        ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
-        raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
-        try:
-            yield
-        finally:
-            raw.execute(f"PRAGMA busy_timeout = {usual}")
+def _nothing() -> Reply:
+    return Reply([], 0)
 
 
 class _NothingGrantedError(Exception):
@@ -524,8 +547,7 @@ class PessimisticBackend(DatabaseBackend):
     """Lock the row, then write it: the default."""
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
-        token = self._grant(claim)
-        return token, None if token is not None else self._look(claim)
+        return self._grant_or_take_over(claim)
 
 
 class OptimisticBackend(DatabaseBackend):
@@ -551,10 +573,10 @@ class OptimisticBackend(DatabaseBackend):
         row = self._look(claim)
         if row is None or not row.free:
             return None, row
-        return self._swap(claim, row.version), row
+        return self._swap(claim, row.version, stale=row.stale), row
 
-    def _swap(self, claim: Claim, version: int) -> int | None:
-        token = self._grant(claim, "version = %(version)s", version=version)
+    def _swap(self, claim: Claim, version: int, *, stale: bool = False) -> int | None:
+        token = self._grant(claim, "version = %(version)s", stale=stale, version=version)
         if token is not None:
             # A bet that nobody else takes the key before this process does again; lost bets cost a read.
             if len(self._versions) >= self._REMEMBERED:
@@ -571,30 +593,25 @@ class InsertBackend(DatabaseBackend):
     two holds. Giving back needs the right to DELETE.
     """
 
+    # Its rows come and go one by one.
+    acquire_all = BaseBackend.acquire_all
+    release_all = BaseBackend.release_all
+    supports_fencing: ClassVar[bool] = False
+
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
         if claim.scope == "lease":
             # Elsewhere an insert could wait for a transaction that has the row.
             row = None if self.connection.vendor == "sqlite" else self._look(claim)
             if row is None and (token := self._insert(claim)) is not None:
-                return self._token_of_own_row(claim, token), None
-        token = self._grant(claim)
-        return token, None if token is not None else self._look(claim)
+                # Drawn before the row was there: somebody else may have had the key, and a larger token, in between.
+                # SQLite's was drawn under the lock of the one writer.
+                return (token if self.connection.vendor == "sqlite" else self._draw_again(claim)), None
+        return self._grant_or_take_over(claim)
 
-    def _token_of_own_row(self, claim: Claim, first: int) -> int:
-        """Draw the token again, now that the row is this claim's."""
-        if self.connection.vendor == "sqlite":
-            # Drawn under the lock of the one writer.
-            return first
-        # The first was drawn before the row was there: somebody else may have had the key, and a larger token, in
-        # between.
-        for number in range(CONTENTION_TRIES):
-            if (token := self._grant(claim)) is not None:
-                return token
-            # Locked for a moment by somebody who looks whether it is free.
-            time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
-        raise LockBackendError(
-            f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
-        )
+    def _draw_again(self, claim: Claim) -> int | None:
+        """Return the token of a row that is this claim's, or None where it is so no more."""
+        mine = f"{KEY} AND owner = %(owner)s"
+        return self._insist(lambda: self._grant(claim), claim.key, mine, {"key": claim.key, "owner": claim.owner})
 
     def _insert(self, claim: Claim) -> int | None:
         if self.connection.vendor == "mysql":
@@ -611,19 +628,23 @@ class InsertBackend(DatabaseBackend):
             if self.connection.in_atomic_block and not keep:
                 transaction.on_commit(partial(self._delete, claim), using=self.database, robust=True)
             return super().release(claim, failed=failed, keep=keep)
-        return (not keep and self._delete(claim)) or super().release(claim, failed=failed, keep=keep)
+        if not keep and self._delete(claim):
+            self._crowded.discard(claim.key)
+            return True
+        return super().release(claim, failed=failed, keep=keep)
 
     def _delete(self, claim: Claim) -> bool:
         # Only once the clock has passed the token, or the next row could be given the same one.
-        sql = self._sql(self.dialect.delete, f"{KEY} AND owner = %(owner)s AND version < {{ticks}}")
+        sql = self._sql(
+            self.dialect.delete, f"{KEY} AND owner = %(owner)s AND version < {{ticks}} AND waiters = 0 AND shares = 0"
+        )
         parameters = {"key": claim.key, "owner": claim.owner}
         sent = 0
 
-        def delete(cursor: Any) -> int:
+        def delete(connection: BaseDatabaseWrapper, in_transaction: bool) -> int:
             nonlocal sent
             sent += 1
-            cursor.execute(sql, parameters)
-            return int(cursor.rowcount)
+            return self._execute(connection, in_transaction, sql, parameters).changed
 
         if self._run(delete) == 1:
             return True

@@ -6,13 +6,16 @@ Parameters are named, since the engines want them in different orders. ``{after}
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
+
+from dlocks.backends.database.prepared import Reply
 
 if TYPE_CHECKING:
     from django.db import DatabaseError
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.utils import Error
 
 KEY = "key_resource = %(key)s"
 
@@ -39,18 +42,66 @@ class Dialect:
     # words before it, and a term that adds nothing to a number in it.
     at_once = ""
     at_once_term = ""
+    # The end of a SELECT that locks rows, unless another transaction has them.
+    for_update = " FOR UPDATE SKIP LOCKED"
+    # The same for who waits a second for them at most, in the engine's own line.
+    for_update_in_turn = for_update
+    # The same for who waits for whoever has them: a single statement, or another step of the same key.
+    for_update_patiently = " FOR UPDATE"
+    # The end of a statement that a crash of the server may forget, when it need not be flushed then.
+    forgettable = ""
+    # What, selected in a short transaction, has the server end it when its client falls silent.
+    bound = ""
+    # At the release within a transaction: what counts those in line in, who came while the row was locked, and what
+    # tells the first of them on commit.
+    count_in = ""
+    tell_first = ""
+    # What in one trip puts claims into line, each a ``queue_row``, and counts them in: for each it returns the owner,
+    # the place's number, whether the key is free, and the clock. Owner and number are NULL when others had the lock row
+    # just then. And what hands a key to the first in line, where the lock row is as ``{condition}`` says: it returns
+    # whether there was one, and how many wait; where there is nobody the key is given back, or with ``{if_taken}``
+    # nothing is done. Neither returns a row when it was not done. ``{row_wait}`` is for how long, where the engine can
+    # bound that, the lock row is waited for.
+    queue = ""
+    queue_row = ""
+    hand_over = ""
+    if_taken = ""
+    # What wakes the process that listens on a channel, where telling is no part of a statement.
+    wake = ""
+    # Whether a transaction that writes has the whole database to itself.
+    one_writer = False
+
+    def typed(self, parameter: str, of: str) -> str:
+        """Return a parameter whose type the engine has to be told where rows are put together."""
+        return parameter
 
     def after(self, parameter: str) -> str:
         """Return the moment that many microseconds from now."""
+        raise NotImplementedError
+
+    def after_column(self, column: str) -> str:
+        """Return the moment that as many microseconds from now as the column has."""
         raise NotImplementedError
 
     def seconds_until(self, column: str) -> str:
         """Return the seconds from now until the moment in ``column``, as a float."""
         raise NotImplementedError
 
-    def token(self) -> str:
+    def ticks_of(self, column: str) -> str:
+        """Return the moment in ``column`` as microseconds since 1970."""
+        raise NotImplementedError
+
+    def later_than(self, column: str) -> str:
+        """Return the earliest moment that is later than the one in ``column``."""
+        raise NotImplementedError
+
+    def next_version(self) -> str:
         """Return the next version: one more, or the clock where that is larger."""
         return f"{self.greatest}(version + 1, {self.ticks})"
+
+    def token(self) -> str:
+        """Return the next version, for a statement that writes and tells it."""
+        return self.next_version()
 
     def update(self, table: str, assignments: str, where: str) -> str:
         """Return the statement that locks the rows that are not locked by another transaction, and writes them."""
@@ -64,11 +115,9 @@ class Dialect:
         """Return the cheapest statement, outside a transaction, that writes one row or at once does not."""
         return self.update(table, assignments, where)
 
-    def granted(self, cursor: Any) -> int | None:
+    def granted(self, reply: Reply) -> int | None:
         """Return the token that a granting statement wrote, or None when it wrote nothing."""
-        # All rows: a statement that is not finished keeps SQLite's write lock.
-        rows = cursor.fetchall()
-        return int(rows[0][0]) if rows else None
+        return int(reply.rows[0][0]) if reply.rows else None
 
     def is_contention(self, error: DatabaseError) -> bool:
         """Tell whether the statement only lost against another one, so that it may be sent again."""
@@ -76,6 +125,14 @@ class Dialect:
 
     def is_locked(self, error: DatabaseError) -> bool:
         """Tell whether the statement was refused because another transaction has the row."""
+        return False
+
+    def is_out_of_step(self, error: Error) -> bool:
+        """Tell whether the connection, not the statement, is in disorder, and nobody can use it any more."""
+        return False
+
+    def ends_transaction(self, error: DatabaseError) -> bool:
+        """Tell whether the server has rolled back the whole transaction: what comes next would be in a new one."""
         return False
 
 
@@ -89,12 +146,73 @@ class PostgreSQL(Dialect):
 
     # An insert that meets a row which an open transaction has written waits for that transaction, ON CONFLICT or not.
     at_once_term = " + 0 * length(set_config('lock_timeout', '50ms', true))"
+    count_in = (
+        ", waiters = waiters + (SELECT COUNT(*) FROM {claims} AS alone"
+        " WHERE alone.key_resource = %(key)s AND alone.version IS NULL AND NOT alone.counted"
+        " AND alone.end_time > {now})"
+    )
+    tell_first = (
+        " RETURNING (SELECT pg_notify(channel, 'free ' || %(key)s) FROM (SELECT channel FROM {claims} AS first"
+        " WHERE first.key_resource = %(key)s AND first.version IS NULL AND first.end_time > {now} AND channel <> ''"
+        " ORDER BY id LIMIT 1) AS told)"
+    )
+    # The lock row is waited for a moment, since others only count themselves in.
+    queue = (
+        "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', '5ms', true),"
+        " set_config('synchronous_commit', 'off', true)),"
+        " head AS MATERIALIZED (SELECT key_resource, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free"
+        " FROM bound, {locks} WHERE key_resource = %(key)s AND (owner NOT IN ({owners}) OR {free_by_clock})"
+        " FOR UPDATE OF {locks}),"
+        " mine AS (INSERT INTO {claims} ({columns}) {rows} ON CONFLICT (owner) DO NOTHING RETURNING owner, id),"
+        " counted AS (UPDATE {locks} SET waiters = waiters + (SELECT COUNT(*) FROM mine) FROM head"
+        " WHERE {locks}.key_resource = head.key_resource AND EXISTS (SELECT 1 FROM mine))"
+        " SELECT owner, id, 0, {ticks} FROM mine"
+    )
+    queue_row = "SELECT {values} FROM head WHERE free = 0"
+    hand_over = (
+        "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', '{row_wait}', true)),"
+        " head AS MATERIALIZED (SELECT key_resource FROM bound, {locks} WHERE key_resource = %(key)s"
+        " AND {condition} AND shares = 0 FOR UPDATE OF {locks}),"
+        " first AS MATERIALIZED (SELECT id, shared FROM {claims} WHERE key_resource = (SELECT key_resource FROM head)"
+        " AND version IS NULL AND end_time > {now} ORDER BY id LIMIT 1),"
+        # It may have waited for the lock row, and who was first then may have left the line since.
+        " taken AS (DELETE FROM {claims} WHERE id = (SELECT id FROM first WHERE NOT shared)"
+        " AND version IS NULL AND end_time > {now}"
+        " RETURNING owner, holder, owner_ip, scope, counted, patience, channel)"
+        " UPDATE {locks} SET status = COALESCE(taken.scope, %(status)s), owner = COALESCE(taken.owner, {locks}.owner),"
+        " holder = COALESCE(taken.holder, {locks}.holder),"
+        " owner_ip = CASE WHEN taken.owner IS NULL THEN {locks}.owner_ip ELSE taken.owner_ip END,"
+        " begin_time = CASE WHEN taken.owner IS NULL THEN begin_time ELSE {now} END,"
+        " end_time = {now} + COALESCE(taken.patience, 0) * interval '1 microsecond',"
+        " hold_count = CASE WHEN taken.owner IS NULL THEN 0 ELSE 1 END,"
+        " version = CASE WHEN taken.owner IS NULL THEN version ELSE {next_version} END,"
+        " waiters = GREATEST(waiters - CASE WHEN taken.counted THEN 1 ELSE 0 END, 0)"
+        " FROM head LEFT JOIN taken ON TRUE WHERE {locks}.key_resource = head.key_resource{if_taken}"
+        " RETURNING taken.owner IS NOT NULL, waiters, CASE WHEN taken.channel <> '' THEN pg_notify(taken.channel,"
+        " taken.owner || CASE WHEN taken.scope = 'P' THEN ' ' || version || ' '"
+        " || (EXTRACT(EPOCH FROM end_time) * 1000000)::bigint ELSE '' END) END"
+    )
+    forgettable = " RETURNING set_config('synchronous_commit', 'off', true)"
+    if_taken = " AND taken.owner IS NOT NULL"
+    bound = "set_config('idle_in_transaction_session_timeout', '2000', true)"
+
+    def typed(self, parameter: str, of: str) -> str:
+        return f"{parameter}::{of}"
 
     def after(self, parameter: str) -> str:
         return f"(clock_timestamp() + %({parameter})s * interval '1 microsecond')"
 
+    def after_column(self, column: str) -> str:
+        return f"(clock_timestamp() + {column} * interval '1 microsecond')"
+
     def seconds_until(self, column: str) -> str:
         return f"EXTRACT(EPOCH FROM {column} - clock_timestamp())::double precision"
+
+    def ticks_of(self, column: str) -> str:
+        return f"(EXTRACT(EPOCH FROM {column}) * 1000000)::bigint"
+
+    def later_than(self, column: str) -> str:
+        return f"({column} + interval '1 microsecond')"
 
     def update(self, table: str, assignments: str, where: str) -> str:
         return f"UPDATE {table} SET {assignments} WHERE {self._picked(table, where)}"
@@ -136,12 +254,21 @@ class MySQL(Dialect):
     def after(self, parameter: str) -> str:
         return f"(UTC_TIMESTAMP(6) + INTERVAL %({parameter})s MICROSECOND)"
 
+    def after_column(self, column: str) -> str:
+        return f"(UTC_TIMESTAMP(6) + INTERVAL {column} MICROSECOND)"
+
     def seconds_until(self, column: str) -> str:
         return f"TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {column}) / 1e6"
 
+    def ticks_of(self, column: str) -> str:
+        return f"TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {column})"
+
+    def later_than(self, column: str) -> str:
+        return f"({column} + INTERVAL 1 MICROSECOND)"
+
     def token(self) -> str:
         # LAST_INSERT_ID(value) comes back in the reply to the statement itself.
-        return f"LAST_INSERT_ID({super().token()})"
+        return f"LAST_INSERT_ID({self.next_version()})"
 
     def update(self, table: str, assignments: str, where: str) -> str:
         return f"UPDATE {self._picked(table, where)} SET {assignments}"
@@ -157,15 +284,72 @@ class MySQL(Dialect):
             f" FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON key_resource = picked"
         )
 
-    def granted(self, cursor: Any) -> int | None:
-        return int(cursor.lastrowid) if cursor.rowcount else None
+    # A short transaction sent as one packet: a client that is stopped in the middle of it cannot keep the key. An
+    # UPDATE of joined tables would write them by way of a temporary one, at five times the cost.
+    queue = (
+        "START TRANSACTION;"
+        " SELECT COUNT(*) INTO @dlocks_done FROM {locks} FORCE INDEX (PRIMARY) WHERE key_resource >= %(key)s"
+        " AND key_resource <= %(key)s AND NOT {free_by_clock} AND owner NOT IN ({owners}) FOR UPDATE SKIP LOCKED;"
+        " INSERT IGNORE INTO {claims} ({columns}) {rows};"
+        # In a variable, which a log of statements has the value of.
+        " SET @dlocks_count = ROW_COUNT();"
+        " UPDATE {locks} SET waiters = waiters + @dlocks_count WHERE key_resource = %(key)s AND @dlocks_done = 1;"
+        " COMMIT;"
+        # No row where the turn of one of them has come meanwhile, and no other is there.
+        " SELECT mine.owner, mine.id, head.free, {ticks}"
+        " FROM (SELECT owner, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free FROM {locks}"
+        " WHERE key_resource = %(key)s) AS head LEFT JOIN {claims} AS mine ON mine.owner IN ({owners})"
+        " WHERE mine.id IS NOT NULL OR head.owner NOT IN ({owners})"
+    )
+    queue_row = "SELECT {values} FROM DUAL WHERE @dlocks_done = 1"
+    hand_over = (
+        "START TRANSACTION;"
+        " SELECT COUNT(*) INTO @dlocks_done FROM {locks} FORCE INDEX (PRIMARY) WHERE key_resource >= %(key)s"
+        " AND key_resource <= %(key)s AND {condition} AND shares = 0 FOR UPDATE SKIP LOCKED;"
+        # Of aggregates, so that they are NULL where there is none.
+        " SELECT MAX(id), MAX(owner), MAX(holder), MAX(owner_ip), MAX(scope), MAX(counted), MAX(patience),"
+        " MAX(channel) INTO @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope, @dlocks_counted,"
+        " @dlocks_patience, @dlocks_channel FROM {claims} WHERE @dlocks_done = 1 AND NOT shared AND id = (SELECT"
+        " MIN(first.id) FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS NULL"
+        " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR UPDATE;"
+        " DELETE FROM {claims} WHERE id = @dlocks_id;"
+        " UPDATE {locks} SET status = COALESCE(@dlocks_scope, %(status)s), owner = COALESCE(@dlocks_owner, owner),"
+        " holder = COALESCE(@dlocks_holder, holder),"
+        " owner_ip = IF(@dlocks_id IS NULL, owner_ip, @dlocks_ip),"
+        " begin_time = IF(@dlocks_id IS NULL, begin_time, {now}),"
+        " end_time = {now} + INTERVAL COALESCE(@dlocks_patience, 0) MICROSECOND,"
+        " hold_count = IF(@dlocks_id IS NULL, 0, 1),"
+        " version = IF(@dlocks_id IS NULL, version, {next_version}),"
+        " waiters = IF(@dlocks_counted, GREATEST(waiters, 1) - 1, waiters)"
+        " WHERE key_resource = %(key)s AND @dlocks_done = 1{if_taken};"
+        " SELECT waiters INTO @dlocks_waiters FROM {locks} WHERE key_resource = %(key)s;"
+        " COMMIT;"
+        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters FROM DUAL WHERE @dlocks_done = 1{if_taken};"
+        " KILL QUERY IS_USED_LOCK(@dlocks_channel)"
+    )
+    if_taken = " AND @dlocks_id IS NOT NULL"
+    # A process that waits sleeps in the server, in the session that has the named lock which is its channel: so the
+    # one that is interrupted is that session and never another, and error 1094 or 3057 says that there is none.
+    wake = "KILL QUERY IS_USED_LOCK(%(channel)s)"
+
+    def granted(self, reply: Reply) -> int | None:
+        return reply.last_id if reply.changed else None
 
     def is_contention(self, error: DatabaseError) -> bool:
-        # lock wait timeout, deadlock, record changed since the snapshot, not locked at once
-        return bool(error.args) and error.args[0] in {1205, 1213, 1020, 3572}
+        # lock wait timeout, record changed since the snapshot, not locked at once
+        return self.ends_transaction(error) or (bool(error.args) and error.args[0] in {1205, 1020, 3572})
+
+    def is_out_of_step(self, error: Error) -> bool:
+        # commands out of sync: somebody was interrupted before he had read an answer
+        return error.args[:1] == (2014,)
+
+    def ends_transaction(self, error: DatabaseError) -> bool:
+        # deadlock, and, from a node of a Galera cluster where another one's commit came first, error during commit
+        return bool(error.args) and error.args[0] in {1213, 1180}
 
 
 class MariaDB(MySQL):
+    for_update_in_turn = " FOR UPDATE WAIT 1"
     show_isolation = "SELECT @@tx_isolation"
     read_committed = "@@tx_isolation = 'READ-COMMITTED'"
     at_once = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
@@ -188,13 +372,24 @@ class SQLite(Dialect):
     now = "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now') || '000')"
     ticks = "(CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000)"
     greatest = "MAX"
+    for_update = for_update_in_turn = for_update_patiently = ""
+    one_writer = True
 
     def after(self, parameter: str) -> str:
-        offset = f"printf('%%+.3f seconds', %({parameter})s / 1e6)"
+        return self.after_column(f"%({parameter})s")
+
+    def after_column(self, column: str) -> str:
+        offset = f"printf('%%+.3f seconds', {column} / 1e6)"
         return f"(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', {offset}) || '000')"
 
     def seconds_until(self, column: str) -> str:
         return f"((julianday({column}) - julianday('now')) * 86400.0)"
+
+    def ticks_of(self, column: str) -> str:
+        return f"(CAST((julianday({column}) - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000)"
+
+    def later_than(self, column: str) -> str:
+        return f"(strftime('%%Y-%%m-%%d %%H:%%M:%%f', {column}, '+0.001 seconds') || '000')"
 
     def update(self, table: str, assignments: str, where: str) -> str:
         return f"UPDATE {table} SET {assignments} WHERE {where}"

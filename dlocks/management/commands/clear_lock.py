@@ -7,62 +7,167 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from dlocks import audit
 from dlocks.backends.database import DatabaseBackend
 from dlocks.locks import check_key
 from dlocks.management.base import LockCommand
-from dlocks.models import LockState
-from dlocks.oversight import NotCleared, Shown, clear, describe, printable, shown
+from dlocks.models import ClaimState, LockState
+from dlocks.oversight import (
+    NotCleared,
+    Shown,
+    clear,
+    describe,
+    end_share,
+    in_row,
+    printable,
+    reason_of,
+    shares,
+    shown,
+    state_of,
+)
+
+# Shares that are shown where there are more.
+SHOWN = 100
+
+FENCED_OFF = "is fenced off, and is told at its next renewal that the lock is lost"
 
 
 class Command(LockCommand):
-    help = "Makes one key free and fences its holder off, if the lock is still the one that was shown."
+    help = "Takes a key, or shares of it, from its holder, if that is still the one that was shown; the line moves on."
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument("key", metavar="KEY", help="The key, as the application names it.")
+        shares = parser.add_mutually_exclusive_group()
+        shares.add_argument("--share", type=int, metavar="TOKEN", help="End the one share that has this token.")
+        shares.add_argument("--all-shares", action="store_true", help="End all shares that there are now.")
         parser.add_argument("--yes", action="store_true", help="Do not ask.")
-        parser.add_argument("--stale-only", action="store_true", help="Refuse to clear a lock that is held.")
+        parser.add_argument("--stale-only", action="store_true", help="Refuse to clear a lock or share that is held.")
+        parser.add_argument(
+            "--reason", metavar="TEXT", help="Why, for the log; has to be given where a lock or share is held."
+        )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
         key = options["key"]
         try:
             check_key(key)
             check_key(backend.prefix + key)
+            if options["reason"] is not None:
+                options["reason"] = reason_of(options["reason"])
         except (TypeError, ValueError) as error:
             raise CommandError(str(error)) from error
         name = f"'{printable(key)}'"
         lock = shown(backend, backend.prefix + key)
         if lock is None:
             raise CommandError(f"There is no lock {name} in DLOCKS[{backend.alias!r}].")
+        if options["share"] is not None or options["all_shares"]:
+            self._end_shares(backend, lock, name, **options)
+            return
         if lock.state == LockState.FREE:
             self.stdout.write(f"{name} is free already: nothing is changed.")
             return
+        if not in_row(lock):
+            self._write_shares(name, shares(backend, [lock.pk])[:SHOWN])
+            raise CommandError(
+                f"{name} is shared: pass --share TOKEN to end one share, or --all-shares to end all. "
+                "Nothing is changed."
+            )
         self.stdout.write(f"{name} is {_state(lock)}.")
         if options["stale_only"] and lock.state != LockState.STALE:
             raise CommandError(f"{name} is not stale: nothing is changed.")
+        held = lock.state == LockState.HELD
+        self._refuse_without_reason(name, held, options["reason"])
         if not options["yes"]:
-            self._ask(name, lock.state)
+            self._ask(f"Clear {name}?", held=held)
         try:
-            clear(backend, lock.pk, lock.version, stale_only=options["stale_only"])
-        except NotCleared as reason:
-            now = "" if reason.lock is None else f" Now it is {_state(reason.lock)}."
-            raise CommandError(f"{name} is not cleared ({reason}).{now}") from None
-        self.stdout.write(
-            self.style.SUCCESS(f"{name} is cleared and free.")
-            + " Its former holder is fenced off, and is told at its next renewal that the lock is lost."
+            # What became held while somebody was asked is not taken without a reason.
+            lost = clear(backend, lock.pk, lock.version, stale_only=options["stale_only"] or options["reason"] is None)
+        except NotCleared as why:
+            now = "" if why.lock is None else f" Now it is {_state(why.lock)}."
+            raise CommandError(f"{name} is not cleared ({why}).{now}") from None
+        self._audit(backend, "lock", lock.pk, lost, options["reason"])
+        self.stdout.write(self._now(backend, lock.pk, name) + f" Its former holder {FENCED_OFF}.")
+
+    def _end_shares(self, backend: DatabaseBackend, lock: Shown, name: str, **options: Any) -> None:
+        found = shares(backend, [lock.pk])
+        if (token := options["share"]) is not None:
+            found = found.filter(version=token) if abs(token) < 2**63 else found.none()
+        if options["stale_only"]:
+            # By what was shown: only these are ended.
+            found = found.filter(state=ClaimState.STALE)
+        chosen = list(found)
+        if not chosen:
+            which = "a stale share" if options["stale_only"] else "a share"
+            with_token = "" if token is None else f" with token {token}"
+            raise CommandError(f"{name} has not {which}{with_token}: nothing is changed.")
+        self._write_shares(name, chosen)
+        held = any(share.state == ClaimState.HELD for share in chosen)
+        self._refuse_without_reason(name, held, options["reason"])
+        if not options["yes"]:
+            number = "this share" if len(chosen) == 1 else f"these {len(chosen)} shares"
+            self._ask(f"End {number} of {name}?", held=held)
+        refused = []
+        stale_only = options["stale_only"] or options["reason"] is None
+        for share in chosen:
+            try:
+                lost = end_share(backend, lock.pk, share.version, stale_only=stale_only)
+            except NotCleared as why:
+                refused.append(f"token {share.version} is not ended ({why})")
+            else:
+                self._audit(backend, "share", lock.pk, lost, options["reason"])
+        if ended := len(chosen) - len(refused):
+            number = "1 share is" if ended == 1 else f"{ended} shares are"
+            whose = f"Its former holder {FENCED_OFF}" if ended == 1 else "Their former holders are fenced off"
+            self.stdout.write(self.style.SUCCESS(f"{number} ended.") + f" {whose}.")
+        if refused:
+            raise CommandError(f"{name}: {'; '.join(refused)}.")
+
+    def _refuse_without_reason(self, name: str, held: bool, reason: str | None) -> None:
+        if held and reason is None:
+            raise CommandError(
+                f"{name} is held: pass --reason TEXT to take it by force; the reason is kept in the log. "
+                "Nothing is changed."
+            )
+
+    def _audit(self, backend: DatabaseBackend, kind: str, key: str, lost: Shown, reason: str | None) -> None:
+        stale = lost.state in {LockState.STALE, ClaimState.STALE}
+        audit.taken(
+            "clear" if stale else "force_release",
+            kind=kind,
+            key=key,
+            number=lost.version,
+            holder=lost.holder,
+            owner_ip=lost.owner_ip,
+            reason=reason or audit.STALE,
+            by=audit.operator(),
+            via="clear_lock",
+            database=backend.database,
         )
 
-    def _ask(self, name: str, state: str) -> None:
+    def _write_shares(self, name: str, found: Any) -> None:
+        self.stdout.write(f"{name} is shared:")
+        for share in found:
+            self.stdout.write(f"    {share.state}: {describe(share)} (token {share.version})")
+
+    def _now(self, backend: DatabaseBackend, key: str, name: str) -> str:
+        lock = shown(backend, key)
+        if lock is None or lock.state == LockState.FREE:
+            return self.style.SUCCESS(f"{name} is cleared and free.")
+        return self.style.SUCCESS(f"{name} is cleared.") + f" Now it is {_state(lock)}."
+
+    def _ask(self, question: str, *, held: bool) -> None:
         if not sys.stdin.isatty():
-            raise CommandError(f"There is nobody to ask whether to clear {name}: pass --yes to clear it unasked.")
-        warning = "Its holder may still be at work. " if state == LockState.HELD else ""
+            raise CommandError("There is nobody to ask: pass --yes to clear unasked. Nothing is changed.")
+        warning = "Its holder may still be at work. " if held else ""
         try:
-            answer = input(f"{warning}Clear {name}? [y/N] ")
+            answer = input(f"{warning}{question} [y/N] ")
         except EOFError:
             answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
-            raise CommandError(f"{name} is not cleared: nothing is changed.")
+            raise CommandError("Not confirmed: nothing is changed.")
 
 
 def _state(lock: Shown) -> str:
-    return lock.state if lock.state == LockState.FREE else f"{lock.state}: {describe(lock)} (token {lock.version})"
+    if lock.state == LockState.FREE or not in_row(lock):
+        return state_of(lock)
+    return f"{lock.state}: {describe(lock)} (token {lock.version})"

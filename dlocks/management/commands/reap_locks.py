@@ -7,6 +7,7 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from dlocks import audit
 from dlocks.backends.base import seconds
 from dlocks.backends.database import DatabaseBackend
 from dlocks.management.base import LockCommand
@@ -15,33 +16,58 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Command(LockCommand):
-    help = "Makes stale locks free, as failed, and with --idle-for deletes the rows of keys that are not used any more."
+    help = (
+        "Makes stale locks and shares free, forgets dead claims in line and the history of long ago, and with "
+        "--idle-for deletes the rows of keys that are not used any more."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
             "--idle-for", metavar="DURATION", help="Also delete rows that have been free so long: 90s, 15m, 12h, 30d."
         )
+        parser.add_argument(
+            "--history-for",
+            metavar="DURATION",
+            default="30d",
+            help="Delete the records of holds that ended longer ago. Default: %(default)s.",
+        )
         parser.add_argument("--dry-run", action="store_true", help="Only count.")
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
         idle_for, dry_run = options["idle_for"], options["dry_run"]
+        history_for = _seconds("--history-for", options["history_for"])
         will = "would be " if dry_run else ""
+        idle = None if idle_for is None else _seconds("--idle-for", idle_for)
         told = []
+        deleted = 0
         # Deleting comes first, so that a dry run counts the same rows.
-        if idle_for is not None:
-            deleted = sum(backend.purge(_seconds(idle_for), dry_run=dry_run))
+        if idle is not None:
+            deleted = sum(backend.purge(idle, dry_run=dry_run))
             told.append(f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted")
         freed = sum(backend.reap(dry_run=dry_run))
         told.insert(0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}made free")
+        forgotten = sum(backend.forget(history_for, dry_run=dry_run))
+        if forgotten or backend.history:
+            told.append(f"{forgotten} record{'' if forgotten == 1 else 's'} of the history {will}deleted")
+        if (freed or deleted or forgotten) and not dry_run:
+            audit.reaped(
+                freed=freed,
+                deleted=deleted,
+                forgotten=forgotten,
+                by=audit.operator(),
+                via="reap_locks",
+                alias=backend.alias,
+                database=backend.database,
+            )
         self.stdout.write(", ".join(told) + ".")
 
 
-def _seconds(duration: str) -> float:
+def _seconds(option: str, duration: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(duration), re.ASCII)
     if match is None:
-        raise CommandError(f"--idle-for takes a duration such as 90s, 15m, 12h or 30d, not {duration!r}.")
+        raise CommandError(f"{option} takes a duration such as 90s, 15m, 12h or 30d, not {duration!r}.")
     try:
-        return seconds("--idle-for", float(match[1]) * UNITS[match[2]])
+        return seconds(option, float(match[1]) * UNITS[match[2]])
     except ValueError as error:
         raise CommandError(f"{error}.") from error

@@ -4,55 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import connection
 
 from example_project.shop.crowd import Crowd, CrowdError
 from example_project.shop.models import Product
-from example_project.shop.services import ALIASES, LOCKS, NO_LOCK, ROW
-
-TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimistic row"}
-
-# Without a lock too much is sold by chance, so chance gets as many tries.
-LOCKLESS_TRIES = 5
-
-
-@dataclass
-class Round:
-    """One sale of the whole stock, and how it went."""
-
-    lock: str
-    stock: int
-    buyers: int
-    sold: int = 0
-    left: int = 0
-    confirmed: int = 0
-    refused: int = 0
-    conflicts: int = 0
-    waits: int = 0
-    seconds: float = 0.0
-
-    @property
-    def oversold(self) -> int:
-        return max(0, self.sold - self.stock)
-
-    @property
-    def complaint(self) -> str | None:
-        """What is not as it should be, or None."""
-        title = TITLES[self.lock]
-        if self.sold != self.confirmed or self.confirmed + self.refused != self.buyers:
-            return f"{title}: {self.sold} sales are in the database, but {self.confirmed} buyers were told so"
-        if self.lock == NO_LOCK:
-            return None if self.oversold else f"{title}: nothing was oversold, in {LOCKLESS_TRIES} tries"
-        if self.sold != self.stock or self.left:
-            return f"{title}: {self.sold} were sold of a stock of {self.stock}, and {self.left} are said to be left"
-        return None
+from example_project.shop.sale import TITLES, Round, sell
+from example_project.shop.services import LOCKS
 
 
 class Command(BaseCommand):
@@ -102,44 +63,23 @@ class Command(BaseCommand):
 
         console.print(f"Flash sale: {stock} pieces, {buyers} buyers in {processes} processes.")
         columns = [TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        names = [f"buyer {number}" for number in range(1, buyers + 1)]
-        rounds = []
         with ExitStack() as stack:
             with console.status("The processes start …"):
                 crowd = stack.enter_context(Crowd(processes))
             progress = stack.enter_context(Progress(*columns, console=console))
             tasks = {lock: progress.add_task(TITLES[lock], total=buyers, start=False) for lock in LOCKS}
-            for lock in LOCKS:
-                for _ in range(LOCKLESS_TRIES if lock == NO_LOCK else 1):
-                    progress.reset(tasks[lock])
-                    one = _round(crowd, lock, stock, names, partial(progress.advance, tasks[lock]))
-                    progress.stop_task(tasks[lock])
-                    if lock != NO_LOCK or one.oversold:
-                        break
+
+            def tell(one: Round) -> None:
+                if one.served == 0:
+                    # Perhaps not for the first time.
+                    progress.reset(tasks[one.lock])
+                progress.update(tasks[one.lock], completed=one.served)
+
+            rounds = []
+            for one in sell(crowd, LOCKS, stock, buyers, tell):
+                progress.stop_task(tasks[one.lock])
                 rounds.append(one)
         return rounds
-
-
-def _round(crowd: Crowd, lock: str, stock: int, names: list[str], advance: Callable[[], None]) -> Round:
-    product, _ = Product.objects.update_or_create(
-        name=f"Flash sale, {TITLES[lock]}", defaults={"stock": stock, "version": 0}
-    )
-    product.sales.all().delete()
-    one = Round(lock, stock, len(names))
-    began = time.monotonic()
-    for purchase in crowd.buy(product.pk, lock, names):
-        if purchase is None:
-            began = time.monotonic()
-            continue
-        one.confirmed += purchase.sold
-        one.refused += not purchase.sold
-        one.conflicts += purchase.conflicts
-        one.waits += purchase.had_to_wait
-        advance()
-    one.seconds = time.monotonic() - began
-    one.sold = product.sales.count()
-    one.left = Product.objects.get(pk=product.pk).stock
-    return one
 
 
 def _table(rounds: list[Round]):
@@ -153,7 +93,7 @@ def _table(rounds: list[Round]):
     for one in rounds:
         wrong = "red" if one.oversold else None
         table.add_row(
-            TITLES[one.lock],
+            one.title,
             str(one.sold),
             str(one.oversold),
             str(one.refused),

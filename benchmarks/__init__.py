@@ -1,0 +1,1 @@
+"""dlocks beside its peers, measured in one run: ``python -m benchmarks``."""

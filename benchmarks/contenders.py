@@ -1,0 +1,419 @@
+"""
+Who is measured: one small class for each lock, all with the same face.
+
+A contender's ``hold(key)`` is a context manager that has the lock inside, however long it waits for it. Peers are used
+as their own documentation shows and in their favour where there is a choice: their lock objects are used again where
+they can be, and leases are not renewed. dlocks is used as a project would: a new ``db_lock()`` each time, renewed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+from django.conf import settings
+from django.db import connections, transaction
+
+TTL = 30
+
+# The servers that grant by majority.
+REDLOCK = tuple(f"redis-{number}" for number in range(1, 6))
+
+# The table of the contenders that have none of their own.
+TABLE = "benchmarks_row"
+
+
+class Contender:
+    """One lock. ``server`` is what it needs running, or None."""
+
+    # How many keys have rows in TABLE.
+    KEYS = 1000
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    server: ClassVar[str | None]
+    # What else it needs.
+    more_servers: ClassVar[tuple[str, ...]] = ()
+    # Whether it waits for a key that is taken: what does not can only be measured alone.
+    waits: ClassVar[bool] = True
+    # For how many seconds it outlives a silent holder.
+    ttl: float = TTL
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def missing(self) -> str | None:
+        """Return why it cannot be measured, or None."""
+        return None
+
+    @classmethod
+    def servers(cls) -> tuple[str, ...]:
+        return (cls.server, *cls.more_servers) if cls.server else ()
+
+    def start(self) -> None:
+        """Connect, in a process that has just been forked."""
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def again(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return this thread's object for a key, made when first asked for."""
+        try:
+            return self._local.made[key]
+        except AttributeError:
+            self._local.made = {}
+        except KeyError:
+            pass
+        made = self._local.made[key] = make()
+        return made
+
+
+# dlocks.
+
+
+class DlocksAlias(Contender):
+    """One alias of DLOCKS."""
+
+    using: ClassVar[str]
+
+    def start(self) -> None:
+        from dlocks import db_lock
+
+        self.db_lock = db_lock
+        self.policy = {} if self.ttl == TTL else {"ttl": self.ttl}
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        return self.db_lock(key, using=self.using, timeout=None, **self.policy)
+
+
+class Dlocks(DlocksAlias):
+    database: ClassVar[str]
+    kind: ClassVar[str]
+
+    def missing(self) -> str | None:
+        return None if self.kind in settings.KINDS else f"this dlocks has no {self.kind} backend"
+
+
+DATABASE_LABELS = {"postgresql": "PostgreSQL", "mariadb": "MariaDB", "sqlite": "SQLite"}
+
+
+def _dlocks(database: str, kind: str) -> type[Dlocks]:
+    return type(
+        f"Dlocks{database.title()}{kind.title()}",
+        (Dlocks,),
+        {
+            "name": f"dlocks-{database}" + ("" if kind == "pessimistic" else f"-{kind}"),
+            "label": f"dlocks, {DATABASE_LABELS[database]}, {kind}",
+            "server": None if database == "sqlite" else database,
+            "database": database,
+            "kind": kind,
+            "using": f"{database}-{kind}",
+        },
+    )
+
+
+class DlocksTransaction(Dlocks):
+    """The lock that belongs to the caller's transaction, with the transaction around it."""
+
+    name, label, server = "dlocks-postgresql-transaction", "dlocks, PostgreSQL, in a transaction", "postgresql"
+    database, kind, using = "postgresql", "pessimistic", "postgresql-pessimistic"
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        with transaction.atomic(using=self.database), super().hold(key):
+            yield
+
+
+class DlocksRedis(DlocksAlias):
+    name, label, server, using = "dlocks-redis", "dlocks, Redis", "redis", "redis"
+
+
+class DlocksRedisAlways(DlocksAlias):
+    name, label = "dlocks-redis-always", "dlocks, Redis, appendfsync always"
+    server, using = "redis-always", "redis-always"
+
+
+class DlocksRedlock(DlocksAlias):
+    name, label, using = "dlocks-redlock", "dlocks, Redlock over five Redises", "redlock"
+    server, *_more = REDLOCK
+    more_servers = tuple(_more)
+
+
+class DlocksZooKeeper(DlocksAlias):
+    name, label, server, using = "dlocks-zookeeper", "dlocks, ZooKeeper", "zookeeper", "zookeeper"
+
+    def start(self) -> None:
+        super().start()
+        # It is the session's, of all holds of a process.
+        settings.DLOCKS["zookeeper"]["OPTIONS"]["session_timeout"] = self.ttl
+
+
+# What the drivers and the databases give by themselves.
+
+
+class Raw(Contender):
+    """The limit: the driver alone, one committed UPDATE and one more round trip."""
+
+    waits = False
+    release: ClassVar[str] = "SELECT 1"
+    ACQUIRE = f"UPDATE {TABLE} SET version = version + 1, owner = %s, end_time = {{end}} WHERE name = %s"
+
+    def connect(self) -> Any:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self.connection = self.connect()
+        self.cursor = self.connection.cursor()
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        self.cursor.execute(self.acquire, ("an owner", key))
+        yield
+        self.cursor.execute(self.release, (key,) if "%s" in self.release else None)
+        if "%s" not in self.release:
+            self.cursor.fetchall()
+
+
+class RawPostgreSQL(Raw):
+    name, label, server = "raw-postgresql", "psycopg: UPDATE, SELECT 1", "postgresql"
+    acquire = Raw.ACQUIRE.format(end="clock_timestamp() + interval '30 s'")
+
+    def connect(self) -> Any:
+        import psycopg
+
+        database = settings.DATABASES["postgresql"]
+        return psycopg.connect(
+            host=database["HOST"],
+            port=database["PORT"],
+            user=database["USER"],
+            dbname=database["NAME"],
+            autocommit=True,
+        )
+
+
+class RawPairPostgreSQL(RawPostgreSQL):
+    name, label = "raw-pair-postgresql", "psycopg: UPDATE, UPDATE without a flush"
+    release = (
+        f"UPDATE {TABLE} SET end_time = clock_timestamp() WHERE name = %s"
+        " RETURNING set_config('synchronous_commit', 'off', true)"
+    )
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        self.cursor.execute(self.acquire, ("an owner", key))
+        yield
+        self.cursor.execute(self.release, (key,))
+
+
+class RawMariaDB(Raw):
+    name, label, server = "raw-mariadb", "mysqlclient: UPDATE, SELECT 1", "mariadb"
+    acquire = Raw.ACQUIRE.format(end="UTC_TIMESTAMP(6) + INTERVAL 30 SECOND")
+
+    def connect(self) -> Any:
+        import MySQLdb
+
+        database = settings.DATABASES["mariadb"]
+        return MySQLdb.connect(
+            host=database["HOST"],
+            port=int(database["PORT"]),
+            user=database["USER"],
+            database=database["NAME"],
+            autocommit=True,
+        )
+
+
+class RawPairMariaDB(RawMariaDB):
+    name, label = "raw-pair-mariadb", "mysqlclient: UPDATE, UPDATE"
+    release = f"UPDATE {TABLE} SET end_time = UTC_TIMESTAMP(6) WHERE name = %s"
+
+
+class RawSQLite(Contender):
+    """Two short transactions as Python's own driver does them."""
+
+    name, label, server = "raw-sqlite", "sqlite3: BEGIN IMMEDIATE, UPDATE, COMMIT, twice", None
+    waits = False
+
+    def start(self) -> None:
+        import sqlite3
+
+        self.connection = sqlite3.connect(settings.DATABASES["sqlite"]["NAME"], isolation_level=None, timeout=60)
+        self.connection.execute("PRAGMA journal_mode=WAL")
+        self.connection.execute("PRAGMA synchronous=FULL")
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        self._write("version = version + 1, owner = 'an owner', end_time = '2100-01-01'", key)
+        yield
+        self._write("end_time = '2000-01-01'", key)
+
+    def _write(self, assignments: str, key: str) -> None:
+        self.connection.execute("BEGIN IMMEDIATE")
+        self.connection.execute(f"UPDATE {TABLE} SET {assignments} WHERE name = ?", (key,))
+        self.connection.execute("COMMIT")
+
+
+class AdvisoryLock(Contender):
+    name, label, server = "advisory", "pg_advisory_lock", "postgresql"
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        with connections["postgresql"].cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_lock(hashtextextended(%s, 0))", [key])
+        yield
+        with connections["postgresql"].cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", [key])
+
+
+class ForUpdate(Contender):
+    name, label, server = "for-update", "SELECT … FOR UPDATE in a transaction", "postgresql"
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        with transaction.atomic(using="postgresql"), connections["postgresql"].cursor() as cursor:
+            cursor.execute(f"SELECT version FROM {TABLE} WHERE name = %s FOR UPDATE", [key])
+            yield
+
+
+# Packages for Django.
+
+
+class DBMutex(Contender):
+    server: ClassVar[str]
+    waits = False
+
+    def start(self) -> None:
+        from db_mutex.db_mutex import db_mutex
+
+        # It knows no other database.
+        connections["default"] = connections[self.server]
+        self.db_mutex = db_mutex
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        return self.db_mutex(key)
+
+
+class DBMutexPostgreSQL(DBMutex):
+    name, label, server = "db-mutex-postgresql", "django-db-mutex, PostgreSQL", "postgresql"
+
+
+class DBMutexMariaDB(DBMutex):
+    name, label, server = "db-mutex-mariadb", "django-db-mutex, MariaDB", "mariadb"
+
+
+class PgLock(Contender):
+    name, label, server = "pglock", "django-pglock", "postgresql"
+
+    def start(self) -> None:
+        import pglock
+
+        self.advisory = pglock.advisory
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        return self.advisory(key, using="postgresql")
+
+
+class PgWare(Contender):
+    name, label, server = "pgware", "django-pgware", "postgresql"
+
+    def start(self) -> None:
+        from django_pg_utils import advisory_lock
+
+        self.advisory_lock = advisory_lock
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        return self.advisory_lock(key, using="postgresql")
+
+
+# Redis and ZooKeeper.
+
+
+class RedisPy(Contender):
+    name, label, server = "redis-py", "redis-py", "redis"
+    sleep: ClassVar[float] = 0.1
+
+    def start(self) -> None:
+        import redis
+
+        port = settings.REDIS_PORT if self.server == "redis" else settings.DURABLE_REDIS_PORT
+        self.client = redis.Redis(port=port)
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        return self.again(key, lambda: self.client.lock(key, timeout=self.ttl, sleep=self.sleep))
+
+
+class RedisPyOften(RedisPy):
+    name, label = "redis-py-5ms", "redis-py, sleep=0.005"
+    sleep = 0.005
+
+
+class RedisPyAlways(RedisPy):
+    name, label, server = "redis-py-always", "redis-py, appendfsync always", "redis-always"
+
+
+class PythonRedisLock(RedisPy):
+    name, label = "python-redis-lock", "python-redis-lock"
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        import redis_lock
+
+        return self.again(key, lambda: redis_lock.Lock(self.client, key, expire=TTL))
+
+
+class PythonRedisLockAlways(PythonRedisLock):
+    name, label = "python-redis-lock-always", "python-redis-lock, appendfsync always"
+    server = "redis-always"
+
+
+class Kazoo(Contender):
+    name, label, server = "kazoo", "kazoo", "zookeeper"
+    ttl = 60
+
+    def start(self) -> None:
+        from kazoo.client import KazooClient
+
+        self.client = KazooClient(hosts=f"127.0.0.1:{settings.ZOOKEEPER_PORT}", timeout=self.ttl)
+        self.client.start(timeout=60)
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        return self.again(key, lambda: self.client.Lock(f"/benchmarks/{key}"))
+
+
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender()
+    for contender in (
+        _dlocks("postgresql", "pessimistic"),
+        _dlocks("postgresql", "optimistic"),
+        _dlocks("postgresql", "insert"),
+        _dlocks("postgresql", "session"),
+        DlocksTransaction,
+        _dlocks("mariadb", "pessimistic"),
+        _dlocks("mariadb", "optimistic"),
+        _dlocks("mariadb", "insert"),
+        _dlocks("mariadb", "session"),
+        _dlocks("sqlite", "pessimistic"),
+        _dlocks("sqlite", "optimistic"),
+        DlocksRedis,
+        DlocksRedisAlways,
+        DlocksRedlock,
+        DlocksZooKeeper,
+        RawPostgreSQL,
+        RawPairPostgreSQL,
+        RawMariaDB,
+        RawPairMariaDB,
+        RawSQLite,
+        AdvisoryLock,
+        ForUpdate,
+        DBMutexPostgreSQL,
+        DBMutexMariaDB,
+        PgLock,
+        PgWare,
+        RedisPy,
+        RedisPyOften,
+        RedisPyAlways,
+        PythonRedisLock,
+        PythonRedisLockAlways,
+        Kazoo,
+    )
+}

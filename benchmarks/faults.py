@@ -1,0 +1,297 @@
+"""What becomes of a lock when its holder dies, when its holder is paused, and when its server dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from django.db import connections, transaction
+
+from benchmarks.contenders import CONTENDERS, Contender, Dlocks, DlocksAlias
+from benchmarks.crew import PROCESSES, WorkerError
+from tests.servers import Server
+
+# For how many seconds a lock outlives a silent holder; the least for which ZooKeeper keeps a session by default.
+TTL = 4
+# How much longer it is waited for. A wait that lasts longer ends with the pause, or not at all.
+MARGIN = 8.0
+# Leases of 30 s are renewed every ten; who is not told by then is not told.
+TOLD_WITHIN = 12.0
+# What counts as at once.
+BRIEFLY = 0.1
+# How long a key is tried for after its server is there again: less than what is left of the first hold.
+AFTER_RESTART = 5.0
+
+TABLE = "benchmarks_work"
+WORK = ("unguarded", "token-checked", "guarded")
+
+
+class Actor:
+    """A process that has one contender, and says over a pipe how far it has come."""
+
+    def __init__(self, function: Callable[..., Any], name: str, ttl: float | None, *arguments: Any) -> None:
+        self.pipe, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=_act, args=(function, theirs, name, ttl, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, seconds: float = 60.0) -> Any:
+        """Return what it says next; None when it says nothing for so long."""
+        if not self.pipe.poll(seconds):
+            return None
+        try:
+            well, answer = self.pipe.recv()
+        except EOFError:
+            raise WorkerError("a worker died") from None
+        if not well:
+            raise WorkerError(answer)
+        return answer
+
+    def must_say(self, word: Any) -> None:
+        if (said := self.hear()) != word:
+            raise WorkerError(f"said {said!r}, not {word!r}")
+
+    def go_on(self) -> None:
+        self.pipe.send(None)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+def _act(function: Callable[..., Any], pipe: Connection, name: str, ttl: float | None, *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    contender = CONTENDERS[name]
+    if ttl is not None:
+        contender.ttl = ttl
+
+    def say(word: Any) -> None:
+        pipe.send((True, word))
+
+    try:
+        contender.start()
+        function(contender, say, pipe.recv, *arguments)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send((False, traceback.format_exc()))
+
+
+@contextmanager
+def actors() -> Iterator[Callable[..., Actor]]:
+    """Give a function that starts one; all are ended with the block."""
+    started: list[Actor] = []
+
+    def start(*arguments: Any) -> Actor:
+        started.append(Actor(*arguments))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for actor in started:
+            actor.close()
+
+
+def _hold(contender: Contender, say: Any, hear: Any, key: str) -> None:
+    with contender.hold(key) as held:
+        say("held")
+        hear()
+        # By now another one may have it, too: until when does this one not know?
+        deadline = time.monotonic() + TOLD_WITHIN
+        while (believes := _believes(held)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        say(None if believes else time.monotonic())
+        hear()
+
+
+def _take(contender: Contender, say: Any, hear: Any, key: str) -> None:
+    # Connected, by a key of its own.
+    with contender.hold(f"{key}-beside"):
+        pass
+    say("ready")
+    hear()
+    say("asking")
+    with contender.hold(key):
+        say(time.monotonic())
+        hear()
+
+
+def _believes(held: Any) -> bool:
+    """Return whether the holder, for all that it was told, has the lock still."""
+    for attribute in ("held", "is_acquired"):
+        if isinstance(answer := getattr(held, attribute, None), bool):
+            return answer
+    # redis-py's tells nobody.
+    return True
+
+
+def kill(names: list[str]) -> dict[str, float | None]:
+    """Kill the holder; return after how many seconds the next one has the lock."""
+    seconds: dict[str, float | None] = {}
+    with actors() as start:
+        nexts = {name: start(_take, name, TTL, "kill") for name in names}
+        for actor in nexts.values():
+            actor.must_say("ready")
+        holders = {name: start(_hold, name, TTL, "kill") for name in names}
+        for actor in holders.values():
+            actor.must_say("held")
+        for actor in nexts.values():
+            actor.go_on()
+            actor.must_say("asking")
+        # Until they wait, as each of them does.
+        time.sleep(0.5)
+        killed = {}
+        for name, actor in holders.items():
+            killed[name] = time.monotonic()
+            actor.signal(signal.SIGKILL)
+        for name, actor in nexts.items():
+            granted = actor.hear(TTL + MARGIN)
+            seconds[name] = None if granted is None else granted - killed[name]
+    return seconds
+
+
+def pause(names: list[str], work: str) -> dict[str, str]:
+    """
+    Stop the holder for longer than its lease, let the next one do the same work, and let the first go on.
+
+    Each reads a number and writes one more. Return what became of it.
+    """
+    outcomes = {}
+    with actors() as start:
+        seconds = {}
+        for name in names:
+            if why := _cannot(CONTENDERS[name], work):
+                outcomes[name] = why
+            else:
+                seconds[name] = start(_read_and_write, name, TTL, work)
+        for actor in seconds.values():
+            actor.must_say("ready")
+        firsts = {name: start(_read_and_write, name, TTL, work) for name in seconds}
+        for actor in firsts.values():
+            actor.must_say("ready")
+            actor.go_on()
+        for actor in firsts.values():
+            actor.must_say("read")
+            actor.signal(signal.SIGSTOP)
+        try:
+            for actor in seconds.values():
+                actor.go_on()
+            got = {}
+            deadline = time.monotonic() + TTL + MARGIN
+            for name, actor in seconds.items():
+                got[name] = actor.hear(max(0.0, deadline - time.monotonic())) is not None
+                if got[name]:
+                    actor.go_on()
+                    actor.must_say("written")
+        finally:
+            for actor in firsts.values():
+                actor.signal(signal.SIGCONT)
+        for name, actor in firsts.items():
+            actor.go_on()
+            said = actor.hear()
+            outcomes[name] = (
+                "nobody else got it" if not got[name] else "lost an update" if said == "written" else "refused"
+            )
+    return outcomes
+
+
+def _cannot(contender: Contender, work: str) -> str | None:
+    from dlocks.conf import backends
+
+    if work == "unguarded":
+        return None
+    if not isinstance(contender, DlocksAlias):
+        return "gives no token" if work == "token-checked" else "cannot"
+    if work == "guarded" and not backends[contender.using].supports_guard:
+        return "cannot"
+    return None
+
+
+def _read_and_write(contender: Contender, say: Any, hear: Any, work: str) -> None:
+    from dlocks import LockError
+
+    # The work is where the locks are, if these are in a database.
+    database = contender.database if isinstance(contender, Dlocks) else "postgresql"
+    key = f"{contender.name} {work}"
+
+    def run(statement: str, *parameters: Any) -> Any:
+        with connections[database].cursor() as cursor:
+            cursor.execute(statement.format(table=TABLE), parameters)
+            return cursor.fetchone()[0] if statement.startswith("SELECT") else cursor.rowcount
+
+    with contender.hold(f"{key}-beside {os.getpid()}"):
+        run("SELECT COUNT(*) FROM {table}")
+    say("ready")
+    hear()
+    try:
+        with contender.hold(key) as hold:
+            if work == "token-checked":
+                run("UPDATE {table} SET token = %s WHERE name = %s AND token <= %s", hold.token, key, hold.token)
+            value = run("SELECT value FROM {table} WHERE name = %s", key)
+            say("read")
+            hear()
+            if work == "unguarded":
+                written = run("UPDATE {table} SET value = %s WHERE name = %s", value + 1, key)
+            elif work == "token-checked":
+                written = run(
+                    "UPDATE {table} SET value = %s WHERE name = %s AND token = %s", value + 1, key, hold.token
+                )
+            else:
+                with hold.atomic():
+                    written = run("UPDATE {table} SET value = %s WHERE name = %s", value + 1, key)
+            say("written" if written else "refused")
+    except LockError:
+        # It is told of the loss when it leaves, too: that comes after what it has written.
+        say("refused")
+    except Exception as error:
+        if "acquire" not in type(error).__name__.lower() and "LockNotOwned" not in type(error).__name__:
+            raise
+        say("refused")
+
+
+def make_table(databases: list[str], names: list[str]) -> None:
+    """Make what the work is done on."""
+    for database in databases:
+        with transaction.atomic(using=database), connections[database].cursor() as cursor:
+            cursor.execute(
+                f"CREATE TABLE {TABLE} (name varchar(100) PRIMARY KEY, value bigint NOT NULL, token bigint NOT NULL)"
+            )
+            cursor.executemany(
+                f"INSERT INTO {TABLE} (name, value, token) VALUES (%s, 0, 0)",
+                [(f"{name} {work}",) for name in names for work in WORK],
+            )
+
+
+def restart(name: str, servers: list[Server]) -> str:
+    """Kill the server while somebody has a lock, start it again, and return whether another one gets it too."""
+    with actors() as start:
+        holder = start(_hold, name, None, "restart")
+        holder.must_say("held")
+        for server in servers:
+            server.crash()
+        for server in servers:
+            server.start()
+        following = start(_take, name, None, "restart")
+        following.must_say("ready")
+        following.go_on()
+        following.must_say("asking")
+        granted = following.hear(AFTER_RESTART)
+        holder.go_on()
+        told = holder.hear()
+    if granted is None:
+        return "stands" if told is None else "taken for lost, and not granted again"
+    if told is None:
+        return "granted to two, and the first not told"
+    return f"granted to two, for {told - granted:.1f} s" if told - granted > BRIEFLY else "lost, and its holder told"

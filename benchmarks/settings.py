@@ -1,0 +1,75 @@
+"""The settings of the benchmarks: every engine at once, at the ports that the environment names."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+DIRECTORY = Path(os.environ.get("BENCHMARKS_DIRECTORY", "."))
+
+# The alias "default" is for peers that know no other; the process that measures one says what it stands for.
+DATABASES = {
+    "default": {},
+    "postgresql": {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": "postgres",
+        "USER": "dlocks",
+        "HOST": "127.0.0.1",
+        "PORT": os.environ.get("BENCHMARKS_POSTGRESQL", ""),
+    },
+    "mariadb": {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": "dlocks",
+        "USER": "root",
+        "HOST": "127.0.0.1",
+        "PORT": os.environ.get("BENCHMARKS_MARIADB", ""),
+    },
+    "sqlite": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": DIRECTORY / "benchmarks.sqlite3",
+        "OPTIONS": {
+            "transaction_mode": "IMMEDIATE",
+            "timeout": 60,
+            # As durable as the servers: each commit is flushed.
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL",
+        },
+    },
+}
+REDIS_PORT = int(os.environ.get("BENCHMARKS_REDIS", "0"))
+DURABLE_REDIS_PORT = int(os.environ.get("BENCHMARKS_REDIS_ALWAYS", "0"))
+ZOOKEEPER_PORT = int(os.environ.get("BENCHMARKS_ZOOKEEPER", "0"))
+
+KINDS = {
+    "pessimistic": "dlocks.backends.database.PessimisticBackend",
+    "optimistic": "dlocks.backends.database.OptimisticBackend",
+    "insert": "dlocks.backends.database.InsertBackend",
+}
+if find_spec("dlocks.backends.session"):
+    KINDS["session"] = "dlocks.backends.session.SessionBackend"
+DLOCKS = {
+    f"{database}-{kind}": {"BACKEND": path, "OPTIONS": {"database": database}}
+    for database in ("postgresql", "mariadb", "sqlite")
+    for kind, path in KINDS.items()
+    if (database, kind) != ("sqlite", "session")
+}
+DLOCKS["default"] = DLOCKS["postgresql-pessimistic"]
+DLOCKS |= {
+    name: {
+        "BACKEND": "dlocks.backends.redis.RedisBackend",
+        "OPTIONS": {"url": f"redis://127.0.0.1:{os.environ.get(f'BENCHMARKS_{variable}', '0')}/0"},
+    }
+    for name in ("redis", "redis-always", *(f"redis-{number}" for number in range(1, 6)))
+    for variable in (name.upper().replace("-", "_"),)
+}
+DLOCKS["redlock"] = {
+    "BACKEND": "dlocks.backends.quorum.QuorumBackend",
+    "OPTIONS": {"of": [f"redis-{number}" for number in range(1, 6)]},
+}
+DLOCKS["zookeeper"] = {
+    "BACKEND": "dlocks.backends.zookeeper.ZooKeeperBackend",
+    "OPTIONS": {"hosts": f"127.0.0.1:{ZOOKEEPER_PORT}"},
+}
+
+INSTALLED_APPS = ["dlocks", "db_mutex", "pgactivity", "pglock"]
+SECRET_KEY = "benchmarks"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

@@ -1,0 +1,92 @@
+"""The audit: who took what from whom, and why. One line of the logger ``dlocks.audit`` for each."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import socket
+from typing import Any, Literal
+
+from django.db import connections, transaction
+
+logger = logging.getLogger("dlocks.audit")
+
+What = Literal["clear", "force_release", "take_out", "purge"]
+
+# The reasons that nobody has to give.
+STALE, UNUSED = "stale", "unused"
+
+
+def taken(
+    what: What,
+    *,
+    kind: str,
+    key: str,
+    number: int,
+    holder: str,
+    owner_ip: str | None,
+    reason: str,
+    by: str,
+    via: str,
+    database: str,
+) -> None:
+    """
+    Write that a lock, a share or a claim was taken from its holder; ``number`` is the version, token or number of it.
+
+    The owner is the capability of the hold, and is not among the facts.
+    """
+    # Every text is quoted as Python would: nothing in it can end the line, or pass for another fact.
+    _write(
+        database,
+        f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s), by %r via %s: %r",
+        (key, number, holder, owner_ip or "-", by, via, reason),
+        {
+            "audit_action": what,
+            "audit_kind": kind,
+            "audit_by": by,
+            "audit_via": via,
+            "audit_reason": reason,
+            "lock_key": key,
+            "lock_token": number,
+            "lock_holder": holder,
+            "lock_owner_ip": owner_ip,
+        },
+    )
+
+
+def reaped(*, freed: int, deleted: int, forgotten: int, by: str, via: str, alias: str, database: str) -> None:
+    """Write how much a run of reaping has freed and deleted."""
+    _write(
+        database,
+        "reap of %r: %d freed, %d unused rows deleted, %d records deleted, by %r via %s",
+        (alias, freed, deleted, forgotten, by, via),
+        {
+            "audit_action": "reap",
+            "audit_by": by,
+            "audit_via": via,
+            "audit_freed": freed,
+            "audit_deleted": deleted,
+            "audit_forgotten": forgotten,
+        },
+    )
+
+
+def operator() -> str:
+    """Return who runs this process, as the system knows them."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        name = f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
+    return f"{name}@{socket.gethostname()}"
+
+
+def _write(database: str, message: str, values: tuple[Any, ...], facts: dict[str, Any]) -> None:
+    def write() -> None:
+        logger.info(message, *values, extra=facts)
+
+    if connections[database].in_atomic_block:
+        # What is rolled back has not been done.
+        transaction.on_commit(write, using=database, robust=True)
+    else:
+        write()

@@ -1,0 +1,1069 @@
+"""The line before a key, and the many who may share one: claims that have rows of their own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
+
+from dlocks import clock
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Claim, Grant, Holder, Listener, Place
+from dlocks.backends.database.dialects import KEY
+from dlocks.backends.database.listening import INTERRUPTED, MySQLListener, PostgreSQLListener
+from dlocks.backends.database.observing import Observations
+from dlocks.backends.database.statements import (
+    CLEAR,
+    CONTENTION_TRIES,
+    FREE_BY_CLOCK,
+    MICROSECONDS,
+    Statements,
+    T,
+)
+from dlocks.exceptions import LockBackendError, LockStale
+
+logger = logging.getLogger("dlocks")
+
+# Claims in line that were not heard of for so many seconds are forgotten, not only passed over.
+FORGOTTEN_AFTER = 10.0
+
+# Shares that one step admits at most.
+ADMITTED_AT_ONCE = 1000
+
+# How often a step reads the line anew, since those whom it granted something had left it.
+ADMISSION_TRIES = 3
+
+# Keys that a process remembers as crowded.
+CROWDED_AT_MOST = 10_000
+
+# How often a claim is sent into line in one trip, when others have the lock row.
+QUEUE_TRIES = 3
+
+# How MariaDB and MySQL say that nobody could be woken: no such session, no name; this very session; or a server that
+# shuts down, or has ended this session.
+NOBODY_THERE = {1094, 3057, INTERRUPTED, 1053, 1927}
+
+# So long a process that was stopped in the middle of a step may keep the lock row: ``Dialect.bound`` and some.
+STOPPED_FOR = 3.0
+
+# For so long a key is tried to be given back while its lease stands: a thousand who come at once may have the row, one
+# after another, for longer than that.
+PERSISTENT_FOR = 15.0
+
+# How many claims of a process go into line in one trip.
+TOGETHER_AT_MOST = 100
+
+# How long a thread lets another one of its process go into line first.
+ENTRANCE_PATIENCE = 1.0
+
+# How long, on PostgreSQL, the lock row is waited for by who gives a key back, and by who looks after a line behind it.
+GIVING_BACK_WAITS, HANDING_ON_WAITS = "200ms", "20ms"
+
+IN_LINE = "version IS NULL"
+
+
+@dataclass(slots=True)
+class Head:
+    """The lock row, locked by the step that reads it."""
+
+    key: str
+    status: str
+    owner: str
+    version: int
+    waiters: int
+    shares: int
+    free: bool
+    token: int
+    clock: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look saw of a lock row: it may be another by now."""
+
+    holder: str
+    status: str
+    version: int
+    left: float
+    free: bool
+    clock: float
+    ahead: int
+    # When the lease ends, in microseconds since 1970, and when this was asked for.
+    ends: int
+    asked_at: float
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is kept for a transaction, whose end tells nobody where that takes a statement of its own."""
+        return self.status != "P" and not self.free
+
+    @property
+    def own_place(self) -> Place:
+        """The place of the claim that has the key: a lease is its own already, a transaction has to take it."""
+        return Place(grant=Grant(self.version, self.left)) if self.status == "P" else Place(ask=True, soon=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A claim in line that a step has granted; or, without a token, for which the key is kept until it asks."""
+
+    owner: str
+    token: int | None
+    lease: float
+
+    @property
+    def place(self) -> Place:
+        return Place(ask=True) if self.token is None else Place(grant=Grant(self.token, self.lease))
+
+
+class Entering:
+    """A claim on its way into line, with its own thread or taken along by another one."""
+
+    def __init__(self, claim: Claim, channel: str) -> None:
+        self.claim = claim
+        self.channel = channel
+        self.place: Place | None = None
+        # Who goes for it, this one itself or another.
+        self.leader: Entering | None = None
+        # Whether it goes by itself: who shares a key may find it free, and so may who was taken along once.
+        self.alone = claim.shared
+        # Whether its own thread has gone on.
+        self.gone = False
+
+
+class Entrance:
+    """Through which the threads of a process go into line: one at a time, and each takes those along who wait."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.turn = threading.RLock()
+        self.waiting: deque[Entering] = deque()
+
+    def with_others(self, mine: Entering) -> list[Entering]:
+        """Return the claims to go into line with this one, for the same key and in their order; they wait no longer."""
+        mine.leader = mine
+        if mine.alone:
+            self.forget(mine)
+            return [mine]
+        # Copied in one piece, whoever comes meanwhile.
+        batch = [
+            one
+            for one in list(self.waiting)
+            if one is mine or (one.claim.key == mine.claim.key and not one.alone and not one.gone)
+        ]
+        if mine not in batch[:TOGETHER_AT_MOST]:
+            batch.insert(0, mine)
+        batch = batch[:TOGETHER_AT_MOST]
+        for one in batch:
+            self.forget(one)
+            one.leader = mine
+        return batch
+
+    def forget(self, one: Entering) -> None:
+        with suppress(ValueError):
+            self.waiting.remove(one)
+
+
+class Line(Statements):
+    """
+    Tickets and shares. Every step locks the lock row first, so that the steps of one key come one after another.
+
+    A step is a short transaction of its own. It never waits for the lock row: where another transaction has it, a
+    claim goes into line without being counted in ``waiters``, and counts itself in when next it is heard of.
+    """
+
+    supports_queue: ClassVar[bool] = True
+    supports_sharing: ClassVar[bool] = True
+
+    listening: bool | None = None
+
+    # Whether it was said that nobody can be woken.
+    _refused = False
+
+    _entrance: Entrance
+
+    # Keys for which somebody waited when last this process knew: to begin with what a line needs. Only a hint.
+    _crowded: set[str]
+
+    # Keys that a thread of this process asks to have alone just now: who comes meanwhile need not ask too, as a crowd
+    # would.
+    _asked: set[str]
+
+    def crowded(self, key: str) -> bool:
+        return key in self._crowded or key in self._asked
+
+    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+        if len(self._crowded) >= CROWDED_AT_MOST:
+            self._crowded.clear()
+        self._crowded.add(claim.key)
+        if number is not None:
+            return self._queue(claim, channel, number)
+        mine, entrance = Entering(claim, channel), self._entrance_here()
+        try:
+            # One at a time: a thousand threads that come at once would keep the row from who has to give it back.
+            entrance.waiting.append(mine)
+            if not entrance.turn.acquire(timeout=ENTRANCE_PATIENCE):
+                # Whoever has it hangs, on a dead connection say, or was interrupted before it let go.
+                if self._entrance is entrance:
+                    self._entrance = Entrance()
+                entrance.forget(mine)
+                entrance = self._entrance
+                entrance.waiting.append(mine)
+                entrance.turn.acquire(timeout=ENTRANCE_PATIENCE)
+            if mine.place is None:
+                batch = entrance.with_others(mine)
+                if self.dialect.queue:
+                    self._queue_together(batch)
+            mine.place = mine.place or self._queue(claim, channel, None)
+            return mine.place
+        except BaseException:
+            entrance.forget(mine)
+            raise
+        finally:
+            mine.gone = True
+            try:  # noqa: SIM105 (suppress() is Python: a signal in the middle of it would leave it taken)
+                entrance.turn.release()
+            except RuntimeError:
+                # It knows itself whose it is, whatever came in between.
+                pass
+
+    def _entrance_here(self) -> Entrance:
+        if self._entrance.pid != os.getpid():
+            # A fork's own: that of its parent may have been taken just then.
+            self._entrance = Entrance()
+        return self._entrance
+
+    def _queue_together(self, batch: Sequence[Entering]) -> None:
+        """
+        Put claims on one key into line, in this order and in one trip, where somebody has the key.
+
+        Where it is free the line has to move on: that is for each claim alone.
+        """
+        leader = batch[0].leader
+        names, rows_of_values, owners = "", [], []
+        parameters: dict[str, Any] = {}
+        for number, one in enumerate(batch):
+            suffix = f"_{number}" if number else ""
+            names, values, its_own = self._columns(one.claim, one.channel, None, counted=True)
+            rows_of_values.append(re.sub(r"%\((\w+)\)s", rf"%(\1{suffix})s", values))
+            parameters |= {name + suffix: value for name, value in its_own.items()}
+            owners.append(f"%(owner{suffix})s")
+        all_owners = ", ".join(owners)
+        if (rows := self._queue_counted(names, rows_of_values, all_owners, parameters)) is None:
+            rows = self._queue_uncounted(names, rows_of_values, all_owners, parameters)
+        places = dict(rows)
+        for one in batch:
+            place = places.get(one.claim.owner)
+            if one.leader is leader and not one.gone:
+                one.place = place
+                one.alone = True
+            elif place is not None and (one.place is None or one.place.number != place.number):
+                # This took so long that its thread went by itself, or that was interrupted: nobody is at this place.
+                self._take_out(one.claim.key, place)
+
+    def _queue_counted(
+        self, names: str, rows_of_values: Sequence[str], owners: str, parameters: dict[str, Any]
+    ) -> list[tuple[str, Place]] | None:
+        """Return the places by owner, none where the key is free; or None where others have the lock row."""
+        rows_of_values = [self.dialect.queue_row.replace("{values}", values) for values in rows_of_values]
+        sql = self.dialect.queue.replace("{rows}", " UNION ALL ".join(rows_of_values))
+        sql = self._text(sql.replace("{columns}", names).replace("{owners}", owners))
+        for number_of_try in range(QUEUE_TRIES):
+            rows, _ = self._packet(sql, parameters, often=len(rows_of_values) == 1)
+            if rows is None:
+                return None
+            if not rows or rows[0][2]:
+                return []
+            if rows[0][0] is not None:
+                return [
+                    (owner, Place(number=place, clock=int(ticks) / MICROSECONDS)) for owner, place, _, ticks in rows
+                ]
+            time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
+        return None
+
+    def _queue_uncounted(
+        self, names: str, rows_of_values: Sequence[str], owners: str, parameters: dict[str, Any]
+    ) -> list[tuple[str, Place]]:
+        """Return the places by owner, of claims that will be counted in when next they are heard of."""
+        before, after = self.dialect.insert_or_ignore
+        values = ", ".join(f"({values})" for values in rows_of_values)
+        parameters |= {name: False for name in parameters if name.startswith("counted")}
+        sql = self._text(f"{before} INTO {{claims}} ({names}) VALUES {values} {after}")
+        self._run(self._by_cursor, sql, parameters)
+        sql = self._text(f"SELECT owner, id FROM {{claims}} WHERE owner IN ({owners}) AND {IN_LINE}")
+        silent = bool(self.dialect.wake)
+        return [(owner, Place(number=number, silent=silent)) for owner, number in self._rows(sql, parameters)]
+
+    def _take_out(self, key: str, place: Place) -> None:
+        def step(head: Head | None) -> None:
+            sql = self._text(f"DELETE FROM {{claims}} WHERE id = %(number)s AND {IN_LINE}")
+            self._count(sql, {"number": place.number})
+            self._count_in(head)
+
+        # Or else it is passed over, since nothing is heard of it.
+        with suppress(LockBackendError):
+            self._step(key, step, busy=lambda: None)
+
+    def _hand_over(self, claim: Claim, *, failed: bool) -> bool:
+        """Give the key back, and hand it to the first in line, in one statement; return False if that was not to do."""
+        if not self.dialect.hand_over:
+            return False
+        parameters = {"key": claim.key, "owner": claim.owner, "status": "F" if failed else "S", **self._times()}
+        sql = self._handing_over("owner = %(owner)s AND status = 'P'", row_wait=GIVING_BACK_WAITS)
+        rows, sent = self._packet(sql, parameters)
+        for taken, waiters, *_ in rows or ():
+            if not waiters:
+                self._crowded.discard(claim.key)
+            elif not taken:
+                # They came after this statement had begun, share the key, or were not heard of.
+                self._moved_on(claim.key)
+            return True
+        # The reply to the first may have been lost, and the key is somebody else's since.
+        mine = self._text(f"SELECT 1 FROM {{locks}} WHERE {KEY} AND owner = %(owner)s")
+        return sent > 1 and self._row_of(claim) is None and not self._rows(mine, parameters)
+
+    def _queue(self, claim: Claim, channel: str, number: int | None) -> Place | None:
+        def step(head: Head | None) -> tuple[Place, list[Granted]]:
+            if head is not None and head.owner == claim.owner and not head.free:
+                # It had a place, and its turn has come.
+                return Place(ask=True), []
+            row = self._row_of(claim)
+            if row is None and head is not None and self._nobody_before(head, claim):
+                self._crowded.discard(claim.key)
+                return Place(ask=True), []
+            if row is None:
+                taken = number is not None and self._rows(
+                    self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"), {"number": number}
+                )
+                # A crash of the server may forget a place, and give its number away again.
+                self._insert_in_line(claim, channel, None if taken else number, counted=head is not None)
+                if head is not None:
+                    self._change(head, waiters=head.waiters + 1)
+                row = self._row_of(claim)
+            if row is None:
+                raise LockBackendError(f"The claim on {claim.key!r} did not find its place in line.")
+            place, version, left = row
+            if version is not None:
+                return Place(grant=Grant(version, left)), []
+            if head is None:
+                return Place(number=place, silent=bool(self.dialect.wake)), []
+            return Place(number=place, clock=head.clock), self._admit(head)
+
+        result = self._step(claim.key, step, busy=lambda: None)
+        if result is None:
+            return None
+        place, granted = result
+        return next((one.place for one in granted if one.owner == claim.owner), place)
+
+    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+        if not heard and not any(claim.shared for claim in claims):
+            return self._glance(claims)
+        places: dict[str, Place] = {}
+        by_owner = {claim.owner: claim for claim in claims}
+        owners, parameters = self._one_of("owner", list(by_owner))
+        if heard:
+            sql = self._text(f"UPDATE {{claims}} SET end_time = {{heard}} WHERE {owners} AND {IN_LINE}")
+            with self._briefly():
+                self._count(sql, parameters | self._times(), locked=lambda: 0)
+        left = self.dialect.seconds_until("end_time")
+        # Claims that have their own rows first: one that is granted meanwhile is then found in the lock row.
+        numbers: dict[str, int] = {}
+        alone: set[str] = set()
+        sql = self._text(f"SELECT owner, id, version, {left}, counted FROM {{claims}} WHERE {owners}")
+        for owner, number, version, seconds, counted in self._rows(sql, parameters):
+            if version is None:
+                numbers[owner] = number
+                if not counted:
+                    alone.add(by_owner[owner].key)
+            elif seconds > 0:
+                places[owner] = Place(grant=Grant(version, float(seconds)))
+        heads = self._heads(claims)
+        for owner, claim in by_owner.items():
+            head = heads.get(claim.key)
+            if owner in places:
+                continue
+            if head is not None and head.holder == owner and head.left > 0:
+                places[owner] = head.own_place
+            elif owner in numbers:
+                places[owner] = self._place(claim, head, numbers[owner])
+        self._move_on_where_free([by_owner[owner] for owner in numbers], heads, places)
+        for key in alone:
+            self._step(key, self._count_in, busy=lambda: None)
+        return places
+
+    def _glance(self, claims: Sequence[Claim]) -> dict[str, Place]:
+        """Look in one statement, at the lock rows alone."""
+        heads = self._heads(claims)
+        places: dict[str, Place] = {}
+        for claim in claims:
+            head = heads.get(claim.key)
+            if head is not None and head.holder == claim.owner and head.left > 0:
+                places[claim.owner] = head.own_place
+            else:
+                places[claim.owner] = self._place(claim, head, None)
+        self._move_on_where_free(claims, heads, places)
+        return places
+
+    def _move_on_where_free(self, claims: Sequence[Claim], heads: Mapping[str, Seen], places: dict[str, Place]) -> None:
+        """Hand on what nobody gave away: its holder died, its transaction ended, or it was never there."""
+        for key in {claim.key for claim in claims}:
+            head = heads.get(key)
+            silent = head is not None and head.is_silent
+            if head is not None and self._is_gone(head, [claim for claim in claims if claim.key == key]):
+                self._end_silent(key, head.version, head.ends)
+            elif head is None or head.free:
+                granted = self._moved_on(key)
+                silent = granted is None
+                places |= {one.owner: one.place for one in granted or () if one.owner in places}
+            if silent and self.dialect.wake:
+                owners = [claim.owner for claim in claims if claim.key == key]
+                places |= {owner: replace(places[owner], silent=True) for owner in owners}
+
+    def _place(self, claim: Claim, head: Seen | None, number: int | None) -> Place:
+        if head is None:
+            return Place(number=number)
+        soon = head.left + (self.grace if head.status == "P" else 0.0)
+        if self.observations is not None and head.status == "P":
+            soon = self.observations.note(claim.key, (head.version, head.ends), head.asked_at)
+        return Place(
+            ahead=head.ahead,
+            number=number,
+            # A lease that ran out, and is not to be taken over: asking will say so.
+            ask=(head.free or soon <= 0) and head.status == "P" and not claim.takeover,
+            soon=soon if soon > 0 else math.inf,
+            clock=head.clock,
+        )
+
+    def _is_gone(self, head: Seen, claims: Sequence[Claim]) -> bool:
+        """Whether the holder has been watched for long enough, and one of the claims is one to take over."""
+        if self.observations is None or head.status != "P" or not any(claim.takeover for claim in claims):
+            return False
+        return self.observations.note(claims[0].key, (head.version, head.ends), head.asked_at) <= 0
+
+    def _end_silent(self, key: str, version: int, ends: int) -> bool:
+        """Take a key from a holder that was watched for long enough, if its row is still as it was seen."""
+
+        def step(head: Head | None) -> bool:
+            if head is None:
+                return False
+            where = (
+                f"{KEY} AND status = 'P' AND version = %(version)s AND {self.dialect.ticks_of('end_time')} = %(ends)s"
+            )
+            sql = f"UPDATE {{locks}} SET {CLEAR}, version = %(token)s WHERE {where}"
+            parameters = {"key": key, "version": version, "ends": ends, "token": head.token}
+            if self._count(self._text(sql), parameters) != 1:
+                return False
+            logger.warning("%r was taken from a holder of whom nothing was seen for its ttl and the grace.", key)
+            head.status, head.owner, head.free, head.version = "F", "", True, head.token
+            head.token += 1
+            self._admit(head)
+            return True
+
+        return self._step(key, step, busy=lambda: False)
+
+    def _heads(self, claims: Sequence[Claim]) -> dict[str, Seen]:
+        """Return what is seen of the lock rows by key, and how many stand before the first of the claims of each."""
+        keys, parameters = self._one_of("key_resource", sorted({claim.key for claim in claims}))
+        owners, owner_parameters = self._one_of("owner", [claim.owner for claim in claims])
+        left = self.dialect.seconds_until("end_time")
+        before = (
+            "SELECT COUNT(*) FROM {claims} AS others WHERE others.key_resource = {locks}.key_resource"
+            " AND others.version IS NULL AND others.end_time > {now} AND others.id <"
+            f" (SELECT MIN(id) FROM {{claims}} AS mine WHERE mine.{owners}"
+            " AND mine.key_resource = {locks}.key_resource)"
+        )
+        sql = self._text(
+            f"SELECT key_resource, owner, status, version, {left}, CASE WHEN {FREE_BY_CLOCK} THEN 1 ELSE 0 END,"
+            f" {{ticks}}, ({before}), {self.dialect.ticks_of('end_time')} FROM {{locks}} WHERE {keys}"
+        )
+        asked_at = clock.now()
+        return {
+            key: Seen(
+                holder,
+                status,
+                version,
+                float(left),
+                bool(free),
+                int(now) / MICROSECONDS,
+                int(ahead),
+                int(ends),
+                asked_at,
+            )
+            for key, holder, status, version, left, free, now, ahead, ends in self._rows(
+                sql, parameters | owner_parameters | self._times()
+            )
+        }
+
+    def _handing_over(self, condition: str, if_taken: str = "", *, row_wait: str) -> str:
+        text = self.dialect.hand_over.replace("{row_wait}", row_wait)
+        return self._text(text.replace("{condition}", condition).replace("{if_taken}", if_taken))
+
+    def _hand_on(self, key: str) -> bool:
+        """Hand a key that was given back to the first in line, in one trip; return False if that was not to do."""
+        if not self.dialect.hand_over or self.in_transaction():
+            return False
+        parameters = {"key": key, "owner": "", "status": "S", **self._times()}
+        free = "status <> 'P' AND end_time <= {now}"
+        sql = self._handing_over(free, self.dialect.if_taken, row_wait=HANDING_ON_WAITS)
+        rows, _ = self._packet(sql, parameters)
+        return any(taken for taken, *_ in rows or ())
+
+    def move_on(self, key: str) -> bool:
+        if self._hand_on(key):
+            return False
+
+        def step(head: Head | None) -> bool:
+            if head is None:
+                return False
+            self._admit(head)
+            return head.free and not head.waiters and not head.shares
+
+        return bool(self._step(key, step, busy=lambda: False))
+
+    def waiting(self, key: str) -> int:
+        sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND {IN_LINE} AND end_time > {{now}}")
+        return int(self._rows(sql, {"key": key})[0][0])
+
+    def listen(self, channel: str) -> Listener | None:
+        if self.listening is False or self.connection.vendor not in {"postgresql", "mysql"}:
+            return None
+        try:
+            if self.connection.vendor == "mysql":
+                return MySQLListener.on(self, channel)
+            return PostgreSQLListener.on(self.connection, channel, through_a_pooler=self.listening is True)
+        except Error as error:
+            if self.connection.vendor == "mysql" and self.connection.connection and self.connection.is_usable():
+                self._not_woken(error)
+                return None
+            raise self._failure(error) from error
+
+    # Shares.
+
+    def _share(self, claim: Claim) -> Grant | None:
+        """Grant a shared claim where the key is free for it, and nobody waits before it."""
+
+        def step(head: Head | None) -> Grant | None:
+            row = self._row_of(claim)
+            if row is not None and row[1] is not None:
+                if not self._extend(claim):
+                    return None
+                return Grant(row[1])
+            if head is None:
+                return None
+            if claim.beside and head.owner == claim.beside and head.status == "P":
+                # Its own caller has the key exclusively, and will share it later.
+                return self._insert_share(head, claim)
+            if not head.free:
+                return None
+            if head.status == "P" and not claim.takeover:
+                raise _StaleError
+            if row is not None or (claim.fair and head.waiters):
+                self._admit(head)
+                row = self._row_of(claim)
+                if row is not None:
+                    return None if row[1] is None else Grant(row[1], row[2])
+            if (claim.fair and head.waiters) or self._shares(head) >= claim.permits or not head.free:
+                return None
+            return self._insert_share(head, claim)
+
+        try:
+            return self._step(claim.key, step, busy=lambda: None)
+        except _StaleError:
+            raise LockStale(key=claim.key, holder=self.holder(claim.key)) from None
+
+    def _insert_share(self, head: Head, claim: Claim) -> Grant:
+        self._fence_off(head)
+        self._insert_in_line(claim, "", None, counted=False, version=head.token)
+        self._change(head, shares=head.shares + 1, version=head.token)
+        return Grant(head.token)
+
+    def _nobody_before(self, head: Head, claim: Claim) -> bool:
+        """Let the line move on; return whether the claim could have the key if it asked."""
+        self._admit(head)
+        return head.free and not head.waiters and self._shares(head) < (claim.permits if claim.shared else 1)
+
+    def _fence_off(self, head: Head) -> None:
+        """Take the key from a holder that never came back, for those who share it from now on."""
+        if head.free and head.status == "P":
+            sql = f"UPDATE {{locks}} SET status = 'F', owner = '', hold_count = 0 WHERE {KEY}"
+            self._count(self._text(sql), {"key": head.key})
+            head.status, head.owner = "F", ""
+
+    def _extend(self, claim: Claim) -> bool:
+        mine = f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE owner = %(owner)s AND NOT {IN_LINE}"
+        parameters = {"owner": claim.owner, "ttl": round(claim.ttl * MICROSECONDS)}
+        return self._count(self._text(mine), parameters) == 1
+
+    def _leave(self, claim: Claim, *, failed: bool, keep: float) -> bool:
+        """Give back whatever a claim has: the key, with those in line behind it; a share; or its place in line."""
+        left, given_back = 0.0, False
+
+        def step(head: Head | None) -> bool | None:
+            nonlocal left, given_back
+            if head is not None and head.owner == claim.owner and (head.status == "P" or not head.free):
+                given_back = True
+                self._give_back(head, failed=failed, keep=keep)
+                self._admit(head)
+                return True
+            row = self._row_of(claim)
+            if row is not None:
+                given_back = row[1] is not None and row[2] > 0
+                if not self._leave_row(head, claim, keep=keep):
+                    # It was granted just then.
+                    return None
+                if head is not None and not head.waiters:
+                    self._crowded.discard(claim.key)
+                return given_back
+            if head is not None:
+                # Or it was given back before, and the reply to that was lost.
+                return head.owner == claim.owner or given_back
+            # Locked by another transaction, and it may be this claim's.
+            sql = f"SELECT {self.dialect.seconds_until('end_time')} FROM {{locks}} WHERE {KEY} AND owner = %(owner)s"
+            rows = self._rows(self._text(sql), {"key": claim.key, "owner": claim.owner})
+            left = float(rows[0][0]) if rows else 0.0
+            return None if rows else given_back
+
+        began = time.monotonic()
+        while time.monotonic() < began + (PERSISTENT_FOR if left > 0 else STOPPED_FOR):
+            if (result := self._step(claim.key, step, busy=lambda: None, waits=left > 0)) is not None:
+                return result
+            # On PostgreSQL it waits for the row; on MariaDB the next step does.
+            if left > 0 and not keep and self._hand_over(claim, failed=failed):
+                return True
+        if left <= 0:
+            # It ran out, and a transaction that has not ended is taking it over.
+            return False
+        raise LockBackendError(
+            f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
+        )
+
+    def _leave_row(self, head: Head | None, claim: Claim, *, keep: float) -> bool:
+        """Give up a claim that has a row of its own; return False where it has none any more."""
+        parameters = {"owner": claim.owner, "keep": round(keep * MICROSECONDS)}
+        if keep:
+            sql = f"UPDATE {{claims}} SET end_time = {self.dialect.after('keep')} WHERE owner = %(owner)s"
+            self._count(self._text(sql), parameters)
+        elif head is None:
+            # Whoever has the row next will count those that are left.
+            return self._count(self._text("DELETE FROM {claims} WHERE owner = %(owner)s"), parameters) == 1
+        else:
+            self._forget(head, claim.owner)
+            self._admit(head)
+        return True
+
+    # Pieces of a step.
+
+    def _moved_on(self, key: str) -> list[Granted] | None:
+        """Let the line move on; return who had the key, or None where a transaction has it."""
+        if self._hand_on(key):
+            # To whom, the next look tells.
+            return []
+        return self._step(key, lambda head: self._admit(head) if head else None, busy=list)
+
+    def _admit(self, head: Head) -> list[Granted]:
+        """Grant the key to the first in line, or to the first ones that may share it; tell them on commit."""
+        # Who is granted may have left the line since it was read: then it is read once more.
+        for _ in range(ADMISSION_TRIES if head.free else 0):
+            shares = self._shares(head)
+            live = self._in_line(head.key)
+            if not live:
+                if head.waiters:
+                    self._count_in(head)
+                return []
+            if live[0]["shared"]:
+                granted = self._grant_shares(head, live, shares)
+            else:
+                willing = [claim for claim in live if claim["takeover"]] if head.status == "P" else live
+                if shares or not willing or willing[0]["shared"]:
+                    return []
+                granted = self._grant_key(head, willing[0])
+            if granted is not None:
+                return granted
+        return []
+
+    def _in_line(self, key: str) -> list[dict[str, Any]]:
+        """Return those who wait and were heard of, the first one first, with those who could go with it."""
+        columns = "id, owner, shared, permits, scope, takeover, counted, patience, channel"
+        names = columns.split(", ")
+        sql = self._text(
+            f"SELECT {columns} FROM {{claims}} WHERE {KEY} AND {IN_LINE} AND end_time > {{now}}"
+            " ORDER BY id LIMIT %(limit)s"
+        )
+        live: list[dict[str, Any]] = []
+        for limit in (8, ADMITTED_AT_ONCE):
+            live = [dict(zip(names, row, strict=True)) for row in self._rows(sql, {"key": key, "limit": limit})]
+            if len(live) < limit or (not live[0]["shared"] and live[0]["takeover"]):
+                break
+        return live
+
+    def _grant_key(self, head: Head, claim: Mapping[str, Any]) -> list[Granted] | None:
+        """Grant the key to a claim in line; return None where it has left the line just now."""
+        locking = self.dialect.for_update_patiently
+        mine = f"id = %(id)s AND {IN_LINE} AND end_time > {{now}}{locking}"
+        rows = self._rows(self._text(f"SELECT holder, owner_ip FROM {{claims}} WHERE {mine}"), {"id": claim["id"]})
+        if not rows:
+            return None
+        ((holder, ip),) = rows
+        sql = self._text(
+            "UPDATE {locks} SET status = %(status)s, owner = %(owner)s, holder = %(holder)s, owner_ip = %(ip)s,"
+            f" begin_time = {{now}}, end_time = {self.dialect.after('patience')}, hold_count = 1,"
+            f" version = %(token)s, waiters = %(waiters)s, shares = 0 WHERE {KEY}"
+        )
+        head.waiters = max(0, head.waiters - bool(claim["counted"]))
+        parameters = {
+            "key": head.key,
+            "status": claim["scope"],
+            "owner": claim["owner"],
+            "holder": holder,
+            "ip": ip,
+            "patience": claim["patience"],
+            "token": head.token,
+            "waiters": head.waiters,
+        }
+        self._count(sql, parameters)
+        self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": claim["id"]})
+        head.free, head.owner, head.status, head.version = False, claim["owner"], claim["scope"], head.token
+        self._tell(f"locks}} WHERE {KEY}", {"key": head.key}, claim["channel"], reserved=claim["scope"] != "P")
+        token = head.token if claim["scope"] == "P" else None
+        return [Granted(claim["owner"], token, claim["patience"] / MICROSECONDS)]
+
+    def _grant_shares(self, head: Head, live: Sequence[Mapping[str, Any]], shares: int) -> list[Granted] | None:
+        """Grant shares to the first in line, as many as may share; return None where those have left just now."""
+        admitted: list[Mapping[str, Any]] = []
+        for claim in live:
+            if not claim["shared"] or shares + len(admitted) >= claim["permits"]:
+                break
+            if claim["takeover"] or head.status != "P":
+                admitted.append(claim)
+        if not admitted:
+            return []
+        self._fence_off(head)
+        first, last = admitted[0]["id"], admitted[-1]["id"]
+        ids, parameters = self._one_of("id", [claim["id"] for claim in admitted])
+        sql = self._text(
+            # Tokens in the order of the line.
+            "UPDATE {claims} SET version = %(token)s + id - %(first)s, begin_time = {now}, hold_count = 1,"
+            f" end_time = {self.dialect.after_column('patience')} WHERE {ids} AND end_time > {{now}}"
+        )
+        if self._count(sql, parameters | {"token": head.token, "first": first}) != len(admitted):
+            # Some have left the line just now.
+            there = self._rows(self._text(f"SELECT id FROM {{claims}} WHERE {ids} AND NOT {IN_LINE}"), parameters)
+            admitted = [claim for claim in admitted if (claim["id"],) in there]
+            if not admitted:
+                return None
+        self._change(
+            head,
+            shares=shares + len(admitted),
+            waiters=max(0, head.waiters - sum(bool(claim["counted"]) for claim in admitted)),
+            version=head.token + last - first,
+        )
+        granted = [
+            Granted(claim["owner"], head.token + claim["id"] - first, claim["patience"] / MICROSECONDS)
+            for claim in admitted
+        ]
+        head.token = head.version + 1
+        for channel in {claim["channel"] for claim in admitted}:
+            self._tell(f"claims}} WHERE {ids} AND channel = %(channel)s", parameters, channel)
+        return granted
+
+    def _shares(self, head: Head) -> int:
+        """Forget the shares that ended, and return how many there are."""
+        if not head.shares:
+            return 0
+        ended = f"{KEY} AND NOT {IN_LINE} AND end_time <= {{grace}}"
+        parameters = {"key": head.key} | self._times()
+        # One that is locked is pinned by a transaction, and has not ended before that has.
+        sql = self._text(f"SELECT id FROM {{claims}} WHERE {ended}{self.dialect.for_update}")
+        if found := [number for (number,) in self._rows(sql, parameters)]:
+            ids, numbers = self._one_of("id", found)
+            self._count(self._text(f"DELETE FROM {{claims}} WHERE {ids}"), numbers)
+        if self.observations is not None:
+            self._end_silent_shares(head.key, self.observations)
+        sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND NOT {IN_LINE}")
+        shares = int(self._rows(sql, parameters)[0][0])
+        if shares != head.shares:
+            self._change(head, shares=shares)
+        return shares
+
+    def _end_silent_shares(self, key: str, observations: Observations) -> None:
+        asked_at = clock.now()
+        ends = self.dialect.ticks_of("end_time")
+        sql = f"SELECT id, version, {ends} FROM {{claims}} WHERE {KEY} AND NOT {IN_LINE}{self.dialect.for_update}"
+        for number, *state in self._rows(self._text(sql), {"key": key}):
+            if observations.note((key, number), tuple(state), asked_at) <= 0:
+                self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number})
+
+    def _count_in(self, head: Head | None) -> None:
+        """Forget those of whom nothing was heard for long, and count those in line who were heard of."""
+        if head is None:
+            return
+        parameters = {"key": head.key, "forgotten": -round(FORGOTTEN_AFTER * MICROSECONDS)}
+        of_key = f"{KEY} AND {IN_LINE}"
+        forgotten = f"{of_key} AND end_time <= {self.dialect.after('forgotten')}"
+        self._count(self._text(f"DELETE FROM {{claims}} WHERE {forgotten}"), parameters)
+        # Who was not heard of is in nobody's way; who is heard of again counts again.
+        self._count(self._text(f"UPDATE {{claims}} SET counted = (end_time > {{now}}) WHERE {of_key}"), parameters)
+        count = self._rows(self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"), parameters)
+        self._change(head, waiters=int(count[0][0]))
+
+    def _forget(self, head: Head, owner: str) -> None:
+        parameters = {"owner": owner}
+        sql = self._text("SELECT version, counted FROM {claims} WHERE owner = %(owner)s")
+        for version, counted in self._rows(sql, parameters):
+            self._count(self._text("DELETE FROM {claims} WHERE owner = %(owner)s"), parameters)
+            if version is not None:
+                self._change(head, shares=max(0, head.shares - 1))
+            elif counted:
+                self._change(head, waiters=max(0, head.waiters - 1))
+
+    def _give_back(self, head: Head, *, failed: bool, keep: float) -> None:
+        status = "F" if failed else "S"
+        sql = (
+            f"UPDATE {{locks}} SET status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
+            f" WHERE {KEY}"
+        )
+        parameters = {"key": head.key, "status": status, "keep": round(keep * MICROSECONDS)}
+        self._count(self._text(sql), parameters)
+        head.status, head.free = status, not keep
+
+    def _change(self, head: Head, **columns: int) -> None:
+        assignments = ", ".join(f"{name} = %({name})s" for name in columns)
+        self._count(self._text(f"UPDATE {{locks}} SET {assignments} WHERE {KEY}"), {"key": head.key, **columns})
+        for name, value in columns.items():
+            setattr(head, name, value)
+
+    def _insert_in_line(
+        self, claim: Claim, channel: str, number: int | None, *, counted: bool, version: int | None = None
+    ) -> None:
+        names, values, parameters = self._columns(claim, channel, number, counted=counted, version=version)
+        # One in line may be there by now, put there by a thread that was to take it along.
+        before, after = self.dialect.insert_or_ignore if version is None else ("INSERT", "")
+        self._count(self._text(f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"), parameters)
+
+    def _columns(
+        self, claim: Claim, channel: str, number: int | None, *, counted: bool, version: int | None = None
+    ) -> tuple[str, str, dict[str, Any]]:
+        """Return the columns of a claim's row, the expressions for them, and their parameters."""
+        expressions = {
+            "key_resource": "%(key)s",
+            "owner": "%(owner)s",
+            "holder": "%(holder)s",
+            "owner_ip": self.dialect.typed("%(owner_ip)s", "inet"),
+            "begin_time": "{now}",
+            "end_time": "{heard}" if version is None else "{end}",
+            "version": self.dialect.typed("%(version)s", "bigint"),
+            "hold_count": "%(hold_count)s",
+            "shared": "%(shared)s",
+            "permits": "%(permits)s",
+            "scope": "%(scope)s",
+            "takeover": "%(takeover)s",
+            "counted": "%(counted)s",
+            "patience": "%(patience)s",
+            "channel": "%(channel)s",
+        }
+        if number is not None:
+            expressions["id"] = "%(number)s"
+        parameters = {
+            "number": number,
+            "key": claim.key,
+            "owner": claim.owner,
+            "holder": claim.holder[:255],
+            "owner_ip": claim.owner_ip,
+            "version": version,
+            "hold_count": 0 if version is None else 1,
+            "shared": claim.shared,
+            "permits": claim.permits,
+            "scope": "P" if claim.scope == "lease" else "S",
+            "takeover": claim.takeover,
+            "counted": counted,
+            "patience": round(min(claim.ttl, KEPT_FOR) * MICROSECONDS),
+            "channel": channel,
+            "ttl": round(claim.ttl * MICROSECONDS),
+        }
+        return ", ".join(expressions), ", ".join(expressions.values()), parameters | self._times()
+
+    def _row_of(self, claim: Claim) -> tuple[int, int | None, float] | None:
+        """Return number, token and seconds left of a claim that has a row of its own."""
+        left = self.dialect.seconds_until("end_time")
+        sql = self._text(f"SELECT id, version, {left} FROM {{claims}} WHERE owner = %(owner)s")
+        for number, version, seconds in self._rows(sql, {"owner": claim.owner}):
+            return number, version, float(seconds)
+        return None
+
+    def _tell(self, rows: str, parameters: Mapping[str, Any], channel: str, *, reserved: bool = False) -> None:
+        """Tell the processes whose claims were granted, when this step is committed."""
+        if not channel:
+            return
+        if self.dialect.wake:
+            transaction.on_commit(partial(self._wake, channel), using=self.database, robust=True)
+        if self.connection.vendor != "postgresql":
+            return
+        ends = "(EXTRACT(EPOCH FROM end_time) * 1000000)::bigint"
+        message = "owner" if reserved else f"owner || ' ' || version || ' ' || {ends}"
+        sql = self._text(f"SELECT pg_notify(%(channel)s, {message}) FROM {{{rows}")
+        self._rows(sql, {**parameters, "channel": channel})
+
+    def _wake(self, channel: str) -> None:
+        """Have a process look what became of its claims; one that is not awoken looks by itself, some time later."""
+        try:
+            with self.connection.cursor() as cursor:
+                cursor.execute(self.dialect.wake, {"channel": channel})
+        except Error as error:
+            self._not_woken(error)
+
+    def _not_woken(self, error: Error) -> None:
+        (number,) = error.args[:1] or (0,)
+        # A connection that was lost the next statement will find.
+        refused = number not in NOBODY_THERE and number < 2000
+        if refused and not self._refused:
+            self._refused = True
+            logger.warning(
+                "Those who wait for a lock have to look whether it is their turn, since database %r refuses"
+                " KILL QUERY, which ends their sleep: %s",
+                self.database,
+                error,
+            )
+
+    # Steps.
+
+    def _packet(self, sql: str, parameters: Mapping[str, Any], *, often: bool = True) -> tuple[Any, int]:
+        """
+        Send what is a step in one trip; ``often`` says whether to prepare it where the engine does.
+
+        Return the rows of its last statement, None where the row is locked, and how often it was sent.
+        """
+        sent = 0
+
+        def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
+            nonlocal sent
+            sent += 1
+            if connection.vendor != "mysql":
+                execute = self._execute if often else self._by_cursor
+                return execute(connection, in_transaction, sql, parameters).rows
+            rows = None
+            with connection.cursor() as cursor:
+                try:
+                    cursor.execute(sql, parameters)
+                    while cursor.nextset():
+                        rows = cursor.fetchall() if cursor.description else rows
+                    return rows
+                except DatabaseError as error:
+                    if rows is not None:
+                        # They come after the commit, and after them only the first in line is woken.
+                        self._not_woken(error)
+                        return rows
+                    cursor.execute("ROLLBACK")
+                    raise
+                except BaseException:
+                    # Interrupted between the statements of a packet.
+                    connection.close()
+                    raise
+
+        return self._run(send, locked=lambda: None), sent
+
+    def _times(self) -> dict[str, int]:
+        return {"grace": self._grace, "heard": round(HEARD_FOR * MICROSECONDS)}
+
+    def _step(
+        self,
+        key: str,
+        work: Callable[[Head | None], T],
+        *,
+        busy: Callable[[], T],
+        waits: bool = False,
+    ) -> T:
+        """
+        Do one step: lock the row of a key and call ``work`` with it, in a transaction.
+
+        It is called with None when another transaction has the row; where the step ``waits``, and the engine can do
+        that for a bounded time, it has waited for its turn before. ``busy`` answers where SQLite's one writer was not
+        to be had in time, or that time was over.
+        """
+        connection = self.connection
+        ours = not self.in_transaction()
+        tries, looks, reconnected = 0, 0, False
+        while True:
+            session = connection.connection
+            try:
+                with self._briefly(), transaction.atomic(using=self.database):
+                    locking = self.dialect.for_update_in_turn if waits else self.dialect.for_update
+                    return work(self._lock(key, locking, patiently=looks < CONTENTION_TRIES, bounded=ours))
+            except _AbsentError:
+                self._create(key)
+            except _LockedError:
+                looks += 2
+                time.sleep(random.uniform(0, 0.0005 * looks**2))  # noqa: S311 (jitter)
+            except (Error, LockBackendError) as trouble:
+                error = trouble.__cause__ if isinstance(trouble, LockBackendError) else trouble
+                if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
+                    raise
+                if isinstance(error, DatabaseError):
+                    locked = self.dialect.is_contention(error) and self.dialect.is_locked(error)
+                    # The one writer was waited for already.
+                    if not (locked and self.dialect.one_writer) and self._again(error, tries):
+                        tries += 1
+                        continue
+                    if locked:
+                        return busy()
+                # PostgreSQL ends a session that was idle in its transaction for too long by an InternalError.
+                lost = isinstance(error, (OperationalError, InterfaceError))
+                if not reconnected and (lost or (connection.connection is not None and not connection.is_usable())):
+                    # Where it was lost in the middle of a transaction, Django has connected anew already.
+                    anew = session is None or connection.connection is not session
+                    if anew or not connection.is_usable():
+                        if not anew:
+                            connection.close()
+                        reconnected = True
+                        continue
+                raise self._failure(error) from error
+
+    def _lock(self, key: str, locking: str, *, patiently: bool, bounded: bool) -> Head | None:
+        dialect = self.dialect
+        parameters = {"key": key, **self._times()}
+        if dialect.one_writer:
+            # The first statement writes, since a transaction that has only read cannot always go on to write.
+            self._count(self._text(f"UPDATE {{locks}} SET waiters = waiters WHERE {KEY}"), parameters)
+        # A process that is stopped in the middle of a step must not keep the key for long.
+        bound = f", {dialect.bound}" if bounded and dialect.bound else ""
+        sql = (
+            f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK} THEN 1 ELSE 0 END,"
+            f" {dialect.next_version()}, {dialect.ticks}{bound} FROM {{locks}} WHERE {KEY}{locking}"
+        )
+        for status, owner, version, waiters, shares, free, token, ticks, *_ in self._rows(self._text(sql), parameters):
+            return Head(key, status, owner, version, waiters, shares, bool(free), int(token), int(ticks) / MICROSECONDS)
+        if not self._rows(self._text(f"SELECT 1 FROM {{locks}} WHERE {KEY}"), parameters):
+            raise _AbsentError
+        if patiently:
+            raise _LockedError
+        return None
+
+    def _create(self, key: str) -> None:
+        raise NotImplementedError
+
+    def holder(self, key: str) -> Holder | None:
+        raise NotImplementedError
+
+
+class _LockedError(Exception):
+    """Another transaction has the lock row at this moment."""
+
+
+class _StaleError(Exception):
+    """The last holder never came back, and the claim does not take over from it."""
+
+
+class _AbsentError(Exception):
+    """There is no lock row."""

@@ -1,0 +1,200 @@
+"""PostgreSQL's prepared statements, for the few statements that a lock is made of: planned once, not each time."""
+
+from __future__ import annotations
+
+import hashlib
+import select
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from psycopg.pq.abc import PGconn, PGresult
+
+# A statement is prepared when a session sends it for the fifth time: most sessions of a web site are shorter.
+PREPARED_AT = 5
+
+# How many statements a session keeps prepared. Those with lists in them are as many as the lists are long.
+PREPARED_AT_MOST = 100
+
+# The types of PostgreSQL, by their numbers in its catalogue.
+BOOLEAN, BIGINT, SMALLINT, INTEGER, TEXT, DOUBLE, INET = 16, 20, 21, 23, 25, 701, 869
+_READ: dict[int, Callable[[bytes], Any]] = {
+    BOOLEAN: b"t".__eq__,
+    BIGINT: int,
+    SMALLINT: int,
+    INTEGER: int,
+    DOUBLE: float,
+}
+_TYPES = {str: TEXT, int: BIGINT, bool: BOOLEAN}
+_COLUMN_TYPES = {"owner_ip": INET, "ip": INET, "version": BIGINT, "number": BIGINT}
+
+
+class Reply(NamedTuple):
+    """What a statement answered: its rows, how many it changed, and the number that it drew last."""
+
+    rows: list[tuple[Any, ...]]
+    changed: int
+    last_id: int = 0
+
+
+class _Places(dict[str, str]):
+    """Numbers the parameters of a statement in the order in which they come up."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = f"${len(self) + 1}"
+        return self[name]
+
+
+class _Statement(NamedTuple):
+    name: bytes
+    names: tuple[str, ...]
+
+
+class PreparedStatements:
+    """
+    What is prepared in one session.
+
+    The statements go to libpq as they are, past Django's cursor, which writes the parameters into the text and can
+    prepare nothing: half the cost of a lock. So this is for where nobody looks on: see ``of()``.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        from psycopg import errors, pq
+
+        self._error = errors.Error
+        self._good = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
+        self._pgconn: PGconn = connection.pgconn
+        self._answers = select.poll()
+        self._answers.register(self._pgconn.socket, select.POLLIN)
+        self._backend_pid: int = connection.info.backend_pid
+        # Whether the session is this process's own; None while that is not known.
+        self._own: bool | None = None
+        self._uses: dict[str, int] = {}
+        self._statements: dict[str, _Statement] = {}
+
+    @classmethod
+    def of(cls, wrapper: Any, *, through_a_pooler: bool) -> PreparedStatements | None:
+        """
+        Return those of an open connection, or None where statements go by Django's cursor.
+
+        They do inside a transaction, which an error would break, and wherever somebody wants to see the statements.
+        """
+        wrapper.ensure_connection()
+        connection = wrapper.connection
+        if (
+            wrapper.execute_wrappers
+            or wrapper.queries_logged
+            or "cursor" in vars(wrapper)
+            or (wrapper.health_check_enabled and not wrapper.health_check_done)
+        ):
+            return None
+        wrapper.validate_thread_sharing()
+        found = _of_connection.get(connection)
+        if found is None:
+            # psycopg 2 has no such thing.
+            if not hasattr(connection, "pgconn"):
+                return None
+            found = _of_connection[connection] = cls(connection)
+            found._own = through_a_pooler or None
+        return found if found._own is not False else None
+
+    def execute(self, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
+        """Execute a statement, and return None where it has to be sent by the cursor instead."""
+        statement = self._statements.get(sql)
+        if statement is None and (statement := self._prepare(sql, parameters)) is None:
+            return None
+        values = []
+        for name in statement.names:
+            value = parameters[name]
+            if type(value) is str:
+                value = value.encode()
+                if b"\0" in value:
+                    return None
+            elif value is not None:
+                value = str(value).encode()
+            values.append(value)
+        return self._ask(self._pgconn.send_query_prepared, statement.name, values)
+
+    def _prepare(self, sql: str, parameters: Mapping[str, Any]) -> _Statement | None:
+        uses = self._uses[sql] = self._uses.get(sql, 0) + 1
+        if uses < PREPARED_AT:
+            if len(self._uses) > 10 * PREPARED_AT_MOST:
+                self._uses.clear()
+            return None
+        if len(self._statements) >= PREPARED_AT_MOST:
+            return None
+        if self._own is None:
+            pid = self._ask(self._pgconn.send_query, b"SELECT pg_backend_pid()").rows[0][0]
+            # A pooler makes up the process id that it tells at the start, and the next statement may run elsewhere.
+            self._own = pid == self._backend_pid
+            if not self._own:
+                return None
+        places = _Places()
+        text = (sql % places).encode()
+        types = [_COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in places]
+        # Named by what it says, so that the same name is nowhere another statement.
+        name = b"dlocks_" + hashlib.sha256(text + repr(types).encode()).hexdigest()[:32].encode()
+        self._ask(self._pgconn.send_prepare, name, text, types)
+        statement = self._statements[sql] = _Statement(name, tuple(places))
+        return statement
+
+    def _ask(self, send: Callable[..., None], *arguments: Any) -> Reply:
+        """Send something, wait for the answer, and return it; raise the driver's error."""
+        pgconn, answers = self._pgconn, self._answers
+        results: list[PGresult] = []
+        try:
+            send(*arguments)
+            while pgconn.flush():
+                both = select.poll()
+                both.register(pgconn.socket, select.POLLIN | select.POLLOUT)
+                both.poll()
+                pgconn.consume_input()
+            while True:
+                while pgconn.is_busy():
+                    answers.poll()
+                    pgconn.consume_input()
+                if (result := pgconn.get_result()) is None:
+                    break
+                results.append(result)
+        except self._error:
+            raise
+        except BaseException:
+            # Interrupted in the middle of a conversation, which nobody could go on with.
+            pgconn.finish()
+            raise
+        result = results[-1]
+        if result.status not in self._good:
+            self._raise(result)
+        types = [_READ.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
+        rows = []
+        for row in range(result.ntuples):
+            values = [result.get_value(row, column) for column in range(result.nfields)]
+            rows.append(
+                tuple(None if value is None else read(value) for read, value in zip(types, values, strict=True))
+            )
+        return Reply(rows, result.command_tuples or 0)
+
+    def _raise(self, result: PGresult) -> None:
+        from psycopg import OperationalError, errors, pq
+
+        state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
+        message = result.error_message.decode(errors="replace").strip()
+        try:
+            error = errors.lookup(state)(message)
+        except KeyError:
+            raise OperationalError(message) from None
+        if state in _FORGOTTEN:
+            self._own = False
+            raise NotPreparedError from error
+        raise error
+
+
+class NotPreparedError(Exception):
+    """The session has forgotten the statement, or has another of its name: it has not been executed."""
+
+
+# invalid_sql_statement_name, duplicate_prepared_statement, feature_not_supported (a plan whose result has changed)
+_FORGOTTEN = {"26000", "42P05", "0A000"}
+
+_of_connection: weakref.WeakKeyDictionary[Any, PreparedStatements] = weakref.WeakKeyDictionary()

@@ -1,0 +1,274 @@
+"""How a backend of the database family speaks to its database: statements, and what became of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
+
+from dlocks.backends.database.dialects import Dialect, dialect_of
+from dlocks.backends.database.observing import Observations
+from dlocks.backends.database.prepared import NotPreparedError, PreparedStatements, Reply
+from dlocks.exceptions import LockBackendError
+
+T = TypeVar("T")
+
+MICROSECONDS = 1_000_000
+# Seconds: ten years, in which no clock is stepped back.
+NEVER = 10 * 365 * 86_400.0
+
+# How often a statement that only lost against another one is sent again.
+CONTENTION_TRIES = 8
+# The same where the server has rolled it back: the nodes of a Galera cluster do so as long as they write at once.
+CONFLICT_TRIES = 40
+LONGEST_CONFLICT_DELAY = 0.1
+
+# How long SQLite may wait for its one writer within a single attempt: enough for somebody's short write.
+SQLITE_PATIENCE_MS = 100
+
+FREE_BY_CLOCK = "((status <> 'P' AND end_time <= {now}) OR (status = 'P' AND end_time <= {grace}))"
+
+CLEAR = "status = 'F', owner = '', hold_count = 0, end_time = {now}"
+
+# Statements with the engine's words in place: they are the same again and again.
+_texts: dict[tuple[Dialect, str], str] = {}
+TEXTS_AT_MOST = 1000
+GRANT = (
+    "status = %(status)s, owner = %(owner)s, holder = %(holder)s, owner_ip = %(owner_ip)s, begin_time = {now}, "
+    "end_time = {end}, hold_count = 1, version = {token}"
+)
+
+
+class Statements:
+    """The statements of one database; ``database`` is an alias of DATABASES, and always written to."""
+
+    database: str
+    grace: float
+    # Whether PostgreSQL is to prepare them: None for where the session is the process's own.
+    prepare: bool | None = None
+
+    # How holders are known to be gone where no clock is trusted.
+    observations: Observations | None = None
+
+    @property
+    def _live(self) -> str:
+        """The condition that one's own lease stands; where no clock is trusted, as long as the row is one's own."""
+        return "status = 'P'" + (" AND end_time > {now}" if self.observations is None else "")
+
+    @property
+    def _live_share(self) -> str:
+        return "version IS NOT NULL" + (" AND end_time > {now}" if self.observations is None else "")
+
+    @property
+    def _renewed(self) -> str:
+        """The new end of a lease; where others watch, another one in any case."""
+        if self.observations is None:
+            return "{end}"
+        return f"{self.dialect.greatest}({{end}}, {self.dialect.later_than('end_time')})"
+
+    @property
+    def _grace(self) -> int:
+        """Microseconds, below zero, from now to when a lease must have ended to be taken over by the clock."""
+        return -round((self.grace if self.observations is None else NEVER) * MICROSECONDS)
+
+    @property
+    def connection(self) -> BaseDatabaseWrapper:
+        return connections[self.database]
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        connection = self.connection
+        if connection.vendor == "mysql" and "mysql_server_data" not in vars(connection):
+            # Which of the two it is, the server is asked once; that may fail as any statement may.
+            try:
+                return dialect_of(connection)
+            except Error as error:
+                if connection.connection is None or self.in_transaction():
+                    raise self._failure(error) from error
+                connection.close()
+        try:
+            return dialect_of(connection)
+        except Error as error:
+            raise self._failure(error) from error
+
+    @property
+    def table(self) -> str:
+        """Return the quoted name of the lock rows' table."""
+        return self._tables[0]
+
+    @cached_property
+    def _tables(self) -> list[str]:
+        try:
+            from dlocks.models import HoldRecord, LockClaim, ResourceLock
+        except RuntimeError as error:
+            raise ImproperlyConfigured("Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.") from error
+        quote = self.connection.ops.quote_name
+        return [quote(model._meta.db_table) for model in (ResourceLock, LockClaim, HoldRecord)]
+
+    def in_transaction(self, connection: BaseDatabaseWrapper | None = None) -> bool:
+        connection = connection or self.connection
+        if connection.in_atomic_block:
+            return True
+        if connection.connection is None:
+            return not connection.settings_dict["AUTOCOMMIT"]
+        return not connection.autocommit
+
+    def _sql(self, statement: Callable[..., str], *pieces: str) -> str:
+        return self._text(statement(self.table, *pieces))
+
+    def _text(self, sql: str) -> str:
+        """Return a statement with the engine's own words in the places of ``{…}``."""
+        dialect = self.dialect
+        if (text := _texts.get((dialect, sql))) is not None:
+            return text
+        locks, claims, records = self._tables
+        fragments = {
+            "{locks}": locks,
+            "{claims}": claims,
+            "{records}": records,
+            "{free_by_clock}": FREE_BY_CLOCK,
+            "{now}": dialect.now,
+            "{ticks}": dialect.ticks,
+            "{at_once_term}": dialect.at_once_term,
+            "{token}": dialect.token(),
+            "{next_version}": dialect.next_version(),
+            "{end}": dialect.after("ttl"),
+            "{grace}": dialect.after("grace"),
+            "{idle}": dialect.after("idle"),
+            "{heard}": dialect.after("heard"),
+        }
+        text = sql
+        for name, fragment in fragments.items():
+            text = text.replace(name, fragment)
+        if len(_texts) >= TEXTS_AT_MOST:
+            _texts.clear()
+        _texts[dialect, sql] = text
+        return text
+
+    def _one_of(self, column: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        names = {f"{column}_{number}": value for number, value in enumerate(values)}
+        return f"{column} IN ({', '.join(f'%({name})s' for name in names)})", names
+
+    def _rows(self, sql: str, parameters: Mapping[str, Any]) -> Any:
+        return self._ask(sql, parameters).rows
+
+    def _count(self, sql: str, parameters: Mapping[str, Any], *, locked: Callable[[], int] | None = None) -> int:
+        """Return the number of rows that the statement changed."""
+        reply = self._ask(sql, parameters, locked=None if locked is None else lambda: Reply([], locked()))
+        return reply.changed
+
+    def _ask(self, sql: str, parameters: Mapping[str, Any], *, locked: Callable[[], Reply] | None = None) -> Reply:
+        return self._run(self._execute, sql, parameters, locked=locked)
+
+    def _execute(
+        self, connection: BaseDatabaseWrapper, in_transaction: bool, sql: str, parameters: Mapping[str, Any]
+    ) -> Reply:
+        if not in_transaction and self.prepare is not False and connection.vendor == "postgresql":
+            statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
+            if statements is not None:
+                with connection.wrap_database_errors, suppress(NotPreparedError):
+                    if (reply := statements.execute(sql, parameters)) is not None:
+                        return reply
+        return self._by_cursor(connection, in_transaction, sql, parameters)
+
+    def _by_cursor(
+        self, connection: BaseDatabaseWrapper, in_transaction: bool, sql: str, parameters: Mapping[str, Any]
+    ) -> Reply:
+        with connection.cursor() as cursor:
+            try:
+                cursor.execute(sql, parameters)
+                # All rows: a statement that is not finished keeps SQLite's write lock.
+                rows = cursor.fetchall() if cursor.description else []
+            except Error:
+                raise
+            except BaseException:
+                # Interrupted, by a Ctrl-C or by what a handler of a signal raised; with mysqlclient perhaps before the
+                # answer was read: the next statement would find it.
+                if connection.vendor == "mysql" and not in_transaction:
+                    connection.close()
+                raise
+            return Reply(rows, int(cursor.rowcount), cursor.lastrowid if connection.vendor == "mysql" else 0)
+
+    def _run(self, work: Callable[..., T], *arguments: Any, locked: Callable[[], T] | None = None) -> T:
+        """
+        Do one statement's work; outside a transaction, again when it only lost a race or its connection was dead.
+
+        ``work`` is called with the connection, whether it is in a transaction, and the arguments. ``locked`` answers
+        for a row that another transaction has. Every statement of this module may be sent twice.
+        """
+        connection = self.connection
+        in_transaction = self.in_transaction(connection)
+        tries, reconnected = 0, False
+        while True:
+            try:
+                return work(connection, in_transaction, *arguments)
+            except Error as error:
+                if in_transaction or not isinstance(error, (DatabaseError, InterfaceError)):
+                    if in_transaction and isinstance(error, DatabaseError) and self.dialect.ends_transaction(error):
+                        # Or else what the caller writes from here on would be committed without what came before.
+                        connection.needs_rollback = connection.in_atomic_block
+                    raise self._failure(error) from error
+                if locked is not None and isinstance(error, DatabaseError) and self.dialect.is_locked(error):
+                    return locked()
+                if isinstance(error, DatabaseError) and self._again(error, tries):
+                    tries += 1
+                    continue
+                if (
+                    (isinstance(error, (OperationalError, InterfaceError)) or self.dialect.is_out_of_step(error))
+                    and connection.connection is not None
+                    and not reconnected
+                    and not connection.is_usable()
+                ):
+                    connection.close()
+                    reconnected = True
+                    continue
+                raise self._failure(error) from error
+
+    def _again(self, error: DatabaseError, tries: int) -> bool:
+        """Tell whether what failed so often should be sent again, after the while that this waits."""
+        if not self.dialect.is_contention(error):
+            return False
+        delay = 0.004 * 2**tries
+        if self.dialect.ends_transaction(error):
+            delay, at_most = min(delay, LONGEST_CONFLICT_DELAY), CONFLICT_TRIES
+        else:
+            at_most = CONTENTION_TRIES
+        if tries >= at_most:
+            return False
+        time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
+        return True
+
+    def _failure(self, error: Error) -> LockBackendError:
+        what = f"Database {self.database!r} could not be asked about a lock: {type(error).__name__}: {error}"
+        # 42P01, 1146, and SQLite's words
+        known = getattr(error.__cause__, "sqlstate", None) == "42P01" or error.args[:1] == (1146,)
+        if known or "no such table" in str(error):
+            what = f"{what.rstrip()}. Run 'manage.py migrate dlocks --database {self.database}'."
+        return LockBackendError(what)
+
+    @contextmanager
+    def _briefly(self) -> Iterator[None]:
+        """Bound what SQLite waits for its one writer; elsewhere no statement waits."""
+        connection = self.connection
+        if connection.vendor != "sqlite" or self.in_transaction(connection):
+            yield
+            return
+        try:
+            connection.ensure_connection()
+        except Error as error:
+            raise self._failure(error) from error
+        raw = connection.connection
+        ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+        raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
+        try:
+            yield
+        finally:
+            raw.execute(f"PRAGMA busy_timeout = {usual}")

@@ -1,0 +1,305 @@
+"""
+Locks in Redis: one server, a cluster, or what the Sentinels say is the master.
+
+A key is the owner of its hold under a time to live. Each step is one script inside of Redis, which compares the owner
+first; see ``scripts``. Who waits stands in line there, is handed the key by the script that gives it back, and is told
+on its process's channel.
+
+Redis forgets what it was not told to keep. After a restart without its data, or a failover to a replica that lagged,
+a key that is held is free for somebody else, and tokens grow only as far as the servers' clocks do
+(``supports_fencing`` is False).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+try:
+    import redis
+except ImportError as error:
+    raise ImportError("redis-py is not installed: pip install 'dlocks[redis]'") from error
+
+from dlocks.backends.base import KEPT_FOR, BaseBackend, Claim, Grant, Holder, Listener, Message, Place, seconds
+from dlocks.backends.redis import scripts
+from dlocks.backends.redis.connecting import Address, client
+from dlocks.exceptions import LockBackendError, LockStale
+
+MICROSECONDS = 1_000_000
+
+# redis-py's own base class does not cover the errors of a cluster.
+TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
+
+
+class RedisBackend(BaseBackend):
+    """
+    Keeps locks in Redis.
+
+    ``url`` is ``redis://user:password@host:port/database``, or ``rediss://`` for TLS, or ``unix://``. With
+    ``cluster=True`` it is one node of a cluster. With ``sentinels``, URLs of theirs, its host is the name by which they
+    know the master. Redis has ``socket_timeout`` seconds to connect, and as many to answer. One that forgets at a
+    restart what it has granted grants nothing for ``settle`` seconds after it: as long as the longest ttl in use.
+    """
+
+    supports_queue: ClassVar[bool] = True
+    supports_handover: ClassVar[bool] = True
+    supports_fencing: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        alias: str,
+        *,
+        url: str = "redis://localhost:6379/0",
+        cluster: bool = False,
+        sentinels: Sequence[str] = (),
+        socket_timeout: float = 2.0,
+        settle: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(alias, **options)
+        if not isinstance(cluster, bool):
+            raise TypeError(f"cluster must be True or False, not {type(cluster).__name__}")
+        if isinstance(sentinels, str) or not isinstance(sentinels, Sequence):
+            raise TypeError("sentinels must be a list of URLs")
+        if cluster and sentinels:
+            raise ValueError("A cluster has no sentinels: choose one of them")
+        self._address = Address("url", url)
+        if cluster and self._address.keywords.get("db"):
+            raise ValueError("A cluster has only database 0")
+        self._sentinels = [Address("sentinels", sentinel) for sentinel in sentinels]
+        self._cluster = cluster
+        self.socket_timeout = seconds("socket_timeout", socket_timeout, above_zero=True)
+        self.settle = seconds("settle", settle)
+        self._client: Any = None
+        self._making = threading.Lock()
+
+    @property
+    def identity(self) -> str:
+        return f"redis {self._address}"
+
+    # The waist.
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        answer = self._run(
+            scripts.ACQUIRE,
+            claim,
+            _milliseconds(claim.ttl),
+            claim.holder,
+            claim.owner_ip or "",
+            int(claim.takeover),
+            int(claim.fair),
+        )
+        if answer is None:
+            return None
+        if answer == "stale":
+            raise LockStale(key=claim.key, holder=self.holder(claim.key))
+        if answer == "young":
+            raise LockBackendError(
+                f"DLOCKS[{self.alias!r}]: Redis at {self._address} was started less than {self.settle:g} s ago, and "
+                "may have forgotten who holds what."
+            )
+        token, takeover = answer
+        return Grant(int(token), takeover=bool(takeover))
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        calls = [(claim.key, claim.owner, (_milliseconds(claim.ttl),)) for claim in claims]
+        answers = self._run_all(scripts.RENEW, calls)
+        return {claim.owner: claim.ttl for claim, renewed in zip(claims, answers, strict=True) if renewed}
+
+    def recount(self, claim: Claim, count: int) -> bool:
+        return bool(self._run(scripts.RECOUNT, claim, count))
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        arguments = "F" if failed else "S", _milliseconds(keep) if keep else 0
+        sent: list[Claim] = []
+        released = bool(self._run(scripts.RELEASE, claim, *arguments, sent=sent))
+        # Of the first the reply was lost, and the key may be somebody else's since.
+        return released or len(sent) > 1
+
+    def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
+        ttl, ip = _milliseconds(successor.ttl), successor.owner_ip or ""
+        token = self._run(scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip)
+        return None if token is None else Grant(int(token))
+
+    def holder(self, key: str) -> Holder | None:
+        (row,) = self._run_all(scripts.HOLDER, [(key, "", ())])
+        if row is None:
+            return None
+        holder, ip, since, token, count, left, status = row
+        remaining = int(left) / MICROSECONDS
+        return Holder(
+            key=key,
+            holder=holder,
+            owner_ip=ip or None,
+            since=datetime.fromtimestamp(int(since) / MICROSECONDS, UTC) if int(since) else None,
+            remaining=remaining,
+            token=int(token),
+            count=int(count),
+            stale=status == "P" and remaining <= 0,
+        )
+
+    # The line.
+
+    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+        waits = {
+            "holder": claim.holder,
+            "ip": claim.owner_ip or "",
+            "takeover": claim.takeover,
+            # What the line gives is a short lease, for the keeper to renew.
+            "patience": _milliseconds(min(claim.ttl, KEPT_FOR)),
+            "channel": channel,
+        }
+        place, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), "" if number is None else number)
+        if place == "ask":
+            return Place(ask=True)
+        return Place(number=int(place), clock=int(now[0]) / MICROSECONDS)
+
+    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+        calls = [(claim.key, claim.owner, (int(heard),)) for claim in claims]
+        answers = self._run_all(scripts.LOOK, calls)
+        return {claim.owner: _place(found) for claim, found in zip(claims, answers, strict=True) if found}
+
+    def move_on(self, key: str) -> bool:
+        return bool(self._run_all(scripts.MOVE_ON, [(key, "", ())])[0])
+
+    def waiting(self, key: str) -> int:
+        return int(self._run_all(scripts.WAITING, [(key, "", ())])[0])
+
+    def listen(self, channel: str) -> RedisListener:
+        listener: RedisListener = self._asked(lambda client: self._listener(client, channel))
+        return listener
+
+    def _listener(self, client: Any, channel: str) -> RedisListener:
+        return RedisListener(client, channel, self.socket_timeout, self._failure)
+
+    # Asking.
+
+    def _run(self, script: scripts.Script, claim: Claim, *arguments: Any, sent: list[Claim] | None = None) -> Any:
+        """Run a script for a claim; ``sent`` gets one more each time that it is sent."""
+
+        def run(client: Any) -> Any:
+            if sent is not None:
+                sent.append(claim)
+            return _evaluate(client, script, self._words(claim.key, claim.owner, arguments))
+
+        return self._asked(run)
+
+    def _run_all(self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]) -> list[Any]:
+        """Run a script for each key, owner and arguments: in one trip, but on a cluster."""
+        words = [self._words(*call) for call in calls]
+
+        def run(client: Any) -> list[Any]:
+            # The first one sees to it that the script is there.
+            answers = [_evaluate(client, script, words[0])]
+            if self._cluster:
+                return answers + [_evaluate(client, script, these) for these in words[1:]]
+            with client.pipeline(transaction=False) as pipeline:
+                for these in words[1:]:
+                    pipeline.evalsha(script.sha, *these)
+                return [*answers, *pipeline.execute()]
+
+        return list(self._asked(run)) if words else []
+
+    def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        name = name_of(key)
+        names = name, f"{name}:last", f"{name}:line", f"{name}:claims", f"{name}:gone"
+        return len(names), *names, _milliseconds(self.grace) if self.grace else 0, self.settle, owner, *arguments
+
+    def _asked(self, work: Callable[[Any], Any]) -> Any:
+        for last in (False, True):
+            try:
+                return work(self._connected())
+            except redis.TimeoutError as error:
+                raise self._failure(error) from error
+            except redis.ConnectionError as error:
+                # One that was open may have been cut since it was used last; every script may be sent again.
+                if last or isinstance(error, redis.AuthenticationError):
+                    raise self._failure(error) from error
+            except TROUBLE as error:
+                raise self._failure(error) from error
+        raise AssertionError("unreachable")
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            with self._making:
+                if self._client is None:
+                    self._client = client(
+                        self._address, cluster=self._cluster, sentinels=self._sentinels, timeout=self.socket_timeout
+                    )
+        return self._client
+
+    def _failure(self, error: Exception) -> LockBackendError:
+        who = "the Redis cluster" if self._cluster else "Redis"
+        where = f"{self._address.host!r} of the Sentinels" if self._sentinels else str(self._address)
+        return LockBackendError(f"DLOCKS[{self.alias!r}]: {who} at {where} could not be asked: {error}")
+
+
+class RedisListener(Listener):
+    """Hears what is told on one channel."""
+
+    def __init__(
+        self, client: Any, channel: str, timeout: float, failure: Callable[[Exception], LockBackendError]
+    ) -> None:
+        self._failure = failure
+        self._told = client.pubsub()
+        self._told.subscribe(channel)
+        # The answer, after which nothing that is told is missed.
+        if self._told.get_message(timeout=timeout) is None:
+            self.close()
+            raise redis.TimeoutError("Timeout subscribing")
+
+    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+        messages: list[Message] = []
+        try:
+            told = self._told.get_message(timeout=timeout)
+            while told is not None:
+                # Where the connection was lost, the answer to a new subscription too.
+                if told["type"] == "message":
+                    owner, token, ends = told["data"].split()
+                    messages.append(Message(owner=owner, token=int(token), ends=int(ends) / MICROSECONDS))
+                told = self._told.get_message(timeout=0)
+        except TROUBLE as error:
+            raise self._failure(error) from error
+        return messages
+
+    def close(self) -> None:
+        with suppress(*TROUBLE):
+            self._told.close()
+
+
+def name_of(key: str) -> str:
+    """Return the name of a key in Redis; in braces, so that a cluster has all that begins with it in one place."""
+    return "dlocks:{" + key.replace("%", "%25").replace("}", "%7D") + "}"
+
+
+def _evaluate(client: Any, script: scripts.Script, words: Sequence[Any]) -> Any:
+    try:
+        return client.evalsha(script.sha, *words)
+    except redis.exceptions.NoScriptError:
+        # To send it is to load it.
+        return client.eval(script.text, *words)
+
+
+def _place(found: Sequence[Any]) -> Place:
+    if found[0] == "granted":
+        _, token, left = found
+        return Place(grant=Grant(int(token), int(left) / 1000))
+    _, ahead, number, left, now, ask = found
+    soon = int(left) / 1000
+    return Place(
+        ahead=int(ahead),
+        number=int(number),
+        soon=soon if soon > 0 else math.inf,
+        clock=int(now) / MICROSECONDS,
+        ask=bool(ask),
+    )
+
+
+def _milliseconds(value: float) -> int:
+    # Rather one more than one less.
+    return max(1, math.ceil(value * 1000))

@@ -1,0 +1,391 @@
+"""
+One session of a database server as its driver gives it: a statement is sent, and later its answer is there.
+
+The drivers are used below Django's cursors, since an answer that has not come must not block a thread: a statement
+that waits in the engine's own queue is sent, and the socket tells when it has been answered.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import Error
+
+from dlocks.exceptions import LockBackendError
+
+# The first row of an answer.
+Row = list[Any]
+
+# For so many seconds, at most, a session may be idle: more than the servers' settings hold is for ever to them.
+LONGEST_IDLE = 86400 * 20
+
+
+class SessionDiedError(Exception):
+    """The session is no more, and all that it held."""
+
+
+class Wire:
+    """
+    One engine's session. ``name`` is shown to people who look at the server's sessions, where it has a place for it.
+
+    ``idle`` is after how many seconds of silence the server shall end the session, and with it what it holds.
+    """
+
+    # Whether locks can be shared, and whether one can belong to a transaction.
+    shares: ClassVar[bool]
+    in_transactions: ClassVar[bool]
+    # By name, each with one value sent along. Those that try, wait, or join one who has a share, return the token,
+    # drawn after the grant.
+    statements: ClassVar[dict[str, str]]
+    # The server's number of the session.
+    pid: int
+
+    # What the connection was told, at its start, that this number is: a pooler makes one up.
+    told: int
+
+    def __init__(self, wrapper: BaseDatabaseWrapper, idle: float) -> None:
+        self.wrapper = wrapper
+        self.raw: Any = wrapper.connection
+        self.idle = idle
+        self.identify()
+        self._poll = select.poll()
+        self._poll.register(self.fileno(), select.POLLIN)
+
+    def identify(self) -> None:
+        """Set ``pid`` and ``told``, and change nothing: the session may be somebody else's the next time."""
+        raise NotImplementedError
+
+    def begin(self, name: str) -> None:
+        """Prepare the session for its work."""
+        raise NotImplementedError
+
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def send(self, statement: str, value: Any) -> None:
+        """Send a statement; raise SessionDiedError when that was not possible."""
+        raise NotImplementedError
+
+    def answered(self) -> bool:
+        """Return, without waiting, whether the answer is there as a whole, once something has come."""
+        raise NotImplementedError
+
+    def answer(self) -> Row | None:
+        """Return the first row; None where the statement was cancelled."""
+        raise NotImplementedError
+
+    def wait(self, timeout: float) -> bool:
+        """Wait so many seconds at most; return whether the answer is there."""
+        while self._poll.poll(timeout * 1000):
+            if self.answered():
+                return True
+        return False
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.wrapper.close()
+
+    def abandon(self) -> None:
+        """In a child process: have nothing more to do with the parent's session, and keep its number occupied."""
+        with suppress(Exception):
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+
+    def first_row(self, sql: str, *values: Any) -> Row:
+        with self.wrapper.cursor() as cursor:
+            cursor.execute(sql, values)
+            return list(cursor.fetchone())
+
+
+class PostgreSQLWire(Wire):
+    shares = True
+    in_transactions = True
+
+    _TICKS = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
+    _THIS = (
+        "locktype = 'advisory' AND objsubid = 1 AND database = (SELECT oid FROM pg_database WHERE datname ="
+        " current_database()) AND (classid::bigint << 32 | objid::bigint) = $1::bigint"
+    )
+
+    statements = {
+        "try": f"SELECT CASE WHEN pg_try_advisory_lock($1::bigint) THEN {_TICKS} END",
+        "try shared": f"SELECT CASE WHEN pg_try_advisory_lock_shared($1::bigint) THEN {_TICKS} END",
+        # CASE has an order: first the lock, then the clock.
+        "wait": f"SELECT CASE WHEN pg_advisory_lock($1::bigint) IS NOT NULL THEN {_TICKS} END",
+        "wait shared": f"SELECT CASE WHEN pg_advisory_lock_shared($1::bigint) IS NOT NULL THEN {_TICKS} END",
+        "join": f"SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {_THIS}) THEN {_TICKS} END",
+        "free": "SELECT pg_advisory_unlock($1::bigint)::int",
+        "free shared": "SELECT pg_advisory_unlock_shared($1::bigint)::int",
+        "cancel": "SELECT pg_cancel_backend($1::bigint::int)::int",
+        "ping": "SELECT pg_backend_pid() + 0 * $1::bigint",
+        "idle": "SELECT set_config('idle_session_timeout', $1::bigint::text, false)",
+        "holder": (
+            "SELECT application_name, host(client_addr), pid FROM pg_locks JOIN pg_stat_activity USING (pid)"
+            f" WHERE granted AND {_THIS} ORDER BY mode, pid LIMIT 1"
+        ),
+        "waiting": f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {_THIS}",
+    }
+
+    def identify(self) -> None:
+        if not hasattr(self.raw, "pgconn"):
+            raise ImproperlyConfigured("Session locks on PostgreSQL need psycopg 3: install dlocks[postgresql].")
+        self.pgconn = self.raw.pgconn
+        (self.pid,) = self.first_row("SELECT pg_backend_pid()")
+        self.told = int(self.pgconn.backend_pid)
+
+    def begin(self, name: str) -> None:
+        # All in one trip; later nothing may wait for an answer.
+        prepare = "; ".join(f'PREPARE "{name}" (bigint) AS {sql}' for name, sql in self.statements.items())
+        try:
+            self._check(self.pgconn.exec_(prepare.encode()))
+        except (self.raw_errors, SessionDiedError) as error:
+            raise LockBackendError(
+                f"No session on database {self.wrapper.alias!r} for locks: {str(error).strip()}"
+            ) from error
+        # The project's limits are for its own statements. The server looks whether the client of one that waits is
+        # still there, since a dead one's place would only be found out when its turn has come.
+        self.first_row(
+            "SELECT set_config('application_name', %s, false),"
+            " set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),"
+            " set_config('client_connection_check_interval', '1000', false),"
+            " set_config('idle_session_timeout', %s, false)",
+            name[:63],
+            str(self.idle_setting(self.idle)),
+        )
+
+    @staticmethod
+    def idle_setting(seconds: float) -> int:
+        return math.ceil(min(seconds, LONGEST_IDLE) * 1000)
+
+    def fileno(self) -> int:
+        return int(self.pgconn.socket)
+
+    def send(self, statement: str, value: Any) -> None:
+        self._results: list[Any] = []
+        try:
+            self.pgconn.send_query_prepared(statement.encode(), [str(value).encode()])
+            while self.pgconn.flush():
+                select.select([], [self.fileno()], [], 1.0)
+        except self.raw_errors as error:
+            raise SessionDiedError(str(error).strip()) from error
+
+    def answered(self) -> bool:
+        pgconn = self.pgconn
+        try:
+            pgconn.consume_input()
+            while not pgconn.is_busy():
+                result = pgconn.get_result()
+                if result is None:
+                    return True
+                self._results.append(result)
+        except self.raw_errors as error:
+            raise SessionDiedError(self._last_words() or str(error).strip()) from error
+        return False
+
+    def answer(self) -> Row | None:
+        if not self._results:
+            raise SessionDiedError("the server gave no answer")
+        result = self._results[-1]
+        if self._check(result) is None or not result.ntuples:
+            return None
+        values = [result.get_value(0, column) for column in range(result.nfields)]
+        return [None if value is None else value.decode() for value in values]
+
+    def _check(self, result: Any) -> Any:
+        """Return the result, None when the statement was cancelled, or raise."""
+        from psycopg import pq
+
+        if result.status not in {pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE}:
+            return result
+        state = result.error_field(pq.DiagnosticField.SQLSTATE)
+        if state == b"57014":
+            return None
+        message = result.error_message.decode(errors="replace").strip()
+        if self.pgconn.status != pq.ConnStatus.OK or state is None or state.startswith((b"57P", b"08", b"26")):
+            raise SessionDiedError(message)
+        raise LockBackendError(f"Database {self.wrapper.alias!r} refused a statement of a lock: {message}")
+
+    def _last_words(self) -> str:
+        return " ".join(result.error_message.decode(errors="replace").strip() for result in self._results)
+
+    @property
+    def raw_errors(self) -> Any:
+        import psycopg
+
+        return psycopg.Error
+
+
+# A statement that was cancelled; a session that the server has ended, by whichever way.
+INTERRUPTED = 1317
+ENDED = {1053, 1927, 3169, 4031}
+
+
+class MySQLWire(Wire):
+    shares = False
+    in_transactions = False
+
+    # SYSDATE() is the clock at the moment itself; UTC_TIMESTAMP() would be that at which the waiting began.
+    _TICKS = "CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
+
+    statements = {
+        "try": f"SELECT IF(GET_LOCK('{{0}}', 0) = 1, {_TICKS}, NULL)",
+        # A year: for ever is not known to MariaDB.
+        "wait": f"SELECT IF(GET_LOCK('{{0}}', 31536000) = 1, {_TICKS}, NULL)",
+        "free": "SELECT RELEASE_LOCK('{0}')",
+        "cancel": "KILL QUERY {0}",
+        "ping": "SELECT CONNECTION_ID()",
+        "idle": "SET SESSION wait_timeout = {0}",
+        "holder": (
+            "SELECT CONCAT('session ', id, ' of ', user), host, id FROM information_schema.processlist"
+            " WHERE id = IS_USED_LOCK('{0}')"
+        ),
+        "waiting": (
+            "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User lock'"
+            " AND info LIKE 'SELECT IF(GET_LOCK(\\'{0}\\', 3%'"
+        ),
+    }
+
+    def identify(self) -> None:
+        (self.pid,) = self.first_row("SELECT CONNECTION_ID()")
+        self.told = int(self.raw.thread_id())
+
+    def begin(self, name: str) -> None:
+        version, before, _, after = self.first_row("SELECT VERSION(), SYSDATE(6), SLEEP(0.001), SYSDATE(6)")
+        if before == after:
+            raise ImproperlyConfigured(
+                f"The server of database {self.wrapper.alias!r} runs with sysdate-is-now: the token of a lock that was"
+                " waited for would be older than its grant. Switch that off, or use"
+                " dlocks.backends.database.PessimisticBackend."
+            )
+        with self.wrapper.cursor() as cursor:
+            # Elsewhere there is no such variable.
+            cursor.execute("SHOW VARIABLES WHERE Variable_name = 'wsrep_on' AND Value = 'ON'")
+            replicated = cursor.fetchall()
+        if replicated:
+            raise ImproperlyConfigured(
+                f"The server of database {self.wrapper.alias!r} is a node of a Galera cluster, and GET_LOCK is known to"
+                " one node only: two nodes would give one lock to two. Use"
+                " dlocks.backends.database.PessimisticBackend."
+            )
+        endless = "max_statement_time" if "mariadb" in version.lower() else "max_execution_time"
+        with self.wrapper.cursor() as cursor:
+            cursor.execute(
+                f"SET SESSION time_zone = '+00:00', {endless} = 0, wait_timeout = {self.idle_setting(self.idle)}"
+            )
+
+    @staticmethod
+    def idle_setting(seconds: float) -> int:
+        return math.ceil(min(seconds, LONGEST_IDLE))
+
+    def fileno(self) -> int:
+        return int(self.raw.fileno())
+
+    def send(self, statement: str, value: Any) -> None:
+        try:
+            self.raw.send_query(self.statements[statement].replace("{0}", str(value)).encode())
+        except self.raw_errors as error:
+            raise SessionDiedError(str(error)) from error
+
+    def answered(self) -> bool:
+        # Answers are a single packet.
+        return True
+
+    def answer(self) -> Row | None:
+        try:
+            self.raw.read_query_result()
+            result = self.raw.store_result()
+        except self.raw_errors as error:
+            number = error.args[0] if error.args else 0
+            if number == INTERRUPTED:
+                return None
+            if 2000 <= number < 3000 or number in ENDED:
+                raise SessionDiedError(str(error)) from error
+            raise LockBackendError(f"Database {self.wrapper.alias!r} refused a statement of a lock: {error}") from error
+        if result is None:
+            return None
+        row = next(iter(result.fetch_row(1, 0)), None)
+        return None if row is None else [value.decode() if isinstance(value, bytes) else value for value in row]
+
+    @property
+    def raw_errors(self) -> Any:
+        import MySQLdb  # type: ignore[import-untyped]
+
+        return MySQLdb.Error
+
+
+WIRES: dict[str, type[Wire]] = {"postgresql": PostgreSQLWire, "mysql": MySQLWire}
+
+
+def wire_class(database: str) -> type[Wire]:
+    """Return the class for a database's engine, or raise ImproperlyConfigured where it has no session locks."""
+    vendor = connections[database].vendor
+    if vendor not in WIRES:
+        raise ImproperlyConfigured(
+            f"Session locks need PostgreSQL, MariaDB or MySQL; database {database!r} is {vendor}, which has none. Use"
+            " dlocks.backends.database.PessimisticBackend."
+        )
+    return WIRES[vendor]
+
+
+def connect(database: str, name: str, idle: float, *, pooled: bool) -> Wire:
+    """
+    Open a session that belongs to nobody else: to no thread, and to no pool.
+
+    ``pooled`` says that a pooler in between keeps sessions; that is tried, any other pooler is refused.
+    """
+    wire = _wire(database, idle)
+    try:
+        if wire.pid != wire.told:
+            _refuse_pooler(database, wire, pooled=pooled)
+        wire.begin(name)
+    except Error as error:
+        wire.close()
+        raise LockBackendError(f"No session on database {database!r} for locks: {error}") from error
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+def _wire(database: str, idle: float) -> Wire:
+    kind = wire_class(database)
+    wrapper = connections[database].copy()
+    wrapper.settings_dict["OPTIONS"].pop("pool", None)
+    wrapper.inc_thread_sharing()
+    try:
+        wrapper.ensure_connection()
+        return kind(wrapper, idle)
+    except Error as error:
+        wrapper.close()
+        raise LockBackendError(f"No session on database {database!r} for locks: {error}") from error
+    except BaseException:
+        wrapper.close()
+        raise
+
+
+def _refuse_pooler(database: str, wire: Wire, *, pooled: bool) -> None:
+    """Raise unless the pooler in between is said to keep sessions, and does not give this one to somebody else."""
+    if not pooled:
+        raise ImproperlyConfigured(
+            f"Database {database!r} is behind a pooler (the session is {wire.pid}, and the connection says"
+            f" {wire.told}). A session lock needs a session of its own for as long as it is held: a pooler that hands"
+            " sessions out for each transaction or statement would give one lock to several. Let this alias of"
+            " DATABASES connect to the server itself, or use dlocks.backends.database.PessimisticBackend. If the"
+            " pooler keeps sessions (pool_mode = session), say so by OPTIONS['session_pooling'] = True."
+        )
+    other = _wire(database, wire.idle)
+    other.close()
+    if other.pid == wire.pid:
+        raise ImproperlyConfigured(
+            f"OPTIONS['session_pooling'] says that the pooler before database {database!r} keeps sessions, but it has"
+            f" given the session {wire.pid} to two connections at a time. Set its pool_mode to session, let this alias"
+            " of DATABASES connect to the server itself, or use dlocks.backends.database.PessimisticBackend."
+        )

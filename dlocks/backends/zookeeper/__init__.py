@@ -1,0 +1,790 @@
+"""
+Locks in a ZooKeeper ensemble: a line of ephemeral nodes before each key, which end with the session of their process.
+
+Every claim is a node under its key's, numbered by the servers in the order of arrival; the first has the key. Who waits
+watches one node only, the last that is in its way, so that a release wakes one waiter. The name of a node tells whose
+it is, by which a claim is found again when the reply to its creation was lost.
+
+A process has one session for all its claims. The servers end it when they have heard nothing of the process for
+``session_timeout``: the lease of a hold is that of the session, and is counted here from when the leader of the
+ensemble was last heard of. An answer that is lost says nothing about the session; that it has ended only the servers
+can say, and then all holds of it are lost at once.
+
+Tokens are the number of the transaction that created the node (``czxid``), counted from the moment at which the root
+was made, in microseconds: they grow for ever, for an ensemble that is built anew too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, ClassVar
+
+from dlocks import clock
+from dlocks.backends.base import HEARD_FOR, BaseBackend, Claim, Grant, Holder, Listener, Message, Place, seconds
+from dlocks.backends.zookeeper import ensemble as zookeeper
+from dlocks.backends.zookeeper.ensemble import (
+    BadVersionError,
+    Ensemble,
+    NodeExistsError,
+    NoNodeError,
+    ZookeeperError,
+    collect_hosts,
+    is_unanswered,
+)
+from dlocks.backends.zookeeper.tickets import Line, Ticket, name_for, node_of
+from dlocks.exceptions import LockBackendError
+
+logger = logging.getLogger("dlocks")
+
+# How long the keeper, and those who wait, wait for an answer before they look what else there is.
+SOON = 1.0
+# How long those who wait are kept from the news that the ensemble cannot be asked.
+PATIENCE = 10.0
+# How long a thread waits for its turn before it looks for itself.
+LOOK_EVERY = 5.0
+# The share of the session's timeout after which it is asked again whether the session stands.
+ASKED_AGAIN = 1 / 8
+# Keys that a process remembers as crowded.
+CROWDED_AT_MOST = 10_000
+# How long a session stays open that has nothing.
+LINGER = 10.0
+# How often the thread that tends looks when there is something to tend.
+TEND_EVERY = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A claim that has a node, or may have one."""
+
+    claim: Claim
+    # The node of its key.
+    parent: str
+    # The token of the hold beside which it is taken, and the number of that one's ticket.
+    beside: tuple[int, int] | None = None
+    # What its own node is found by. Not the owner: whoever may look at the nodes must not have that capability.
+    mark: str = field(default_factory=lambda: secrets.token_hex(16))
+    ticket: Ticket | None = None
+    # The token that it will have.
+    number: int = 0
+    token: int | None = None
+    waiting: bool = False
+    # Whether the thread that listens tells of its turn.
+    told: bool = False
+    # Given back, but its key stays taken until the end.
+    kept: bool = False
+    # In no table any more: its node is gone, or will be.
+    gone: bool = False
+    count: int = 1
+    since: float = 0.0
+    ends_at: float = math.inf
+    heard_at: float = 0.0
+    ahead: int = 0
+    # The node that is watched, and whether something has become of it.
+    watched: str = ""
+    stirred: threading.Event = field(default_factory=threading.Event)
+    failing_since: float | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
+
+
+class ZooKeeperBackend(BaseBackend):
+    """
+    Locks in the ZooKeeper ensemble of ``hosts``, such as ``"zk1:2181,zk2:2181,zk3:2181"``, in nodes under ``root``.
+
+    ``session_timeout`` is after how many seconds of silence the servers end the session of a process, and give its
+    keys to others; they may set bounds to it. ``connect_timeout`` is for how many seconds a question waits for an
+    answer before that is LockBackendError. ``auth`` is ``"user:password"``; with it, only those who have it may touch
+    the nodes. ``client`` has more keywords for kazoo's client, such as those for TLS.
+    """
+
+    supports_queue: ClassVar[bool] = True
+    tells_here: ClassVar[bool] = True
+    supports_sharing: ClassVar[bool] = True
+    supports_permits: ClassVar[bool] = False
+    knows_takeovers: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        alias: str,
+        *,
+        hosts: str | Sequence[str] = "127.0.0.1:2181",
+        root: str = "/dlocks",
+        session_timeout: float = 10.0,
+        connect_timeout: float = 5.0,
+        auth: str | None = None,
+        client: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(alias, **options)
+        if not isinstance(hosts, str):
+            if not isinstance(hosts, Sequence) or not all(isinstance(host, str) for host in hosts):
+                raise TypeError("hosts must be a string, or a list of strings")
+            hosts = ",".join(hosts)
+        if "/" in hosts or "@" in hosts:
+            raise ValueError("hosts must be like 'zk1:2181,zk2:2181': a path is the option root, a password is auth")
+        try:
+            collect_hosts(hosts)
+        except ValueError as error:
+            raise ValueError(f"hosts must be like 'zk1:2181,zk2:2181', not {hosts!r}: {error}") from None
+        if not isinstance(root, str) or not _is_path(root):
+            raise ValueError(f"root must be a path like '/dlocks', and not '/' or below '/zookeeper', not {root!r}")
+        if auth is not None and (not isinstance(auth, str) or not all(auth.partition(":"))):
+            raise ValueError("auth must be like 'user:password'")
+        if client is not None and not isinstance(client, Mapping):
+            raise TypeError("client must be a dictionary of keywords for KazooClient")
+        if unknown := set(client or {}) - zookeeper.KEYWORDS:
+            raise ValueError(
+                f"client has unknown {', '.join(sorted(unknown))}; it takes {', '.join(sorted(zookeeper.KEYWORDS))}"
+            )
+        self.root = root
+        self.ensemble = Ensemble(
+            alias,
+            hosts,
+            session_timeout=seconds("session_timeout", session_timeout, above_zero=True),
+            patience=seconds("connect_timeout", connect_timeout, above_zero=True),
+            auth=auth,
+            client=dict(client or {}),
+            on_lost=self._session_ended,
+        )
+        self._reset()
+        _backends.add(self)
+
+    def _reset(self) -> None:
+        # Guards these; never held while the servers are asked.
+        # Entered in the condition's place: in C, so that a signal in the middle of it leaves nothing taken.
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._entries: dict[str, Entry] = {}
+        self._kept: list[Entry] = []
+        # Those whose node may still be there, or come to be, though nobody wants it; and until when.
+        self._orphans: dict[Entry, float] = {}
+        self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        # From where tokens are counted.
+        self._base: int | None = None
+        # Keys that somebody else had when they were last asked for.
+        self._crowded: dict[str, None] = {}
+        self._tender: threading.Thread | None = None
+        self._tends_at = 0.0
+        self._used_at = 0.0
+        self._exiting = False
+
+    @property
+    def identity(self) -> str:
+        return f"zookeeper {','.join(self.ensemble.hosts)} {self.root}"
+
+    @property
+    def renew_every(self) -> float:  # type: ignore[override]
+        return self.ensemble.session_timeout * ASKED_AGAIN
+
+    # The waist.
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        entry = self._entries.get(claim.owner)
+        if entry is not None and entry.waiting:
+            return None
+        if entry is not None and entry.token is not None:
+            if self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2 or self.recount(claim, entry.count):
+                return self._grant(entry, entry.token)
+            return self.acquire(claim)
+        if entry is None:
+            entry = self._entry(claim)
+            if claim.key in self._crowded and self._is_busy(entry):
+                return None
+        if not self._join(entry):
+            # The session ended just then; the next one has not.
+            return self.acquire(claim)
+        if entry.token is not None:
+            self._crowded.pop(claim.key, None)
+            return self._grant(entry, entry.token)
+        self._crowd(claim.key)
+        self._leave(entry, patience=SOON, had=False)
+        return None
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        now = clock.now()
+        with self._mutex:
+            held = {claim.owner: (claim, entry) for claim in claims if (entry := self._held(claim)) is not None}
+        if not held:
+            return {}
+        asked = list(held.values())
+        try:
+            stats = self.ensemble.ask(*(zookeeper.exists(entry.path) for _, entry in asked), patience=SOON / 2)
+        except LockBackendError as error:
+            # Unknown; what is left of the leases is certain all the same.
+            if not is_unanswered(error) or self.ensemble.certain_until <= now:
+                raise
+        else:
+            with self._mutex:
+                for (claim, entry), stat in zip(asked, stats, strict=True):
+                    if stat is None or isinstance(stat, ZookeeperError):
+                        self._forget(entry)
+                    else:
+                        entry.ends_at = now + claim.ttl
+                        self._tend_from(entry)
+        return {
+            owner: min(entry.ends_at, self.ensemble.certain_until) - now
+            for owner, (_, entry) in held.items()
+            if not entry.gone
+        }
+
+    def recount(self, claim: Claim, count: int) -> bool:
+        entry = self._held(claim)
+        if entry is None:
+            return False
+        (stat,) = self.ensemble.ask(zookeeper.exists(entry.path))
+        if stat is None or entry.gone:
+            with self._mutex:
+                self._forget(entry)
+            return False
+        entry.count = count
+        return True
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        with self._mutex:
+            entry = self._entries.get(claim.owner)
+            if entry is None:
+                return False
+            if keep and entry.token is not None:
+                del self._entries[claim.owner]
+                entry.kept, entry.ends_at = True, clock.now() + keep
+                self._kept.append(entry)
+                self._tend_from(entry)
+                return True
+        freed = self._leave(entry, had=True) if entry.token is not None else self._leave(entry, patience=SOON)
+        self._close_at_exit()
+        return freed
+
+    def holder(self, key: str) -> Holder | None:
+        for ticket in self._line(self._parent(key)).granted:
+            for entry in list(self._entries.values()):
+                if entry.ticket == ticket and entry.token is not None:
+                    return self._own_holder(entry)
+            if any(entry.ticket == ticket for entry in list(self._kept)):
+                continue
+            (answer,) = self.ensemble.ask(zookeeper.read(f"{self._parent(key)}/{ticket.name}"))
+            if not isinstance(answer, ZookeeperError):
+                data, stat = answer
+                return self._holder(key, data, stat)
+        return None
+
+    def _own_holder(self, entry: Entry) -> Holder:
+        remaining = entry.ends_at - clock.now()
+        return Holder(
+            key=entry.claim.key,
+            holder=entry.claim.holder,
+            owner_ip=entry.claim.owner_ip,
+            since=datetime.fromtimestamp(entry.since, UTC),
+            remaining=remaining,
+            token=entry.token or 0,
+            count=entry.count,
+            stale=remaining <= 0,
+        )
+
+    def _holder(self, key: str, data: bytes, stat: Any) -> Holder:
+        try:
+            known = dict(json.loads(data))
+        except ValueError:
+            known = {}
+        waited = known.get("waited", True)
+        return Holder(
+            key=key,
+            holder=str(known.get("holder") or ""),
+            owner_ip=known.get("ip"),
+            since=None if waited else datetime.fromtimestamp(stat.ctime / 1000, UTC),
+            remaining=math.inf,
+            token=self._token(stat.czxid),
+            count=1,
+            stale=False,
+        )
+
+    def disconnect(self) -> None:
+        """Close the session of this process, and with it give back all that is held or waited for."""
+        self._session_ended(tell=False)
+        self.ensemble.close()
+
+    # Claims and their nodes.
+
+    def _parent(self, key: str) -> str:
+        return f"{self.root}/{node_of(key)}"
+
+    def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
+        entry = Entry(claim, self._parent(claim.key), waiting=waiting, heard_at=clock.now())
+        beside = self._entries.get(claim.beside) if claim.beside and not waiting else None
+        if beside is not None and beside.ticket is not None and beside.token is not None:
+            entry.beside = beside.token, beside.ticket.number
+        return entry
+
+    def _held(self, claim: Claim) -> Entry | None:
+        entry = self._entries.get(claim.owner)
+        return None if entry is None or entry.token is None else entry
+
+    def _grant(self, entry: Entry, token: int) -> Grant:
+        now = clock.now()
+        with self._mutex:
+            entry.ends_at = now + entry.claim.ttl
+            self._tend_from(entry)
+            # Nothing is left of it where the session has ended just then.
+            left = -math.inf if entry.gone else self.ensemble.certain_until - now
+        return Grant(token, left if left < entry.claim.ttl else None)
+
+    def _lease(self, claim: Claim) -> float:
+        return min(claim.ttl, self.ensemble.session_timeout * zookeeper.CERTAIN)
+
+    def _line(self, parent: str, patience: float | None = None) -> Line:
+        (names,) = self.ensemble.ask(zookeeper.children(parent), patience=patience)
+        return _line(names)
+
+    def _is_busy(self, entry: Entry) -> bool:
+        """Return whether somebody has the key, or stands in line for it, without leaving anything behind."""
+        tickets = self._line(entry.parent).tickets
+        if entry.beside is not None:
+            return not any(ticket.number == entry.beside[1] for ticket in tickets)
+        return any(not (ticket.shared and entry.claim.shared) for ticket in tickets)
+
+    def _join(self, entry: Entry, patience: float | None = None) -> bool:
+        """Make the node of a claim, or find the one that was made, and see how it stands; return False if gone."""
+        with self._mutex:
+            # Asked for before, and the answer was not seen.
+            unsure = self._entries.get(entry.claim.owner) is entry
+            self._entries[entry.claim.owner] = entry
+            self._tend_from(entry)
+        until = time.monotonic() + (self.ensemble.patience if patience is None else patience)
+        line: Line | None = None
+        while entry.ticket is None and not entry.gone:
+            try:
+                if self._base is None:
+                    self._base = self._find_base()
+                if unsure:
+                    self._find(entry)
+                    unsure = False
+                else:
+                    unsure = True
+                    line = self._make(entry)
+                    unsure = False
+            except LockBackendError as error:
+                if not is_unanswered(error) or time.monotonic() >= until:
+                    raise
+        self._see([entry], patience, {} if line is None else {entry.parent: line})
+        if entry.gone:
+            # Should it have been made in the next session.
+            self._orphan(entry)
+        return not entry.gone
+
+    def _make(self, entry: Entry) -> Line | None:
+        """Make the node of a claim and return the line that it is in then, or only that of its key."""
+        claim = entry.claim
+        name = name_for(entry.mark, shared=claim.shared, beside=entry.beside and entry.beside[1])
+        data = json.dumps({"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting})
+        request = zookeeper.create(f"{entry.parent}/{name}", data.encode(), self.ensemble.acl, in_line=True)
+        answer, names = self.ensemble.ask(request, zookeeper.children(entry.parent), once=True)
+        if isinstance(answer, NoNodeError):
+            self._make_parent(entry.parent, claim.key)
+            return None
+        path, stat = _ok(answer)
+        self._note(entry, path.rpartition("/")[2], stat)
+        return _line(names)
+
+    def _find(self, entry: Entry) -> None:
+        """Look for the node of a claim whose creation was not answered."""
+        if (ticket := self._line(entry.parent).marked(entry.mark)) is not None:
+            (stat,) = self.ensemble.ask(zookeeper.exists(f"{entry.parent}/{ticket.name}"))
+            if stat is not None:
+                self._note(entry, ticket.name, stat)
+
+    def _note(self, entry: Entry, name: str, stat: Any) -> None:
+        entry.number = self._token(stat.czxid)
+        (entry.ticket,) = Line([name]).tickets
+
+    def _make_parent(self, parent: str, key: str) -> None:
+        """Make the node of a key; the servers delete it some time after it was last used."""
+        (answer,) = self.ensemble.ask(zookeeper.create_container(parent, key.encode(), self.ensemble.acl))
+        if isinstance(answer, NoNodeError):
+            self._base = self._find_base()
+        elif not isinstance(answer, NodeExistsError):
+            _ok(answer)
+
+    def _find_base(self) -> int:
+        """Return from where tokens are counted: the moment at which the root was made, in microseconds."""
+        for number in range(2, self.root.count("/") + 1):
+            above = "/".join(self.root.split("/")[:number])
+            self.ensemble.ask(zookeeper.create(above, b"", zookeeper.OPEN_ACL_UNSAFE))
+        moment = str(time.time_ns() // 1000).encode()
+        self.ensemble.ask(zookeeper.create(self.root, moment, self.ensemble.acl))
+        while True:
+            (answer,) = self.ensemble.ask(zookeeper.read(self.root))
+            data, stat = _ok(answer)
+            if data:
+                break
+            # Somebody has made it by hand.
+            (answer,) = self.ensemble.ask(zookeeper.write(self.root, moment, stat.version))
+            if not isinstance(answer, BadVersionError):
+                _ok(answer)
+        if not data.isdigit():
+            raise LockBackendError(f"{self.ensemble} has something else in {self.root}: choose another 'root'.")
+        return int(data)
+
+    def _token(self, zxid: int) -> int:
+        if self._base is None:
+            self._base = self._find_base()
+        return self._base + zxid
+
+    def _leave(self, entry: Entry, *, patience: float | None = None, had: bool | None = None) -> bool:
+        """Take the node of a claim away; return whether the claim had the key, which is looked for where unknown."""
+        until = time.monotonic() + (self.ensemble.patience if patience is None else patience)
+        sent = False
+        try:
+            while not entry.gone:
+                left = max(0.0, until - time.monotonic())
+                try:
+                    if had is None or entry.ticket is None:
+                        line = self._line(entry.parent, left)
+                        entry.ticket = line.marked(entry.mark)
+                        had = entry.ticket in line.granted
+                    if entry.ticket is None:
+                        return False
+                    again, sent = sent, True
+                    (answer,) = self.ensemble.ask(zookeeper.delete(entry.path), patience=left, once=True)
+                    if isinstance(answer, NoNodeError):
+                        # Perhaps by the one before, of which the answer was lost.
+                        return had and again
+                    _ok(answer)
+                    return had
+                except LockBackendError as error:
+                    if not is_unanswered(error) or time.monotonic() >= until:
+                        raise
+            # The session has ended, and the node with it.
+            return False
+        except BaseException:
+            self._orphan(entry)
+            raise
+        finally:
+            with self._mutex:
+                self._forget(entry)
+
+    def _orphan(self, entry: Entry) -> None:
+        with self._mutex:
+            self._orphans[entry] = clock.now() + 2 * self.ensemble.session_timeout
+            self._tend_from(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """Take a claim out of all tables; the mutex is held."""
+        if self._entries.get(entry.claim.owner) is entry:
+            del self._entries[entry.claim.owner]
+        if entry in self._kept:
+            self._kept.remove(entry)
+        entry.gone, entry.waiting = True, False
+        entry.stirred.set()
+        self._used_at = clock.now()
+
+    # Waiting, each for the one before it.
+
+    def crowded(self, key: str) -> bool:
+        return key in self._crowded
+
+    def _crowd(self, key: str) -> None:
+        if len(self._crowded) >= CROWDED_AT_MOST:
+            self._crowded.clear()
+        self._crowded[key] = None
+
+    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+        if claim.scope != "lease":
+            return None
+        entry = self._entries.get(claim.owner)
+        if entry is None:
+            entry = self._entry(claim, waiting=True)
+        entry.told = entry.told or bool(channel)
+        if entry.ticket is None:
+            # Those who have lost their place have others beside them, who must be heard of meanwhile.
+            self._join(entry, None if number is None else SOON)
+        if entry.token is not None:
+            if number is None:
+                self._crowded.pop(claim.key, None)
+            return Place(grant=self._grant(entry, entry.token), ask=True, here=not channel)
+        self._crowd(claim.key)
+        return Place(ask=entry.gone, ahead=entry.ahead, number=None if entry.gone else 1, here=not channel)
+
+    def wait(self, claim: Claim, timeout: float | None) -> bool:
+        entry = self._entries.get(claim.owner)
+        if entry is None:
+            return False
+        entry.heard_at = math.inf
+        try:
+            entry.stirred.wait(LOOK_EVERY if timeout is None else min(timeout, LOOK_EVERY))
+            if entry.gone:
+                return False
+            try:
+                self._see([entry], SOON)
+                entry.failing_since = None
+            except LockBackendError as error:
+                # Unknown is not lost: it keeps its place while the session may stand.
+                entry.stirred.set()
+                entry.failing_since = entry.failing_since or clock.now()
+                if not is_unanswered(error) or clock.now() - entry.failing_since >= PATIENCE:
+                    raise
+            return not entry.gone
+        finally:
+            entry.heard_at = clock.now()
+
+    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+        entries = [entry for claim in claims if (entry := self._entries.get(claim.owner)) is not None]
+        for entry in entries:
+            entry.heard_at = clock.now()
+        self._see(entries, SOON)
+        return {
+            entry.claim.owner: Place(number=1, ahead=entry.ahead)
+            if entry.token is None
+            else Place(grant=self._grant(entry, entry.token))
+            for entry in entries
+            if not entry.gone
+        }
+
+    def waiting(self, key: str) -> int:
+        line = self._line(self._parent(key))
+        return len(line.tickets) - len(line.granted)
+
+    def move_on(self, key: str) -> bool:
+        return False
+
+    def listen(self, channel: str) -> Turns:
+        return Turns(self)
+
+    def turns(self, timeout: float) -> list[Message]:
+        """Wait for those who are told on a channel, so many seconds at most; return whose turn has come."""
+        entries = []
+        try:
+            entries.append(self._turns.get(timeout=timeout))
+            while True:
+                entries.append(self._turns.get_nowait())
+        except queue.Empty:
+            pass
+        for entry in entries:
+            entry.heard_at = clock.now()
+        self._see(entries, SOON)
+        return [Message(owner=entry.claim.owner) for entry in entries if entry.token is not None]
+
+    def _see(
+        self, entries: Iterable[Entry], patience: float | None = None, known: Mapping[str, Line] | None = None
+    ) -> None:
+        """Look how claims stand that have no key yet, and have each of them watch the last one in its way."""
+        pending = {entry for entry in entries if entry.token is None and not entry.gone}
+        while pending:
+            for entry in pending:
+                entry.stirred.clear()
+            lines, known = dict(known or {}), None
+            if parents := list({entry.parent for entry in pending} - lines.keys()):
+                answers = self.ensemble.ask(*map(zookeeper.children, parents), patience=patience)
+                lines |= {parent: _line(names) for parent, names in zip(parents, answers, strict=True)}
+            watching = [entry for entry in pending if self._stand(entry, lines[entry.parent])]
+            if not watching:
+                return
+            reads = [zookeeper.read(f"{one.parent}/{one.watched}", partial(self._stir, one)) for one in watching]
+            try:
+                answers = self.ensemble.ask(*reads, patience=patience)
+            except BaseException:
+                for entry in watching:
+                    entry.watched = ""
+                raise
+            pending = set()
+            for entry, answer in zip(watching, answers, strict=True):
+                if isinstance(answer, ZookeeperError):
+                    # It went meanwhile.
+                    entry.watched = ""
+                    pending.add(entry)
+
+    def _stand(self, entry: Entry, line: Line) -> bool:
+        """Note how a claim stands in a line; return whether it has to watch another node than it does."""
+        with self._mutex:
+            if entry.gone:
+                return False
+            place = line.place(entry.ticket)
+            if entry.ticket is None or place is None:
+                # Somebody has taken it away.
+                self._forget(entry)
+                return False
+            in_the_way = line.in_the_way(entry.ticket)
+            if in_the_way is None:
+                # Beside a hold of the same caller, it has the token of that one: others may have come in between.
+                entry.token = entry.number if entry.beside is None else entry.beside[0]
+                entry.waiting, entry.since, entry.watched = False, time.time(), ""
+                entry.ends_at = clock.now() + entry.claim.ttl
+                self._tend_from(entry)
+                return False
+            entry.ahead = place - len(line.granted)
+            if not entry.waiting or entry.watched == in_the_way.name:
+                return False
+            entry.watched = in_the_way.name
+            return True
+
+    def _stir(self, entry: Entry, event: Any) -> None:
+        # In kazoo's own thread: the node that was watched has gone, or the connection.
+        entry.watched = ""
+        entry.stirred.set()
+        if entry.told:
+            self._turns.put(entry)
+
+    def _session_ended(self, *, tell: bool = True) -> None:
+        """Forget all that the session had: its holds are lost, and those who waited stand in line anew."""
+        with self._mutex:
+            entries = [*self._entries.values(), *self._kept]
+            lost = [entry.claim.owner for entry in entries if entry.token is not None and not entry.kept]
+            for entry in entries:
+                self._forget(entry)
+            self._orphans.clear()
+            self._base = None
+        if lost and tell:
+            logger.warning(
+                "The session of DLOCKS[%r] with its ZooKeeper has ended, with %d locks", self.alias, len(lost)
+            )
+            self.tell_lost(lost, "its session with ZooKeeper has ended")
+
+    # What nobody else does in time.
+
+    def _tend_from(self, entry: Entry) -> None:
+        """See to it that an entry is given back at its end; the mutex is held."""
+        self._used_at = clock.now()
+        if self._exiting:
+            return
+        if self._tender is None or not self._tender.is_alive():
+            self._tender = threading.Thread(target=self._tend, name="dlocks-zookeeper", daemon=True)
+            self._tender.start()
+        elif entry.ends_at < self._tends_at:
+            self._changed.notify()
+
+    def _tend(self) -> None:
+        while True:
+            with self._mutex:
+                now = clock.now()
+                tended = [*self._entries.values(), *self._kept]
+                if not tended and not self._orphans and now >= self._used_at + LINGER:
+                    self._tender = None
+                    # Whoever comes from here on makes a session of its own.
+                    client = self.ensemble.detach()
+                    break
+                if now > self._tends_at + HEARD_FOR / 2:
+                    # This process was stopped: those who wait could not be heard of.
+                    for entry in tended:
+                        entry.heard_at = max(entry.heard_at, now)
+                over = [entry for entry in tended if self._ends(entry) <= now]
+                orphans = list(self._orphans)
+                if not over and not orphans:
+                    self._tends_at = min([self._ends(entry) for entry in tended], default=now + LINGER)
+                    self._tends_at = max(now, min(self._tends_at, now + TEND_EVERY))
+                    self._changed.wait(self._tends_at - now)
+            for entry in over:
+                self._end(entry)
+            for entry in orphans:
+                self._bury(entry)
+            if orphans:
+                time.sleep(TEND_EVERY)
+            # A reference kept over the pause would keep them alive.
+            del over, orphans, tended
+            entry = None  # type: ignore[assignment]
+        zookeeper.end(client)
+
+    def _ends(self, entry: Entry) -> float:
+        if entry.ticket is None:
+            return math.inf
+        if entry.waiting:
+            return entry.heard_at + HEARD_FOR
+        if entry.kept:
+            return entry.ends_at
+        return entry.ends_at + self.grace if entry.token is not None else math.inf
+
+    def _end(self, entry: Entry) -> None:
+        try:
+            self._leave(entry, patience=SOON, had=True)
+        except LockBackendError as error:
+            logger.warning("A claim on %r could not be taken back yet: %s", entry.claim.key, error)
+
+    def _bury(self, entry: Entry) -> None:
+        """Take away the node that a claim may have left behind."""
+        try:
+            if (found := self._line(entry.parent, SOON).marked(entry.mark)) is not None:
+                self.ensemble.ask(zookeeper.delete(f"{entry.parent}/{found.name}"), patience=SOON)
+        except LockBackendError:
+            return
+        with self._mutex:
+            # Where there is none yet, it may be on its way still.
+            if found is not None or clock.now() >= self._orphans.get(entry, 0.0):
+                self._orphans.pop(entry, None)
+
+    # The end of the process, and its forks.
+
+    def _at_exit(self) -> None:
+        # What still has a hold is the keeper's to give back.
+        self._exiting = True
+        self._close_at_exit()
+
+    def _close_at_exit(self) -> None:
+        if self._exiting and not self._entries:
+            self.ensemble.close()
+
+    def _forked(self) -> None:
+        self.ensemble.abandon()
+        self._reset()
+
+
+class Turns(Listener):
+    """Hears whose turn has come."""
+
+    def __init__(self, backend: ZooKeeperBackend) -> None:
+        self._backend = backend
+
+    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+        return self._backend.turns(timeout)
+
+    def close(self) -> None:
+        """Do nothing: the session is the backend's."""
+
+
+def _line(names: Any) -> Line:
+    return Line() if isinstance(names, NoNodeError) else Line(_ok(names))
+
+
+def _ok(answer: Any) -> Any:
+    if isinstance(answer, ZookeeperError):
+        raise LockBackendError(f"ZooKeeper refused a lock: {type(answer).__name__}.") from answer
+    return answer
+
+
+def _is_path(root: str) -> bool:
+    names = root.split("/")[1:]
+    return (
+        root.startswith("/")
+        and all(name.strip(".") and name.isprintable() for name in names)
+        and names[0] != "zookeeper"
+    )
+
+
+_backends: weakref.WeakSet[ZooKeeperBackend] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    for backend in list(_backends):
+        backend._at_exit()
+
+
+atexit.register(_at_exit)
+
+
+def _forked() -> None:
+    for backend in list(_backends):
+        backend._forked()
+
+
+os.register_at_fork(after_in_child=_forked)

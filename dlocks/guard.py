@@ -1,0 +1,86 @@
+"""A transaction that commits under a hold, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, transaction
+
+from dlocks import clock
+from dlocks.exceptions import LockBackendError
+from dlocks.transactions import Mark
+
+if TYPE_CHECKING:
+    from dlocks.holds import Hold
+
+
+@contextmanager
+def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[None]:
+    """
+    Open a transaction that has the lock row locked, and written, from its beginning: so long nobody takes the key.
+
+    The row is written again at the end, so that the lease is whole when the transaction is committed.
+    """
+    database = _database_for(hold, using)
+    with transaction.atomic(using=database, **atomic):
+        if hold.scope == "transaction":
+            # The row is this transaction's already.
+            hold.check()
+            yield
+            return
+        mark = Mark.whole(connections[database])
+        hold.pinned_in.append(mark)
+        try:
+            _pin(hold, database)
+            yield
+            sent = _pin(hold, database)
+        except BaseException:
+            hold.unpin(mark)
+            raise
+        mark.at_commit.append(lambda: hold.committed(mark, sent))
+
+
+def _pin(hold: Hold, database: str) -> float:
+    """Lock and renew the row of the hold in the open transaction; return when that was asked for."""
+    if not hold.held and not hold.pinned:
+        hold.lose(hold.why_not())
+        raise hold.lost_error()
+    sent = clock.now()
+    try:
+        stands = hold.backend.pin(hold.claim, database)
+    except LockBackendError:
+        # The transaction is of no use any more.
+        connections[database].needs_rollback = True
+        raise
+    if not stands:
+        hold.lose("the backend says it is no longer this hold's")
+        raise hold.lost_error()
+    return sent
+
+
+def _database_for(hold: Hold, using: str | None) -> str:
+    backend = hold.backend
+    if not backend.supports_guard:
+        raise RuntimeError(
+            f"{type(backend).__name__} cannot guard a transaction: that takes a lock in the database of the data. "
+            "Compare hold.token in every write (FencedModel), or use a backend of the database family."
+        )
+    own = backend.database
+    if using is None or using == own:
+        return own
+    if _place_of(using) != _place_of(own):
+        raise RuntimeError(
+            f"The lock on {hold.key!r} is in database {own!r}, and {using!r} is another one: a transaction there "
+            "cannot be guarded. Put the lock where the data is (OPTIONS['database'])."
+        )
+    return using
+
+
+def _place_of(database: str) -> tuple[Any, ...]:
+    """Return what is the same for two aliases of one database."""
+    connection = connections[database]
+    settings = connection.settings_dict
+    place = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
+    return connection.vendor, *map(str, place)

@@ -1,0 +1,199 @@
+"""``manage.py run_locked KEY -- command args…``: any command of the system, under a lock."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from dlocks.conf import DEFAULT_ALIAS
+from dlocks.exceptions import LockBackendError, LockError, LockTimeout
+from dlocks.holds import Hold
+from dlocks.locks import Lock
+from dlocks.schedules import BUSY
+
+# As shells say it.
+NOT_EXECUTABLE, NOT_FOUND, BY_SIGNAL = 126, 127, 128
+
+PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+# What a terminal sends to the whole foreground group, so that the command has it without us.
+FROM_TERMINAL = {"SIGINT", "SIGQUIT"}
+
+
+class Command(BaseCommand):
+    help = (
+        "Runs a command under a lock and exits with its status: 75 when the lock is busy, 128 + N when signal N ended "
+        "the command. When the lock is lost, the command is sent SIGTERM."
+    )
+    # It need not wait for what other apps check.
+    requires_system_checks = []
+    stealth_options = ("command",)
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        usage = f"{os.path.basename(prog_name)} {subcommand} KEY [options] -- command [args …]"  # noqa: PTH119
+        return super().create_parser(prog_name, subcommand, usage=usage, **kwargs)
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("key", metavar="KEY", help="What is locked.")
+        parser.add_argument(
+            "--using", default=DEFAULT_ALIAS, metavar="ALIAS", help="Alias of the DLOCKS setting. Default: %(default)s."
+        )
+        parser.add_argument(
+            "--timeout", type=float, default=0.0, metavar="SECONDS", help="How long to wait for it. Default: not."
+        )
+        parser.add_argument("--ttl", type=float, metavar="SECONDS", help="How long it outlives a host that died.")
+        parser.add_argument("--max-hold", type=float, metavar="SECONDS", help="How long it is held at most.")
+        parser.add_argument(
+            "--at-least", type=float, default=0.0, metavar="SECONDS", help="How long it stays taken at least."
+        )
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        # Before argparse, which would take the command's own "--" away.
+        split = argv.index("--") if "--" in argv else len(argv)
+        self._command = argv[split + 1 :]
+        super().run_from_argv(argv[:split])
+
+    def handle(self, *args: Any, command: Sequence[str] | None = None, **options: Any) -> None:
+        command = list(command or getattr(self, "_command", []))
+        if not command:
+            raise CommandError("Say what to run, after '--': run_locked KEY -- command args")
+        child = _Child(command)
+        entered = False
+        status = None
+        try:
+            with _named(f"run_locked {shlex.join(command)}"), child.listening(), self._lock(child, options):
+                entered = True
+                status = child.run()
+        except LockTimeout as error:
+            if entered:
+                raise
+            raise CommandError(str(error), returncode=BUSY) from error
+        except LockBackendError as error:
+            if status is None:
+                raise CommandError(str(error)) from error
+            # The command has ended all the same, and the lease will.
+            self.stderr.write(self.style.WARNING(str(error)))
+        except LockError as error:
+            # Lost: no success, whatever the command thought of it.
+            raise CommandError(str(error), returncode=status or 1) from error
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        except OSError as error:
+            raise CommandError(
+                f"{command[0]!r} cannot be run: {error.strerror}",
+                returncode=NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE,
+            ) from error
+        if status:
+            sys.exit(status)
+
+    def _lock(self, child: _Child, options: dict[str, Any]) -> Lock:
+        policy = {name: options[name] for name in ("timeout", "max_hold", "at_least")}
+        if options["ttl"] is not None:
+            policy["ttl"] = options["ttl"]
+        try:
+            return Lock(
+                key=options["key"],
+                using=options["using"],
+                scope="lease",
+                release="exit",
+                on_lost=child.lost,
+                **policy,
+            )
+        except (TypeError, ValueError) as error:
+            raise CommandError(str(error)) from error
+
+
+class _Child:
+    """The command, and the signals on their way to it."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        # Whether a signal means the command, not yet this process alone.
+        self._starts = False
+        # Appended to by handlers and by the keeper: a deque, since neither may wait for the other.
+        self._signals: deque[int] = deque()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Catch the signals, where they are not ignored: what is ignored here, the command shall ignore too."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in PASSED_ON:
+                if signal.getsignal(number) not in {signal.SIG_IGN, None}:
+                    before[number] = signal.signal(number, self._caught)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self) -> int:
+        """Run the command to its end; return its exit status as shells tell it."""
+        self._starts = True
+        # In this process group, so that it has the terminal.
+        self._process = subprocess.Popen(self._command)  # noqa: S603 (what the caller wants to be run)
+        self._pass_on()
+        # By a thread: a signal that comes just before this one begins to wait for a process is not handled until then.
+        waiter = threading.Thread(target=self._process.wait, name="run_locked", daemon=True)
+        waiter.start()
+        while waiter.is_alive():
+            waiter.join(0.5)
+        status = self._process.wait()
+        return BY_SIGNAL - status if status < 0 else status
+
+    def lost(self, hold: Hold) -> None:
+        self._signals.append(signal.SIGTERM)
+        self._pass_on()
+
+    def _caught(self, number: int, frame: object) -> None:
+        if not self._starts:
+            sys.exit(BY_SIGNAL + number)
+        if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
+            return
+        self._signals.append(number)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._process is not None and self._signals:
+            # The other thread may have taken the last one; the command may have ended.
+            with suppress(IndexError, ProcessLookupError):
+                self._process.send_signal(self._signals.popleft())
+
+
+def _in_foreground() -> bool:
+    """Return whether this process is in the foreground of its terminal, whose Ctrl-C the command has had itself."""
+    if not hasattr(os, "tcgetpgrp"):
+        # On Windows a Ctrl-C is for all of the console.
+        return True
+    try:
+        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the thread a name, which the lock shows with its holder."""
+    thread = threading.current_thread()
+    before, thread.name = thread.name, name
+    try:
+        yield
+    finally:
+        thread.name = before

@@ -1,0 +1,129 @@
+"""Django's admin for versioned rows: an edit that has not seen the last one is shown both, and saves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.contrib.admin.utils import unquote
+from django.core import checks
+from django.core.signing import BadSignature
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.loader import get_template, select_template
+from django.utils.translation import gettext as _
+
+from dlocks.exceptions import StaleVersion
+from dlocks.optimistic.forms import (
+    TOKEN,
+    VersionedFormSet,
+    VersionedInlineFormSet,
+    VersionedModelForm,
+    sign_version,
+    unsign_version,
+    version_of,
+)
+
+
+class _CheckForm:
+    """Checks that the form, when it is one of the project's own, still carries the version."""
+
+    form: Any
+    formset: Any = VersionedFormSet
+
+    def check(self, **kwargs: Any) -> list[checks.CheckMessage]:
+        messages: list[checks.CheckMessage] = super().check(**kwargs)  # type: ignore[misc]
+        if not issubclass(self.form, VersionedModelForm):
+            messages.append(
+                checks.Error(
+                    f"{type(self).__name__}.form carries no version, so an edit would be lost to a later one.",
+                    hint="Derive the form from dlocks.optimistic.forms.VersionedModelForm.",
+                    obj=type(self),
+                    id="dlocks.E025",
+                )
+            )
+        return messages
+
+
+class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-arg]
+    """
+    A ModelAdmin for a VersionedModel.
+
+    The change form, the lists' ``list_editable`` and the confirmation of a deletion carry the version of what is shown.
+    When the row has another by the time they come back, nothing is written, and the page shows both.
+    """
+
+    form = VersionedModelForm
+
+    def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().changeform_view(request, *args, **kwargs)
+        except StaleVersion:
+            # Changed between the form's check and the write, which is rolled back: now the form finds it.
+            return super().changeform_view(request, *args, **kwargs)
+
+    def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().changelist_view(request, *args, **kwargs)
+        except StaleVersion:
+            if "_save" not in request.POST:
+                # An action's own, which is not to be done twice.
+                raise
+            return super().changelist_view(request, *args, **kwargs)
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> Any:
+        admin_form = context["adminform"]
+        form = admin_form.form
+        if TOKEN in form.fields and admin_form.fieldsets:
+            # Whatever fieldsets there are; it is a hidden row.
+            (name, options), *others = admin_form.fieldsets
+            admin_form.fieldsets = [(name, {**options, "fields": [*options["fields"], TOKEN]}), *others]
+        response: Any = super().render_change_form(request, context, *args, **kwargs)
+        if getattr(form, "conflict", None) is not None:
+            template = response.template_name
+            response.context_data["changed_template"] = (
+                get_template(template) if isinstance(template, str) else select_template(template)
+            )
+            response.context_data["conflict"] = form.conflict
+            response.template_name = "admin/dlocks/conflict.html"
+        return response
+
+    def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
+        return super().get_changelist_form(request, **{"form": VersionedModelForm, **kwargs})
+
+    def get_changelist_formset(self, request: HttpRequest, **kwargs: Any) -> Any:
+        return super().get_changelist_formset(request, **{"formset": self.formset, **kwargs})
+
+    def delete_view(self, request: HttpRequest, object_id: str, extra_context: Any = None) -> HttpResponse:
+        """Delete what was shown: the version is in the address of the page that asks."""
+        shown = self.get_object(request, unquote(object_id))
+        if shown is None or not self.has_delete_permission(request, shown):
+            return super().delete_view(request, object_id, extra_context)
+        try:
+            if unsign_version(shown, request.GET.get(TOKEN, "")) == version_of(shown):
+                return super().delete_view(request, object_id, extra_context)
+            raise StaleVersion(self.model, shown.pk, None, version_of(shown))
+        except BadSignature:
+            pass
+        except StaleVersion:
+            self.message_user(
+                request,
+                _("Somebody else has changed this meanwhile, and nothing has been deleted. See whether it should go."),
+                messages.ERROR,
+            )
+        query = request.GET.copy()
+        # As it is now; when it is gone, Django says so there.
+        query[TOKEN] = sign_version(self.get_object(request, unquote(object_id)) or shown)
+        return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
+
+
+class _VersionedInline(_CheckForm):
+    form: Any = VersionedModelForm
+    formset: Any = VersionedInlineFormSet
+
+
+class VersionedTabularInline(_VersionedInline, admin.TabularInline):  # type: ignore[type-arg]
+    """A TabularInline for a VersionedModel, in a VersionedModelAdmin."""
+
+
+class VersionedStackedInline(_VersionedInline, admin.StackedInline):  # type: ignore[type-arg]
+    """A StackedInline for a VersionedModel, in a VersionedModelAdmin."""

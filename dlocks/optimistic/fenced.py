@@ -1,0 +1,357 @@
+"""Models whose rows refuse a write with an older fencing token than one that has been there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
+
+from asgiref.sync import sync_to_async
+from django.core import checks
+from django.db import connections, models, router, transaction
+from django.db.models.functions import Greatest
+from django.utils.translation import gettext_lazy as _
+
+from dlocks.exceptions import StaleToken
+from dlocks.optimistic.versioned import VersionedModel, refusable
+
+
+class HasToken(Protocol):
+    """What a hold is, here."""
+
+    @property
+    def token(self) -> int: ...
+
+
+def token_of(hold: HasToken | int) -> int:
+    """Return the fencing token of a hold, or the token itself."""
+    token = hold if isinstance(hold, int) else getattr(hold, "token", None)
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise TypeError(f"A hold or its token is needed, not {type(hold).__name__}.")
+    if token < 1:
+        raise ValueError(f"A token is 1 or more, not {token}.")
+    return token
+
+
+class FencedQuerySet(models.QuerySet[Any]):
+    """A queryset that writes only with a token: ``fenced(hold)`` gives it one."""
+
+    _token: int | None = None
+
+    def claim(self, pk: Any, hold: HasToken | int) -> Any:
+        """
+        Write the hold's token into the row, then read it: from now on no older token can write it.
+
+        The instance returned is as the last writer left it, and its ``save()`` and ``delete()`` use the token. Raise
+        StaleToken when a newer token has been there, DoesNotExist when there is no such row.
+        """
+        token = token_of(hold)
+        self._for_write = True
+        rows = self.using(self.db).filter(pk=pk)
+        rows._fence(token)
+        instance = rows.get()
+        if instance.fence > token:
+            raise StaleToken(self.model, pk, token, instance.fence)
+        instance._state.token = token
+        return instance
+
+    async def aclaim(self, pk: Any, hold: HasToken | int) -> Any:
+        return await sync_to_async(self.claim)(pk, hold)
+
+    def fenced(self, hold: HasToken | int) -> Any:
+        """Return this queryset with the token for its ``update()``, ``bulk_update()`` and ``delete()``."""
+        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone._token = token_of(hold)
+        return clone
+
+    def update(self, **kwargs: Any) -> int:
+        """Update all rows. Raise StaleToken, and write nothing, when one of them has a newer token."""
+        if "fence" in kwargs:
+            raise ValueError("The fence is written by fenced(hold).update(), and cannot be updated to a value.")
+        with self._fenced() as rows:
+            return super(FencedQuerySet, rows).update(**kwargs)
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """Delete all rows. Raise StaleToken, and delete nothing, when one of them has a newer token."""
+        with self._fenced() as rows:
+            return super(FencedQuerySet, rows).delete()
+
+    def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
+        """Update the fields of all instances, with the token; see update()."""
+        self._need_token()
+        self._for_write = True
+        with transaction.atomic(using=self.db):
+            return super().bulk_update(objs, fields, batch_size)
+
+    def bulk_create(self, objs: Iterable[Any], *args: Any, update_conflicts: bool = False, **kwargs: Any) -> list[Any]:
+        """Insert the instances. Raise ValueError for ``update_conflicts``: such an update could not look at tokens."""
+        if update_conflicts:
+            raise ValueError("bulk_create(update_conflicts=True) would write over rows without looking at tokens.")
+        return super().bulk_create(objs, *args, **kwargs)
+
+    def _need_token(self) -> int:
+        if self._token is None:
+            raise RuntimeError(
+                f"{self.model._meta.label} is written only with a token: objects.fenced(hold).update(…), or "
+                "objects.claim(pk, hold) and then save()."
+            )
+        return self._token
+
+    def _fence(self, token: int) -> int:
+        """Write the token into the rows whose own is not newer; return how many."""
+        field = self.model._meta.get_field("fence")
+        rows: Any = self
+        owner: Any = field.model._meta.concrete_model
+        if owner is not self.model._meta.concrete_model:
+            # The fence is in a parent's table.
+            link: Any = self.model._meta.get_ancestor_link(owner)
+            rows = FencedQuerySet(owner, using=self.db).filter(pk__in=list(self.values_list(link.attname, flat=True)))
+        rows = rows.filter(fence__lte=token).order_by()
+        written: int = rows._update([(field, None, token)])
+        return written
+
+    def _fenced(self) -> Any:
+        """Return the context in which all rows have this token; refuse it when one of them has a newer one."""
+        return _Fenced(self, self._need_token())
+
+    def _clone(self) -> Any:
+        clone = super()._clone()  # type: ignore[misc]
+        clone._token = self._token
+        return clone
+
+
+class _Fenced:
+    """A transaction that begins with writing the token into all rows of a queryset."""
+
+    def __init__(self, rows: FencedQuerySet, token: int) -> None:
+        rows._for_write = True
+        self.rows = rows.using(rows.db)
+        self.token = token
+        self.atomic = transaction.atomic(using=rows.db)
+
+    def __enter__(self) -> Any:
+        self.atomic.__enter__()
+        try:
+            if self.rows.query.is_sliced or self.rows.query.combinator:
+                raise TypeError("A slice or a combination of querysets cannot be written with a token.")
+            self.rows._fence(self.token)
+            newer = self.rows.filter(fence__gt=self.token).order_by("fence").values_list("pk", "fence").last()
+            if newer is not None:
+                raise StaleToken(self.rows.model, newer[0], self.token, newer[1])
+        except BaseException as error:
+            self.atomic.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self.rows.filter(fence__lte=self.token)
+
+    def __exit__(self, *error: object) -> None:
+        self.atomic.__exit__(*cast("Any", error))
+
+
+class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
+    """The manager of a FencedModel; derive yours from it, or make it ``from_queryset`` of a FencedQuerySet."""
+
+
+class TokenField(models.BigIntegerField):  # type: ignore[type-arg]
+    """The token of the last write."""
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        token = getattr(model_instance._state, "token", None)
+        if add and token is not None:
+            setattr(model_instance, self.attname, token)
+        return getattr(model_instance, self.attname)
+
+    def deconstruct(self) -> Any:
+        name, _path, args, kwargs = super().deconstruct()
+        return name, "dlocks.optimistic.fenced.TokenField", args, kwargs
+
+
+class FencedModel(models.Model):
+    """
+    An abstract model whose rows are written only with a fencing token, and refuse an older one than they have.
+
+    Under a lock, ``claim()`` the row with the hold, which reads it too, change it, and ``save()``: a holder that was
+    paused and has lost the lock meanwhile gets StaleToken instead of writing over its successor's work. All writers of
+    a row take the tokens of one lock.
+    """
+
+    fence = TokenField(_("fence"), default=0, editable=False)
+
+    objects = FencedManager()
+
+    class Meta:
+        abstract = True
+
+    def save(self, *args: Any, token: HasToken | int | None = None, **kwargs: Any) -> None:
+        """
+        Save with the token of the claim, or with the ``token`` given (a hold, or the number).
+
+        The latter is right only for values that were not derived from the row: it was read before the token was
+        there, and an older holder may have written since.
+        """
+        with _Token(self, token):
+            super().save(*args, **kwargs)
+
+    def claim(self, hold: HasToken | int, using: str | None = None) -> None:
+        """
+        Write the hold's token into the row, then read the row anew into this instance.
+
+        Raise StaleToken when a newer token has been there, DoesNotExist when the row is gone.
+        """
+        token = token_of(hold)
+        using = using or router.db_for_write(type(self), instance=self)
+        self._rows(using)._fence(token)
+        self.refresh_from_db(using=using)
+        if self.fence > token:
+            raise StaleToken(type(self), self.pk, token, self.fence)
+        state: Any = self._state
+        state.token = token
+
+    async def aclaim(self, hold: HasToken | int, using: str | None = None) -> None:
+        await sync_to_async(self.claim)(hold, using=using)
+
+    async def asave(self, *args: Any, token: HasToken | int | None = None, **kwargs: Any) -> None:
+        await sync_to_async(self.save)(*args, token=token, **kwargs)
+
+    def delete(
+        self, using: str | None = None, keep_parents: bool = False, *, token: HasToken | int | None = None
+    ) -> tuple[int, dict[str, int]]:
+        if not self._is_pk_set():  # type: ignore[attr-defined]
+            return super().delete(using=using, keep_parents=keep_parents)
+        using = using or router.db_for_write(type(self), instance=self)
+        with _Token(self, token):
+            held = self._need_token()
+        with transaction.atomic(using=using):
+            if not self._rows(using)._fence(held):
+                raise StaleToken(type(self), self.pk, held, self._found(using))
+            return super().delete(using=using, keep_parents=keep_parents)
+
+    async def adelete(
+        self, using: str | None = None, keep_parents: bool = False, *, token: HasToken | int | None = None
+    ) -> tuple[int, dict[str, int]]:
+        return await sync_to_async(self.delete)(using=using, keep_parents=keep_parents, token=token)
+
+    def save_base(
+        self,
+        raw: bool = False,
+        force_insert: Any = False,
+        force_update: bool = False,
+        using: str | None = None,
+        update_fields: Any = None,
+    ) -> None:
+        using = using or router.db_for_write(type(self), instance=self)
+        is_update = self._is_pk_set() and not (raw or force_insert)  # type: ignore[attr-defined]
+        if is_update and (not self._state.adding or force_update or update_fields):
+            self._need_token()
+        with refusable(self, using, StaleToken):
+            super().save_base(raw, force_insert, force_update, using, update_fields)
+
+    def _save_table(
+        self,
+        raw: bool = False,
+        cls: Any = None,
+        force_insert: Any = False,
+        force_update: bool = False,
+        using: str | None = None,
+        update_fields: Any = None,
+    ) -> Any:
+        if not raw and self._state.adding and not force_update and not update_fields and self._is_fenced(cls):
+            # Never Django's UPDATE of whatever has the key.
+            force_insert = True
+        state: Any = self._state
+        state.is_raw = raw
+        try:
+            return super()._save_table(raw, cls, force_insert, force_update, using, update_fields)  # type: ignore[misc]
+        finally:
+            state.is_raw = False
+
+    def _do_update(  # type: ignore[override]
+        self, base_qs: Any, using: str, pk_val: Any, values: Any, update_fields: Any, *others: Any
+    ) -> Any:
+        """Write one table's row; the fence is in the WHERE of the statement."""
+        if not self._is_fenced(base_qs.model):
+            return super()._do_update(base_qs, using, pk_val, values, update_fields, *others)
+        field = self._meta.get_field("fence")
+        values = [value for value in values if value[0] != field]
+        if getattr(self._state, "is_raw", False):
+            # A fixture is loaded over whatever is there, but lowers no fence.
+            values.append((field, None, Greatest(models.F("fence"), models.Value(self.fence))))
+            return super()._do_update(base_qs, using, pk_val, values, update_fields, *others)
+        token = self._need_token()
+        values.append((field, None, token))
+        rows = base_qs.filter(fence__lte=token)
+        updated = super()._do_update(rows, using, pk_val, values, update_fields, *others)
+        if updated:
+            self.fence = token
+            return updated
+        found = self._found(using)
+        if found is None and self._state.db not in {None, using}:
+            # A copy into another database, which does not have the row yet.
+            return updated
+        raise StaleToken(type(self), self.pk, token, found)
+
+    def _need_token(self) -> int:
+        token: int | None = getattr(self._state, "token", None)
+        if token is None:
+            raise RuntimeError(
+                f"{self._meta.label} {self.pk!r} is written only with a token: claim(hold) it first, which also reads "
+                "it anew, and then save(); or save(token=hold) values that were not derived from the row."
+            )
+        return token
+
+    def _is_fenced(self, model: type[models.Model]) -> bool:
+        """Return whether the fence is in the table of this model, out of the parents and the child."""
+        return self._meta.get_field("fence").model._meta.concrete_model is model._meta.concrete_model
+
+    def _rows(self, using: str) -> Any:
+        """Return the queryset of the row that has the fence."""
+        model: Any = self._meta.get_field("fence").model
+        return FencedQuerySet(model, using=using).filter(pk=self._get_pk_val(model._meta))
+
+    def _found(self, using: str) -> int | None:
+        row = self._rows(using)
+        if connections[using].in_atomic_block:
+            row = row.select_for_update()
+        found: int | None = row.values_list("fence", flat=True).first()
+        return found
+
+    @classmethod
+    def check(cls, **kwargs: Any) -> list[checks.CheckMessage]:
+        messages = super().check(**kwargs)
+        if issubclass(cls, VersionedModel):
+            messages.append(
+                checks.Error(
+                    f"{cls._meta.label} is both a VersionedModel and a FencedModel.",
+                    hint="Choose: a version for rows that people edit, a fence for rows that are written under a lock.",
+                    obj=cls,
+                    id="dlocks.E023",
+                )
+            )
+        managers: set[Any] = {cls._default_manager, *cls._meta.managers}
+        for manager in managers:
+            if not issubclass(manager._queryset_class, FencedQuerySet):
+                messages.append(
+                    checks.Error(
+                        f"{cls._meta.label}.{manager.name} is not a FencedManager: its update() would ask for no "
+                        "token.",
+                        hint="Derive the manager from dlocks.optimistic.FencedManager, its queryset from "
+                        "FencedQuerySet.",
+                        obj=cls,
+                        id="dlocks.E024",
+                    )
+                )
+        return messages
+
+
+class _Token:
+    """The time for which an instance has a token given to one call."""
+
+    def __init__(self, instance: FencedModel, token: HasToken | int | None) -> None:
+        self.state: Any = instance._state
+        self.token = None if token is None else token_of(token)
+
+    def __enter__(self) -> None:
+        self.claimed = getattr(self.state, "token", None)
+        if self.token is not None:
+            self.state.token = self.token
+
+    def __exit__(self, *error: object) -> None:
+        self.state.token = self.claimed

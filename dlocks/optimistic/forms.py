@@ -1,0 +1,273 @@
+"""Model forms that carry the version of their row, signed, and show a conflict instead of losing a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+from django import forms
+from django.core.exceptions import ValidationError
+from django.core.files.uploadedfile import UploadedFile
+from django.core.signing import BadSignature, Signer
+from django.db import models
+from django.forms.formsets import DELETION_FIELD_NAME, ManagementForm
+from django.forms.models import BaseInlineFormSet, BaseModelFormSet
+from django.template.loader import render_to_string
+from django.utils import formats
+from django.utils.crypto import salted_hmac
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.utils.text import capfirst
+from django.utils.timezone import template_localtime  # type: ignore[attr-defined]
+from django.utils.translation import gettext as _
+
+from dlocks.optimistic.versioned import version_field
+
+# The hidden field's name.
+TOKEN = "row_version"  # noqa: S105
+
+
+def sign_version(instance: models.Model) -> str:
+    """Return the version that the instance was read with, signed for this row of this model."""
+    return _signer(instance, "version").sign(str(version_of(instance)))
+
+
+def unsign_version(instance: models.Model, token: str) -> int:
+    """Return the version in a token of this row; raise BadSignature for any other string."""
+    return int(_signer(instance, "version").unsign(token))
+
+
+def version_of(instance: models.Model) -> int:
+    version: int = getattr(instance, version_field(type(instance)).attname)
+    return version
+
+
+def _signer(instance: models.Model, what: str) -> Signer:
+    model: Any = instance._meta.concrete_model
+    return Signer(salt=f"dlocks.optimistic.{what}:{model._meta.label_lower}:{instance.pk}")
+
+
+class TokenField(forms.CharField):
+    widget = forms.HiddenInput
+
+    def has_changed(self, initial: Any, data: Any) -> bool:
+        # It is no value of the row.
+        return False
+
+
+class Difference:
+    """A field in which what was sent is not what is in the database now, both as text to show."""
+
+    def __init__(self, label: str, yours: str, theirs: str, is_touched: bool) -> None:
+        self.label = label
+        self.yours = yours
+        self.theirs = theirs
+        # Whether it was changed in the form; else it is only older.
+        self.is_touched = is_touched
+
+
+class Conflict:
+    """What was entered beside what somebody else has written meanwhile; as a string, a table in HTML."""
+
+    def __init__(self, held: int, found: int, differences: list[Difference]) -> None:
+        self.held = held
+        self.found = found
+        self.differences = differences
+
+    def __str__(self) -> str:
+        return render_to_string("dlocks/conflict.html", {"conflict": self})
+
+    def __html__(self) -> str:
+        return str(self)
+
+
+class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
+    """
+    A form of a VersionedModel with a hidden field for the version that its values were read with.
+
+    When the row has another version by the time that the form comes back, the form has an error, ``conflict`` tells the
+    differences, and what was entered is still in the fields; fields that were not touched show what is in the database
+    now. Sent again, knowingly, it is saved. What changes between this check and ``save()`` raises StaleVersion there.
+    Render the form's hidden fields; ``{{ form }}`` does.
+    """
+
+    # With a conflict, a form in a set shows what is in the database throughout, beside what was entered; one that was
+    # not touched has no conflict.
+    in_formset = False
+    conflict: Conflict | None = None
+
+    class Media:
+        css = {"all": ["dlocks/conflict.css"]}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.instance._state.adding:
+            self._found = version_of(self.instance)
+            # What tells later who has changed which field.
+            self._values = {
+                name: self._fingerprint(name, self.get_initial_for_field(field, name))
+                for name, field in self.fields.items()
+                if not field.disabled
+            }
+            signer = _signer(self.instance, "form")
+            self.initial[TOKEN] = signer.sign_object({"version": self._found, "values": self._values})
+            self.fields[TOKEN] = TokenField(required=False)
+
+    def full_clean(self) -> None:
+        super().full_clean()
+        if self.is_bound and TOKEN in self.fields:
+            self._compare()
+
+    def _compare(self) -> None:
+        try:
+            seen = _signer(self.instance, "form").unsign_object(str(self[TOKEN].data or ""))
+        except BadSignature:
+            self.add_error(
+                None,
+                ValidationError(
+                    _("The form does not say which version of the row it was made from. Please open it again."),
+                    code="version",
+                ),
+            )
+            return
+        if seen["version"] == self._found:
+            return
+        touched = {
+            name
+            for name in self._values
+            if name not in self.cleaned_data
+            or self._fingerprint(name, self.cleaned_data[name]) != seen["values"].get(name)
+        }
+        if self.in_formset:
+            self._show_what_is_there(self._values)
+            if not touched and not self.cleaned_data.get(DELETION_FIELD_NAME):
+                # Not to be written back, though it differs from what is there.
+                self.changed_data = []
+                return
+        else:
+            self._show_what_is_there(self._values.keys() - touched)
+        self.conflict = Conflict(seen["version"], self._found, self._differences(touched))
+        if self.in_formset:
+            message: str = format_html(
+                "{} {}",
+                _(
+                    "Somebody else has changed this meanwhile. What is in the database now is shown; enter yours again "
+                    "where it should stand."
+                ),
+                self.conflict,
+            )
+        else:
+            message = _(
+                "Somebody else has changed this meanwhile, and nothing has been saved. Compare below: what you had not "
+                "changed is now as theirs; when you save, the rest of your values replace theirs."
+            )
+        self.add_error(None, ValidationError(message, code="conflict"))
+
+    def _fingerprint(self, name: str, value: Any) -> str:
+        """Return what the field's values have in common when they are the same, and what tells nothing else of them."""
+        salt = _signer(self.instance, name).salt
+        return salted_hmac(salt, _canonical(self.fields[name], value), algorithm="sha256").hexdigest()[:12]
+
+    def _show_what_is_there(self, names: Iterable[str]) -> None:
+        for name in (*names, TOKEN):
+            # Sent again, the form has seen this version.
+            self.fields[name].bound_data = lambda data, initial: initial  # type: ignore[method-assign]
+
+    def _differences(self, touched: set[str]) -> list[Difference]:
+        differences = []
+        for name in self._values:
+            bound, field = self[name], self.fields[name]
+            if self._meta.model._meta.pk.name != name and field.has_changed(bound.initial, bound.data):
+                yours = shown(field, self.cleaned_data.get(name, bound.data))
+                theirs = shown(field, bound.initial)
+                if getattr(field.widget, "input_type", None) == "password":
+                    # Such a field does not show its value, either.
+                    yours = theirs = "********"
+                differences.append(Difference(str(capfirst(bound.label)), yours, theirs, name in touched))
+        return differences
+
+
+def _canonical(field: forms.Field, value: Any) -> str:
+    if isinstance(value, UploadedFile):
+        # Never the one that is there, whatever its name.
+        return f"upload {id(value)}"
+    if isinstance(value, models.Model):
+        key = getattr(field, "to_field_name", None)
+        return str(value.serializable_value(key) if key else value.pk)
+    if isinstance(value, (list, tuple, set, models.QuerySet)):
+        return repr(sorted(_canonical(field, one) for one in value))
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return value.astimezone(UTC).isoformat()
+    return "" if value is None else str(value)
+
+
+def shown(field: forms.Field, value: Any) -> str:
+    """Return a value of a form's field as text for people."""
+    if isinstance(value, bool):
+        return _("Yes") if value else _("No")
+    if isinstance(field, forms.ModelChoiceField):
+        return _shown_objects(field, value)
+    if isinstance(value, (list, tuple, set, models.QuerySet)):
+        return ", ".join(shown(field, one) for one in value)
+    if isinstance(field, forms.ChoiceField):
+        choices: Any = field.choices
+        for key, label in choices:
+            group = label if isinstance(label, (list, tuple)) else [(key, label)]
+            for one, text in group:
+                if str(one) == str(value):
+                    return str(text)
+    return "" if value is None else str(formats.localize(template_localtime(value)))
+
+
+def _shown_objects(field: Any, value: Any) -> str:
+    several = isinstance(value, (list, tuple, set, models.QuerySet))
+    texts = []
+    for one in value if several else [value]:
+        if one in field.empty_values:
+            continue
+        if not isinstance(one, models.Model):
+            one = field.queryset.filter(**{field.to_field_name or "pk": one}).first() or one
+        texts.append(field.label_from_instance(one) if isinstance(one, models.Model) else str(one))
+    return ", ".join(map(str, texts))
+
+
+class _ManagementForm(ManagementForm):
+    """Brings the versions of the forms along, since nothing else that is hidden is rendered in the admin's lists."""
+
+    formset: Any
+
+    def render(self, *args: Any, **kwargs: Any) -> SafeString:
+        tokens = [(form[TOKEN],) for form in self.formset.initial_forms if TOKEN in form.fields]
+        return format_html("{}{}", super().render(*args, **kwargs), format_html_join("", "{}", tokens))
+
+    __str__ = render
+    __html__ = render
+
+
+class VersionedFormSetMixin:
+    """For formsets of VersionedModelForm that a template takes apart, as the admin's do: see _ManagementForm."""
+
+    @cached_property
+    def management_form(self) -> Any:
+        form = super().management_form  # type: ignore[misc]
+        form.__class__ = _ManagementForm
+        form.formset = self
+        return form
+
+    def add_fields(self, form: Any, index: Any) -> None:
+        super().add_fields(form, index)  # type: ignore[misc]
+        form.in_formset = True
+
+    def _should_delete_form(self, form: Any) -> bool:
+        # Not one that its user has not seen as it is.
+        return super()._should_delete_form(form) and not form.has_error("__all__")  # type: ignore[misc]
+
+
+class VersionedFormSet(VersionedFormSetMixin, BaseModelFormSet):  # type: ignore[type-arg]
+    pass
+
+
+class VersionedInlineFormSet(VersionedFormSetMixin, BaseInlineFormSet):  # type: ignore[type-arg]
+    pass

@@ -1,0 +1,64 @@
+"""The version of a row in HTTP: ETag, If-Match and what to answer to a conflict."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from django.db import models
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.template import TemplateDoesNotExist
+from django.template.loader import render_to_string
+from django.utils.cache import get_conditional_response
+from django.utils.deprecation import MiddlewareMixin
+
+from dlocks.exceptions import StaleVersion
+from dlocks.optimistic.versioned import version_field
+
+
+def etag(instance: models.Model) -> str:
+    """Return the entity tag of the row as it was read: a strong one, that no other row and no other version has."""
+    field = version_field(type(instance))
+    row = f"{instance._meta.concrete_model._meta.label_lower}:{instance.pk}"  # type: ignore[union-attr]
+    digest = hashlib.sha256(row.encode()).hexdigest()[:16]
+    return f'"{digest}.{getattr(instance, field.attname)}"'
+
+
+def precondition(request: HttpRequest, instance: models.Model, *, required: bool = False) -> HttpResponseBase | None:
+    """
+    Return the response to a request whose conditions the row does not meet, or None: then go on.
+
+    That is 412 for If-Match with another version (and If-None-Match with this one, unless it is a GET), 304 for a GET
+    with If-None-Match, and, where it is ``required``, 428 for a write without If-Match. Use the same instance for
+    the write: what changes in between, its ``save()`` refuses.
+    """
+    is_write = request.method not in {"GET", "HEAD", "OPTIONS", "TRACE"}
+    if required and is_write and "If-Match" not in request.headers:
+        return HttpResponse("This request needs an If-Match header.", status=428, content_type="text/plain")
+    tag = etag(instance)
+    response = get_conditional_response(request, etag=tag)
+    if response is not None:
+        response.headers["ETag"] = tag
+    return response
+
+
+class StaleVersionMiddleware(MiddlewareMixin):
+    """
+    Answers a StaleVersion that no view has caught: 412 to a request with If-Match, else 409.
+
+    The page is the template ``409.html`` or ``412.html``, with the error as ``stale``, where the project has one.
+    """
+
+    def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
+        if not isinstance(exception, StaleVersion):
+            return None
+        status = 412 if "If-Match" in request.headers else 409
+        context: dict[str, Any] = {"stale": exception}
+        try:
+            return HttpResponse(render_to_string(f"{status}.html", context, request), status=status)
+        except TemplateDoesNotExist:
+            return HttpResponse(
+                "Somebody else has changed this meanwhile, and nothing has been saved.",
+                status=status,
+                content_type="text/plain",
+            )

@@ -1,0 +1,127 @@
+"""Running a transaction again that has lost against another one."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import random
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
+
+from dlocks.backends.base import seconds
+from dlocks.exceptions import StaleVersion
+from dlocks.transactions import open_connections
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def retry_on_conflict(
+    attempts: int = 5,
+    backoff: float = 0.05,
+    jitter: bool = True,
+    *,
+    max_backoff: float = 2.0,
+    using: str = DEFAULT_DB_ALIAS,
+) -> Callable[[F], F]:
+    """
+    Run the function in a transaction on ``using``, and again in a new one when it has lost against another.
+
+    It has lost by StaleVersion, a deadlock or a serialization failure; not by a lock-wait timeout, after which there is
+    no reason to hope. Before the n-th further attempt it sleeps up to ``backoff * 2 ** (n - 1)`` seconds, at most
+    ``max_backoff``: a random part of it with ``jitter``, else all of it. The last attempt's error passes, with a note.
+
+    The body of a coroutine function is run again as a whole; what transactions it has are its own, as Django has
+    none for coroutines. Raise RuntimeError inside an open atomic block, where another attempt could not see new data.
+    """
+    if callable(attempts):
+        raise TypeError("Write @retry_on_conflict(), with parentheses.")
+    if isinstance(attempts, bool) or not isinstance(attempts, int):
+        raise TypeError(f"attempts must be an int, not {type(attempts).__name__}")
+    if attempts < 1:
+        raise ValueError(f"attempts must be 1 or more, not {attempts}")
+    seconds("backoff", backoff)
+    seconds("max_backoff", max_backoff)
+
+    def decorate(function: F) -> F:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError("A generator cannot be retried: what it has yielded is out.")
+        name = getattr(function, "__qualname__", repr(function))
+
+        def delay(attempt: int, began: float, error: Exception) -> float:
+            """Return how long to sleep after a failed attempt, or raise its error."""
+            if not is_conflict(error):
+                raise error
+            if attempt == attempts:
+                if attempts > 1:
+                    took = time.monotonic() - began
+                    error.add_note(f"{name} was given up after {attempts} attempts in {took:.2f} s.")
+                raise error
+            longest = min(max_backoff, backoff * 2 ** min(attempt - 1, 60))
+            return random.uniform(0, longest) if jitter else longest  # noqa: S311
+
+        if iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                await sync_to_async(_refuse_open_transactions)(name, None)
+                began, attempt = time.monotonic(), 0
+                while True:
+                    attempt += 1
+                    try:
+                        return await function(*args, **kwargs)
+                    except Exception as error:  # noqa: BLE001 (delay() raises all but conflicts again)
+                        pause = delay(attempt, began, error)
+                    await asyncio.sleep(pause)
+
+            return cast("F", run_async)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _refuse_open_transactions(name, using)
+            began, attempt = time.monotonic(), 0
+            while True:
+                attempt += 1
+                try:
+                    with transaction.atomic(using=using):
+                        return function(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 (delay() raises all but conflicts again)
+                    pause = delay(attempt, began, error)
+                time.sleep(pause)
+
+        return cast("F", run)
+
+    return decorate
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Return whether the error says that a transaction has lost against another, and may win when run again."""
+    if isinstance(error, StaleVersion):
+        return True
+    if not isinstance(error, DatabaseError):
+        return False
+    cause = error.__cause__
+    return (
+        # PostgreSQL: serialization_failure, deadlock_detected.
+        getattr(cause, "sqlstate", None) in {"40001", "40P01"}
+        # MySQL and MariaDB: a deadlock; a row that has changed since the snapshot.
+        or (bool(error.args) and error.args[0] in {1213, 1020})
+        # SQLITE_BUSY_SNAPSHOT: the same.
+        or getattr(cause, "sqlite_errorcode", None) == 517
+    )
+
+
+def _refuse_open_transactions(name: str, using: str | None) -> None:
+    opened = [connection.alias for connection in open_connections()]
+    if using is not None and not connections[using].in_atomic_block and not connections[using].get_autocommit():
+        opened.append(using)
+    if opened:
+        raise RuntimeError(
+            f"{name} is run again on a conflict as a whole transaction, but was called inside of an open one on "
+            f"{opened[0]!r}, where another attempt could not see new data. Put retry_on_conflict() around the "
+            "outermost transaction."
+        )

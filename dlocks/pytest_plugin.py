@@ -1,0 +1,52 @@
+"""Fixtures for pytest, there as soon as dlocks is installed; nothing of dlocks is imported before one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from dlocks.testing import FrozenClock
+
+
+@pytest.fixture
+def memory_locks() -> Iterator[None]:
+    """Locks in the memory of the process, new for this test."""
+    from dlocks.testing import override_locks
+
+    with override_locks("memory"):
+        yield
+
+
+@pytest.fixture
+def dummy_locks() -> Iterator[None]:
+    """Locks that exclude nobody."""
+    from dlocks.testing import override_locks
+
+    with override_locks("dummy"):
+        yield
+
+
+@pytest.fixture
+def frozen_lock_clock() -> Iterator[FrozenClock]:
+    """The clock of the locks, standing still; ``tick(seconds)`` turns it."""
+    from dlocks.testing import frozen_clock
+
+    with frozen_clock() as clock:
+        yield clock
+
+
+@pytest.fixture
+def lock_held_elsewhere() -> Iterator[Callable[..., None]]:
+    """Return a function that holds a key as another process would, to the end of the test."""
+    from dlocks.testing import held_elsewhere
+
+    with ExitStack() as stack:
+
+        def hold(key: str, **options: Any) -> None:
+            stack.enter_context(held_elsewhere(key, **options))
+
+        yield hold

@@ -1,0 +1,118 @@
+"use strict";
+// The control room: asks for its parts again and again, and changes only what has changed, so that the focus, a
+// selection and a click on its way stay where they are. Without it, the page reloads itself.
+{
+    const room = document.querySelector(".dlocks-room");
+    const pause = document.getElementById("dlocks-pause");
+    const trouble = document.getElementById("dlocks-trouble");
+    const parts = [...room.querySelectorAll("[data-part]")].map((section) => ({section, timer: null, busy: false}));
+
+    // Make an element like a fresh one: children with an id are found by it, the others by their place.
+    const renew = (old, fresh) => {
+        if (old.isEqualNode(fresh)) {
+            return;
+        }
+        if (old.nodeType !== Node.ELEMENT_NODE || old.nodeName !== fresh.nodeName || old.id !== fresh.id) {
+            old.replaceWith(fresh);
+            return;
+        }
+        for (const {name} of [...old.attributes]) {
+            if (!fresh.hasAttribute(name)) {
+                old.removeAttribute(name);
+            }
+        }
+        for (const {name, value} of fresh.attributes) {
+            if (old.getAttribute(name) !== value) {
+                old.setAttribute(name, value);
+            }
+        }
+        renewChildren(old, fresh);
+    };
+
+    const renewChildren = (old, fresh) => {
+        const stay = new Set([...fresh.children].map((child) => child.id));
+        for (const child of [...old.children]) {
+            if (child.id && !stay.has(child.id)) {
+                child.remove();
+            }
+        }
+        const known = new Map([...old.children].filter((child) => child.id).map((child) => [child.id, child]));
+        let at = old.firstChild;
+        for (const child of [...fresh.childNodes]) {
+            const mine = child.id ? known.get(child.id) : at && !at.id && at.nodeName === child.nodeName ? at : null;
+            if (mine === at && mine) {
+                at = at.nextSibling;
+            } else {
+                old.insertBefore(mine || child, at);
+            }
+            if (mine) {
+                renew(mine, child);
+            }
+        }
+        while (at) {
+            const next = at.nextSibling;
+            at.remove();
+            at = next;
+        }
+    };
+
+    const show = (section, text) => {
+        const inside = section.contains(document.activeElement) ? document.activeElement : null;
+        // Inert: nothing in a template is loaded or run.
+        const fresh = document.createElement("template");
+        fresh.innerHTML = text;
+        renewChildren(section, fresh.content);
+        if (inside && document.activeElement !== inside) {
+            // What had the focus has moved, or is gone: then the keyboard goes on from where the part begins.
+            (document.getElementById(inside.id) || section).focus({preventScroll: true});
+        }
+    };
+
+    const refresh = async (part) => {
+        if (part.busy) {
+            return;
+        }
+        clearTimeout(part.timer);
+        part.busy = true;
+        const began = performance.now();
+        try {
+            const response = await fetch(part.section.dataset.part, {signal: AbortSignal.timeout(20000)});
+            if (!response.ok || response.redirected) {
+                throw new Error(response.statusText);
+            }
+            const text = await response.text();
+            show(part.section, text);
+            room.classList.remove("dlocks-old");
+            trouble.textContent = "";
+        } catch {
+            room.classList.add("dlocks-old");
+            trouble.textContent = trouble.dataset.text;
+        }
+        part.busy = false;
+        // A server that is slow is asked less often.
+        later(part, Math.max(part.section.dataset.every * 1000, 10 * (performance.now() - began)));
+    };
+
+    const paused = () => document.hidden || pause.getAttribute("aria-pressed") === "true";
+
+    const later = (part, milliseconds) => {
+        clearTimeout(part.timer);
+        if (!paused()) {
+            part.timer = setTimeout(refresh, milliseconds, part);
+        }
+    };
+
+    const goOn = () => parts.forEach((part) => (paused() ? clearTimeout(part.timer) : refresh(part)));
+
+    pause.hidden = false;
+    pause.addEventListener("click", () => {
+        pause.setAttribute("aria-pressed", pause.getAttribute("aria-pressed") === "true" ? "false" : "true");
+        goOn();
+    });
+    document.addEventListener("visibilitychange", goOn);
+    document.getElementById("dlocks-refresh").addEventListener("click", (event) => {
+        event.preventDefault();
+        parts.forEach(refresh);
+    });
+    parts.forEach((part) => later(part, part.section.dataset.every * 1000));
+}

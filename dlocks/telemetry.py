@@ -1,0 +1,198 @@
+"""What locks tell those who watch them: log lines, warnings of slow ones, OpenTelemetry's metrics and spans."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+from dlocks import __version__
+from dlocks.conf import backends
+from dlocks.signals import lock_acquired, lock_detached, lock_lost, lock_released, lock_timeout
+
+try:
+    from opentelemetry import metrics, trace
+except ImportError:
+    HAS_OPENTELEMETRY = False
+else:
+    HAS_OPENTELEMETRY = True
+
+if TYPE_CHECKING:
+    from dlocks.backends.base import Holder
+    from dlocks.holds import Hold
+    from dlocks.locks import Lock
+
+# Apart, so that a formatter may count on the fields of its records.
+logger = logging.getLogger("dlocks.access")
+
+End = Literal["released", "lost", "detached"]
+
+# Seconds: from one statement on a near server to a night's job.
+BOUNDARIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 28800)
+
+
+class Log:
+    """Log lines whose records carry ``lock_key``, ``lock_holder``, ``lock_token``, ``lock_waited``, ``lock_held``."""
+
+    def acquired(self, hold: Hold) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            who = hold.claim.holder
+            message = "%r acquired by %s, token %d, waited %.3f s"
+            logger.debug(message, hold.key, who, hold.token, hold.waited, extra=_fields(hold))
+        if hold.takeover:
+            message = "%r was taken over by %s, token %d: its last holder never came back"
+            logger.warning(message, hold.key, hold.claim.holder, hold.token, extra=_fields(hold))
+        slow = hold.backend.slow_wait
+        if slow is not None and hold.waited >= slow:
+            self._slow_wait(slow, hold.key, hold.waited, f"acquired by {hold.claim.holder}", _fields(hold))
+
+    def ended(self, hold: Hold, how: End) -> None:
+        held, slow = hold.age, hold.backend.slow_hold
+        who = hold.claim.holder
+        if logger.isEnabledFor(logging.DEBUG):
+            message = "%r %s by %s, token %d, waited %.3f s, held %.3f s"
+            logger.debug(message, hold.key, how, who, hold.token, hold.waited, held, extra=_fields(hold, held))
+        if slow is not None and held >= slow:
+            message = "%r was held for %.3f s by %s, token %d: slow_hold is %g s"
+            logger.warning(message, hold.key, held, who, hold.token, slow, extra=_fields(hold, held))
+
+    def timed_out(self, lock: Lock, holder: Holder | None, waited: float) -> None:
+        fields = {
+            "lock_key": lock.key,
+            "lock_holder": holder.holder if holder is not None else "",
+            "lock_token": holder.token if holder is not None else None,
+            "lock_waited": waited,
+            "lock_held": None,
+        }
+        who = f"held by {holder}" if holder is not None else "holder unknown"
+        logger.debug("%r not acquired, waited %.3f s; %s", lock.key, waited, who, extra=fields)
+        slow = backends[lock.using].slow_wait
+        if slow is not None and waited >= slow:
+            self._slow_wait(slow, lock.key, waited, f"not acquired; {who}", fields)
+
+    def _slow_wait(self, slow: float, key: str, waited: float, what: str, fields: Mapping[str, Any]) -> None:
+        logger.warning("%r was waited for %.3f s: slow_wait is %g s; %s", key, waited, slow, what, extra=fields)
+
+
+class OpenTelemetry:
+    """Histograms, counters and spans, by the API alone: without an SDK they come to nothing."""
+
+    def __init__(self) -> None:
+        meter = metrics.get_meter("dlocks", __version__)
+        self._tracer = trace.get_tracer("dlocks", __version__)
+        self._spans: WeakKeyDictionary[Hold, trace.Span] = WeakKeyDictionary()
+        self._wait = meter.create_histogram(
+            "dlocks.wait.duration",
+            "s",
+            "How long callers waited for a key.",
+            explicit_bucket_boundaries_advisory=BOUNDARIES,
+        )
+        self._hold = meter.create_histogram(
+            "dlocks.hold.duration", "s", "How long keys were held.", explicit_bucket_boundaries_advisory=BOUNDARIES
+        )
+        self._contentions = meter.create_counter(
+            "dlocks.contentions", "{attempt}", "Attempts that did not find the key free at once."
+        )
+        self._timeouts = meter.create_counter("dlocks.timeouts", "{attempt}", "Attempts that did not get the key.")
+        self._losses = meter.create_counter("dlocks.losses", "{hold}", "Holds that were lost.")
+        self._takeovers = meter.create_counter(
+            "dlocks.takeovers", "{hold}", "Holds taken over from a holder that never came back."
+        )
+
+    def acquired(self, hold: Hold) -> None:
+        attributes = self._attributes(hold.lock, hold.scope)
+        self._wait.record(hold.waited, {**attributes, "dlocks.outcome": "acquired"})
+        if hold.waited:
+            self._contentions.add(1, attributes)
+        if hold.takeover:
+            self._takeovers.add(1, attributes)
+        if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            # There is no SDK: a span costs more than all the rest here.
+            return
+        if hold.waited:
+            self._span("dlocks.wait", hold.lock, hold.waited, {"dlocks.token": hold.token}).end()
+        self._spans[hold] = self._span(
+            "dlocks.hold", hold.lock, 0.0, {"dlocks.token": hold.token, "dlocks.takeover": hold.takeover}
+        )
+
+    def ended(self, hold: Hold, how: End) -> None:
+        attributes = self._attributes(hold.lock, hold.scope)
+        self._hold.record(hold.age, {**attributes, "dlocks.outcome": how})
+        span = self._spans.pop(hold, None)
+        if how == "lost":
+            self._losses.add(1, attributes)
+            if span is not None:
+                span.set_status(trace.StatusCode.ERROR, "lost")
+        if span is not None:
+            span.set_attribute("dlocks.outcome", how)
+            span.end()
+
+    def timed_out(self, lock: Lock, holder: Holder | None, waited: float) -> None:
+        attributes = self._attributes(lock)
+        self._wait.record(waited, {**attributes, "dlocks.outcome": "timeout"})
+        self._contentions.add(1, attributes)
+        self._timeouts.add(1, attributes)
+        if waited:
+            span = self._span("dlocks.wait", lock, waited, {"dlocks.holder": holder.holder if holder else ""})
+            span.set_status(trace.StatusCode.ERROR, "timeout")
+            span.end()
+
+    def _attributes(self, lock: Lock, scope: str | None = None) -> dict[str, str]:
+        # Keys are without number, and a series for each would be the end of the store of metrics.
+        group, colon, _rest = lock.key.partition(":")
+        attributes = {"dlocks.alias": lock.using, "dlocks.group": group if colon else ""}
+        return attributes if scope is None else {**attributes, "dlocks.scope": scope}
+
+    def _span(self, name: str, lock: Lock, ago: float, attributes: Mapping[str, Any]) -> trace.Span:
+        began = time.time_ns() - round(ago * 1e9)
+        attributes = {"dlocks.key": lock.key, "dlocks.alias": lock.using, **attributes}
+        return self._tracer.start_span(name, start_time=began, attributes=attributes)
+
+
+def _fields(hold: Hold, held: float | None = None) -> dict[str, Any]:
+    return {
+        "lock_key": hold.key,
+        "lock_holder": hold.claim.holder,
+        "lock_token": hold.token,
+        "lock_waited": hold.waited,
+        "lock_held": held,
+    }
+
+
+_watchers: list[Log | OpenTelemetry] = [Log()]
+if HAS_OPENTELEMETRY:
+    _watchers.append(OpenTelemetry())
+
+
+def _acquired(hold: Hold, **kwargs: Any) -> None:
+    for watcher in _watchers:
+        watcher.acquired(hold)
+
+
+def _released(hold: Hold, **kwargs: Any) -> None:
+    for watcher in _watchers:
+        watcher.ended(hold, "released")
+
+
+def _lost(hold: Hold, **kwargs: Any) -> None:
+    for watcher in _watchers:
+        watcher.ended(hold, "lost")
+
+
+def _detached(hold: Hold, **kwargs: Any) -> None:
+    for watcher in _watchers:
+        watcher.ended(hold, "detached")
+
+
+def _timed_out(lock: Lock, holder: Holder | None, waited: float, **kwargs: Any) -> None:
+    for watcher in _watchers:
+        watcher.timed_out(lock, holder, waited)
+
+
+lock_acquired.connect(_acquired, dispatch_uid="dlocks.telemetry")
+lock_released.connect(_released, dispatch_uid="dlocks.telemetry")
+lock_lost.connect(_lost, dispatch_uid="dlocks.telemetry")
+lock_detached.connect(_detached, dispatch_uid="dlocks.telemetry")
+lock_timeout.connect(_timed_out, dispatch_uid="dlocks.telemetry")

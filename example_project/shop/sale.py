@@ -1,0 +1,114 @@
+"""One flash sale: a stock sold to a crowd, once under each lock, and how that went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from example_project.shop.crowd import Crowd
+from example_project.shop.models import Product
+from example_project.shop.services import ALIASES, NO_LOCK, ROW, Purchase
+
+TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimistic row"}
+
+# Without a lock too much is sold by chance, so chance gets as many tries.
+LOCKLESS_TRIES = 5
+
+# How often it is noted how far a round has come, in seconds.
+NOTE_EVERY = 0.1
+
+
+@dataclass
+class Round:
+    """One sale of the whole stock, and how it went."""
+
+    lock: str
+    stock: int
+    buyers: int
+    sold: int = 0
+    left: int = 0
+    confirmed: int = 0
+    refused: int = 0
+    conflicts: int = 0
+    waits: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+    # Seconds, pieces sold, and pieces said to be left: again and again.
+    course: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.lock]
+
+    @property
+    def served(self) -> int:
+        return self.confirmed + self.refused
+
+    @property
+    def oversold(self) -> int:
+        return max(0, self.sold - self.stock)
+
+    @property
+    def mean_wait(self) -> float:
+        """Milliseconds for those who had to wait."""
+        return 1000 * self.waited / self.waits if self.waits else 0.0
+
+    @property
+    def complaint(self) -> str | None:
+        """What is not as it should be, or None."""
+        if self.sold != self.confirmed or self.confirmed + self.refused != self.buyers:
+            return f"{self.title}: {self.sold} sales are in the database, but {self.confirmed} buyers were told so"
+        if self.lock == NO_LOCK:
+            return None if self.oversold else f"{self.title}: nothing was oversold, in {LOCKLESS_TRIES} tries"
+        if self.sold != self.stock or self.left:
+            return (
+                f"{self.title}: {self.sold} were sold of a stock of {self.stock}, and {self.left} are said to be left"
+            )
+        return None
+
+    def add(self, purchase: Purchase) -> None:
+        self.confirmed += purchase.sold
+        self.refused += not purchase.sold
+        self.conflicts += purchase.conflicts
+        if purchase.had_to_wait:
+            self.waits += 1
+            self.waited += purchase.waited
+
+    def look(self, product: Product, seconds: float) -> None:
+        """Note what is in the database."""
+        product.refresh_from_db()
+        self.seconds, self.left, self.sold = seconds, product.stock, product.sales.count()
+        self.course.append((round(seconds, 3), self.sold, self.left))
+
+
+def sell(crowd: Crowd, locks: Sequence[str], stock: int, buyers: int, tell: Callable[[Round], None]) -> Iterator[Round]:
+    """Sell the stock under each lock in turn; yield each round at its end, and tell of it all along."""
+    names = [f"buyer {number}" for number in range(1, buyers + 1)]
+    for lock in locks:
+        for _ in range(LOCKLESS_TRIES if lock == NO_LOCK else 1):
+            one = _round(crowd, lock, stock, names, tell)
+            if lock != NO_LOCK or one.oversold:
+                break
+        yield one
+
+
+def _round(crowd: Crowd, lock: str, stock: int, names: list[str], tell: Callable[[Round], None]) -> Round:
+    product, _ = Product.objects.update_or_create(
+        name=f"Flash sale, {TITLES[lock]}", defaults={"stock": stock, "version": 0}
+    )
+    product.sales.all().delete()
+    one = Round(lock, stock, len(names), left=stock, course=[(0.0, 0, stock)])
+    tell(one)
+    began = noted = time.monotonic()
+    for purchase in crowd.buy(product.pk, lock, names):
+        if purchase is None:
+            began = noted = time.monotonic()
+            continue
+        one.add(purchase)
+        if (now := time.monotonic()) >= noted + NOTE_EVERY:
+            noted = now
+            one.look(product, now - began)
+        tell(one)
+    one.look(product, time.monotonic() - began)
+    return one

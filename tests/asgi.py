@@ -1,0 +1,94 @@
+"""The tests' project for an ASGI server: views under locks, sync and async, and what tests ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from pathlib import Path
+
+import django
+from django.core.asgi import get_asgi_application
+from django.http import HttpResponse
+from django.urls import path
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+django.setup()
+
+from dlocks import LockTimeout, db_lock, locked_view  # noqa: E402 (it needs the settings)
+from dlocks.asgi import release_at_shutdown  # noqa: E402
+
+COUNTER = Path(os.environ["DLOCKS_TEST_COUNTER"])
+
+
+def add():
+    """Add to the unguarded counter, in two steps, with a chance for others in between."""
+    value = int(COUNTER.read_text())
+    time.sleep(0.001)
+    COUNTER.write_text(str(value + 1))
+    return HttpResponse(str(value + 1))
+
+
+def sync_view(request):
+    with db_lock("counter", timeout=60):
+        return add()
+
+
+async def async_view(request):
+    async with db_lock("counter", timeout=60):
+        return await asyncio.to_thread(add)
+
+
+@locked_view("counter", timeout=60)
+async def decorated(request):
+    return await asyncio.to_thread(add)
+
+
+async def hold(request):
+    """Hold the key for as long as the client is there."""
+    async with db_lock("held", timeout=60):
+        await asyncio.Event().wait()
+
+
+async def wait(request):
+    async with db_lock("held", timeout=60):
+        return HttpResponse("it was free")
+
+
+async def beat(request):
+    """Answer whether the loop and Django's thread for the request do."""
+    return HttpResponse(f"{await db_lock('held').alocked()}")
+
+
+kept = []
+
+
+def keep(request):
+    """Hold a key beyond the request, in no task, until the process ends."""
+    thread = threading.Thread(target=lambda: kept.append(db_lock("kept").acquire()))
+    thread.start()
+    thread.join()
+    return HttpResponse("kept")
+
+
+def busy(request):
+    try:
+        with db_lock("held", timeout=0):
+            return HttpResponse("free")
+    except LockTimeout:
+        return HttpResponse("busy", status=409)
+
+
+urlpatterns = [
+    path("sync/", sync_view),
+    path("async/", async_view),
+    path("decorated/", decorated),
+    path("hold/", hold),
+    path("wait/", wait),
+    path("beat/", beat),
+    path("keep/", keep),
+    path("busy/", busy),
+]
+
+application = release_at_shutdown(get_asgi_application())

@@ -1,0 +1,173 @@
+"""What the processes of the tests of clusters and standbys do: see tests/processes.py."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import contextmanager, suppress
+
+from django.core.management import call_command
+from django.db import DatabaseError, InterfaceError, connections, transaction
+
+from dlocks import LockError, LockLost, db_lock
+from tests import jobs
+from tests.models import Counter
+
+TROUBLE = (LockError, DatabaseError, InterfaceError)
+
+
+@contextmanager
+def _locked(key, how, **policy):
+    """Enter a transaction that is under a lock in one of the ways there are; yield the token."""
+    if how == "transaction":
+        with transaction.atomic(), db_lock(key, **policy) as held:
+            yield held.token
+    elif how == "nothing":
+        with transaction.atomic():
+            yield 0
+    else:
+        with db_lock(key, **policy) as held, held.atomic() if how == "guard" else transaction.atomic():
+            yield held.token
+
+
+def number_rows(pipe, key, how, *, seconds=None, **policy):
+    """
+    Write rows, each with the number of those that were there before, for so long or until told to end.
+
+    Return the numbers and tokens of those that were committed, in order, and what went wrong with others.
+    """
+    written, troubles = [], []
+    end = None if seconds is None else time.monotonic() + seconds
+    while not pipe.poll() if end is None else time.monotonic() < end:
+        try:
+            with _locked(key, how, **policy) as token:
+                number = Counter.objects.count()
+                Counter.objects.create(name=uuid.uuid4().hex, value=number)
+            written.append((number, token))
+        except TROUBLE as trouble:
+            troubles.append(type(trouble).__name__)
+            time.sleep(0.01)
+    if end is None:
+        pipe.hear()
+    return written, troubles
+
+
+def numbers(pipe):
+    """Return the numbers of all rows."""
+    connections["default"].close()
+    return sorted(Counter.objects.values_list("value", flat=True))
+
+
+def names(pipe, using="default"):
+    connections[using].close()
+    return sorted(Counter.objects.using(using).values_list("name", flat=True))
+
+
+def prepare(pipe):
+    """Make the tables, and leave no rows of another test."""
+    call_command("migrate", run_syncdb=True, verbosity=0)
+    Counter.objects.all().delete()
+
+
+def hold_and_write(pipe, key, name, *, wait, **policy):
+    """Write in the block of a lock that belongs to the transaction, and after it; wait in one of the two."""
+    try:
+        with transaction.atomic():
+            with db_lock(key, **policy) as held:
+                Counter.objects.create(name=f"{name}, inside")
+                if wait == "inside":
+                    pipe.say(held.token)
+                    pipe.hear()
+            if wait == "inside":
+                # Who goes on whatever happened must not get anything committed.
+                Counter.objects.create(name=f"{name}, after")
+            else:
+                # Only now: the other one's commit must not come while this one leaves the block.
+                pipe.say(held.token)
+                pipe.hear()
+    except TROUBLE as trouble:
+        return type(trouble).__name__
+    return "committed"
+
+
+def go_on_after_an_error(pipe, key, name, **policy):
+    """Write in a transaction whose lock could not be kept, although told so."""
+    try:
+        with transaction.atomic():
+            with suppress(LockError), db_lock(key, **policy):
+                Counter.objects.create(name=f"{name}, inside")
+                pipe.say("inside")
+                pipe.hear()
+            Counter.objects.create(name=f"{name}, after")
+    except TROUBLE as trouble:
+        return type(trouble).__name__
+    return "ended"
+
+
+def guard(pipe, key, name, **policy):
+    """Write in a guarded transaction that ends when told to."""
+    held = db_lock(key, **policy).acquire()
+    pipe.say(held.token)
+    try:
+        with held.atomic():
+            Counter.objects.create(name=name)
+            pipe.say("inside")
+            pipe.hear()
+    except TROUBLE as trouble:
+        return type(trouble).__name__
+    finally:
+        with suppress(LockError):
+            held.release()
+    return "committed"
+
+
+def guard_when_told(pipe, key, name, **policy):
+    """Acquire, and begin the guarded transaction only when told to, on a new connection."""
+    held = db_lock(key, **policy).acquire()
+    pipe.say(held.token)
+    pipe.hear()
+    connections["default"].close()
+    try:
+        with held.atomic():
+            Counter.objects.create(name=name)
+    except TROUBLE as trouble:
+        return type(trouble).__name__
+    finally:
+        with suppress(LockError):
+            held.release()
+    return "committed"
+
+
+def write_under(pipe, key, name, **policy):
+    with db_lock(key, **policy) as held, transaction.atomic():
+        Counter.objects.create(name=name)
+    return held.token
+
+
+def token_of(pipe, key, **policy):
+    with db_lock(key, **policy) as held:
+        return held.token
+
+
+def names_under(pipe, key, using="default", **policy):
+    """Read under the lock, by an alias of the database."""
+    with db_lock(key, **policy):
+        return names(pipe, using)
+
+
+def system_check(pipe):
+    from django.core.checks import run_checks
+
+    return [message.id for message in run_checks(databases=["default"]) if message.id.startswith("dlocks.")]
+
+
+def still_held(pipe):
+    """Ask of all that tests.jobs.acquire() took whether it is held; return that by key."""
+    answers = {}
+    for held in jobs._kept:
+        try:
+            held.check()
+            answers[held.key] = True
+        except LockLost:
+            answers[held.key] = False
+    return answers

@@ -1,0 +1,540 @@
+"""Locks in a real Redis: the contract, processes, and what fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+import redis
+from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
+from django.test import SimpleTestCase
+
+from dlocks import LockBackendError, LockLost, LockTimeout, StaleToken, db_lock
+from dlocks.backends.base import Claim
+from dlocks.backends.redis import RedisBackend, name_of, scripts
+from dlocks.conf import backends
+from dlocks.exceptions import LockStale
+from dlocks.testing import BackendContract
+from tests import jobs
+from tests.models import Machine
+from tests.proxy import Proxy
+from tests.servers import Redis
+
+BACKEND = "dlocks.backends.redis.RedisBackend"
+SECRET = "open-sesame"
+
+
+def url(port, secret=""):
+    return f"redis://{f':{secret}@' if secret else ''}127.0.0.1:{port}/0"
+
+
+def alias(port, secret="", **options):
+    return {"BACKEND": BACKEND, "OPTIONS": {"url": url(port, secret), **options}}
+
+
+def claim(key="key", **options):
+    return Claim(key=key, **{"ttl": 30.0, "holder": "somebody", **options})
+
+
+@pytest.fixture(autouse=True)
+def server(request, redis_server):
+    with redis.Redis(port=redis_server.port) as client:
+        client.flushall()
+    if request.cls is not None:
+        request.cls.server = redis_server
+    return redis_server
+
+
+@pytest.fixture
+def backend(server):
+    return RedisBackend("redis", url=url(server.port), grace=0.0)
+
+
+class TestRedis(BackendContract, SimpleTestCase):
+    def make_backend(self, **options):
+        return RedisBackend("redis", url=url(self.server.port), **options)
+
+
+# Processes.
+
+
+def counter(directory):
+    path = directory / "counter"
+    path.write_text("0 0")
+    return path
+
+
+def test_processes_that_count_in_an_unguarded_file_lose_nothing(server, aliases, tmp_path):
+    process = aliases(redis=alias(server.port))
+    path, crowd = counter(tmp_path), [process() for _ in range(4)]
+    for one in crowd:
+        one.start(jobs.count, str(path), "count", times=100, scope="lease", using="redis")
+    tokens = [one.hear() for one in crowd]
+    assert all(mine == sorted(mine) for mine in tokens)
+    assert path.read_text().split()[0] == "400"
+    assert len({token for mine in tokens for token in mine}) == 400
+
+
+def test_who_waits_is_served_in_the_order_of_arrival(server, aliases, until):
+    process = aliases(redis=alias(server.port))
+    holder, *waiting = [process() for _ in range(4)]
+    holder.start(jobs.hold, "line", using="redis")
+    holder.hear()
+    for number, one in enumerate(waiting):
+        one.start(jobs.wait_quietly, "line", using="redis", timeout=30)
+        until(lambda number=number: backends["redis"].waiting("line") == number + 1)
+    holder.tell()
+    tokens = [one.hear()[1] for one in waiting]
+    assert tokens == sorted(tokens)
+
+
+def test_a_waiter_is_told_of_its_turn_on_its_own_channel(backend):
+    listener, other = backend.listen("mine"), backend.listen("another's")
+    holder, waits = claim(), claim()
+    backend.acquire(holder)
+    place = backend.queue(waits, "mine")
+    backend.release(holder)
+    (message,) = listener.wait(10, [])
+    assert (message.owner, message.token) == (waits.owner, backend.acquire(waits).token)
+    assert message.ends > place.clock
+    assert other.wait(0.05, []) == []
+    listener.close()
+    other.close()
+
+
+def test_a_killed_holder_blocks_the_others_for_its_ttl_and_the_grace(server, aliases):
+    process = aliases(redis=alias(server.port, ttl=1.0))
+    victim, waiter = process(), process()
+    token = victim.call(jobs.acquire, "key", using="redis")
+    waiter.start(jobs.wait_quietly, "key", using="redis", timeout=30)
+    victim.kill()
+    granted, later = waiter.hear()
+    assert later > token
+    assert granted - victim.killed_at <= 1.0 + 0.5 + 1.0
+
+
+def test_a_stopped_holder_learns_that_it_has_lost_the_key(server, aliases):
+    process = aliases(redis=alias(server.port, ttl=0.6))
+    victim, waiter = process(), process()
+    token = victim.call(jobs.acquire, "key", using="redis")
+    victim.stop()
+    _, later = waiter.call(jobs.wait_quietly, "key", using="redis", timeout=30, ttl=30)
+    victim.resume()
+    assert later > token
+    assert victim.call(jobs.check) == "LockLost"
+    assert victim.call(jobs.release_all) == ["LockLost"]
+    assert waiter.call(jobs.try_once, "key", using="redis") > later
+
+
+def test_a_long_hold_is_renewed(server, aliases, until):
+    aliases(redis=alias(server.port, ttl=1.5))
+    with db_lock("key", using="redis") as hold:
+        first = hold._deadline
+        until(lambda: hold._deadline > first + 1.6)
+        hold.check()
+
+
+def test_entering_again_counts_and_people_are_told(server, aliases, elsewhere):
+    aliases(redis=alias(server.port))
+    with db_lock("key", using="redis"), db_lock("key", using="redis") as hold:
+        holder = db_lock("key", using="redis").holder()
+        assert (holder.count, holder.token, holder.stale) == (2, hold.token, False)
+        with pytest.raises(LockTimeout, match=r"'key' not acquired at the first try; held by .* s left"):
+            elsewhere(db_lock("key", using="redis", timeout=0).acquire)
+    assert db_lock("key", using="redis").holder() is None
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_lease_left_inside_a_transaction_is_given_back_at_its_end(server, aliases, is_busy, until):
+    aliases(redis=alias(server.port))
+    with transaction.atomic():
+        with db_lock("key", using="redis") as hold:
+            assert hold.scope == "lease"
+        assert is_busy("key", using="redis")
+    until(lambda: not is_busy("key", using="redis"))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_row_that_compares_the_token_refuses_the_holder_that_was_late(server, aliases, elsewhere, until):
+    aliases(redis=alias(server.port, grace=0))
+    pk = Machine.objects.create(state="new").pk
+    late = db_lock("machine", using="redis", ttl=0.1, renew=False).acquire()
+    row = Machine.objects.claim(pk, late)
+    until(lambda: not late.held)
+
+    def work():
+        with db_lock("machine", using="redis") as hold:
+            mine = Machine.objects.claim(pk, hold)
+            mine.state = "new work"
+            mine.save()
+
+    elsewhere(work)
+    row.state = "old work"
+    with pytest.raises(StaleToken):
+        row.save()
+    assert Machine.objects.get(pk=pk).state == "new work"
+    with pytest.raises(LockLost):
+        late.release()
+
+
+async def test_tasks_that_wait_are_served_in_turn(server, aliases):
+    aliases(redis=alias(server.port))
+    served = []
+
+    async def work(number):
+        async with db_lock("key", using="redis", timeout=30) as hold:
+            served.append(hold.token)
+
+    await asyncio.gather(*(work(number) for number in range(10)))
+    assert served == sorted(set(served))
+    assert len(served) == 10
+
+
+def test_a_hold_is_handed_over_to_another_process(server, aliases):
+    process = aliases(redis=alias(server.port))
+    giver, taker = process(), process()
+    text = giver.call(jobs.detach, "key", using="redis")
+    taker.start(jobs.resume, text)
+    token = taker.hear()
+    assert backends["redis"].holder("key").token == token
+    taker.tell()
+    assert taker.hear() == "released"
+    assert backends["redis"].holder("key") is None
+
+
+def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(backend):
+    backend.acquire(claim(ttl=0.2))
+    waits = claim(takeover=False)
+    backend.queue(waits)
+    while not backend.holder("key").stale:
+        time.sleep(0.01)
+    with pytest.raises(LockStale, match="somebody"):
+        backend.acquire(claim(takeover=False))
+    assert backend.look([waits])[waits.owner].ask
+
+
+def test_what_redis_cannot_do_is_refused_by_name(server, aliases):
+    from dlocks import db_rwlock, db_semaphore
+
+    aliases(redis=alias(server.port))
+    for lock in (db_rwlock("key", using="redis").read(), db_semaphore("key", 3, using="redis")):
+        with pytest.raises(RuntimeError, match="RedisBackend has no locks that can be shared"):
+            lock.acquire()
+    with db_lock("key", using="redis") as hold, pytest.raises(RuntimeError, match="RedisBackend"):
+        with hold.atomic():
+            pass
+
+
+def test_any_key_is_one_slot_of_a_cluster():
+    from redis.crc import key_slot
+
+    for key in ("stock:7", "}", "{}", "a}b{c}", "%7D", "ß}"):
+        name = name_of(key)
+        assert len({key_slot(f"{name}{rest}".encode()) for rest in ("", ":last", ":line", ":claims", ":gone")}) == 1
+    assert name_of("%7D") != name_of("}")
+
+
+def test_a_key_leaves_redis_a_day_after_it_was_given_back(server, backend):
+    mine = claim()
+    backend.acquire(mine)
+    backend.queue(claim())
+    backend.release(mine)
+    with redis.Redis(port=server.port) as client:
+        assert all(0 < client.ttl(name) <= 86400 for name in client.scan_iter() if not name.endswith(b":last"))
+        backend.acquire(mine)
+        client.flushall()
+        backend.acquire(mine)
+        assert client.ttl(f"{name_of('key')}:last") == -1
+        backend.release(mine)
+        assert 86000 < client.ttl(f"{name_of('key')}:last") <= 86400
+
+
+def test_a_key_that_a_person_deletes_is_free_and_its_holder_is_told(server, aliases, elsewhere):
+    aliases(redis=alias(server.port))
+    hold = db_lock("stock:7", using="redis").acquire()
+    with redis.Redis(port=server.port) as client:
+        assert client.delete("dlocks:{stock:7}") == 1
+    assert elsewhere(db_lock("stock:7", using="redis", timeout=0).acquire).token > hold.token
+    with pytest.raises(LockLost):
+        hold.renew()
+
+
+def test_a_user_of_redis_needs_no_more_rights_than_the_page_says(server, aliases, elsewhere):
+    from tests.pages import DOCS
+
+    (line,) = re.findall(r"An ACL needs (.*?) too\.", (DOCS / "how-to/redis.md").read_text(), re.DOTALL)
+    rights = re.findall(r"`([~&+][^`]*)`", line)
+    with redis.Redis(port=server.port) as client:
+        client.execute_command("ACL SETUSER", "dlocks", "reset", "on", f">{SECRET}", *rights)
+    aliases(redis={"BACKEND": BACKEND, "OPTIONS": {"url": f"redis://dlocks:{SECRET}@127.0.0.1:{server.port}/0"}})
+    backends["redis"].settle = 0.1
+    lock = db_lock("key", using="redis", timeout=20)
+    hold = lock.acquire()
+    thread = threading.Thread(target=lambda: lock.acquire().release())
+    thread.start()
+    while backends["redis"].waiting("key") != 1:
+        time.sleep(0.01)
+    hold.renew()
+    hold.release()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+# Failures.
+
+
+def test_a_request_that_arrives_after_its_claim_was_given_up_comes_to_nothing(backend):
+    late = claim()
+    assert not backend.release(late)
+    assert backend.acquire(late) is None
+    assert backend.acquire(claim())
+
+
+def test_a_script_that_redis_forgot_is_sent_again(server, backend):
+    mine = [claim(f"key {number}") for number in range(3)]
+    for one in mine:
+        backend.acquire(one)
+    with redis.Redis(port=server.port) as client:
+        client.script_flush()
+        assert len(backend.renew(mine)) == 3
+        client.script_flush()
+    assert backend.release(mine[0])
+
+
+@pytest.fixture
+def proxied(server):
+    proxy = Proxy(server.port)
+    yield proxy, RedisBackend("redis", url=url(proxy.port), grace=0.0)
+    proxy.close()
+
+
+def test_a_grant_whose_reply_is_lost_is_one_grant(proxied, backend):
+    proxy, mine = proxied
+    mine.release(claim())
+    proxy.swallow(scripts.ACQUIRE.sha.encode())
+    with redis.Redis(port=proxy._target) as client:
+        client.script_load(scripts.ACQUIRE.text)
+    one = claim()
+    grant = mine.acquire(one)
+    assert proxy.swallowed.wait(10)
+    assert grant.token == backend.holder("key").token
+    assert backend.acquire(claim()) is None
+    assert mine.release(one)
+    assert backend.acquire(claim())
+
+
+def test_a_release_whose_reply_is_lost_is_a_release(proxied, backend):
+    proxy, mine = proxied
+    one, waits = claim(), claim()
+    mine.acquire(one)
+    backend.queue(waits)
+    with redis.Redis(port=proxy._target) as client:
+        client.script_load(scripts.RELEASE.text)
+    proxy.swallow(scripts.RELEASE.sha.encode())
+    assert mine.release(one)
+    assert proxy.swallowed.wait(10)
+    assert backend.look([waits])[waits.owner].grant
+
+
+def test_a_place_in_line_whose_reply_is_lost_is_one_place(proxied, backend):
+    proxy, mine = proxied
+    backend.acquire(claim())
+    mine.waiting("key")
+    with redis.Redis(port=proxy._target) as client:
+        client.script_load(scripts.QUEUE.text)
+    proxy.swallow(scripts.QUEUE.sha.encode())
+    assert mine.queue(claim()).number
+    assert proxy.swallowed.wait(10)
+    assert backend.waiting("key") == 1
+
+
+def test_a_redis_that_gives_no_answer_is_an_error_in_bounded_time(start, aliases):
+    """Stopped, it takes connections and says nothing. It is not taken for 'somebody else has it'."""
+    server = start(Redis())
+    aliases(redis=alias(server.port, socket_timeout=0.3, ttl=1.0))
+    lock = db_lock("key", using="redis", timeout=30)
+    lock.acquire().release()
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 127.0.0.1:\d+/0 could not be"):
+                lock.acquire()
+            # One question, and the giving up of it.
+            assert time.monotonic() - began < 3.0
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    # What was asked for meanwhile, and could not be taken back, ends by itself.
+    lock.acquire().release()
+
+
+def test_a_redis_that_is_gone_is_an_error(start, aliases):
+    server = start(Redis())
+    aliases(redis=alias(server.port))
+    hold = db_lock("key", using="redis").acquire()
+    server.crash()
+    with pytest.raises(LockBackendError, match="could not be asked"):
+        db_lock("other", using="redis").acquire()
+    with pytest.raises(LockBackendError):
+        hold.release()
+
+
+def test_a_redis_that_keeps_its_data_keeps_its_locks_over_a_crash(start, aliases, elsewhere):
+    server = start(Redis(appendonly="yes", appendfsync="always"))
+    aliases(redis=alias(server.port))
+    with db_lock("key", using="redis") as hold:
+        server.crash()
+        server.start()
+        assert elsewhere(db_lock("key", using="redis").try_acquire) is None
+        hold.check()
+    assert elsewhere(db_lock("key", using="redis").try_acquire).token > hold.token
+
+
+def test_a_redis_that_forgets_gives_the_key_to_a_second_and_tells_the_first(start, aliases, until):
+    """What is documented: without its data a Redis does not know who had a lock. Tokens grow all the same."""
+    server = start(Redis())
+    process = aliases(redis=alias(server.port, ttl=1.0))
+    first, second = process(), process()
+    token = first.call(jobs.acquire, "key", using="redis")
+    server.crash()
+    server.start()
+    assert second.call(jobs.acquire, "key", using="redis") > token
+    until(lambda: first.call(jobs.check) == "LockLost")
+    assert first.call(jobs.release_all) == ["LockLost"]
+
+
+def test_a_redis_that_forgets_can_be_told_to_grant_nothing_until_all_that_it_forgot_is_over(start, aliases):
+    server = start(Redis())
+    process = aliases(redis=alias(server.port, settle=2.0))
+    holder, other = process(), process()
+    for one in (holder, other):
+        # So that neither has to connect first when it matters.
+        one.call(jobs.acquire, f"warm {one.process.pid}", using="redis")
+    server.crash()
+    server.start()
+    assert other.call(jobs.acquire, "key", using="redis") == "LockBackendError"
+    while (token := holder.call(jobs.acquire, "key", using="redis", ttl=2.0)) == "LockBackendError":
+        time.sleep(0.1)
+    server.crash()
+    crashed = time.monotonic()
+    server.start()
+    while (later := other.call(jobs.acquire, "key", using="redis")) in {"LockBackendError", "LockTimeout"}:
+        time.sleep(0.1)
+    assert time.monotonic() - crashed > 2.0
+    assert later > token
+
+
+def test_the_line_outlives_a_restart_of_a_redis_that_forgets(start, aliases):
+    """Those who wait stand in line anew, and all of them are served."""
+    server = start(Redis())
+    process = aliases(redis=alias(server.port))
+    holder, *crowd = [process() for _ in range(4)]
+    holder.start(jobs.hold, "key", using="redis")
+    tokens = [holder.hear()]
+    for number, one in enumerate(crowd):
+        one.start(jobs.wait_quietly, "key", using="redis", timeout=60)
+        while backends["redis"].waiting("key") != number + 1:
+            time.sleep(0.01)
+    holder.kill()
+    server.crash()
+    server.start()
+    tokens += sorted(one.hear()[1] for one in crowd)
+    assert tokens == sorted(set(tokens))
+
+
+# Settings, and secrets.
+
+
+def test_without_redis_py_the_rest_works_and_the_alias_says_what_to_install():
+    code = """
+import sys
+sys.modules["redis"] = None
+import django
+from django.conf import settings
+settings.configure(DLOCKS={"redis": {"BACKEND": "dlocks.backends.redis.RedisBackend"},
+                           "default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}})
+django.setup()
+import dlocks.backends.quorum
+from dlocks.conf import backends
+print(backends["default"])
+backends["redis"]
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "MemoryBackend" in ended.stdout
+    (last,) = ended.stderr.strip().splitlines()[-1:]
+    assert "DLOCKS['redis']" in last
+    assert "pip install 'dlocks[redis]'" in last
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": f"http://:{SECRET}@host"}, "url is not a URL of Redis"),
+        ({"url": f"redis://:{SECRET}/rest@host:1/0"}, "percent-encoded"),
+        ({"url": f"redis://:{SECRET}@host:1/shop"}, "url is not a URL of Redis"),
+        ({"url": f"redis://:{SECRET}@host:99999"}, "url is not a URL of Redis"),
+        ({"url": 6379}, "url must be a string"),
+        ({"sentinels": f"redis://:{SECRET}@host"}, "sentinels must be a list"),
+        ({"sentinels": [f"{SECRET}@host"]}, "sentinels is not a URL"),
+        ({"cluster": 1}, "cluster must be True or False"),
+        ({"cluster": True, "url": f"redis://:{SECRET}@host/3"}, "only database 0"),
+        ({"cluster": True, "sentinels": [f"redis://:{SECRET}@host"]}, "no sentinels"),
+        ({"socket_timeout": 0}, "socket_timeout must be above 0"),
+        ({"secret": SECRET}, "unknown option 'secret'"),
+    ],
+)
+def test_wrong_settings_are_told_by_alias_and_without_a_secret(options, message, settings):
+    from django.core.checks import run_checks
+
+    settings.DLOCKS = {"redis": {"BACKEND": BACKEND, "OPTIONS": options}}
+    with pytest.raises(ImproperlyConfigured, match=message) as raised:
+        backends["redis"]
+    told = "".join(traceback.format_exception(raised.value))
+    assert "DLOCKS['redis']" in told
+    assert SECRET not in told
+    (check,) = [one for one in run_checks(tags=["dlocks"]) if one.id == "dlocks.E002"]
+    assert "redis" in check.msg
+    assert SECRET not in f"{check}{check.msg}{check.hint}"
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_wrong_credentials_are_an_error_that_names_the_alias_and_no_secret(secret, start, aliases, caplog):
+    server = start(Redis(requirepass="something else"))
+    aliases(redis=alias(server.port, secret))
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\].*could not") as raised,
+    ):
+        db_lock("key", using="redis").acquire()
+    told = "".join(traceback.format_exception(raised.value)) + caplog.text
+    assert SECRET not in told
+    assert "something else" not in told
+
+
+def test_a_secret_is_shown_nowhere(start, aliases, caplog):
+    server = start(Redis(requirepass=SECRET))
+    aliases(redis=alias(server.port, SECRET, socket_timeout=0.5))
+    with caplog.at_level(logging.DEBUG):
+        with db_lock("key", using="redis") as hold:
+            told = [repr(hold), repr(backends["redis"]), backends["redis"].identity, repr(vars(backends["redis"]))]
+            told += [repr(backends["redis"]._connected().get_connection_kwargs())]
+            told += [str(db_lock("key", using="redis").holder())]
+            server.crash()
+            with pytest.raises(LockBackendError) as raised:
+                hold.check()
+            server.start()
+            with pytest.raises(LockLost):
+                hold.check()
+            hold.lose("for the test")
+            told += traceback.format_exception(raised.value)
+            hold._ended = True
+    assert SECRET not in "".join(told) + caplog.text

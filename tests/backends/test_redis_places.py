@@ -1,0 +1,198 @@
+"""Redis in more than one place: a cluster, and a master that the Sentinels replace."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import traceback
+
+import pytest
+import redis
+from django.test import SimpleTestCase
+
+from dlocks import LockBackendError, db_lock
+from dlocks.backends.base import Claim
+from dlocks.backends.redis import RedisBackend
+from dlocks.conf import backends
+from dlocks.testing import BackendContract
+from tests import jobs
+from tests.servers import Redis, Sentinel, free_port
+
+BACKEND = "dlocks.backends.redis.RedisBackend"
+SECRET = "open-sesame"
+
+
+def eventually(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(redis.RedisError, LockBackendError):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with contextlib.ExitStack() as stack:
+        options = {"cluster-enabled": "yes", "cluster-node-timeout": 5000, "cluster-require-full-coverage": "no"}
+        # By default the bus is 10,000 above the port, where there may be none.
+        buses = [free_port() for _ in range(3)]
+        nodes = [stack.enter_context(Redis(**options, **{"cluster-port": bus})) for bus in buses]
+        for number, node in enumerate(nodes):
+            with redis.Redis(port=node.port) as client:
+                client.execute_command("CLUSTER ADDSLOTSRANGE", 16384 * number // 3, 16384 * (number + 1) // 3 - 1)
+                for other, bus in zip(nodes, buses, strict=True):
+                    client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
+        for node in nodes:
+            with redis.Redis(port=node.port, decode_responses=True) as client:
+                eventually(lambda client=client: _is_whole(client.cluster("info")))
+        yield nodes
+
+
+def _is_whole(info):
+    return (info["cluster_state"], info["cluster_slots_ok"], info["cluster_known_nodes"]) == ("ok", "16384", "3")
+
+
+@pytest.fixture
+def empty(request, cluster):
+    for node in cluster:
+        with redis.Redis(port=node.port) as client:
+            client.flushall()
+    if request.cls is not None:
+        request.cls.nodes = cluster
+    return cluster
+
+
+@pytest.mark.usefixtures("empty")
+class TestCluster(BackendContract, SimpleTestCase):
+    def make_backend(self, **options):
+        return RedisBackend("cluster", url=f"redis://127.0.0.1:{self.nodes[0].port}", cluster=True, **options)
+
+
+def test_a_cluster_has_its_keys_on_all_nodes_and_a_line_before_each(empty, aliases, until):
+    url = f"redis://127.0.0.1:{empty[0].port}"
+    process = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}})
+    holder, waiter = process(), process()
+    for number in range(6):
+        holder.start(jobs.hold, f"key {number}", using="cluster")
+        token = holder.hear()
+        waiter.start(jobs.wait_quietly, f"key {number}", using="cluster", timeout=30)
+        until(lambda number=number: backends["cluster"].waiting(f"key {number}") == 1)
+        holder.tell()
+        assert waiter.hear()[1] > token
+        assert holder.hear() == "released"
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in empty]
+        assert all(client.dbsize() for client in clients)
+
+
+def test_a_node_that_gives_no_answer_is_an_error_in_bounded_time_and_the_others_go_on(empty, aliases):
+    url = f"redis://127.0.0.1:{empty[0].port}"
+    aliases(cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True, "socket_timeout": 0.3}})
+    tried = [db_lock(f"key {number}", using="cluster", timeout=0, ttl=1.0) for number in range(12)]
+    for lock in tried:
+        lock.acquire().release()
+    empty[2].process.send_signal(signal.SIGSTOP)
+    try:
+        granted, failed = 0, 0
+        for lock in tried[:6]:
+            began = time.monotonic()
+            try:
+                lock.acquire().release()
+                granted += 1
+            except LockBackendError:
+                failed += 1
+            assert time.monotonic() - began < 10.0
+        assert granted
+        assert failed
+    finally:
+        empty[2].process.send_signal(signal.SIGCONT)
+    eventually(lambda: not any(lock.locked() for lock in tried))
+    with redis.Redis(port=empty[0].port, decode_responses=True) as client:
+        eventually(lambda: _is_whole(client.cluster("info")))
+
+
+@pytest.fixture
+def watched(start):
+    """A master, its replica, and a Sentinel that knows both."""
+    master = start(Redis())
+    replica = start(Redis(replicaof=f"127.0.0.1 {master.port}"))
+    sentinel = start(Sentinel(master.port))
+    with redis.Redis(port=sentinel.port, decode_responses=True) as client:
+        eventually(lambda: client.sentinel_slaves("dlocks"))
+    with redis.Redis(port=replica.port, decode_responses=True) as client:
+        eventually(lambda: client.info("replication")["master_link_status"] == "up")
+    return master, replica, sentinel
+
+
+def test_locks_go_on_with_the_master_that_the_sentinels_choose(watched, aliases, elsewhere):
+    master, _, sentinel = watched
+    aliases(
+        redis={
+            "BACKEND": BACKEND,
+            "OPTIONS": {"url": "redis://dlocks/0", "sentinels": [f"redis://127.0.0.1:{sentinel.port}"]},
+        }
+    )
+    lock = db_lock("key", using="redis", ttl=60)
+    hold = lock.acquire()
+    with redis.Redis(port=master.port) as client:
+        # Replication is not waited for by a grant: what has not arrived would be forgotten.
+        assert client.wait(1, 10_000) == 1
+    master.crash()
+    eventually(lambda: backends["redis"].holder("key") is not None)
+    assert elsewhere(lock.try_acquire) is None
+    hold.check()
+    hold.release()
+    assert elsewhere(lock.try_acquire).token > hold.token
+
+
+def test_a_grant_that_was_not_replicated_is_forgotten_by_a_failover(watched):
+    """What is documented: the key is granted a second time, with a larger token."""
+    master, replica, sentinel = watched
+    backend = RedisBackend("redis", url="redis://dlocks/0", sentinels=[f"redis://127.0.0.1:{sentinel.port}"])
+    with redis.Redis(port=replica.port) as client:
+        client.config_set("masterauth", "cut off")
+        client.client_kill_filter(_type="master")
+    one, other = (Claim(key="key", ttl=60.0) for _ in range(2))
+    first = backend.acquire(one)
+    master.crash()
+    eventually(lambda: backend.holder("key") is None)
+    second = []
+    eventually(lambda: second.append(backend.acquire(other)) or second[-1])
+    assert second[-1].token > first.token
+    assert one.owner not in backend.renew([one])
+
+
+def test_sentinels_that_do_not_know_the_master_are_an_error_that_names_the_alias(watched):
+    *_, sentinel = watched
+    backend = RedisBackend("redis", url="redis://nobody/0", sentinels=[f"redis://:open@127.0.0.1:{sentinel.port}"])
+    with pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 'nobody' of the Sentinels") as raised:
+        backend.acquire(Claim(key="key", ttl=60.0))
+    assert "open" not in f"{raised.value}{vars(backend)}{vars(backend._client.connection_pool)}"
+
+
+def test_passwords_of_a_cluster_and_of_sentinels_are_used_and_shown_nowhere(start):
+    options = {"requirepass": SECRET, "masterauth": SECRET}
+    master = start(Redis(**options))
+    sentinel = start(Sentinel(master.port, requirepass=SECRET))
+    with redis.Redis(port=sentinel.port, password=SECRET) as client:
+        client.sentinel_set("dlocks", "auth-pass", SECRET)
+    watched = RedisBackend(
+        "redis", url=f"redis://:{SECRET}@dlocks/0", sentinels=[f"redis://:{SECRET}@127.0.0.1:{sentinel.port}"]
+    )
+    alone = start(Redis(**options, **{"cluster-enabled": "yes", "cluster-port": free_port()}))
+    with redis.Redis(port=alone.port, password=SECRET) as client:
+        client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        eventually(lambda: client.cluster("info")["cluster_state"] == "ok")
+    clustered = RedisBackend("redis", url=f"redis://:{SECRET}@127.0.0.1:{alone.port}", cluster=True)
+    for backend in (watched, clustered):
+        eventually(lambda backend=backend: backend.acquire(Claim(key="key", ttl=60.0)))
+        assert SECRET not in f"{backend!r}{vars(backend)}{vars(backend._client)}"
+    for server in (master, alone):
+        server.crash()
+    for backend in (watched, clustered):
+        with pytest.raises(LockBackendError) as raised:
+            backend.acquire(Claim(key="key", ttl=60.0))
+        assert SECRET not in "".join(traceback.format_exception(raised.value))

@@ -1,0 +1,169 @@
+"""Locks in a PostgreSQL whose standby takes over while processes acquire, hold and guard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import pytest
+
+from tests import jobs
+from tests.backends import cluster_jobs
+from tests.proxy import Proxy
+from tests.servers import PostgreSQL, Standby
+
+KINDS = ["default", "optimistic"]
+
+
+def eventually(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.02)
+    return found
+
+
+class Pair:
+    """A primary and its standby. ``link`` is the way between them, which can be cut."""
+
+    def __init__(self, stack, *, synchronous):
+        self.primary = stack.enter_context(PostgreSQL())
+        self.link = Proxy(self.primary.port)
+        stack.callback(self.link.close)
+        self.standby = stack.enter_context(Standby(self.link.port))
+        if synchronous:
+            self.primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            self.primary.execute("SELECT pg_reload_conf()")
+        state = "sync" if synchronous else "async"
+        eventually(lambda: self.primary.execute("SELECT sync_state FROM pg_stat_replication") == [(state,)])
+
+    def fail_over(self):
+        self.primary.crash()
+        self.standby.promote()
+
+    def rows(self):
+        ((count,),) = self.standby.execute("SELECT count(*) FROM tests_counter")
+        return count
+
+
+@pytest.fixture
+def pair():
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: Pair(stack, **options)
+
+
+@pytest.fixture
+def process(doomed):
+    """Return a function that starts a process which uses whichever of the two takes writes."""
+
+    def start(pair):
+        there = {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": "postgres",
+            "USER": "dlocks",
+            "HOST": "127.0.0.1,127.0.0.1",
+            "PORT": f"{pair.primary.port},{pair.standby.port}",
+            "OPTIONS": {"target_session_attrs": "read-write"},
+        }
+        return doomed(DLOCKS_TEST_ENGINE="postgresql", DLOCKS_TEST_DATABASES=json.dumps({"default": there}))
+
+    return start
+
+
+@pytest.mark.parametrize(("how", "using"), [("guard", "default"), ("transaction", "optimistic"), ("lease", "default")])
+def test_a_synchronous_standby_takes_over_and_nothing_that_was_confirmed_is_lost(using, how, pair, process):
+    pair = pair(synchronous=True)
+    holder, *crowd = (process(pair) for _ in range(4))
+    holder.call(cluster_jobs.prepare)
+    held = holder.call(jobs.acquire, "held", ttl=60, using=using)
+    for worker in crowd:
+        worker.start(cluster_jobs.number_rows, "numbers", how, using=using, ttl=3, timeout=20)
+    eventually(lambda: pair.rows() > 30)
+    pair.fail_over()
+    before = pair.rows()
+    eventually(lambda: pair.rows() > before + 30)
+    for worker in crowd:
+        worker.tell()
+    answers = [worker.hear() for worker in crowd]
+    written = sorted(one for found, _ in answers for one in found)
+    # No two saw the same rows before theirs, and whoever was told that its row is there finds it there.
+    numbers = holder.call(cluster_jobs.numbers)
+    assert numbers == list(range(len(numbers)))
+    assert {number for number, _ in written} <= set(numbers)
+    tokens = [token for _, token in written]
+    assert tokens == sorted(set(tokens))
+    # A hold goes on.
+    assert holder.call(jobs.check) == "held"
+    assert crowd[0].call(jobs.try_once, "held", timeout=0, using=using) is None
+    assert holder.call(jobs.release_all) == ["released"]
+    assert crowd[0].call(jobs.try_once, "held", timeout=0, using=using) > held
+
+
+@pytest.mark.parametrize("using", KINDS)
+def test_what_had_not_reached_an_asynchronous_standby_is_lost_leases_and_data_together(using, pair, process):
+    pair = pair(synchronous=False)
+    holder, other = process(pair), process(pair)
+    holder.call(cluster_jobs.prepare)
+    reached = {f"reached {number}": None for number in range(3)}
+    lost = {f"lost {number}": None for number in range(4)}
+    for key in reached:
+        reached[key] = holder.call(jobs.acquire, key, ttl=60, using=using)
+    policy = {"using": using, "ttl": 2, "timeout": 30}
+    other.call(cluster_jobs.write_under, "data", "reached", **policy)
+    eventually(lambda: pair.rows() == 1)
+    pair.link.cut.set()
+    for key in lost:
+        lost[key] = holder.call(jobs.acquire, key, ttl=60, using=using)
+    token = other.call(cluster_jobs.write_under, "data", "lost", **policy)
+    pair.fail_over()
+    # A holder that is not cut off from the new server is told so when it asks, or at the next renewal.
+    assert holder.call(cluster_jobs.still_held) == {**dict.fromkeys(reached, True), **dict.fromkeys(lost, False)}
+    assert other.call(cluster_jobs.names) == ["reached"]
+    for key in reached:
+        assert other.call(jobs.try_once, key, timeout=0, using=using) is None
+    for key, before in lost.items():
+        assert other.call(jobs.try_once, key, timeout=20, using=using) > before
+    # Perhaps only once its lease has run out: that it was given back may be lost, too.
+    assert other.call(cluster_jobs.write_under, "data", "again", **policy) > token
+    assert other.call(cluster_jobs.names) == ["again", "reached"]
+
+
+@pytest.mark.parametrize("using", KINDS)
+def test_work_guarded_by_a_lease_that_the_failover_lost_is_not_committed(using, pair, process):
+    pair = pair(synchronous=False)
+    holder, other = process(pair), process(pair)
+    holder.call(cluster_jobs.prepare)
+    eventually(lambda: pair.standby.execute("SELECT to_regclass('tests_counter') IS NOT NULL") == [(True,)])
+    pair.link.cut.set()
+    holder.start(cluster_jobs.guard_when_told, "key", "first", ttl=60, using=using)
+    token = holder.hear()
+    pair.fail_over()
+    other.start(cluster_jobs.guard, "key", "second", timeout=20, using=using)
+    assert other.hear() > token
+    assert other.hear() == "inside"
+    other.tell()
+    assert other.hear() == "committed"
+    holder.tell()
+    assert holder.hear() == "LockLost"
+    assert other.call(cluster_jobs.names) == ["second"]
+
+
+def test_without_its_synchronous_standby_a_primary_grants_nothing(pair, process):
+    """So one that is cut off, and does not know that the other has taken over, cannot give a key to a second holder."""
+    pair = pair(synchronous=True)
+    holder, other = process(pair), process(pair)
+    holder.call(cluster_jobs.prepare)
+    holder.call(jobs.acquire, "held", ttl=60)
+    token = holder.call(jobs.try_once, "key")
+    pair.link.cut.set()
+    # What is given back is not waited for: if that is lost, the lease runs out.
+    assert holder.call(jobs.release_all) == ["released"]
+    other.start(jobs.try_once, "key")
+    eventually(lambda: pair.primary.execute("SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"))
+    # Nobody else sees it either.
+    assert pair.primary.execute("SELECT version FROM dlocks_resourcelock WHERE key_resource = 'key'") == [(token,)]
+    with pytest.raises(TimeoutError):
+        other.hear(1.0)
+    pair.link.cut.clear()
+    assert other.hear() > token

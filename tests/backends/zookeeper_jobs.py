@@ -1,0 +1,61 @@
+"""What the processes of the tests on ZooKeeper do besides."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dlocks import LockError, LockLost, db_lock
+
+
+def hold_until_lost(pipe, key, **policy):
+    """Hold without asking; say the token, and then what was told of the loss, and what leaving the block said."""
+    told = []
+    try:
+        with db_lock(key, on_lost=lambda hold: told.append((hold.token, hold.held)), **policy) as held:
+            pipe.say(held.token)
+            deadline = time.monotonic() + 30
+            while not told and time.monotonic() < deadline:
+                time.sleep(0.01)
+    except LockLost:
+        return told, "LockLost"
+    return told, "released"
+
+
+def read_or_write(pipe, path, key, *, times, write, **policy):
+    """Add two to the counter in two steps, or see that it is between none."""
+    path = Path(path)
+    for _ in range(times):
+        with db_lock(key, shared=not write, timeout=None, **policy):
+            value = int(path.read_text())
+            assert value % 2 == 0, "a writer is at work"
+            if write:
+                path.write_text(str(value + 1))
+                time.sleep(0.001)
+                path.write_text(str(value + 2))
+
+
+def hold_through_trouble(pipe, key, *, seconds, **policy):
+    """
+    Hold again and again, whatever happens; return of each hold its token, and when it was held first and last.
+
+    The clock is the one that all processes share.
+    """
+    seen, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with db_lock(key, **policy) as held:
+                enough = time.monotonic() + 0.02
+                times = []
+                now = 0.0
+                while now < enough:
+                    now = time.monotonic()
+                    # It had the key at that moment, if it has it now.
+                    if held.held:
+                        times.append(now)
+                    time.sleep(0.001)
+                if times:
+                    seen.append((held.token, times[0], times[-1]))
+        except LockError:
+            time.sleep(0.01)
+    return seen

@@ -1,0 +1,140 @@
+"""A real Chromium without a window, for tests that click."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from django.test import Client
+from playwright.sync_api import expect, sync_playwright
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+class Browser:
+    """
+    Playwright, in a thread of its own.
+
+    Its sync API runs an event loop in the thread that uses it, in which Django's ORM refuses to work, and a lock would
+    be held by that loop's task. What a test gets are stand-ins of Playwright's objects: used alike, from any thread.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._contexts: list[Remote] = []
+        self._troubles: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for context in self._contexts:
+            context.close()
+        if self._troubles and error is None:
+            raise AssertionError("The pages had troubles:\n" + "\n".join(self._troubles))
+
+    def page(self, client: Client | None = None, **options: Any) -> Any:
+        """
+        Open a page of a browser that has seen nothing yet, logged in as the test client is.
+
+        The options are those of Playwright's ``new_context()``: ``java_script_enabled``, ``viewport``,
+        ``color_scheme`` … An error in the page, or on its console, fails the test.
+        """
+        context = _start().new_context(base_url=self.address, reduced_motion="reduce", **options)
+        self._contexts.append(context)
+        context.set_default_timeout(20_000)
+        context.on("weberror", lambda error: self._troubles.append(f"error in the page: {error.error}"))
+        context.on("console", self._hear)
+        if client is not None:
+            context.add_cookies(
+                [{"name": name, "value": crumb.value, "url": self.address} for name, crumb in client.cookies.items()]
+            )
+        return context.new_page()
+
+    def expect(self, subject: Any) -> Any:
+        """Return Playwright's assertions about a page or a locator, which wait until they hold."""
+        return _thread.call(expect, subject)
+
+    def _hear(self, message: Any) -> None:
+        # The icon of the site is Chromium's own wish.
+        if message.type in {"error", "warning"} and not message.location["url"].endswith("/favicon.ico"):
+            self._troubles.append(f"{message.type} on the console: {message.text} ({message.location})")
+
+
+class Thread:
+    """Where Playwright lives, from the first test that needs it to the end of the run."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "browser")
+        self._playwright: Any = None
+        self._chromium: Any = None
+
+    def start(self) -> Remote:
+        return self.call(self._start)
+
+    def _start(self) -> Any:
+        if self._chromium is None:
+            path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+            if path is None:
+                raise FileNotFoundError("chromium is not installed: apt-get install chromium")
+            self._playwright = sync_playwright().start()
+            expect.set_options(timeout=20_000)
+            self._chromium = self._playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        return self._chromium
+
+    def stop(self) -> None:
+        self.call(self._stop)
+
+    def _stop(self) -> None:
+        if self._chromium is not None:
+            self._chromium.close()
+        if self._playwright is not None:
+            self._playwright.stop()
+        self._chromium = self._playwright = None
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function there, with the objects themselves; return what it returns, or a stand-in of that."""
+
+        def call() -> Any:
+            return function(*map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+
+        return _stand_in(self._executor.submit(call).result())
+
+
+class Remote:
+    """Stands in for an object that only the browser's thread may touch."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        found = _thread.call(getattr, self._real, name)
+        if not callable(found):
+            return found
+        return lambda *args, **kwargs: _thread.call(found, *args, **kwargs)
+
+
+def _real(value: Any) -> Any:
+    return value._real if isinstance(value, Remote) else value
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_stand_in(one) for one in value]
+    return Remote(value) if type(value).__module__.startswith("playwright.") else value
+
+
+_thread = Thread()
+_start, stop = _thread.start, _thread.stop

@@ -1,0 +1,100 @@
+"""The two faces of a lock: cases written once, as coroutines, and run with the sync methods and with their twins."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import asynccontextmanager
+
+import pytest
+from asgiref.sync import async_to_sync
+
+from dlocks import aresume_hold, resume_hold
+
+
+class Sync:
+    """The methods of threads. None of them suspends, so the case runs to its end where it is."""
+
+    @staticmethod
+    def run(case):
+        try:
+            case.send(None)
+        except StopIteration:
+            return
+        case.close()
+        pytest.fail("the sync face has to run through")
+
+    @asynccontextmanager
+    async def block(self, lock):
+        with lock as hold:
+            yield hold
+
+    async def ask(self, subject, name, *args, **kwargs):
+        return getattr(subject, name)(*args, **kwargs)
+
+    async def resume(self, text):
+        return resume_hold(text)
+
+    async def waiting(self, hold):
+        return hold.waiting
+
+    def function(self, body):
+        return body
+
+    async def call(self, function, *args, **kwargs):
+        return function(*args, **kwargs)
+
+    async def sync(self, function, *args, **kwargs):
+        """Call what is not about locks: of the ORM, say."""
+        return function(*args, **kwargs)
+
+
+class Async:
+    """The twins."""
+
+    @staticmethod
+    def run(case):
+        async def whole():
+            await case
+
+        async_to_sync(whole)()
+
+    def block(self, lock):
+        return lock
+
+    async def ask(self, subject, name, *args, **kwargs):
+        return await getattr(subject, f"a{name}")(*args, **kwargs)
+
+    async def resume(self, text):
+        return await aresume_hold(text)
+
+    async def waiting(self, hold):
+        return await hold.awaiting()
+
+    def function(self, body):
+        @functools.wraps(body)
+        async def coroutine(*args, **kwargs):
+            return body(*args, **kwargs)
+
+        return coroutine
+
+    async def call(self, function, *args, **kwargs):
+        return await function(*args, **kwargs)
+
+    async def sync(self, function, *args, **kwargs):
+        from asgiref.sync import sync_to_async
+
+        return await sync_to_async(function)(*args, **kwargs)
+
+
+def both_faces(case):
+    """Run a case, whose first argument is the face, with both."""
+    signature = inspect.signature(case)
+
+    @functools.wraps(case)
+    def test(**kwargs):
+        kwargs["do"].run(case(**kwargs))
+
+    del test.__wrapped__
+    test.__signature__ = signature
+    return pytest.mark.parametrize("do", [Sync(), Async()], ids=["sync", "async"])(test)

@@ -1,0 +1,424 @@
+"""One campaign: a server, its workers, a seeded schedule of faults that seeks who holds, and the check of it all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.nemesis import database
+from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
+from tests.nemesis.checker import History, Report, check
+from tests.nemesis.nursery import Nursery
+from tests.nemesis.proxy import Proxy
+from tests.nemesis.task import KEYS, Task, now
+from tests.processes import Worker
+from tests.servers import SERVERS, START_SECONDS, Galera, MariaDB, Server
+
+STATES = {IDLE: "idle", ASKING: "asking", HOLDING: "holding", LEAVING: "leaving"}
+# How often a process is caught in a moment that is not the one sought before any will do.
+SEEK = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run. ``faults`` are weights by name; ``through`` is what stands before the server."""
+
+    engine: str
+    seconds: float
+    seed: int
+    workers: int = 6
+    ttl: float = 1.5
+    keys: tuple[str, ...] = tuple(KEYS)
+    aliases: tuple[str, ...] = ("default", "optimistic", "insert")
+    faults: Mapping[str, float] = field(default_factory=dict)
+    pause: float = 0.3
+    think: float = 0.03
+    odd: float = 0.12
+    through: str = "direct"
+    leases: bool = True
+    transactions: bool = True
+    oddities: bool = True
+    locked: bool = True
+    # Hours by which the clocks of every other worker are wrong.
+    skew: float = 0.0
+    # The only oddity of the workers, who is sought before all, and whether the server's clock can be stepped.
+    oddity: str = ""
+    seek: str = ""
+    clock: bool = False
+    bug: str = ""
+    peer: str = ""
+
+
+class Campaign:
+    def __init__(
+        self,
+        plan: Plan,
+        directory: Path,
+        server: Server | Galera | None,
+        *,
+        prepared: bool = False,
+        locks: Server | None = None,
+    ) -> None:
+        self.plan = plan
+        # The server that has a peer's locks, if that is not the database.
+        self.locks = locks
+        # Of a cluster each worker uses the next node; the first one is asked how it ended.
+        self.nodes = server.nodes if isinstance(server, Galera) else []
+        # Whether the server has been through a campaign already.
+        self.prepared = prepared
+        self.directory = directory
+        self.server = server.nodes[0] if isinstance(server, Galera) else server
+        self.random = random.Random(plan.seed)
+        self.board = Board(directory / "board")
+        self.pids: dict[int, int] = {}
+        self.stopped: dict[int, float] = {}
+        self.proxy: Proxy | None = None
+        self.pooler: database.Pooler | None = None
+        self._events = (directory / "campaign.history").open("w", buffering=1)
+        self._over = threading.Event()
+        self._ahead = False
+        # What a live look at the history has shown already.
+        self.shown: Report | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        if self.server is None:
+            name = str(self.directory / "locks.sqlite3")
+            return {"DLOCKS_TEST_ENGINE": "sqlite", "DLOCKS_TEST_NAME": name}
+        more = {"DLOCKS_TEST_REDIS": str(self.locks.port)} if self.locks is not None else {}
+        return {**self.server.environment, "DLOCKS_TEST_NAME": database.NAME, **more}
+
+    def run(self, progress: Callable[[str], object] = lambda text: None) -> Report:
+        plan = self.plan
+        (self.directory / "plan.json").write_text(json.dumps(vars(plan), default=dict, indent=1))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._events.close)
+            # Started first, since it takes them a while to import everything.
+            self.nurseries = [Nursery(self.environment, self.directory / "log")]
+            stack.callback(self.nurseries[0].close)
+            if plan.skew:
+                skewed = self.environment | database.faketime(plan.skew)
+                self.nurseries.append(Nursery(skewed, self.directory / "log"))
+                stack.callback(self.nurseries[1].close)
+            admin = Worker(**self.environment)
+            stack.callback(admin.close)
+            if self.server is not None and not self.prepared:
+                database.create(self.server)
+            admin.call(database.reset if self.prepared else database.prepare, list(plan.keys))
+            if plan.through == "proxy":
+                assert self.server is not None
+                self.proxy = Proxy(self.server.port)
+                stack.callback(self.proxy.close)
+            elif plan.through == "pgbouncer":
+                assert self.server is not None
+                self.pooler = stack.enter_context(database.Pooler(self.server, plan.workers - 2))
+            watch = threading.Thread(target=self._watch_stalls, daemon=True)
+            watch.start()
+            stack.callback(self._over.set)
+            for slot in range(plan.workers):
+                self._start(slot)
+            self._loop(progress)
+            self._finish()
+            self._over.set()
+            watch.join()
+            if self.nodes:
+                self.nodes[0].catch_up()
+            final = admin.call(database.final)
+            if self.server is not None and plan.engine == "mariadb":
+                final["granted"] = database.logged(self.server)
+            (self.directory / "final.json").write_text(json.dumps(final))
+        return check(History.read(self.directory), one_writer=plan.engine == "sqlite")
+
+    def _loop(self, progress: Callable[[str], object]) -> None:
+        plan, names = self.plan, list(self.plan.faults)
+        weights = [plan.faults[name] for name in names]
+        began, told, done = now(), now(), 0
+        end = began + plan.seconds
+        while now() < end:
+            self._resume()
+            if now() >= told + (2 if plan.bug or not plan.locked else 10):
+                told = now()
+                progress(f"{told - began:.0f} s, {done} faults")
+                if (plan.bug or not plan.locked) and self._shows():
+                    # What was to be shown is shown.
+                    return
+            if not names:
+                time.sleep(0.1)
+                continue
+            time.sleep(min(self.random.uniform(0, 2 * plan.pause), max(0.0, end - now())))
+            (name,) = self.random.choices(names, weights)
+            getattr(self, f"_fault_{name}")()
+            done += 1
+
+    def _shows(self) -> bool:
+        self.shown = check(History.read(self.directory, until=now()), one_writer=self.plan.engine == "sqlite")
+        return not self.shown.passed
+
+    def _finish(self) -> None:
+        for slot in list(self.stopped):
+            self._continue(slot)
+        if self.proxy is not None:
+            self.proxy.calm()
+        self.board.finish()
+        deadline = now() + 25
+        while any(_alive(pid) for pid in self.pids.values()) and now() < deadline:
+            time.sleep(0.02)
+        self._note("over", now())
+        for slot, pid in self.pids.items():
+            if _alive(pid):
+                note = self.directory / f"worker-{slot}-{pid}.crash"
+                note.write_text(f"The process {pid} did not come to an end; see its history.")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _start(self, slot: int) -> None:
+        plan = self.plan
+        port = self.proxy.port if self.proxy is not None else self.pooler.port if self.pooler is not None else 0
+        if self.nodes:
+            port = self.nodes[slot % len(self.nodes)].port
+        task = Task(
+            slot=slot,
+            seed=self.random.getrandbits(32),
+            directory=str(self.directory),
+            ttl=plan.ttl,
+            aliases=list(plan.aliases),
+            keys=list(plan.keys),
+            leases=plan.leases,
+            transactions=plan.transactions,
+            oddities=plan.oddities,
+            locked=plan.locked,
+            think=plan.think,
+            odd=plan.odd,
+            oddity=plan.oddity,
+            port=port,
+            bug=plan.bug,
+            peer=plan.peer,
+        )
+        self.pids[slot] = self.nurseries[slot % len(self.nurseries)].start(task)
+
+    def _note(self, *event: Any) -> None:
+        self._events.write(json.dumps(event) + "\n")
+
+    def _watch_stalls(self) -> None:
+        """
+        Note when the machine stood still, or had other work than this: what was late then was not the locks'.
+
+        A campaign keeps two processors busy by itself, so that its own work takes up to three times as long as alone.
+        What it takes beyond that was taken from it.
+        """
+        last = now()
+        while not self._over.wait(0.1):
+            began, worked = now(), time.thread_time()
+            while time.thread_time() < worked + 0.008:
+                pass
+            moment = now()
+            taken = max((moment - last) * (1 - 3 * 0.008 / (moment - began)), began - last - 0.2)
+            if taken > 0:
+                self._note("stall", moment, taken)
+            last = moment
+
+    # Faults.
+
+    def _catch(self, *states: int) -> tuple[int, float, str, str] | None:
+        """Stop a process in one of these states, if one can be caught; return its slot, when, its state and key."""
+        running = [slot for slot in self.pids if slot not in self.stopped and _alive(self.pids[slot])]
+        if not running:
+            return None
+        for number in range(SEEK):
+            candidates = [slot for slot in running if self.board.read(slot)[0] in states]
+            slot = self.random.choice(candidates or running)
+            pid, moment = self.pids[slot], now()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                _await_stop(pid)
+                state, key = self.board.read(slot)
+                if state in states or number == SEEK - 1:
+                    return slot, moment, STATES[state], self.plan.keys[key]
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(0.001)
+        return None
+
+    def _sought(self) -> int:
+        if self.plan.seek and self.random.random() < 0.7:
+            return next(state for state, name in STATES.items() if name == self.plan.seek)
+        return self.random.choices([HOLDING, ASKING, LEAVING], [6, 2, 1])[0]
+
+    def _fault_stop(self) -> None:
+        """Stop who holds, asks or gives back, for longer than its lease or not quite."""
+        if len(self.stopped) > self.plan.workers // 2 - 1:
+            # Somebody has to go on, to meet those who come back.
+            return
+        caught = self._catch(self._sought())
+        if caught is not None:
+            slot, moment, state, key = caught
+            self._note("stop", moment, self.pids[slot], state, key)
+            self.stopped[slot] = now() + self.random.uniform(0.6, 3.0) * self.plan.ttl
+
+    def _fault_kill(self) -> None:
+        caught = self._catch(self._sought())
+        if caught is not None:
+            slot, _, state, key = caught
+            pid = self.pids[slot]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            self._note("kill", now(), pid, state, key)
+            self._start(slot)
+
+    def _resume(self) -> None:
+        for slot, until in list(self.stopped.items()):
+            if now() >= until:
+                self._continue(slot)
+
+    def _continue(self, slot: int) -> None:
+        del self.stopped[slot]
+        self._note("cont", now(), self.pids[slot])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[slot], signal.SIGCONT)
+
+    def _fault_clock(self) -> None:
+        """Step the server's clock, by less than the grace, forward and back."""
+        assert self.server is not None
+        self._ahead = not self._ahead
+        database.step(self.server, 0.4 if self._ahead else 0.0)
+        self._note("clock", now(), 0.4 if self._ahead else -0.4)
+
+    def _fault_sessions(self) -> None:
+        """Have the server end sessions: all, or one in two."""
+        assert self.server is not None
+        ended = database.end_sessions(self.server, self.random, everybody=self.random.random() < 0.3)
+        self._note("sessions", now(), ended)
+
+    def _fault_restart(self) -> None:
+        assert self.server is not None
+        self._note("down", now(), "restart")
+        self.server.restart()
+        self._note("up", now())
+
+    def _fault_crash(self) -> None:
+        server = self.locks or self.server
+        assert server is not None
+        self._note("down", now(), "crash")
+        server.crash()
+        server.start()
+        self._note("up", now())
+
+    def _fault_node_crash(self) -> None:
+        """Kill a node of the cluster; it comes back a little later, and is sent what it has missed."""
+        node = self.random.choice(self.nodes)
+        self._note("down", now(), "node crash")
+        node.crash()
+        time.sleep(self.random.uniform(0, 1.0) * self.plan.ttl)
+        node.come_back(*(one for one in self.nodes if one is not node))
+        self._wait_until_all_are_there()
+        self._note("up", now())
+
+    def _fault_node_stop(self) -> None:
+        """Stop a node: for a moment, or for so long that the others go on without it."""
+        node = self.random.choice(self.nodes)
+        assert node.process is not None
+        self._note("down", now(), "node stop")
+        node.process.send_signal(signal.SIGSTOP)
+        time.sleep(self.random.choice([0.5, 2.0, 8.0]))
+        node.process.send_signal(signal.SIGCONT)
+        self._wait_until_all_are_there()
+        self._note("up", now())
+
+    def _wait_until_all_are_there(self) -> None:
+        """A node that was away long enough is let in anew; by what it says itself it never was away."""
+        deadline = now() + START_SECONDS
+        while not all(
+            one.is_ready() and one.status("wsrep_cluster_size") == str(len(self.nodes)) for one in self.nodes
+        ):
+            if now() > deadline:
+                raise RuntimeError("The nodes of the cluster did not come together again.")
+            time.sleep(0.05)
+
+    def _fault_swallow(self) -> None:
+        """Let a request through, and cut the connection instead of its reply."""
+        assert self.proxy is not None
+        self.proxy.swallow_one(self.random)
+        self._note("swallow", now())
+
+    def _fault_delay(self) -> None:
+        """Keep replies back for a while."""
+        assert self.proxy is not None
+        self.proxy.delay_some(self.random, self.random.uniform(0.1, 1.2) * self.plan.ttl)
+        self._note("delay", now())
+
+    def _fault_cut(self) -> None:
+        assert self.proxy is not None
+        self.proxy.cut_one(self.random)
+        self._note("cut", now())
+
+
+def run(
+    plan: Plan,
+    kept: Path | None = None,
+    progress: Callable[[str], object] = lambda text: None,
+    server: Server | Galera | None = None,
+    *,
+    prepared: bool = False,
+    locks: Server | None = None,
+) -> Report:
+    """Run a plan, on a server of its own unless one is given, and keep its history in a directory, if one is given."""
+    with contextlib.ExitStack() as stack:
+        if kept is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlocks-nemesis-")))
+        else:
+            directory = kept
+            directory.mkdir(parents=True, exist_ok=True)
+            for name in ("worker-*", "campaign.history", "final.json", "board"):
+                # Of an earlier run with this seed: the two histories would be read as one.
+                for path in directory.glob(name):
+                    path.unlink()
+        if server is None and plan.engine != "sqlite":
+            server = stack.enter_context(server_for(plan.engine, clock=plan.clock))
+        return Campaign(plan, directory, server, prepared=prepared, locks=locks).run(progress)
+
+
+@contextlib.contextmanager
+def server_for(engine: str, *, clock: bool = False) -> Iterator[Server | Galera]:
+    """Start a server, whose clock can be stepped if that is asked for; or a cluster of three."""
+    if engine == "galera":
+        with Galera() as cluster:
+            yield cluster
+        return
+    server = SERVERS[engine]()
+    if clock:
+        server.environment_of_its_own = database.stepping(server)
+    if isinstance(server, MariaDB):
+        server.options = database.BINARY_LOG
+    with server:
+        yield server
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return _status(pid) not in "ZX"
+    except OSError:
+        return False
+
+
+def _status(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _await_stop(pid: int) -> None:
+    deadline = now() + 1
+    while now() < deadline:
+        try:
+            if _status(pid) in "TZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.0005)

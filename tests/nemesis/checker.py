@@ -1,0 +1,387 @@
+"""
+What must be true of a history, whatever happened: the promises of the README, checked from outside.
+
+The valid interval of a hold begins when its caller has it. It ends when its release is *invoked* (from there on it may
+be somebody else's), at its own deadline, when it said itself that it was lost, or with its process. A hold in a
+transaction counts from when its caller has it to when the commit is invoked, and only if the commit was acknowledged:
+the others never were.
+
+=========  =========================================================================================================
+tokens     unique, and growing in real time
+exclusion  no two valid holds that exclude each other
+updates    no lost update in a transaction, with claim-before-read fencing, or under ``hold.atomic()``
+releases   an acknowledged release is never followed by a wait for its lease
+stuck      no key is unavailable for longer than ttl + grace + one poll + 0.25 s with the server up
+phantoms   every acknowledged grant was in the database
+max_hold   nothing is held for longer than its ``max_hold``
+crashes    no process ended by an error that dlocks does not name
+=========  =========================================================================================================
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GRACE = 0.5
+POLL = 0.25
+SLACK = 0.25
+# A claim in line counts for so long without being heard from: a process that died shortly before a gap may be in it.
+HEARD_FOR = 2.0
+# A proxy or a pooler, a session that was killed: what it takes to connect anew.
+RECONNECT = 1.0
+FOREVER = 1e6
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Held:
+    """One turn of one worker, as it wrote it down."""
+
+    pid: int
+    number: int
+    key: str = ""
+    mode: str = "x"
+    scope: str = "lease"
+    permits: int = 0
+    ttl: float = 0.0
+    timeout: float | None = None
+    asked: float = FOREVER
+    got: float | None = None
+    token: int = 0
+    # Until when it is known to have called itself held.
+    until: float = 0.0
+    lost: float = FOREVER
+    end: float = FOREVER
+    gone: float = FOREVER
+    answer: str | None = None
+    refused: float = FOREVER
+    refusal: str = ""
+    max_hold: float = FOREVER
+    died: float = FOREVER
+
+    @property
+    def valid(self) -> Interval | None:
+        if self.got is None:
+            return None
+        if self.scope == "transaction":
+            return (self.got, self.end) if self.answer == "" else None
+        end = min(self.until, self.lost, self.end, self.died)
+        return (self.got, end) if end > self.got else None
+
+    @property
+    def occupies(self) -> Interval | None:
+        """When it kept others out for good reason."""
+        if self.scope == "transaction" and self.got is not None:
+            # A connection that dies takes its transaction along.
+            return self.got, min(self.gone, self.died)
+        return self.valid
+
+    @property
+    def waits(self) -> Interval:
+        return self.asked, min(self.refused, self.died, FOREVER if self.got is None else self.got)
+
+    def __str__(self) -> str:
+        got = "never" if self.got is None else f"{self.got:.6f}"
+        valid = "none" if self.valid is None else "{:.6f}-{:.6f}".format(*self.valid)
+        return (
+            f"{self.key!r} {self.mode} {self.scope} by {self.pid}#{self.number}: asked {self.asked:.6f}, got {got}, "
+            f"token {self.token}, valid {valid}, release invoked {self.end:.6f}, "
+            f"answered {self.gone:.6f} {self.answer!r}"
+        )
+
+
+@dataclass
+class Put:
+    register: str
+    time: float
+    value: int
+    answer: str
+    who: str
+
+
+@dataclass
+class History:
+    """All that was written down in one directory, by the workers and by the campaign."""
+
+    turns: list[Held] = field(default_factory=list)
+    puts: list[Put] = field(default_factory=list)
+    # What the campaign did: kind, time, and the rest.
+    events: list[list[Any]] = field(default_factory=list)
+    registers: dict[str, int] = field(default_factory=dict)
+    granted: set[tuple[str, int]] = field(default_factory=set)
+    crashes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, directory: Path, until: float = FOREVER) -> History:
+        """Read what was written down; ``until`` now, when it goes on."""
+        history = cls()
+        campaign = directory / "campaign.history"
+        if campaign.exists():
+            history.events = [json.loads(line) for line in campaign.read_text().splitlines()]
+        died = {event[2]: event[1] for event in history.events if event[0] == "kill"}
+        over = max((event[1] for event in history.events if event[0] == "over"), default=until)
+        for path in sorted(directory.glob("worker-*.history")):
+            pid = int(path.stem.split("-")[2])
+            history._read_worker(path, pid, min(died.get(pid, over), over))
+        final = directory / "final.json"
+        if final.exists():
+            found = json.loads(final.read_text())
+            history.registers = found["registers"]
+            history.granted = {(key, token) for key, token in found["granted"]}
+        history.crashes = [path.read_text() for path in sorted(directory.glob("worker-*.crash"))]
+        return history
+
+    def _read_worker(self, path: Path, pid: int, died: float) -> None:
+        turns: dict[int, Held] = {}
+        for line in path.read_text().splitlines():
+            kind, number, *rest = json.loads(line)
+            turn = turns.setdefault(number, Held(pid, number, died=died))
+            if kind == "ask":
+                turn.asked, turn.key, turn.mode, turn.scope, turn.permits, turn.ttl, _, turn.timeout = rest
+            elif kind == "got":
+                turn.got, turn.token, remaining = rest
+                turn.until = turn.got + remaining
+            elif kind == "held":
+                turn.until = max(turn.until, rest[0] + rest[1])
+            elif kind == "lost":
+                turn.lost = min(turn.lost, rest[0])
+            elif kind == "end":
+                (turn.end,) = rest
+            elif kind == "gone":
+                turn.gone, turn.answer = rest
+            elif kind == "no":
+                turn.refused, turn.refusal = rest
+            elif kind == "max":
+                (turn.max_hold,) = rest
+            elif kind == "put":
+                time, register, value, answer = rest
+                self.puts.append(Put(register, time, value, answer, f"{pid}#{number}"))
+        self.turns += [turn for turn in turns.values() if turn.asked < FOREVER]
+
+
+@dataclass
+class Report:
+    violations: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    counts: Counter[str] = field(default_factory=Counter)
+    longest_gap: float = 0.0
+    longest_wait: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not any(self.violations.values())
+
+    def lines(self) -> Iterator[str]:
+        for name, number in sorted(self.counts.items()):
+            yield f"{name}: {number}"
+        yield f"longest time for which a key was wanted and nobody's: {self.longest_gap:.2f} s"
+        yield f"longest wait: {self.longest_wait:.2f} s"
+        for name, found in self.violations.items():
+            yield f"VIOLATED {name}: {len(found)}"
+            for text in found[:5]:
+                yield f"    {text}"
+
+
+def check(history: History, *, one_writer: bool = False) -> Report:
+    """Check everything; ``one_writer`` says that a stopped process may have stopped the whole database (SQLite)."""
+    report = Report()
+    by_key: dict[str, list[Held]] = defaultdict(list)
+    for turn in history.turns:
+        by_key[turn.key].append(turn)
+    _count(history, report)
+    for turns in by_key.values():
+        _check_tokens(turns, report)
+        _check_exclusion(turns, report)
+        _check_gaps(turns, history.events, report, one_writer=one_writer)
+    _check_registers(history, report)
+    for turn in history.turns:
+        valid = turn.valid
+        if valid is not None and valid[1] - valid[0] > turn.max_hold + 0.001:
+            report.violations["max_hold"].append(f"held for {valid[1] - valid[0]:.3f} s: {turn}")
+        acknowledged = turn.got is not None and (turn.scope == "lease" or turn.answer == "")
+        if acknowledged and history.granted and (turn.key, turn.token) not in history.granted:
+            report.violations["phantoms"].append(str(turn))
+    for text in history.crashes:
+        report.violations["crashes"].append(text)
+    return report
+
+
+def _count(history: History, report: Report) -> None:
+    counts = report.counts
+    for turn in history.turns:
+        if turn.got is None:
+            counts[f"refused: {turn.refusal or 'died'}"] += 1
+            counts["operations"] += bool(turn.refusal)
+        else:
+            counts["grants"] += 1
+            counts["grants in transactions"] += turn.scope == "transaction"
+            counts["grants shared"] += turn.mode == "s"
+            # What was asked and answered: the lock, its release, and the writes below.
+            counts["operations"] += 1 + (turn.answer is not None)
+            if turn.timeout != 0:
+                report.longest_wait = max(report.longest_wait, turn.got - turn.asked)
+    counts["operations"] += len(history.puts)
+    for event in history.events:
+        if event[0] not in {"cont", "up", "over", "stall"}:
+            counts[f"faults: {event[0]}"] += 1
+            counts["faults"] += 1
+            # Who was hit was holding, or in the middle of asking or giving back.
+            if event[0] in {"kill", "stop"} and event[3] != "idle":
+                counts[f"faults that hit one {event[3]}"] += 1
+
+
+def _check_tokens(turns: Iterable[Held], report: Report) -> None:
+    granted = [turn for turn in turns if turn.got is not None]
+    seen: dict[int, Held] = {}
+    for turn in granted:
+        # A transaction that was rolled back never had its token.
+        if turn.scope == "transaction" and turn.answer != "":
+            continue
+        if turn.token in seen:
+            report.violations["tokens"].append(f"the same twice: {seen[turn.token]}; {turn}")
+        seen[turn.token] = turn
+    # Whoever asked when a token was known already gets a larger one.
+    known = sorted((turn for turn in seen.values()), key=lambda turn: turn.got or 0.0)
+    times, largest = [], []
+    for turn in known:
+        times.append(turn.got or 0.0)
+        largest.append(turn if not largest or turn.token > largest[-1].token else largest[-1])
+    for turn in granted:
+        place = bisect.bisect_left(times, turn.asked)
+        if place and largest[place - 1].token >= turn.token:
+            report.violations["tokens"].append(f"not larger: {largest[place - 1]}; then {turn}")
+    # Those who had it alone had it one after the other, whenever they asked.
+    last: Held | None = None
+    for turn in known:
+        if turn.mode == "x" and turn.valid is not None:
+            if last is not None and last.token > turn.token:
+                report.violations["tokens"].append(f"not larger than before: {last}; then {turn}")
+            last = turn if last is None or turn.token > last.token else last
+
+
+def _check_exclusion(turns: Iterable[Held], report: Report) -> None:
+    intervals = sorted(((*turn.valid, turn) for turn in turns if turn.valid is not None), key=lambda one: one[0])
+    running: list[tuple[float, Held]] = []
+    for begin, end, turn in intervals:
+        running = [(until, other) for until, other in running if until > begin]
+        for _, other in running:
+            if "x" in (turn.mode, other.mode):
+                report.violations["exclusion"].append(f"{other}; {turn}")
+        shares = [other for _, other in running if other.mode == "s"]
+        if turn.mode == "s" and turn.permits and len(shares) >= turn.permits:
+            report.violations["exclusion"].append(f"more than {turn.permits}: {turn}; {'; '.join(map(str, shares))}")
+        running.append((end, turn))
+
+
+def _check_gaps(turns: list[Held], events: list[list[Any]], report: Report, *, one_writer: bool) -> None:
+    key = turns[0].key
+    ttl = max(turn.ttl for turn in turns)
+    stops = _stops(events)
+    faults = [event for event in events if event[0] not in {"over", "stall", "cont", "up"}]
+    # A fault is over when it happens; but for a server that is away, until it is back.
+    over = {id(event): _up_after(event[1], events) if event[0] == "down" else event[1] for event in faults}
+    waiting = _union(piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ())))
+    occupied = _union(turn.occupies for turn in turns if turn.occupies is not None)
+    given_back = {turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""}
+    for gap in (piece for wait in waiting for piece in _minus(wait, occupied)):
+        begin, end = gap
+        length = end - begin
+        trouble = sum(_overlap(gap, (event[1] - event[2], event[1])) for event in events if event[0] == "stall")
+        near = [event for event in faults if begin - ttl - GRACE - HEARD_FOR < over[id(event)] and event[1] < end]
+        report.longest_gap = max(report.longest_gap, length)
+        if not near:
+            # Nothing happened: whoever waits has what was given back at once.
+            if length > POLL + 2 * SLACK + trouble and begin in given_back:
+                report.violations["releases"].append(f"{length:.3f} s after {given_back[begin]}")
+            elif length > POLL + 2 * SLACK + trouble:
+                report.violations["stuck"].append(
+                    f"{key!r} for {length:.3f} s without any fault, {begin:.3f}-{end:.3f}"
+                )
+            continue
+        # Each process that went silent in line or with the key may keep it for as long as a holder that died.
+        silent = sum(event[0] in {"kill", "stop"} and event[4] == key for event in near)
+        allowed = (1 + silent) * (ttl + GRACE + POLL + SLACK) + trouble
+        down = [(event[1], _up_after(event[1], events)) for event in events if event[0] == "down"]
+        allowed += sum(_overlap(gap, (since, until + RECONNECT)) for since, until in down)
+        allowed += RECONNECT * any(event[0] not in {"kill", "stop", "down"} for event in near)
+        if one_writer:
+            allowed += sum(_overlap(gap, piece) for pieces in stops.values() for piece in pieces)
+        if length > allowed:
+            what = ", ".join(f"{event[0]} {event[1]:.3f} {event[2:]}" for event in near)
+            report.violations["stuck"].append(
+                f"{key!r} was nobody's for {length:.3f} s ({begin:.3f}-{end:.3f}), {allowed:.3f} s allowed; {what}"
+            )
+
+
+def _check_registers(history: History, report: Report) -> None:
+    by_register: dict[str, list[Put]] = defaultdict(list)
+    for put in history.puts:
+        if put.answer == "":
+            by_register[put.register].append(put)
+    for register, puts in by_register.items():
+        by_value: dict[int, list[Put]] = defaultdict(list)
+        for put in puts:
+            by_value[put.value].append(put)
+        lost = [group for group in by_value.values() if len(group) > 1]
+        if register.startswith("unfenced"):
+            # What no lease can promise: counted, not judged.
+            report.counts["updates without a fence that were lost"] += sum(len(group) - 1 for group in lost)
+            continue
+        report.counts["updates"] += len(puts)
+        for group in lost:
+            who = ", ".join(f"{put.who} at {put.time:.6f}" for put in group)
+            report.violations["updates"].append(f"{register!r} was {group[0].value} to {who}")
+        final = history.registers.get(register)
+        if final is not None and final <= max(by_value):
+            report.violations["updates"].append(f"{register!r} ended at {final}, but was {max(by_value) + 1}")
+
+
+# Intervals.
+
+
+def _stops(events: Iterable[list[Any]]) -> Mapping[int, list[Interval]]:
+    stops: dict[int, list[Interval]] = defaultdict(list)
+    since: dict[int, float] = {}
+    for event in events:
+        if event[0] == "stop":
+            since[event[2]] = event[1]
+        elif event[0] in {"cont", "kill"} and event[2] in since:
+            stops[event[2]].append((since.pop(event[2]), event[1]))
+    return stops
+
+
+def _up_after(time: float, events: Iterable[list[Any]]) -> float:
+    return min((event[1] for event in events if event[0] == "up" and event[1] > time), default=FOREVER)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    union: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def _minus(interval: Interval, others: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield what is left of an interval without others, which are in order."""
+    begin, end = interval
+    for since, until in others:
+        if until <= begin or since >= end:
+            continue
+        if since > begin:
+            yield begin, since
+        begin = max(begin, until)
+    if begin < end:
+        yield begin, end
+
+
+def _overlap(one: Interval, other: Interval) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))

@@ -1,0 +1,270 @@
+"""The database of a campaign: its tables, what writes down every grant there, its sessions, and a pooler before it."""
+
+from __future__ import annotations
+
+import glob
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from typing import Any, Self
+
+from tests.servers import Server, free_port
+
+NAME = "nemesis"
+
+
+def create(server: Server) -> None:
+    """Make the database anew."""
+    for statement in (f"DROP DATABASE IF EXISTS {NAME}", f"CREATE DATABASE {NAME}"):
+        _execute(server, statement)
+
+
+def prepare(pipe: Any, keys: list[str]) -> None:
+    """Make the tables, the registers, and the triggers that write down which tokens were ever committed."""
+    from django.core.management import call_command
+    from django.db import connection
+
+    call_command("migrate", verbosity=0, run_syncdb=True)
+    with connection.cursor() as cursor:
+        for statement in _AUDIT[connection.vendor]:
+            cursor.execute(statement)
+    _registers(keys)
+
+
+def reset(pipe: Any, keys: list[str]) -> None:
+    """Make the tables as they were before the first campaign; the tokens go on."""
+    from dlocks.models import LockClaim, ResourceLock
+    from tests.models import Counter, Machine
+
+    for model in (LockClaim, ResourceLock, Counter, Machine):
+        model._base_manager.all()._raw_delete(using="default")
+    _registers(keys)
+
+
+def _registers(keys: list[str]) -> None:
+    from tests.models import Counter, Machine
+
+    names = [f"{kind} {key}" for key in keys for kind in ("transaction", "unfenced", "guarded")]
+    Counter.objects.bulk_create([Counter(name=name) for name in names])
+    for number, _ in enumerate(keys, 1):
+        machine = Machine(pk=number)
+        Machine.objects.bulk_create([machine])
+
+
+def final(pipe: Any) -> dict[str, Any]:
+    """Return how the registers ended, and all grants that were ever in the database."""
+    from django.db import connection
+
+    from tests.models import Counter
+
+    connection.close()
+    granted: list[list[Any]] = []
+    if connection.vendor != "mysql":
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT DISTINCT key_resource, version FROM nemesis_audit")
+            granted = [list(row) for row in cursor.fetchall()]
+    return {"registers": dict(Counter.objects.values_list("name", "value")), "granted": granted}
+
+
+_TABLE = "CREATE TABLE nemesis_audit (key_resource varchar(255) NOT NULL, version bigint NOT NULL)"
+_INSERT = "INSERT INTO nemesis_audit VALUES (NEW.key_resource, NEW.version)"
+_NOTED = f"IF NEW.version IS NOT NULL THEN {_INSERT}; END IF;"
+_TABLES = ("dlocks_resourcelock", "dlocks_lockclaim")
+_AUDIT = {
+    "postgresql": [
+        _TABLE,
+        f"CREATE FUNCTION nemesis_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {_NOTED} RETURN NEW; END $$",
+        *(
+            f"CREATE TRIGGER nemesis_note AFTER INSERT OR UPDATE OF version ON {table}"
+            " FOR EACH ROW EXECUTE FUNCTION nemesis_note()"
+            for table in _TABLES
+        ),
+    ],
+    # A trigger would take the token out of the server's reply (LAST_INSERT_ID): its log of changes is read instead.
+    "mysql": [],
+    "sqlite": [
+        _TABLE,
+        *(
+            f"CREATE TRIGGER nemesis_{table}_{verb.split()[0]} AFTER {verb} ON {table}"
+            f" WHEN NEW.version IS NOT NULL BEGIN {_INSERT}; END"
+            for table in _TABLES
+            for verb in ("INSERT", "UPDATE OF version")
+        ),
+    ],
+}
+
+
+BINARY_LOG = ("--log-bin=changes", "--binlog-format=ROW", "--server-id=1", "--sync-binlog=0")
+
+
+def logged(server: Server) -> list[list[Any]]:
+    """Return the grants in MariaDB's log of changes."""
+    places: dict[str, dict[str, int]] = {}
+    for table, column, position in _execute(
+        server,
+        "SELECT table_name, column_name, ordinal_position FROM information_schema.columns"
+        f" WHERE table_schema = '{NAME}' AND column_name IN ('key_resource', 'version')",
+    ):
+        places.setdefault(table, {})[column] = int(position)
+    tool = shutil.which("mariadb-binlog") or shutil.which("mysqlbinlog")
+    if tool is None:
+        raise FileNotFoundError("mariadb-binlog is not installed: apt-get install mariadb-client")
+    logs = sorted(str(path) for path in server.data.glob("changes.[0-9]*"))
+    text = subprocess.run(
+        [tool, "--base64-output=decode-rows", "--verbose", *logs], capture_output=True, text=True, check=True
+    ).stdout
+    granted: set[tuple[str, int]] = set()
+    wanted: dict[str, int] = {}
+    row: dict[int, str] = {}
+
+    def note() -> None:
+        if wanted and row:
+            key, version = row.get(wanted["key_resource"], ""), row.get(wanted["version"], "NULL")
+            if version != "NULL":
+                granted.add((key.strip("'"), int(version.split()[0])))
+        row.clear()
+
+    for line in text.splitlines():
+        if match := re.match(r"### (?:INSERT INTO|UPDATE|DELETE FROM) `\w+`\.`(\w+)`", line):
+            note()
+            wanted = places.get(match[1], {})
+        elif line in {"### SET", "### WHERE"}:
+            note()
+        elif match := re.match(r"###   @(\d+)=(.*)", line):
+            row[int(match[1])] = match[2]
+    note()
+    return [list(one) for one in granted]
+
+
+def end_sessions(server: Server, chance: random.Random, *, everybody: bool) -> int:
+    """End the sessions on the database from the server's side; return how many."""
+    if server.engine == "postgresql":
+        rows = _execute(server, f"SELECT pid FROM pg_stat_activity WHERE datname = '{NAME}'")
+        statement = "SELECT pg_terminate_backend({})"
+    else:
+        rows = _execute(server, f"SELECT id FROM information_schema.processlist WHERE db = '{NAME}'")
+        statement = "KILL {}"
+    ended = 0
+    for (session,) in rows:
+        if everybody or chance.random() < 0.5:
+            # It may have gone by itself meanwhile.
+            with suppress(Exception):
+                _execute(server, statement.format(session))
+                ended += 1
+    return ended
+
+
+def _execute(server: Server, statement: str) -> list[Any]:
+    if server.engine == "postgresql":
+        import psycopg
+
+        connection: Any = psycopg.connect(
+            host="127.0.0.1", port=server.port, user="dlocks", dbname="postgres", autocommit=True
+        )
+    else:
+        import MySQLdb
+
+        connection = MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")
+    try:
+        cursor = connection.cursor()
+        cursor.execute(statement)
+        return list(cursor.fetchall()) if cursor.description else []
+    finally:
+        connection.close()
+
+
+def faketime(hours: float) -> dict[str, str]:
+    """Return the environment in which a process's wall clock is so many hours off."""
+    found = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")  # noqa: PTH207
+    if not found:
+        raise FileNotFoundError("libfaketime is not installed: apt-get install libfaketime")
+    return {"LD_PRELOAD": found[0], "FAKETIME": f"{hours:+.2f}h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+
+
+def stepping(server: Server) -> dict[str, str]:
+    """Return the environment in which ``step()`` moves the server's clock."""
+    step(server, 0.0)
+    return {
+        "LD_PRELOAD": faketime(0)["LD_PRELOAD"],
+        "FAKETIME_TIMESTAMP_FILE": str(server.directory / "clock"),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "FAKETIME_DONT_RESET": "1",
+    }
+
+
+def step(server: Server, seconds: float) -> None:
+    path = server.directory / "clock"
+    # In one piece: the server reads it whenever it looks at the clock.
+    new = path.with_suffix(".new")
+    new.write_text(f"{seconds:+.3f}")
+    new.chmod(0o644)
+    new.replace(path)
+
+
+class Pooler:
+    """
+    pgbouncer in transaction mode, with few sessions for many clients.
+
+    A process that is stopped in a transaction keeps its session, so there have to be more than are stopped at a time.
+    """
+
+    def __init__(self, server: Server, size: int) -> None:
+        self.server = server
+        self.size = size
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        tool = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin")
+        if tool is None:
+            raise FileNotFoundError("pgbouncer is not installed: apt-get install pgbouncer")
+        directory = self.server.directory / "pooler"
+        directory.mkdir(exist_ok=True)
+        (directory / "users").write_text('"dlocks" ""\n')
+        settings = {
+            "listen_addr": "127.0.0.1",
+            "listen_port": self.port,
+            "auth_type": "any",
+            "pool_mode": "transaction",
+            "default_pool_size": self.size,
+            "max_client_conn": 200,
+            "unix_socket_dir": "",
+            "ignore_startup_parameters": "extra_float_digits",
+        }
+        target = f"{NAME} = host=127.0.0.1 port={self.server.port} dbname={NAME} user=dlocks"
+        lines = ["[databases]", target, "[pgbouncer]", *(f"{name} = {value}" for name, value in settings.items())]
+        config = directory / "pgbouncer.ini"
+        config.write_text("\n".join(lines) + "\n")
+        if self.server.account is not None:
+            for path in (directory, config):
+                shutil.chown(path, self.server.account)
+        self._process = self.server._spawn([tool, str(config)])
+        deadline = time.monotonic() + 10
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("pgbouncer did not start:\n" + self.server.log.read_text(errors="replace")[-2000:])
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        import psycopg
+
+        try:
+            psycopg.connect(host="127.0.0.1", port=self.port, user="dlocks", dbname=NAME, connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True

@@ -1,0 +1,147 @@
+"""
+Other locks behind the face that a worker knows, under the same faults: what is theirs is used as they document it.
+
+A peer's hold is believed in until its block ends, as its users do: none of them tells its holder when it is lost. The
+checker judges them as it does dlocks, by what was written down; their tokens are the moment of the grant.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlocks.exceptions import LockBackendError, LockLost, LockTimeout
+from tests.nemesis.task import Task
+
+# How often those are asked again that do not wait themselves.
+AGAIN = 0.05
+FOREVER = float("inf")
+
+
+class PeerHold:
+    held = True
+    remaining = FOREVER
+
+    def __init__(self, release: Callable[[], object]) -> None:
+        self.token = time.monotonic_ns()
+        self.release = release
+
+
+class Peer:
+    """One lock of a peer; ``redis`` says whether it is in a Redis, and not in the database."""
+
+    label = ""
+    through = "direct"
+    redis = False
+
+    def __init__(self, task: Task, key: str, timeout: float) -> None:
+        self.task = task
+        self.key = key
+        self.timeout = timeout
+
+    def acquire(self) -> PeerHold:
+        raise NotImplementedError
+
+    def busy(self) -> LockTimeout:
+        return LockTimeout(f"{self.key!r} is taken", key=self.key, timeout=self.timeout, holder=None)
+
+    def lost(self) -> LockLost:
+        return LockLost(f"{self.key!r} is somebody else's", key=self.key, token=0)
+
+    def until(self, tried: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not tried():
+            if time.monotonic() >= deadline:
+                raise self.busy()
+            time.sleep(AGAIN)
+
+
+class RedisPy(Peer):
+    label = "redis-py"
+    redis = True
+
+    def acquire(self) -> PeerHold:
+        import redis
+
+        lock = _redis().lock(self.key, timeout=self.task.ttl, blocking_timeout=self.timeout)
+        try:
+            if not lock.acquire():
+                raise self.busy()
+        except redis.RedisError as error:
+            raise LockBackendError(str(error)) from error
+
+        def release() -> None:
+            try:
+                lock.release()
+            except redis.exceptions.LockError as error:
+                raise self.lost() from error
+            except redis.RedisError as error:
+                raise LockBackendError(str(error)) from error
+
+        return PeerHold(release)
+
+
+class DBMutex(Peer):
+    label = "django-db-mutex"
+
+    def acquire(self) -> PeerHold:
+        from db_mutex.db_mutex import db_mutex
+        from db_mutex.exceptions import DBMutexError, DBMutexTimeoutError
+        from django.conf import settings
+
+        settings.DB_MUTEX_TTL_SECONDS = self.task.ttl
+        mutex = db_mutex(self.key)
+
+        def tried() -> bool:
+            try:
+                mutex.start()
+            except DBMutexError:
+                return False
+            return True
+
+        def release() -> None:
+            try:
+                mutex.stop()
+            except DBMutexTimeoutError as error:
+                raise self.lost() from error
+
+        self.until(tried)
+        return PeerHold(release)
+
+
+class Advisory(Peer):
+    label = "pg_advisory_lock behind PgBouncer"
+    through = "pgbouncer"
+
+    def acquire(self) -> PeerHold:
+        self.until(lambda: self._ask("pg_try_advisory_lock"))
+
+        def release() -> None:
+            if not self._ask("pg_advisory_unlock"):
+                raise self.lost()
+
+        return PeerHold(release)
+
+    def _ask(self, function: str) -> bool:
+        from django.db import connection
+
+        with connection.cursor() as cursor:
+            cursor.execute(f"SELECT {function}(hashtextextended(%s, 0))", [self.key])
+            (answer,) = cursor.fetchone()
+        return bool(answer)
+
+
+PEERS: dict[str, type[Peer]] = {"redis-py": RedisPy, "django-db-mutex": DBMutex, "advisory": Advisory}
+
+_clients: dict[int, Any] = {}
+
+
+def _redis() -> Any:
+    import redis
+
+    # Not that of the process which forked this one.
+    if os.getpid() not in _clients:
+        _clients[os.getpid()] = redis.Redis(port=int(os.environ["DLOCKS_TEST_REDIS"]), socket_timeout=5)
+    return _clients[os.getpid()]

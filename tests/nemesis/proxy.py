@@ -1,0 +1,107 @@
+"""A TCP proxy on loopback that drops a reply, keeps replies back, or cuts, when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+
+class Link:
+    """One connection through the proxy."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client = client
+        self.server = server
+        self.swallows = False
+        self.marked = False
+        self.delayed_until = 0.0
+
+    def cut(self) -> None:
+        for one in (self.client, self.server):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+class Proxy:
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._links: list[Link] = []
+        self._mutex = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def swallow_one(self, chance: random.Random) -> None:
+        """On one connection, let the next request through, and cut instead of the reply."""
+        if (link := self._any(chance)) is not None:
+            link.swallows = True
+
+    def delay_some(self, chance: random.Random, seconds: float) -> None:
+        """Keep the replies on about every other connection back."""
+        with self._mutex:
+            for link in self._links:
+                if chance.random() < 0.5:
+                    link.delayed_until = time.monotonic() + seconds
+
+    def cut_one(self, chance: random.Random) -> None:
+        if (link := self._any(chance)) is not None:
+            link.cut()
+
+    def calm(self) -> None:
+        with self._mutex:
+            for link in self._links:
+                link.swallows, link.delayed_until = False, 0.0
+
+    def close(self) -> None:
+        self._listener.close()
+        with self._mutex:
+            for link in self._links:
+                link.cut()
+
+    def _any(self, chance: random.Random) -> Link | None:
+        with self._mutex:
+            return chance.choice(self._links) if self._links else None
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    # The server is down.
+                    client.close()
+                    continue
+                for one in (client, server):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                link = Link(client, server)
+                with self._mutex:
+                    self._links.append(link)
+                threading.Thread(target=self._requests, args=(link,), daemon=True).start()
+                threading.Thread(target=self._replies, args=(link,), daemon=True).start()
+
+    def _requests(self, link: Link) -> None:
+        with contextlib.suppress(OSError):
+            while data := link.client.recv(65536):
+                if link.swallows:
+                    link.marked = True
+                link.server.sendall(data)
+        link.cut()
+
+    def _replies(self, link: Link) -> None:
+        with contextlib.suppress(OSError):
+            while data := link.server.recv(65536):
+                if link.marked:
+                    # What was asked is done and committed; that it is goes no further.
+                    break
+                while (left := link.delayed_until - time.monotonic()) > 0:
+                    time.sleep(min(left, 0.05))
+                link.client.sendall(data)
+        link.cut()
+        with self._mutex:
+            self._links.remove(link)
+        for one in (link.client, link.server):
+            one.close()

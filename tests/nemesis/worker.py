@@ -1,0 +1,357 @@
+"""
+What one process does: takes keys through the public face, changes what they protect, and writes down everything.
+
+The history is one JSON array per line, written by one ``write()`` each, so that a killed process has lost none. Times
+are of ``CLOCK_MONOTONIC``, which the processes of one machine share; the first two members are the kind and the number
+of the hold within its process:
+
+``ask``  time, key, mode, scope, permits, ttl, alias, timeout    before the lock is asked for
+``got``  time, token, remaining                                  the hold is there
+``held`` time, remaining                                         ``hold.held`` was true then
+``lost`` time                                                    it was not, or LockLost was raised
+``end``  time                                                    release (or the commit) is about to be invoked
+``gone`` time, error                                             it was answered: "" when it was done
+``no``   time, error                                             not acquired
+``put``  time, register, value read, error                       a read-modify-write was done, or not
+``max``  seconds                                                 the hold has this max_hold
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+
+from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks.holds import Hold
+from tests.models import Counter, Machine
+from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
+from tests.nemesis.task import PERMITS, Task, kind_of, now
+
+TROUBLES = (LockError, DatabaseError, InterfaceError)
+
+
+class Recorder:
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def __call__(self, kind: str, number: int, *rest: Any) -> None:
+        os.write(self._file, (json.dumps([kind, number, *rest]) + "\n").encode())
+
+
+class Worker:
+    def __init__(self, task: Task) -> None:
+        directory = Path(task.directory)
+        self.task = task
+        self.random = random.Random(task.seed)
+        self.board = Board(directory / "board")
+        self.write = Recorder(directory / f"worker-{task.slot}-{os.getpid()}.history")
+        self.number = 0
+        self.forgotten: list[Hold] = []
+
+    def run(self) -> None:
+        while not self.board.finished:
+            self.number += 1
+            key = self.random.choice(self.task.keys)
+            try:
+                self.turn(key)
+            finally:
+                self.board.say(self.task.slot, IDLE)
+            if self.random.random() < 0.2:
+                time.sleep(self.random.uniform(0, self.task.think))
+
+    # One turn.
+
+    def turn(self, key: str) -> None:
+        kind = kind_of(key)
+        timeout = self.random.choice([0, 0.3, 15.0, 15.0, 15.0])
+        in_transaction = self.task.transactions and (not self.task.leases or self.random.random() < 0.4)
+        policy: dict[str, Any] = {"using": self.random.choice(self.task.aliases), "timeout": timeout}
+        shared = kind != "x" and self.random.random() < 0.7
+        if in_transaction and not shared:
+            self.transact(key, policy)
+        elif self.task.leases:
+            self.lease(key, policy, shared=shared)
+
+    def lock(self, key: str, policy: dict[str, Any], *, shared: bool) -> Any:
+        if self.task.peer:
+            from tests.nemesis.peers import PEERS
+
+            return PEERS[self.task.peer](self.task, key, policy["timeout"])
+        if not self.task.locked:
+            return db_lock(key, **{**policy, "using": "dummy"})
+        if shared and kind_of(key) == "rw":
+            return db_rwlock(key, **policy).read()
+        if shared:
+            return db_semaphore(key, PERMITS, **policy)
+        return db_lock(key, **policy)
+
+    def ask(self, key: str, mode: str, scope: str, policy: dict[str, Any]) -> None:
+        self.board.say(self.task.slot, ASKING, self.task.keys.index(key))
+        ttl = policy.get("ttl", self.task.ttl)
+        permits = PERMITS if kind_of(key) == "semaphore" else 0
+        self.write("ask", self.number, now(), key, mode, scope, permits, ttl, policy["using"], policy["timeout"])
+
+    def refused(self, error: BaseException) -> None:
+        self.write("no", self.number, now(), type(error).__name__)
+        if not isinstance(error, LockTimeout):
+            # Also what the last failure of a connection left in Django's wrapper.
+            with contextlib.suppress(Exception):
+                connection.close()
+            time.sleep(self.random.uniform(0.01, 0.1))
+
+    def got(self, hold: Hold) -> None:
+        # The time first, here and below, so that nothing is said to be held for longer than it says itself.
+        moment = now()
+        self.write("got", self.number, moment, hold.token, finite(hold.remaining))
+        self.board.say(self.task.slot, HOLDING, self.board.read(self.task.slot)[1])
+
+    def look(self, hold: Hold) -> bool:
+        moment = now()
+        remaining = finite(hold.remaining)
+        held = hold.held
+        self.write(*(("held", self.number, moment, remaining) if held else ("lost", self.number, moment)))
+        return held
+
+    def transact(self, key: str, policy: dict[str, Any]) -> None:
+        """A read-modify-write under a lock that belongs to the transaction."""
+        register = f"transaction {key}"
+        value, answer = None, ""
+        try:
+            with transaction.atomic():
+                if self.random.random() < 0.3:
+                    Counter.objects.filter(name="nothing").exists()
+                    time.sleep(self.random.uniform(0, self.task.think))
+                self.ask(key, "x", "transaction", policy)
+                try:
+                    hold = self.lock(key, policy, shared=False).acquire()
+                except TROUBLES as error:
+                    self.refused_in_transaction(error)
+                    return
+                self.got(hold)
+                value = Counter.objects.get(name=register).value
+                self.think(hold, at_most=self.task.think)
+                Counter.objects.filter(name=register).update(value=value + 1)
+                hold.release()
+                self.board.say(self.task.slot, LEAVING, self.board.read(self.task.slot)[1])
+                self.write("end", self.number, now())
+        except TROUBLES as error:
+            answer = type(error).__name__
+            with contextlib.suppress(Exception):
+                connection.close()
+        if value is not None:
+            self.write("put", self.number, now(), register, value, answer)
+        self.write("gone", self.number, now(), answer)
+
+    def refused_in_transaction(self, error: BaseException) -> None:
+        self.write("no", self.number, now(), type(error).__name__)
+        transaction.set_rollback(True)
+
+    def lease(self, key: str, policy: dict[str, Any], *, shared: bool) -> None:
+        odd = self.oddity()
+        policy["ttl"] = self.task.ttl
+        if odd == "unrenewed":
+            policy["renew"] = False
+        elif odd == "hung":
+            policy["max_hold"] = self.task.ttl * 0.8
+            self.write("max", self.number, policy["max_hold"])
+        if odd == "abandoned":
+            self.in_thread(key, policy, shared=shared)
+            return
+        hold = self.acquire(key, policy, shared=shared)
+        if hold is None:
+            return
+        try:
+            if odd == "nested":
+                self.enter_again(hold, key, policy, shared=shared)
+            self.body(hold, key, odd, shared=shared)
+        except TROUBLES:
+            with contextlib.suppress(Exception):
+                connection.close()
+        self.release(hold)
+
+    def enter_again(self, hold: Hold, key: str, policy: dict[str, Any], *, shared: bool) -> None:
+        again = self.lock(key, policy, shared=shared).acquire()
+        try:
+            if self.look(hold) and again.token != hold.token:
+                raise AssertionError(f"Entered again, {key!r} has the token {again.token} and not {hold.token}")
+            self.think(again, at_most=self.task.think)
+        finally:
+            again.release()
+
+    def oddity(self) -> str:
+        if self.task.oddity:
+            return self.task.oddity if self.random.random() < 0.5 else ""
+        if not self.task.oddities or self.random.random() > self.task.odd:
+            return ""
+        return self.random.choice(
+            ["unrenewed", "unrenewed", "hung", "forked", "greedy", "abandoned", "long", "long", "nested"]
+        )
+
+    def acquire(self, key: str, policy: dict[str, Any], *, shared: bool) -> Hold | None:
+        self.ask(key, "s" if shared else "x", "lease", policy)
+        try:
+            hold: Hold = self.lock(key, policy, shared=shared).acquire()
+        except TROUBLES as error:
+            self.refused(error)
+            return None
+        self.got(hold)
+        return hold
+
+    def body(self, hold: Hold, key: str, odd: str, *, shared: bool) -> None:
+        if odd in {"unrenewed", "hung"}:
+            # As long as it may be held, to the last moment.
+            end = now() + 3 * self.task.ttl
+            while self.look(hold) and now() < end:
+                time.sleep(0.02)
+            return
+        if odd == "forked":
+            self.fork(hold)
+        elif odd == "greedy":
+            keep_the_gil(self.task.ttl * 0.5)
+        elif odd == "long":
+            self.think(hold, at_most=1.5 * self.task.ttl)
+        if shared:
+            self.think(hold, at_most=self.task.think)
+            return
+        unfenced = Counter.objects.get(name=f"unfenced {key}").value
+        if not isinstance(hold, Hold):
+            self.think(hold, at_most=self.task.think)
+            row = Counter.objects.filter(name=f"unfenced {key}")
+            self.put(f"unfenced {key}", unfenced, lambda: row.update(value=unfenced + 1))
+            return
+        # Claimed before it is read: what is read is what the last holder left, and no older token can write.
+        machine = Machine.objects.claim(self.task.keys.index(key) + 1, hold)
+        fenced = machine.steps
+        self.think(hold, at_most=self.task.think)
+        row = Counter.objects.filter(name=f"unfenced {key}")
+        self.put(f"unfenced {key}", unfenced, lambda: row.update(value=unfenced + 1))
+        machine.steps = fenced + 1
+        self.put(f"fenced {key}", fenced, machine.save)
+        self.guarded(hold, key)
+
+    def guarded(self, hold: Hold, key: str) -> None:
+        """A read-modify-write in a transaction that commits under the lease or not at all, where there is such."""
+        if not hasattr(hold, "atomic"):
+            return
+        register, value, answer = f"guarded {key}", None, ""
+        try:
+            with hold.atomic() if self.task.locked else transaction.atomic():
+                value = Counter.objects.get(name=register).value
+                self.think(hold, at_most=self.task.think / 3)
+                Counter.objects.filter(name=register).update(value=value + 1)
+        except TROUBLES as error:
+            answer = type(error).__name__
+        if value is not None:
+            self.write("put", self.number, now(), register, value, answer)
+
+    def put(self, register: str, value: int, write: Callable[[], object]) -> None:
+        answer = ""
+        try:
+            write()
+        except TROUBLES as error:
+            answer = type(error).__name__
+        self.write("put", self.number, now(), register, value, answer)
+
+    def think(self, hold: Hold, *, at_most: float) -> None:
+        end = now() + self.random.uniform(0, at_most)
+        while True:
+            self.look(hold)
+            left = end - now()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.05))
+
+    def release(self, hold: Hold) -> None:
+        self.look(hold)
+        self.board.say(self.task.slot, LEAVING, self.board.read(self.task.slot)[1])
+        self.write("end", self.number, now())
+        answer = ""
+        try:
+            hold.release()
+        except TROUBLES as error:
+            answer = type(error).__name__
+            if not isinstance(error, LockLost):
+                with contextlib.suppress(Exception):
+                    connection.close()
+        self.write("gone", self.number, now(), answer)
+
+    # Oddities.
+
+    def fork(self, hold: Hold) -> None:
+        """A child that gives back what is its parent's."""
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                # Never the parent's connection.
+                for inherited in connections.all(initialized_only=True):
+                    inherited.connection = None
+                with contextlib.suppress(LockLost):
+                    hold.release()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    def in_thread(self, key: str, policy: dict[str, Any], *, shared: bool) -> None:
+        """A thread that dies and leaves its hold to nobody, though something still refers to it."""
+
+        def run() -> None:
+            try:
+                hold = self.acquire(key, policy, shared=shared)
+                if hold is not None:
+                    self.forgotten.append(hold)
+                    self.write("end", self.number, now())
+            finally:
+                connections.close_all()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        del self.forgotten[:-20]
+
+
+def finite(seconds: float) -> float:
+    return min(seconds, 1e6)
+
+
+def keep_the_gil(seconds: float) -> None:
+    """One call into C that lets no other thread run for about so long."""
+    length, took = 16, 0.0
+    while took < seconds / 3:
+        started = now()
+        re.match(r"(a+)+b", "a" * length)
+        took = now() - started
+        length += 1
+
+
+def tolerant(sleep: Callable[[float], None]) -> Callable[[float], None]:
+    """Return a sleep that libfaketime cannot make an error of, as it does when a SIGSTOP comes in between."""
+
+    def rest(seconds: float) -> None:
+        with contextlib.suppress(OSError):
+            sleep(seconds)
+
+    return rest
+
+
+def main(task: Task) -> None:
+    if task.port:
+        connections.settings["default"]["PORT"] = str(task.port)
+    if task.bug:
+        from tests.nemesis.bugs import BUGS
+
+        BUGS[task.bug].apply(task)
+    if "FAKETIME" in os.environ:
+        time.sleep = tolerant(time.sleep)
+    gc.freeze()
+    Worker(task).run()

@@ -1,0 +1,397 @@
+"""
+The real front over a simulated database and a virtual clock: one schedule of bytes says who goes on, and what fails.
+
+Nothing waits and there are no threads: callers, their keepers and their waiting rooms are actors that a schedule steps.
+At every call to the database, before it acts and after, another actor may go on first; so the schedules reach between
+any two steps of the protocol. Each caller is a process of its own, with its own backend, keeper and room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dlocks import clock, locks
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, BaseBackend, Claim, Grant, Message, Place
+from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError, LockError, LockLost, LockTimeout
+from dlocks.holds import Hold, holds_by_caller
+from dlocks.keeper import Keeper, keeper
+from dlocks.waiting import WaitingRoom
+
+CALLERS = 3
+TTL = 3.0
+GRACE = 0.5
+KEY = "stock:7"
+
+
+@dataclass
+class Ticket:
+    claim: Claim
+    number: int
+    heard_until: float
+
+
+@dataclass
+class Database:
+    """One row and its line, by a clock of its own."""
+
+    sim: Simulation
+    ahead: float = 0.0
+    owner: str = ""
+    processing: bool = False
+    end: float = -math.inf
+    token: int = 0
+    line: list[Ticket] = field(default_factory=list)
+    tickets: int = 0
+
+    @property
+    def now(self) -> float:
+        return self.sim.time + self.ahead
+
+    def free(self, grace: float) -> bool:
+        return self.end + (grace if self.processing else 0.0) <= self.now
+
+    def live(self) -> list[Ticket]:
+        return [ticket for ticket in self.line if ticket.heard_until > self.now]
+
+    def grant(self, claim: Claim, seconds: float) -> int:
+        self.owner, self.processing, self.end = claim.owner, True, self.now + seconds
+        self.token += 1
+        self.line = [ticket for ticket in self.line if ticket.claim.owner != claim.owner]
+        return self.token
+
+    def move_on(self, grace: float) -> None:
+        live = self.live()
+        if live and self.free(grace):
+            claim = live[0].claim
+            token = self.grant(claim, min(claim.ttl, KEPT_FOR))
+            self.sim.messages.append(Message(owner=claim.owner, token=token, ends=self.end))
+
+
+class SimulatedBackend(BaseBackend):
+    supports_queue: ClassVar[bool] = True
+
+    def __init__(self, number: int, sim: Simulation) -> None:
+        super().__init__(f"simulated {number}", ttl=TTL, timeout=20.0, grace=GRACE)
+        self.sim = sim
+        self.database = sim.database
+
+    @property
+    def identity(self) -> str:
+        # Each caller is a process of its own.
+        return self.alias
+
+    def _call(self, act: Callable[[], Any]) -> Any:
+        sim = self.sim
+        fault = sim.fault()
+        sim.meanwhile()
+        if fault == "request":
+            raise LockBackendError("the request was lost")
+        answer = act()
+        sim.meanwhile()
+        if fault == "reply":
+            raise LockBackendError("the reply was lost")
+        return answer
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        def act() -> Grant | None:
+            database = self.database
+            if database.owner == claim.owner and (database.processing or database.end > database.now):
+                return Grant(database.grant(claim, claim.ttl))
+            if not database.free(self.grace) or database.live():
+                return None
+            return Grant(database.grant(claim, claim.ttl))
+
+        found: Grant | None = self._call(act)
+        return found
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        def act() -> dict[str, float]:
+            left = {}
+            for claim in claims:
+                if self._live(claim):
+                    self.database.end = self.database.now + claim.ttl
+                    left[claim.owner] = claim.ttl
+            return left
+
+        found: dict[str, float] = self._call(act)
+        return found
+
+    def recount(self, claim: Claim, count: int) -> bool:
+        return bool(self._call(lambda: self._live(claim)))
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        def act() -> bool:
+            database = self.database
+            database.line = [ticket for ticket in database.line if ticket.claim.owner != claim.owner]
+            if database.owner != claim.owner:
+                return False
+            if database.processing:
+                database.processing, database.end = False, database.now
+                database.move_on(self.grace)
+            return True
+
+        return bool(self._call(act))
+
+    def holder(self, key: str) -> None:
+        return None
+
+    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+        def act() -> Place:
+            database = self.database
+            if database.owner == claim.owner and database.processing and not database.free(self.grace):
+                return Place(ask=True)
+            if all(ticket.claim.owner != claim.owner for ticket in database.line):
+                if database.free(self.grace) and not database.live():
+                    return Place(ask=True)
+                database.tickets += 1
+                ticket = Ticket(claim, number or database.tickets, database.now + HEARD_FOR)
+                database.line.append(ticket)
+                database.line.sort(key=lambda one: one.number)
+                number_ = ticket.number
+            else:
+                number_ = next(ticket.number for ticket in database.line if ticket.claim.owner == claim.owner)
+            database.move_on(self.grace)
+            return Place(number=number_, clock=database.now)
+
+        found: Place = self._call(act)
+        return found
+
+    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+        def act() -> dict[str, Place]:
+            database, places = self.database, {}
+            for claim in claims:
+                for ticket in database.line:
+                    if ticket.claim.owner == claim.owner and heard:
+                        ticket.heard_until = database.now + HEARD_FOR
+            database.move_on(self.grace)
+            for claim in claims:
+                if database.owner == claim.owner and database.processing and database.end > database.now:
+                    places[claim.owner] = Place(grant=Grant(database.token, database.end - database.now))
+                elif any(ticket.claim.owner == claim.owner for ticket in database.line):
+                    places[claim.owner] = Place(ahead=1, clock=database.now)
+            return places
+
+        found: dict[str, Place] = self._call(act)
+        return found
+
+    def _live(self, claim: Claim) -> bool:
+        database = self.database
+        return database.owner == claim.owner and database.processing and database.end > database.now
+
+
+class Room(WaitingRoom):
+    """The waiting room without its thread: the schedule says when it looks and hears."""
+
+    def enter(self, waiter: Any) -> None:
+        self._waiters[waiter.claim.owner] = waiter
+
+
+class Person:
+    """A caller: what the front takes for a task."""
+
+    alive = True
+
+    def get_loop(self) -> Person:
+        return self
+
+    def is_running(self) -> bool:
+        return self.alive
+
+
+class Simulation:
+    """``step`` after ``step``, as the bytes say; an AssertionError when a promise was broken."""
+
+    def __init__(self, schedule: bytes) -> None:
+        self.schedule = iter(schedule)
+        self.time = 1000.0
+        self.messages: list[Message] = []
+        self.database = Database(self)
+        self.backends = [SimulatedBackend(number, self) for number in range(CALLERS)]
+        self.rooms = [Room(backend) for backend in self.backends]
+        self.people = [Person() for _ in range(CALLERS)]
+        self.attempts: list[locks.Attempt | None] = [None] * CALLERS
+        self.holds: list[Hold | None] = [None] * CALLERS
+        # All that anybody still has a hand on, also what its caller has given back meanwhile.
+        self.busy: set[tuple[str, int]] = set()
+        self.still = 0
+        self.armed = ""
+        self.tokens: list[int] = []
+        self.log: list[str] = []
+
+    def run(self) -> None:
+        with self._installed():
+            while (byte := next(self.schedule, None)) is not None:
+                self.step(byte)
+                self.check()
+            self.end()
+
+    def step(self, byte: int) -> None:
+        what, number = byte >> 2, byte & 3
+        if number == CALLERS:
+            self.world(what)
+            return
+        actor, act = (
+            ("caller", self.go_on),
+            ("caller", self.go_on),
+            ("caller", self.go_on),
+            ("keeper", self.keep),
+            ("keeper", self.keep),
+            ("room", self.look),
+            ("room", self.hear),
+            ("caller", self.die),
+        )[what % 8]
+        if (actor, number) in self.busy:
+            return
+        self.busy.add((actor, number))
+        self.log.append(f"{self.time:.2f} {actor} {number}: {act.__name__}")
+        try:
+            act(number)
+        finally:
+            self.busy.discard((actor, number))
+
+    def world(self, what: int) -> None:
+        kind = what % 8
+        if kind < 5:
+            self.time += (0.05, 0.3, TTL / 3, KEPT_FOR + 0.1, TTL + GRACE + 0.1)[kind]
+        elif kind == 5:
+            # By less than the grace, and back.
+            self.database.ahead = 0.0 if self.database.ahead else 0.4
+        else:
+            self.armed = "reply" if kind == 6 else "request"
+
+    def fault(self) -> str:
+        fault, self.armed = self.armed, ""
+        return fault
+
+    def meanwhile(self) -> None:
+        """Let somebody else go on, in the middle of a call."""
+        if self.still:
+            return
+        if next(self.schedule, 0) >= 160 and (other := next(self.schedule, None)) is not None:
+            self.step(other)
+            self.check()
+
+    # Actors.
+
+    def go_on(self, number: int) -> None:
+        if self.holds[number] is not None:
+            self.release(number)
+            return
+        attempt = self.attempts[number]
+        if attempt is None:
+            lock = locks.db_lock(KEY, using=f"simulated {number}", renew=number != 2)
+            attempt = self.attempts[number] = locks.Attempt(lock, self.people[number], lambda: None, wait=True)
+        floor = max(self.tokens, default=0)
+        began = self.database.token
+        try:
+            hold = attempt.once()
+            if hold is None:
+                attempt.pause()
+                return
+        except LockError as error:
+            assert isinstance(error, (LockTimeout, LockBackendError)), error
+            self.attempts[number] = None
+            attempt.give_up()
+            return
+        self.attempts[number] = None
+        self.holds[number] = hold
+        # Larger than all that anybody had when it was asked for; than all others while it is held.
+        if hold.held:
+            assert hold.token > floor or began != self.database.token, f"token {hold.token} after {floor}"
+            assert hold.token not in self.tokens, f"token {hold.token} twice"
+        self.tokens.append(hold.token)
+
+    def release(self, number: int) -> None:
+        hold, self.holds[number] = self.holds[number], None
+        assert hold is not None
+        held = hold.held
+        try:
+            hold.release()
+        except LockLost:
+            return
+        except LockBackendError:
+            return
+        assert held
+        assert not (self.database.owner == hold.owner and self.database.processing), "given back, and still taken"
+
+    def keep(self, number: int) -> None:
+        """One round of the keeper of this caller's process."""
+        hold = self.holds[number]
+        if hold is None:
+            return
+        if hold.renewable and hold.renew_at <= self.time:
+            keeper._renew([hold])
+        hold.look()
+
+    def look(self, number: int) -> None:
+        # It has the waiter's mutex while it brings a claim back into line.
+        self.still += 1
+        try:
+            with contextlib.suppress(LockBackendError):
+                self.rooms[number]._look(heard=True)
+        finally:
+            self.still -= 1
+
+    def hear(self, number: int) -> None:
+        for message in list(self.messages):
+            if message.owner in self.rooms[number]._waiters:
+                self.messages.remove(message)
+                self.rooms[number]._take([message])
+
+    def die(self, number: int) -> None:
+        """The process is gone, with all that it had; another takes its place."""
+        if any(actor in self.busy for actor in (("keeper", number), ("room", number))):
+            return
+        if (hold := self.holds[number]) is not None:
+            keeper._holds.discard(hold)
+        self.rooms[number]._waiters.clear()
+        self.holds[number] = self.attempts[number] = None
+        self.people[number].alive = False
+        self.people[number] = Person()
+
+    # What must be true.
+
+    def check(self) -> None:
+        believing = [hold for hold in self.holds if hold is not None and hold.held]
+        assert len(believing) <= 1, f"two valid holds: {believing}"
+        for hold in believing:
+            assert hold.remaining <= TTL + 1e-6
+
+    def end(self) -> None:
+        """When all have gone, a newcomer has the key after ttl and grace."""
+        for number in range(CALLERS):
+            self.die(number)
+        self.armed = ""
+        self.still = 1
+        self.time += TTL + HEARD_FOR + GRACE + 1.0
+        grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
+        if grant is None:
+            # A ticket of somebody who died, who was heard of until just now.
+            self.time += KEPT_FOR + GRACE
+            grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
+        assert grant is not None, "nobody has the key, and nobody gets it"
+        assert grant.token > max(self.tokens, default=0)
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        rooms = dict(zip(self.backends, self.rooms, strict=True))
+        originals = clock.now, locks.room_of, Keeper._wake
+        clock.now = lambda: self.time
+        locks.room_of = lambda backend: rooms[backend]
+        Keeper._wake = lambda keeper: None
+        for backend in self.backends:
+            backends._backends[backend.alias] = backend
+        try:
+            yield
+        finally:
+            clock.now, locks.room_of, Keeper._wake = originals
+            for backend in self.backends:
+                backends._backends.pop(backend.alias, None)
+            keeper._holds.clear()
+            for key in [key for key in holds_by_caller if key[0] in self.people]:
+                del holds_by_caller[key]

@@ -1,0 +1,159 @@
+"""Locks under a real ASGI server: uvicorn, in a process of its own, with clients in others."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dlocks import db_lock
+from dlocks.models import LockClaim, ResourceLock
+from tests import jobs
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+HOST = "127.0.0.1"
+START_SECONDS = 60.0
+
+
+class Uvicorn:
+    """A server process on a free port; it has started when that port answers."""
+
+    def __init__(self, counter):
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        environment = {
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "DLOCKS_TEST_URLS": "tests.asgi",
+            "DLOCKS_TEST_COUNTER": str(counter),
+        }
+        arguments = ["tests.asgi:application", "--host", HOST, "--port", str(self.port), "--lifespan", "on"]
+        self.log = counter.with_name("uvicorn.log")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "uvicorn", *arguments, "--timeout-graceful-shutdown", "1"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def answers(self):
+        assert self.process.poll() is None, self.log.read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex((HOST, self.port)) == 0
+
+    def request(self, address):
+        """Send a request and return the connection, whose answer is still to come."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=60)
+        connection.request("GET", address)
+        return connection
+
+    def get(self, address):
+        connection = self.request(address)
+        try:
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def counter(tmp_path):
+    file = tmp_path / "counter"
+    file.write_text("0")
+    return file
+
+
+@pytest.fixture
+def uvicorn(counter, transactional_db, until):
+    server = Uvicorn(counter)
+    try:
+        until(server.answers, START_SECONDS)
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def is_held(key):
+    return db_lock(key).locked()
+
+
+def in_line():
+    return LockClaim.objects.count()
+
+
+def test_requests_of_many_clients_in_sync_and_async_views_lose_nothing(uvicorn, counter, workers):
+    """The counter is guarded by nothing but the lock; the clients are in several processes."""
+    crowd = workers(3)
+    each = 20
+    for worker in crowd:
+        worker.start(jobs.visit, uvicorn.port, ["/sync/", "/async/", "/decorated/"], each)
+    answers = [answer for worker in crowd for answer in worker.hear()]
+    assert sorted(answers) == list(range(1, 3 * len(crowd) * each + 1))
+    assert int(counter.read_text()) == len(answers)
+    assert not in_line()
+    assert not is_held("counter")
+
+
+def test_who_waits_keeps_nobody_else_from_being_served(uvicorn, until):
+    """Twenty requests stand in line, and others are answered: by coroutines and by sync views."""
+    holder = uvicorn.request("/hold/")
+    until(lambda: is_held("held"))
+    waiting = [uvicorn.request("/wait/") for _ in range(20)]
+    until(lambda: in_line() == 20, 60)
+    assert uvicorn.get("/beat/") == (200, "True")
+    assert uvicorn.get("/busy/") == (409, "busy")
+    holder.close()
+    for connection in waiting:
+        assert connection.getresponse().read() == b"it was free"
+        connection.close()
+    until(lambda: not in_line())
+
+
+def test_a_client_that_goes_away_while_it_waits_leaves_no_claim(uvicorn, until):
+    """… and one that goes away while its view holds the key gives it back."""
+    with db_lock("held"):
+        waiting = [uvicorn.request("/wait/") for _ in range(3)]
+        until(lambda: in_line() == 3)
+        for connection in waiting[:2]:
+            connection.close()
+        until(lambda: in_line() == 1)
+    assert waiting[2].getresponse().read() == b"it was free"
+    waiting[2].close()
+    until(lambda: not is_held("held"))
+    holder = uvicorn.request("/hold/")
+    until(lambda: is_held("held"))
+    holder.close()
+    until(lambda: not is_held("held"))
+    assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists()
+
+
+def test_a_server_that_is_told_to_end_gives_back_what_its_requests_hold(uvicorn, until):
+    """… and what nobody's request holds. No claim is left either: nobody waits for a lease to run out."""
+    uvicorn.get("/keep/")
+    assert is_held("kept")
+    holder = uvicorn.request("/hold/")
+    until(lambda: is_held("held"))
+    waiting = uvicorn.request("/wait/")
+    until(lambda: in_line() == 1)
+    uvicorn.end()
+    assert not in_line()
+    assert not is_held("held")
+    assert not is_held("kept")
+    assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists()
+    holder.close()
+    waiting.close()

@@ -1,0 +1,258 @@
+"""lock_bench: what it measures, what it leaves, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from array import array
+from io import StringIO
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import ProgrammingError
+
+from dlocks.bench import samples
+from dlocks.bench.crew import Crew, CrewError
+from dlocks.bench.picture import Chart, draw
+from dlocks.management.commands import lock_bench
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
+from tests import jobs
+from tests.processes import living
+
+ROOT = Path(__file__).parent.parent
+
+BRIEF = ("--seconds", "1", "--processes", "2")
+
+FIGURES = {
+    "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us", "pair_p95_us"},
+    "together": {
+        "grants_per_s", "wait_p50_ms", "wait_p99_ms", "wait_max_ms", "jain", "handover_p50_ms", "handover_p99_ms",
+        "overlaps",
+    },
+}  # fmt: skip
+
+
+def command(*args):
+    return [sys.executable, "-m", "django", "lock_bench", *args]
+
+
+def bench(*args, **environment):
+    """Run it as a user does: a process of its own, on this test's database."""
+    return subprocess.run(
+        command(*args),
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def keys_left():
+    return [
+        row
+        for model in (ResourceLock, LockClaim, HoldRecord)
+        for row in model.objects.filter(key_resource__contains="dlocks-bench:")
+    ]
+
+
+# What is measured.
+
+
+def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
+    """I see what my locks cost here, on the terminal, as JSON and as a picture; and nothing stays in my tables."""
+    out = StringIO()
+    aliases = ["default", "optimistic", "insert", "prefixed", "recorded"]
+    files = {"json": str(tmp_path / "bench.json"), "svg": str(tmp_path / "bench.svg")}
+    call_command("lock_bench", *BRIEF, using=aliases, stdout=out, **files)
+    run = json.loads(Path(files["json"]).read_text())
+    assert list(run["aliases"]) == aliases
+    assert (run["seconds"], run["processes"], run["hold_ms"]) == (1.0, 2, 1.0)
+    for result in run["aliases"].values():
+        for part, figures in FIGURES.items():
+            assert result[part].keys() == figures
+        assert result["alone"]["take_p50_us"] <= result["alone"]["take_p95_us"]
+        assert result["together"]["grants_per_s"] > 0
+        assert 0.5 <= result["together"]["jain"] <= 1
+        assert result["together"]["overlaps"] == 0
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert [row[0] for row in rows if len(row) == 12] == aliases
+    picture = ET.parse(files["svg"])
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert all(texts.count(alias) == 5 for alias in aliases)
+    assert keys_left() == []
+
+
+def test_its_progress_is_shown_and_can_be_left_out(transactional_db):
+    out = StringIO()
+    call_command("lock_bench", *BRIEF, using=["default"], stdout=out)
+    assert "[1/2] default, one process: " in out.getvalue()
+    assert "[2/2] default, 2 processes: " in out.getvalue()
+    out = StringIO()
+    call_command("lock_bench", *BRIEF, using=["default"], stdout=out, verbosity=0)
+    assert out.getvalue().split()[0] == "ALIAS"
+
+
+def test_locks_that_are_for_tests_are_not_compared_where_they_exclude_nobody(transactional_db):
+    finished = bench("--using", "memory", "dummy", *BRIEF)
+    assert finished.returncode == 0, finished.stderr
+    assert "memory: excludes within one process only." in finished.stdout
+    assert "dummy: excludes nobody." in finished.stdout
+
+
+def test_what_waiters_saw_becomes_figures():
+    # Asked, granted, about to give back, given back. The second waits for the first, who comes back; then a while.
+    one = array("d", [0, 1, 3, 4, 4, 7, 8, 9])
+    other = array("d", [2, 5, 6, 7, 20, 21, 22, 23])
+    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 0, 30) == [1, 1, 3, 3]
+    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 6, 15) == [3]
+    assert samples.grants([one, other], 0, 10) == [2, 1]
+    # From 3 to 5 and from 6 to 7; whoever asks at 20 has not waited for anybody.
+    assert samples.handovers([one, other], 0, 30) == [1, 2]
+    assert samples.overlaps([one, other]) == 0
+
+
+def test_a_lock_that_lets_two_in_is_found_out():
+    long, within, after = array("d", [0, 1, 9, 9]), array("d", [0, 2, 3, 3]), array("d", [0, 4, 5, 5])
+    assert samples.overlaps([long]) == 0
+    assert samples.overlaps([long, within, after]) == 2
+
+
+def test_fairness():
+    assert samples.jain([5, 5, 5, 5]) == 1
+    assert samples.jain([20, 0, 0, 0]) == 0.25
+    assert samples.jain([0, 0]) == 0
+
+
+def test_a_picture_shows_what_there_is_no_figure_for_and_any_name():
+    text = draw("<a> & b", "note", [Chart("one", "", [("x" * 40, 1.0), ("<none>", None)]), Chart("empty", "", [])])
+    words = [element.text for element in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    assert words == ["<a> & b", "note", "one", None, "x" * 19 + "…", "1.00", "<none>", "–", "empty", None]
+
+
+# What goes wrong.
+
+
+def test_what_cannot_be_asked_is_named_and_the_others_are_measured(transactional_db, tmp_path):
+    """One server that is away does not spoil the comparison of the others."""
+    databases = {"gone": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "no" / "such.sqlite3")}}
+    pessimistic = "dlocks.backends.database.PessimisticBackend"
+    aliases = {
+        "away": {"BACKEND": pessimistic, "OPTIONS": {"database": "gone"}},
+        "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
+    }
+    finished = bench(
+        "--using", "away", "wrong", "default", *BRIEF,
+        DLOCKS_TEST_DATABASES=json.dumps(databases), DLOCKS_TEST_ALIASES=json.dumps(aliases),
+    )  # fmt: skip
+    assert finished.returncode == 1
+    errors = finished.stderr.splitlines()
+    assert [line.partition(":")[0] for line in errors[-3:]] == ["away", "wrong", "CommandError"]
+    assert "unable to open database file" in errors[-3]
+    assert "unknown option 'speed'" in errors[-2]
+    assert errors[-1] == "CommandError: 2 of 3 aliases failed; see above."
+    assert "default, 2 processes: " in finished.stdout
+    assert "Traceback" not in finished.stderr
+    assert keys_left() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--using", "default", "nope"], "DLOCKS has no alias 'nope'; it has 'default', "),
+        (["--seconds", "0"], "0 is not between 0.1 and 3600"),
+        (["--seconds", "nan"], "nan is not between"),
+        (["--seconds", "soon"], "'soon' is not a number"),
+        (["--processes", "1"], "1 is not between 2 and 256"),
+        (["--processes", "2.5"], "'2.5' is not a whole number"),
+        (["--hold-ms", "-1"], "-1 is not between 0 and 60000"),
+        (["--json", "/no/such/place"], "'/no/such/place' cannot be written: No such file"),
+        (["--svg", "/"], "'/' cannot be written: Is a directory"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_before_anything_is_done(arguments, complaint):
+    out = StringIO()
+    with pytest.raises(CommandError) as caught:
+        call_command("lock_bench", *arguments, stdout=out)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value).strip()
+    assert out.getvalue() == ""
+
+
+def test_settings_that_no_other_process_can_find(monkeypatch):
+    monkeypatch.delenv("DJANGO_SETTINGS_MODULE")
+    with pytest.raises(CommandError, match="set it, or pass --settings"):
+        call_command("lock_bench")
+
+
+def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
+    running = subprocess.Popen(
+        command("--using", "default", "--seconds", "300", "--processes", "2"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # The signal reaches all of them, as Ctrl-C does, and none of ours; also where ours ignore it.
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        until(keys_left, 60)
+        os.killpg(running.pid, signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    assert running.returncode == 130, errors
+    assert "Interrupted" in errors
+    assert "Traceback" not in errors
+    until(lambda: not living(running.pid))
+    assert keys_left() == []
+
+
+def test_rows_that_may_not_be_deleted_are_told_and_the_figures_are_shown(transactional_db, monkeypatch):
+    """A role without the right to delete can measure all the same."""
+
+    def purge(backend, key):
+        raise ProgrammingError("permission denied for table dlocks_resourcelock\n")
+
+    monkeypatch.setattr(lock_bench, "purge", purge)
+    out, errors = StringIO(), StringIO()
+    call_command("lock_bench", *BRIEF, using=["default"], stdout=out, stderr=errors)
+    assert re.fullmatch(
+        r"default: the rows of 'dlocks-bench:\w+' may be left: permission denied .*\n", errors.getvalue()
+    )
+    assert "GRANTS" in out.getvalue()
+    ResourceLock.objects.all().delete()
+
+
+# Its processes.
+
+
+def test_a_crew_answers_and_ends_with_the_block():
+    with Crew(2, jobs.echo) as crew:
+        crew.tell("both")
+        assert [crew.hear(number, 60) for number in range(2)] == ["both", "both"]
+        crew.tell_each(["one", "other"])
+        assert [crew.hear(number, 60) for number in range(2)] == ["one", "other"]
+        processes = list(crew._processes)
+    assert not any(process.is_alive() for process in processes)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_a_process_of_a_crew_that_fails_or_dies_says_so():
+    with Crew(2, jobs.echo) as crew:
+        crew.tell(None, 1)
+        with pytest.raises(CrewError, match=r"(?s)process 1 failed:.*TypeError"):
+            crew.hear(0, 60)
+        crew._processes[1].kill()
+        with pytest.raises(CrewError, match="process 2 ended by itself"):
+            crew.hear(1, 60)
+
+
+def test_who_says_nothing_is_not_waited_for_for_ever():
+    with Crew(1, jobs.echo) as crew, pytest.raises(CrewError, match="process 1 gave no answer in time"):
+        crew.hear(0, 0)

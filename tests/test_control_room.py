@@ -1,0 +1,292 @@
+"""The control room: what is held now and was held in the last hour, on a page that keeps itself current."""
+
+from __future__ import annotations
+
+import html
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from dlocks import control_room
+from dlocks.models import After, HoldRecord, LockClaim, ResourceLock
+from tests import rows
+from tests.test_admin import ODD_KEYS, page, person
+
+LIVE = "/admin/dlocks/resourcelock/live/"
+HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
+
+
+@pytest.fixture
+def viewer(db):
+    return person("viewer", "view_resourcelock")
+
+
+@pytest.fixture
+def releaser(db):
+    return person("releaser", "view_resourcelock", "force_release_resourcelock")
+
+
+@pytest.fixture
+def with_history(settings):
+    settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+
+
+def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fields):
+    """Write a hold that ended so many seconds ago."""
+    values = {"holder": "web-1:4711:MainThread", "owner_ip": "192.0.2.7", "scope": "L", "shared": False, **fields}
+    token = HoldRecord.objects.count() + 1 if token is None else token
+    times = {"begin_time": After(-ago - held), "end_time": After(-ago)}
+    return HoldRecord.objects.create(key_resource=key, token=token, waited=waited, ending=ending, **times, **values)
+
+
+def text_of(markup: str) -> str:
+    """Return the words of a page."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
+
+
+def row_of(markup: str, key: str) -> str:
+    """Return the words of a lock's row in the table."""
+    found = [row for row in re.findall(r'<tr id="lock-.*?</tr>', markup, re.DOTALL) if text_of(row).startswith(key)]
+    assert len(found) == 1, found
+    return text_of(found[0])
+
+
+@pytest.mark.django_db
+class TestPage:
+    def test_who_may_not_view_locks_sees_nothing(self, client):
+        """The permission to view is asked for, and is enough."""
+        assert client.get(LIVE).status_code == 302
+        blind = person("blind", "clear_resourcelock", "force_release_resourcelock")
+        assert blind.get(LIVE).status_code == 403
+        assert blind.get(LIVE, {"part": "now"}).status_code == 403
+
+    def test_what_is_held_is_shown(self, viewer):
+        """By whom, for how long, with the time left, the line behind it, and how many of each there are."""
+        now = datetime.now(UTC)
+        rows.write("busy", rows.P, now + timedelta(seconds=15), begin_time=now - timedelta(seconds=75))
+        for number in range(5):
+            rows.waits("busy", holder=f"worker-{number}:1:t", begin_time=now - timedelta(seconds=60 - number))
+        rows.stale("left")
+        rows.free("free")
+        rows.free("shared", version=1)
+        rows.shares("shared", 2)
+        text = page(viewer.get(LIVE))
+        assert re.search(
+            r"busy held web-1:4711:MainThread 192.0.2.7 1m1[5-9]s 1[0-5]s 5 worker-0:1:t .* and 2 more",
+            row_of(text, "busy"),
+        )
+        assert "worker-2:1:t" in text
+        assert "worker-3:1:t" not in text
+        assert "stale" in row_of(text, "left")
+        assert row_of(text, "shared") == "shared shared (1)"
+        assert 'id="lock-' in text
+        assert "free" not in re.findall(r'<bdi class="dlocks-key">(.*?)</bdi>', text)
+        assert "1 held 1 shared 1 stale 5 in line" in text_of(text)
+
+    def test_a_free_key_that_is_waited_for_is_shown(self, viewer):
+        """As when a transaction has it, which nobody can see."""
+        rows.free("inside")
+        rows.waits("inside")
+        assert row_of(page(viewer.get(LIVE)), "inside").startswith("inside free 1 worker-1:815:MainThread")
+
+    def test_nothing_held_is_told(self, viewer):
+        assert "No lock is held, and nobody waits for one." in page(viewer.get(LIVE))
+
+    @pytest.mark.parametrize("key", [*ODD_KEYS, HOSTILE], ids=ascii)
+    @pytest.mark.usefixtures("with_history")
+    def test_odd_keys_and_holders_are_text(self, releaser, key):
+        """Whatever is in a key or a holder's name is shown as text, and the page about the key is about that key."""
+        rows.held(key, holder=HOSTILE[:255], begin_time=datetime.now(UTC))
+        rows.held("another")
+        rows.waits(key, holder=HOSTILE)
+        ended(key, holder=HOSTILE)
+        ended("another")
+        text = page(releaser.get(LIVE, {"key": key}))
+        assert "<img" not in text
+        assert "<script>alert" not in text
+        assert text.count('<tr id="lock-') == 1
+        assert HOSTILE in html.unescape(text)
+        (field,) = re.findall(r'name="_selected_action" value="([^"]*)"', text)
+        assert not set("\r\n") & set(html.unescape(field))
+        for address in re.findall(r'href="([^"]*live/[^"]*)"', text):
+            assert releaser.get(html.unescape(address)).status_code == 200
+
+    def test_a_key_that_cannot_be(self, viewer):
+        """A query that no key could be is about all."""
+        rows.held("a")
+        for key in ("nul\0", "x" * 256):
+            assert row_of(page(viewer.get(LIVE, {"key": key})), "a")
+        for number in ("0", "-1", "x", "99999999999999999999"):
+            assert row_of(page(viewer.get(LIVE, {"page": number})), "a")
+
+    def test_ten_thousand_locks_are_shown_by_pages(self, viewer, django_assert_num_queries):
+        """As many queries for ten thousand locks, each with a line, as for one."""
+        rows.held("first")
+        rows.waits("first")
+        with CaptureQueriesContext(connection) as few:
+            viewer.get(LIVE)
+        sample = rows.held("lock-0")
+        many = [ResourceLock(**{**values(sample), "key_resource": f"lock-{number:05}"}) for number in range(1, 10_000)]
+        ResourceLock.objects.bulk_create(many, batch_size=1000)
+        claim = rows.waits("lock-0")
+        lines = [
+            LockClaim(**{**values(claim), "id": None, "owner": f"{number:032}", "key_resource": f"lock-{number:05}"})
+            for number in range(1, 10_000)
+        ]
+        LockClaim.objects.bulk_create(lines, batch_size=1000)
+        with CaptureQueriesContext(connection) as queries:
+            text = page(viewer.get(LIVE))
+        assert len(queries) == len(few)
+        assert text.count('<tr id="lock-') == control_room.LOCKS
+        assert "1 to 50 of 10001" in text_of(text)
+        for part in control_room.EVERY:
+            with CaptureQueriesContext(connection) as queries:
+                page(viewer.get(LIVE, {"part": part}))
+            assert len(queries) <= 8
+        last = page(viewer.get(LIVE, {"page": 201}))
+        assert last.count('<tr id="lock-') == 1
+        assert "Next" not in text_of(last)
+        assert 'href="/admin/dlocks/resourcelock/live/?page=200"' in last
+
+    def test_a_part_is_the_part_alone(self, viewer):
+        """The script asks for no more than what it renews."""
+        rows.held("a")
+        part = page(viewer.get(LIVE, {"part": "now"}))
+        assert row_of(part, "a")
+        assert "<html" not in part
+        assert "history is off" in page(viewer.get(LIVE, {"part": "past"}))
+
+    def test_nothing_of_the_page_comes_from_elsewhere(self, releaser, with_history):
+        """No script and no style is written into the page, so that the strictest policy can forbid them."""
+        rows.held("a")
+        ended("a")
+        text = page(releaser.get(LIVE, {"key": "a"}))
+        assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=|javascript:", text)
+        assert not re.search(r"\s(src|href)=\"(https?:)?//", text)
+
+
+def values(row):
+    return {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields}
+
+
+@pytest.mark.django_db
+class TestPast:
+    def test_without_the_history_it_says_how_to_switch_it_on(self, viewer):
+        text = page(viewer.get(LIVE))
+        assert "The history is off" in text
+        assert '"OPTIONS": {"history": True}' in html.unescape(text)
+        assert "dlocks-chart" not in text
+
+    @pytest.mark.usefixtures("with_history")
+    def test_contention_of_the_last_hour(self, viewer):
+        """How many holds each minute had, and how many of them were waited for; older ones do not count."""
+        for _ in range(3):
+            ended("a", ago=90)
+        ended("a", ago=90, waited=2.5)
+        ended("b", ago=3500)
+        ended("b", ago=3700, waited=9)
+        text = page(viewer.get(LIVE))
+        assert "5 holds, 1 of them (20 %) waited for; the longest wait was 2.5s." in text_of(text)
+        titles = re.findall(r"<g><title>(.*?)</title>", text)
+        assert titles == [
+            "1 min ago: 4 holds, 1 of them waited for",
+            "58 min ago: 1 holds, 0 of them waited for",
+        ]
+        assert "at most 4 in a minute" in text
+
+    @pytest.mark.usefixtures("with_history")
+    def test_longest_holds(self, viewer):
+        """The longest of the last hour come first, each with a link to the page about its key."""
+        for number in range(10):
+            ended(f"key-{number}", held=number + 1)
+        ended("old", ago=4000, held=100)
+        text = page(viewer.get(LIVE))
+        shown = re.findall(r'<li>\s*<a href="([^"]*)"><bdi class="dlocks-key">([^<]*)', text)
+        assert [key for _, key in shown] == [f"key-{number}" for number in range(9, 3, -1)]
+        about = page(viewer.get(shown[0][0]))
+        assert "One hold, and nobody waited for it." in text_of(about)
+
+    @pytest.mark.usefixtures("with_history")
+    def test_timeline_of_a_key(self, viewer):
+        """Every hold where it was in time: those beside each other in lanes, and the one that goes on to the end."""
+        ended("a", ago=90, held=10, token=1)
+        ended("a", ago=50, held=30, token=2, shared=True, ending="F")
+        ended("a", ago=40, held=30, token=3, shared=True, ending="L")
+        ended("b", ago=5, held=1)
+        rows.held("a", begin_time=datetime.now(UTC) - timedelta(seconds=20))
+        text = page(viewer.get(LIVE, {"key": "a"}))
+        bars = re.findall(
+            r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"',
+            text.split("dlocks-timeline")[1],
+        )
+        assert [ending for ending, *_ in bars] == ["R", "F", "L", "now"]
+        assert [float(y) for _, _, y, _ in bars] == [2, 2, 16, 2]
+        starts = [float(x) for _, x, _, _ in bars]
+        assert starts == sorted(starts)
+        assert starts[0] == 0
+        assert float(bars[-1][1]) + float(bars[-1][3]) == pytest.approx(1000, abs=1)
+        # Ended 50 to 80 seconds ago, of 100.
+        assert starts[1] == pytest.approx(200, abs=20)
+        cells = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "web-1" in row]
+        assert [cell.split()[-2:] for cell in cells] == [["lost", "3"], ["failed", "2"], ["released", "1"]]
+
+    @pytest.mark.usefixtures("with_history")
+    def test_a_key_without_a_row_has_its_past(self, viewer):
+        """A purged key, or one of the backend that deletes its rows, is shown by what is recorded of it."""
+        ended("gone")
+        text = text_of(page(viewer.get(LIVE, {"key": "gone"})))
+        assert "Nobody has this key" in text
+        assert "Timeline of this key" in text
+
+    @pytest.mark.usefixtures("with_history")
+    def test_real_holds_come_to_be_seen(self, viewer):
+        """What the keeper has written is on the page."""
+        ended("x")
+        with CaptureQueriesContext(connection) as queries:
+            page(viewer.get(LIVE, {"part": "past", "key": "x"}))
+        assert len(queries) <= 8
+
+
+@pytest.mark.django_db
+class TestRelease:
+    def test_only_who_may_is_offered_it(self, viewer, releaser):
+        """To view is enough to look, and no more."""
+        rows.held("a")
+        rows.stale("b")
+        rows.free("c")
+        rows.waits("c")
+        assert "Force release" not in page(viewer.get(LIVE))
+        assert page(releaser.get(LIVE)).count("Force release</button>") == 2
+
+    def test_back_to_where_it_was(self, releaser):
+        """After the confirmation the control room is shown again, with the message; so when it was too late."""
+        rows.held("a")
+        sent = {
+            "action": "force_release",
+            "_selected_action": ["a"],
+            "only": "1000",
+            "live": "key=a&page=1&next=//evil",
+        }
+        asked = page(releaser.post("/admin/dlocks/resourcelock/", sent))
+        assert 'href="/admin/dlocks/resourcelock/live/?key=a&amp;page=1"' in asked
+        confirmed = {"action": "force_release", "_selected_action": ["a"], "version": ["1000"], "live": sent["live"]}
+        confirmed["reason"] = "tests"
+        response = releaser.post("/admin/dlocks/resourcelock/", confirmed)
+        assert (response.status_code, response.url) == (302, LIVE + "?key=a&page=1")
+        assert "1 lock was cleared: a" in page(releaser.get(response.url))
+        assert rows.now("a").state == "free"
+        assert LogEntry.objects.get().object_id == "a"
+        late = releaser.post("/admin/dlocks/resourcelock/", sent)
+        assert (late.status_code, late.url) == (302, LIVE + "?key=a&page=1")
+
+    def test_the_other_pages_lead_to_it(self, viewer):
+        """From the list, and from the page of a lock to what is about that lock."""
+        rows.held("a&b")
+        assert f'href="{LIVE}"' in page(viewer.get("/admin/dlocks/resourcelock/"))
+        detail = page(viewer.get(reverse("admin:dlocks_resourcelock_change", args=["a&b"])))
+        assert f'href="{LIVE}?key=a%26b"' in detail

@@ -1,0 +1,487 @@
+"""The documentation: its examples run as they are written, and what it names is there."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.core.management import BaseCommand, load_command_class
+from django.db import connection, transaction
+
+import dlocks
+from dlocks import LockLost, LockTimeout, db_lock, db_semaphore, lock_lost, lock_timeout, user_key
+from dlocks.backends.base import BaseBackend
+from dlocks.backends.database import InsertBackend, OptimisticBackend, PessimisticBackend
+from dlocks.backends.dummy import DummyBackend
+from dlocks.backends.memory import MemoryBackend
+from dlocks.conf import backends, options_of
+from dlocks.models import After, HoldRecord
+from dlocks.testing import lose
+from example_project.shop.models import Product, Sale
+from tests import jobs, pages
+
+ROOT = pages.DOCS.parent
+
+database = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def lamp(transactional_db):
+    return Product.objects.create(name="Lamp", stock=1)
+
+
+# The tutorial, to the letter.
+
+
+class Follower:
+    """Somebody who does what the tutorial says, in a directory and with a database of their own."""
+
+    STEP = re.compile(
+        r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    )
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        commands = directory / "bin"
+        commands.mkdir()
+        (commands / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (commands / "python").chmod(0o755)
+        self.environment = {"PATH": f"{commands}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+
+    def follow(self):
+        """Do every step; return, by command line, what was printed each time."""
+        printed: dict[str, list[str]] = {}
+        for step in self.STEP.finditer((pages.DOCS / "tutorial.md").read_text()):
+            if step["language"] == "python":
+                self.write(step["title"], step["text"])
+            elif step["language"] == "console":
+                for line in step["text"].splitlines():
+                    command = line.removeprefix("$ ")
+                    if " pip " not in command:
+                        printed.setdefault(command, []).append(self.run(command))
+        return printed
+
+    def write(self, title: str, text: str) -> None:
+        name, _, where = title.partition(" ")
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if where:
+            text = path.read_text() + text
+        path.write_text(text)
+        # Its time may be that of the file before, by which Python would take the old code for the new.
+        for cache in self.directory.rglob("__pycache__"):
+            shutil.rmtree(cache)
+
+    def run(self, command: str) -> str:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}"
+        return done.stdout
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.timeout(300)
+def test_who_follows_the_tutorial_sees_what_it_says(tmp_path):
+    printed = Follower(tmp_path).follow()
+    without, locked, impatient, guarded = printed["python manage.py rush"]
+    sold, left = totals(without)
+    assert sold > 3
+    assert sold + left > 3
+    for one in (locked, guarded):
+        assert one.splitlines() == ["3 x sold", "5 x sold out", "3 sold, 0 left"]
+    sold, left = totals(impatient)
+    assert sold + left == 3
+    assert "'stock:1' not acquired in 0.1 s; held by " in impatient
+    assert "x please try again" in impatient
+    (listed,) = (text for command, (text, *_) in printed.items() if "list_locks" in command)
+    assert re.search(r"^stock:1 +held +.*run_locked python manage.py list_locks", listed, re.MULTILINE)
+    (tested,) = printed["python manage.py test"]
+    assert "Ran 2 tests" in tested
+    assert "OK" in tested
+
+
+def totals(text):
+    return tuple(map(int, re.search(r"^(\d+) sold, (\d+) left$", text, re.MULTILINE).groups()))
+
+
+# The pages about tasks.
+
+
+@database
+def test_the_first_page():
+    page = pages.run("index")
+    assert page.reserve(7) < page.reserve(7)
+    assert page.book(12) == "booked"
+
+
+@database
+def test_waiting(elsewhere, workers, until):
+    page = pages.run("how-to/waiting")
+    assert page.ship(7) == "shipped after 0 s"
+    assert page.report() == "built"
+    assert page.refresh() == "refreshed"
+    assert page.reindex(range(3)) == 3
+    with db_lock("report"):
+        assert elsewhere(page.report) == "somebody else is at it"
+    with db_lock("order:7"):
+        page.db_lock = lambda key, timeout: db_lock(key, timeout=0)
+        assert re.fullmatch(r"not now: .* s left is at it", elsewhere(page.ship, 7))
+
+
+@database
+def test_a_long_job_makes_way(workers, until):
+    page = pages.run("how-to/waiting")
+    (worker,) = workers(1)
+
+    def pages_to_index():
+        yield 1
+        worker.start(jobs.wait_for, "search-index", timeout=30)
+        worker.hear()
+        until(lambda: any(h.waiting for h in dlocks.holds.holds_by_caller.values() if h.key == "search-index"))
+        yield 2
+        yield 3
+
+    assert page.reindex(pages_to_index()) == 2
+    worker.hear()
+
+
+@database
+def test_sharing(elsewhere):
+    page = pages.run("how-to/read-write-and-semaphore")
+    assert page.search("lamp") == "found lamp"
+    assert page.rebuild() == "rebuilt"
+    assert page.rebuild_then_check() == "checked"
+    assert page.print_out(3) == "3 pages"
+    assert page.print_two()
+    assert not db_lock("printer").locked()
+    with page.catalogue.read():
+        assert elsewhere(page.search, "lamp") == "found lamp"
+
+
+@database
+def test_keys_of_users(elsewhere):
+    page = pages.run("how-to/keys-of-users")
+    ada = SimpleNamespace(pk=7)
+    assert page.export(ada, "all: of it\n") == "all: of it\n is built"
+
+    def save(more):
+        return page.upload(ada, lambda: save(more - 1)) if more else "saved"
+
+    assert page.upload(ada, lambda: save(2)) == "saved"
+    assert page.upload(ada, lambda: save(3)) == "three of your uploads are on their way already"
+    with db_semaphore(user_key("uploads", 7), permits=1):
+        assert page.upload(SimpleNamespace(pk=8), lambda: "saved") == "saved"
+
+
+@database
+def test_several_keys():
+    done = []
+    order = SimpleNamespace(lines=[SimpleNamespace(product_id=number) for number in (2, 1, 2)])
+    names = {"transfer": lambda *what: done.append(what), "amount": 5, "order": order, "ship": done.append}
+    page = pages.run("how-to/several-keys", transaction=transaction, **names)
+    assert done == [(12, 7, 5), order]
+    assert page.hold.tokens.keys() == {"account:12", "account:7"}
+    assert not db_lock("account:12").locked()
+
+
+@database
+def test_leader_election():
+    did, serving = [], threading.Event()
+
+    def run_due_tasks(token):
+        did.append(token)
+        sys.modules["docs_how_to_leader_election"].election.stop()
+
+    scheduler = SimpleNamespace(
+        start=lambda: did.append("start") or serving.set(), shutdown=lambda: did.append("shutdown")
+    )
+    pages.run(
+        "how-to/leader-election",
+        run_due_tasks=run_due_tasks,
+        scheduler=scheduler,
+        serve_forever=lambda: serving.wait(20),
+        BaseCommand=BaseCommand,
+        signal=signal,
+    )
+    token, *rest = did
+    assert token > 0
+    assert rest == ["start", "shutdown"]
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@database
+def test_session_locks():
+    page = pages.run("how-to/session-locks", db_lock=db_lock)
+    assert not page.hold.held
+    assert page.DLOCKS["session"]["OPTIONS"] == {"database": "default"}
+
+
+@database
+def test_guarded_commits(lamp):
+    page = pages.run("how-to/guarded-commits")
+    assert page.sell(lamp.pk, "Ada", lambda: None) == "sold"
+    assert page.sell(lamp.pk, "Bob", lambda: None) == "sold out"
+    Product.objects.update(stock=1)
+    with pytest.raises(LockLost):
+        page.sell(lamp.pk, "Bob", lambda: lose(f"stock:{lamp.pk}"))
+    assert Sale.objects.count() == 1
+    assert Product.objects.get().stock == 1
+
+
+@database
+async def test_guarded_commits_of_coroutines():
+    page = pages.run("how-to/guarded-commits")
+    lamp = await sync_to_async(Product.objects.create)(name="Lamp", stock=1)
+    assert await page.rename(lamp.pk, "Lantern") == 1
+
+
+@database
+def test_transactions(lamp, is_busy):
+    page = pages.run("how-to/transactions")
+    page.restock(lamp.pk, 2)
+    assert Product.objects.get().stock == 3
+    assert not is_busy(f"stock:{lamp.pk}")
+    if connection.vendor == "sqlite":
+        with pytest.raises(RuntimeError, match="cannot be leased here"):
+            page.pay(7)
+    else:
+        assert page.pay(7) == "lease"
+    assert page.close_books(7) == "closed"
+
+
+@database
+async def test_coroutines():
+    page = pages.run("how-to/async")
+    assert await page.ship(7) > 0
+    assert await page.ship_if_free(7) == "order:7"
+    assert await page.build_report("north") == "report of north"
+    assert await page.two_tasks() is None
+    assert await page.close_books(7) == "closed"
+    async with db_lock("order:7"):
+        assert await asyncio.create_task(page.ship_if_free(7)) is None
+
+
+@database
+def test_seeing(elsewhere, caplog):
+    page = pages.run("how-to/seeing-and-clearing")
+    try:
+        assert page.who() == "nobody"
+        with pytest.raises(LockLost), db_lock("stock:7"):
+            assert re.fullmatch(r".*:\d+:MainThread \(.*\) since .*, [\d.]+ s left", page.who())
+            with pytest.raises(LockTimeout):
+                elsewhere(db_lock("stock:7", timeout=0).acquire)
+            lose("stock:7")
+        told = [record.getMessage() for record in caplog.records if record.name == "shop"]
+        assert told[0].startswith("stock:7 not got in 0.0 s: ") or "lost stock:7 (token" in told[0]
+        assert "lost stock:7 (token" in told[-1]
+    finally:
+        lock_lost.disconnect(page.on_lost)
+        lock_timeout.disconnect(page.on_timeout)
+
+
+@database
+def test_history(settings):
+    option, *_ = pages.blocks("how-to/history")
+    settings.DLOCKS = evaluated(option)
+    page = pages.run("how-to/history")
+    HoldRecord.objects.create(
+        key_resource="stock:7", token=1, waited=2, shared=False, begin_time=After(-1), end_time=After(0)
+    )
+    assert page.most_waited_for() == [{"key_resource": "stock:7", "waits": 1, "longest": 2}]
+    assert page.ships_once() == 1
+    text = (pages.DOCS / "how-to/history.md").read_text()
+    told = {name for cell in re.findall(r"^\| (`.*`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    assert told == {field.name for field in HoldRecord._meta.fields} - {"id"}
+
+
+@database
+def test_settings(settings):
+    defaults, observed, aliases, _ = pages.blocks("how-to/settings")
+    settings.DLOCKS = evaluated(observed)
+    assert backends["default"].expiry == "observed"
+    settings.DLOCKS = evaluated(defaults)
+    written = backends["default"]
+    plain = PessimisticBackend("default")
+    options = evaluated(defaults)["default"]["OPTIONS"]
+    assert options.keys() == options_of(PessimisticBackend)
+    for option in options.keys() - {"listen"}:
+        assert getattr(written, option) == getattr(plain, option)
+    assert written.listening is plain.listening is None
+    text = (pages.DOCS / "how-to/settings.md").read_text()
+    assert all(f"`{option}`" in text for option in options)
+    settings.DLOCKS = evaluated(aliases)
+    assert pages.run("how-to/settings").run() == "jobs:import"
+    for page in ("how-to/waiting", "backends"):
+        settings.DLOCKS = evaluated(next(block for block in pages.blocks(page) if block.startswith("DLOCKS")))
+        assert backends["default"].database == "default"
+
+
+def evaluated(code):
+    return ast.literal_eval(code.removeprefix("DLOCKS = "))
+
+
+# The pages for those who come from another lock.
+
+
+@database
+def test_coming_from_django_db_mutex(elsewhere):
+    page = pages.run("migrating/django-db-mutex")
+    assert page.nightly(lambda: "built") == "built"
+    assert page.nightly(lambda: lose("nightly-report")) == "done, but the lock was lost"
+    with db_lock("nightly-report"):
+        assert elsewhere(page.nightly, lambda: "built").endswith(" is at it")
+
+
+@database
+@pytest.mark.parametrize(
+    ("name", "report"), [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])]
+)
+def test_coming_from_advisory_locks(name, report, elsewhere):
+    page = pages.run(name)
+    function = getattr(page, "start_report", None) or page.report
+    assert page.start(lambda: "ran") == "ran"
+    assert function(*report) == "built"
+    with db_lock("report"):
+        assert elsewhere(function, *report) is None
+
+
+@database
+def test_coming_from_redis_py(monkeypatch, elsewhere):
+    page = pages.run("migrating/redis-py")
+    assert page.work(lambda: None, lambda: "done") == "done"
+    assert page.work(lambda: lose("stock:7"), lambda: "done") == "it was lost"
+    monkeypatch.setattr(page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0))
+    with db_lock("stock:7"):
+        assert elsewhere(page.work, lambda: None, lambda: "done").endswith(" has it")
+
+
+def test_coming_from_shedlock(memory_locks):
+    page = pages.run("migrating/shedlock")
+    assert page.nightly_report() == "sent"
+    assert page.nightly_report() is None
+
+
+# What the pages name is there.
+
+
+def test_every_test_that_the_page_on_safety_names_is_there():
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (pages.DOCS / "safety.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert test in {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+
+
+def test_every_row_of_the_page_on_safety_names_a_test():
+    _, _, table = (pages.DOCS / "safety.md").read_text().partition("## What happens when")
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| What happens")]
+    assert len(rows) > 40
+    assert [row for row in rows if ".py::test_" not in row] == []
+
+
+def test_every_test_that_the_page_on_reliability_names_is_there():
+    text = (pages.DOCS / "reliability.md").read_text()
+    named = re.findall(r"`((?:tests|dlocks)/[\w/]+\.py)::(test_\w+)`", text)
+    assert len(named) > 150
+    assert len(named) == text.count("::"), "a name is not written as tests/test_x.py::test_name"
+    tests = {file: set(re.findall(r"def (test_\w+)\(", (ROOT / file).read_text())) for file, _ in named}
+    assert [(file, test) for file, test in named if test not in tests[file]] == []
+
+
+def test_every_row_of_the_page_on_reliability_names_a_test_or_says_why_not():
+    _, _, tables = (pages.DOCS / "reliability.md").read_text().partition("## Case by case")
+    tables, _, _ = tables.partition("\n## ")
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| The case")]
+    assert len(rows) > 80
+    assert [row for row in rows if not re.search(r"::test_|\*\*Not tested\*\*|\*\*Does not apply\*\*", row)] == []
+    assert [row for row in rows if row.count("|") != 4] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "\n".join(path.read_text() for path in (pages.DOCS / "reference").glob("*.md"))
+    named = set(re.findall(r"\w+", text))
+    assert [name for name in dlocks.__all__ if name not in named] == []
+
+
+def test_every_check_and_no_other_is_on_its_page():
+    code = "\n".join(path.read_text() for path in (ROOT / "dlocks").rglob("*.py"))
+    text = (pages.DOCS / "how-to/seeing-and-clearing.md").read_text()
+    known = {check for check in re.findall(r"\"dlocks\.([EW]\d{3})\"", code) if check < "E020" or check > "E025"}
+    assert known <= (found := set(re.findall(r"dlocks\.([EW]\d{3})", text)))
+    assert found - known == {"E020", "E025"}
+
+
+def test_every_flag_of_a_backend_is_in_the_reference_and_in_the_table_of_backends():
+    text = (pages.DOCS / "reference/backends.md").read_text()
+    flags = {name for name, value in vars(BaseBackend).items() if isinstance(value, bool)}
+    assert flags == set(
+        re.findall(
+            r"^\| `(exclusive|tells_here|tells_leases|keeps_places|knows_takeovers|supports_\w+)` \|",
+            text,
+            re.MULTILINE,
+        )
+    )
+    for kind in (PessimisticBackend, OptimisticBackend, InsertBackend, MemoryBackend, DummyBackend):
+        assert pages.told_of(kind) == {flag: getattr(kind, flag) for flag in pages.TOLD_AS}
+    assert pages.TOLD_AS.keys() == flags - NOT_TOLD
+
+
+# What only those who write a backend want to know.
+NOT_TOLD = {"exclusive", "supports_permits", "supports_fencing", "tells_here", "tells_leases", "keeps_places"}
+
+
+@pytest.mark.parametrize("command", ["list_locks", "clear_lock", "reap_locks", "run_locked", "lock_bench"])
+def test_every_option_of_a_command_and_no_other_is_in_the_reference(command):
+    parser = load_command_class("dlocks", command).create_parser("manage.py", command)
+    own = {
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if option not in DJANGOS and option.startswith("--")
+    }
+    _, _, text = (pages.DOCS / "reference/commands.md").read_text().partition(f"## {command}\n")
+    text, _, _ = text.partition("\n## ")
+    assert set(re.findall(r"--[a-z][a-z-]*", text)) == own
+
+
+DJANGOS = {
+    "--help", "--version", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color", "--force-color",
+    "--skip-checks",
+}  # fmt: skip
+
+
+def test_every_page_with_python_in_it_is_run_by_a_test():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = {path.relative_to(pages.DOCS).with_suffix("").as_posix() for path in pages.DOCS.rglob("*.md")}
+    # The tutorial is followed, step by step. The models of the page on rows would need tables: tests/models.py has
+    # some like them, for the tests of dlocks.optimistic.
+    names -= {"tutorial", "how-to/optimistic"}
+    assert [name for name in sorted(names) if pages.blocks(name) and f'"{name}"' not in tests] == []
+
+
+def test_nothing_of_the_pages_is_fetched_from_elsewhere():
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in text
+    assert "http" not in text

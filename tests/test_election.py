@@ -1,0 +1,474 @@
+"""Leader election: one leads at a time, and another one as soon as it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import signal
+import threading
+import time
+
+import pytest
+from django.db import connections
+
+from dlocks import LeaderElection, LockBackendError, LockLost, db_lock, election
+from dlocks.conf import backends
+from tests import jobs
+from tests.test_faults import on_server, server  # noqa: F401 (fixtures)
+
+TTL = 1.5
+
+
+@pytest.fixture
+def elections():
+    """Return a function that makes elections; they are stopped at the end."""
+    made = []
+
+    def make(name="scheduler", **options):
+        made.append(LeaderElection(name, **{"using": "memory", **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        assert one.stop(10)
+
+
+@pytest.fixture
+def heard():
+    return queue.SimpleQueue()
+
+
+def telling(heard, who):
+    return {
+        "on_elected": lambda hold: heard.put((who, "elected", hold)),
+        "on_deposed": lambda hold: heard.put((who, "deposed", hold)),
+    }
+
+
+def next_of(heard):
+    who, what, hold = heard.get(timeout=20)
+    return f"{who} {what}", hold
+
+
+def take_away(key):
+    """Let a lead be lost, as if a person had cleared it."""
+    entry = backends["memory"]._entries[key]
+    entry.processing, entry.ends_at = False, 0.0
+
+
+# In one process, on the memory backend.
+
+
+def test_the_first_leads_and_the_next_one_follows_at_its_stop(elections, heard):
+    first, second = elections(**telling(heard, "first")), elections(**telling(heard, "second"))
+    first.start()
+    told, hold = next_of(heard)
+    assert told == "first elected"
+    assert first.is_leader
+    assert first.token == hold.token
+    assert first.leader().token == hold.token
+    assert first.key == hold.key == "leader:scheduler"
+    second.start()
+    assert not second.is_leader
+    assert second.token is None
+    assert first.stop(10)
+    assert not first.is_leader
+    assert first.token is None
+    assert next_of(heard)[0] == "first deposed"
+    told, later = next_of(heard)
+    assert told == "second elected"
+    assert later.token > hold.token
+    assert second.is_leader
+
+
+def test_who_leads_is_told_of_a_lost_lead_once_and_leads_again(elections, heard):
+    one = elections(ttl=0.6, **telling(heard, "one"))
+    one.start()
+    _, hold = next_of(heard)
+    take_away(one.key)
+    assert next_of(heard) == ("one deposed", hold)
+    assert not hold.held
+    told, again = next_of(heard)
+    assert told == "one elected"
+    assert again.token > hold.token
+    assert one.stop(10)
+    assert next_of(heard) == ("one deposed", again)
+    assert heard.empty()
+
+
+def test_the_lead_is_still_held_while_the_deposed_is_told_at_a_stop(elections):
+    held = []
+    elected = threading.Event()
+    one = elections(on_elected=lambda hold: elected.set(), on_deposed=lambda hold: held.append(hold.held))
+    with one:
+        assert elected.wait(10)
+    assert held == [True]
+    assert one.leader() is None
+
+
+def test_an_error_in_on_elected_gives_the_lead_back_for_a_while(elections, heard, caplog, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE", 0.3)
+    times = []
+
+    def fail_once(hold):
+        times.append(time.monotonic())
+        heard.put(("one", "elected", hold))
+        if len(times) == 1:
+            raise ZeroDivisionError("on purpose")
+
+    one = elections(on_elected=fail_once, on_deposed=lambda hold: heard.put(("one", "deposed", hold)))
+    with caplog.at_level(logging.ERROR, "dlocks"):
+        one.start()
+        told = [next_of(heard)[0] for _ in range(3)]
+    assert told == ["one elected", "one deposed", "one elected"]
+    assert times[1] - times[0] >= 0.3
+    (record,) = caplog.records
+    assert "on_elected of 'scheduler' failed" in record.getMessage()
+    assert "on purpose" in str(record.exc_info[1])
+
+
+def test_work_in_on_elected_goes_on_as_long_as_it_leads(elections, heard):
+    def work(hold):
+        heard.put(("one", "began", hold))
+        while one.wait(30):
+            pass
+        heard.put(("one", "ended", hold))
+
+    one = elections(ttl=0.6, on_elected=work, on_deposed=lambda hold: heard.put(("one", "deposed", hold)))
+    one.start()
+    next_of(heard)
+    take_away(one.key)
+    assert [next_of(heard)[0] for _ in range(3)] == ["one ended", "one deposed", "one began"]
+    assert one.stop(10)
+    assert [next_of(heard)[0] for _ in range(2)] == ["one ended", "one deposed"]
+
+
+def test_work_that_finds_the_lead_lost_is_no_failure(elections, heard, caplog):
+    def work(hold):
+        heard.put(("one", "began", hold))
+        while True:
+            hold.check()
+            one.wait(0.05)
+
+    one = elections(on_elected=work)
+    with caplog.at_level(logging.ERROR, "dlocks"):
+        one.start()
+        next_of(heard)
+        take_away(one.key)
+        assert next_of(heard)[0] == "one began"
+        take_away(one.key)
+        one._stopping = True
+        assert one.stop(10)
+    assert not caplog.records
+
+
+def test_an_outage_does_not_end_the_election(elections, heard, monkeypatch, caplog):
+    backend = backends["memory"]
+    down = threading.Event()
+
+    def failing(method):
+        def call(*args, **kwargs):
+            if down.is_set():
+                raise LockBackendError("away")
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("acquire", "renew", "release"):
+        monkeypatch.setattr(backend, name, failing(getattr(backend, name)))
+    one = elections(ttl=0.6, **telling(heard, "one"))
+    one.start()
+    _, hold = next_of(heard)
+    down.set()
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        assert next_of(heard) == ("one deposed", hold)
+        assert not one.is_leader
+        while "Nobody can be elected" not in caplog.text:
+            time.sleep(0.01)
+    down.clear()
+    assert next_of(heard)[0] == "one elected"
+
+
+def test_run_blocks_until_a_signal_handler_stops_it(elections):
+    one = elections()
+
+    def kill():
+        while not one.is_leader:
+            time.sleep(0.005)
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGTERM, lambda *_: one.stop())
+    thread = threading.Thread(target=kill)
+    try:
+        thread.start()
+        one.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        thread.join(10)
+    assert one.leader() is None
+
+
+def test_an_interrupt_in_run_gives_the_lead_back(elections):
+    def interrupted(hold):
+        raise KeyboardInterrupt
+
+    one = elections(on_elected=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert one.leader() is None
+
+
+def test_an_election_runs_once(elections):
+    one = elections()
+    with one:
+        with pytest.raises(RuntimeError, match="runs already"):
+            one.start()
+    with pytest.raises(RuntimeError, match="is over"):
+        one.start()
+
+
+def test_a_stop_before_the_start_is_not_forgotten(elections):
+    one = elections()
+    assert one.stop()
+    one.run()
+    assert not one.is_leader
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"name": ""}, ValueError),
+        ({"name": 7}, TypeError),
+        ({"name": "a", "ttl": 0}, ValueError),
+        ({"name": "a", "on_elected": "work"}, TypeError),
+        ({"name": "a", "on_deposed": 1}, TypeError),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(arguments, error):
+    with pytest.raises(error):
+        LeaderElection(**arguments)
+
+
+# Coroutines.
+
+
+async def test_in_an_event_loop_the_work_is_cancelled_with_the_lead():
+    told = []
+    working = asyncio.Event()
+
+    async def work(hold):
+        told.append("began")
+        working.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            told.append("cancelled")
+            raise
+
+    async def deposed(hold):
+        told.append("deposed")
+
+    one = LeaderElection("scheduler", using="memory", ttl=0.6, on_elected=work, on_deposed=deposed)
+    running = asyncio.create_task(one.arun())
+    await working.wait()
+    assert one.is_leader
+    assert (await one.aleader()).token == one.token
+    working.clear()
+    take_away(one.key)
+    await working.wait()
+    assert told == ["began", "cancelled", "deposed", "began"]
+    one.stop()
+    await running
+    assert told[4:] == ["cancelled", "deposed"]
+    assert await one.aleader() is None
+
+
+async def test_a_cancelled_election_gives_the_lead_back():
+    elected = asyncio.Event()
+    one = LeaderElection("scheduler", using="memory", on_elected=lambda hold: elected.set())
+    running = asyncio.create_task(one.arun())
+    await elected.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await one.aleader() is None
+
+
+async def test_an_error_of_the_work_is_logged_and_the_lead_given_back(caplog, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE", 0.1)
+    tries = []
+    leading = asyncio.Event()
+
+    async def work(hold):
+        tries.append(hold)
+        if len(tries) == 1:
+            raise ZeroDivisionError("on purpose")
+        leading.set()
+
+    one = LeaderElection("scheduler", using="memory", on_elected=work)
+    with caplog.at_level(logging.ERROR, "dlocks"):
+        running = asyncio.create_task(one.arun())
+        await leading.wait()
+    assert "on purpose" in caplog.text
+    assert tries[1].token > tries[0].token
+    one.stop()
+    await running
+
+
+# Processes, on the database.
+
+DATABASE = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+
+def campaigns(worker, ttl=TTL):
+    worker.start(jobs.campaign, "scheduler", ttl=ttl)
+
+
+@DATABASE
+def test_a_leader_that_stops_is_followed_at_once(doomed):
+    first, second = doomed(), doomed()
+    campaigns(first, ttl=30)
+    assert first.hear()[0] == "elected"
+    campaigns(second, ttl=30)
+    stopped = time.monotonic()
+    first.tell("stop")
+    assert first.hear()[0] == "deposed"
+    what, elected, _ = second.hear()
+    assert what == "elected"
+    assert elected - stopped < 3
+    second.tell("stop")
+
+
+@DATABASE
+def test_a_killed_leader_is_followed_within_the_ttl_the_grace_and_a_second(doomed):
+    first, second = doomed(), doomed()
+    campaigns(first)
+    _, _, token = first.hear()
+    campaigns(second)
+    # In line before the kill.
+    wait_for_waiters(1)
+    first.kill()
+    what, elected, later = second.hear()
+    assert what == "elected"
+    assert later > token
+    assert elected - first.killed_at <= TTL + 0.5 + 1.0
+    second.tell("stop")
+
+
+@DATABASE
+def test_a_leader_stopped_for_longer_than_its_ttl_knows_it_at_once_on_resume(doomed):
+    first, second = doomed(), doomed()
+    campaigns(first)
+    _, _, token = first.hear()
+    campaigns(second)
+    wait_for_waiters(1)
+    first.stop()
+    what, _, later = second.hear()
+    assert (what, later > token) == ("elected", True)
+    resumed = time.monotonic()
+    first.resume()
+    what, deposed, of = first.hear()
+    assert (what, of) == ("deposed", token)
+    assert deposed - resumed < 1.0
+    for worker in (first, second):
+        worker.tell("stop")
+    reports = {token: seen for worker in (second, first) for token, seen in last_of(worker).items()}
+    # By their own deadlines no two of them ever led at a time.
+    intervals = sorted(reports.values())
+    assert len(intervals) >= 2
+    for (_, end), (begin, _) in zip(intervals, intervals[1:], strict=False):
+        assert end < begin
+
+
+@DATABASE
+def test_of_many_that_are_stopped_while_they_lead_never_two_lead_at_a_time(doomed):
+    crowd = [doomed() for _ in range(4)]
+    for worker in crowd:
+        campaigns(worker, ttl=1.0)
+    for _ in range(4):
+        leader = next_elected(crowd)
+        leader.stop()
+        time.sleep(2.0)
+        leader.resume()
+    for worker in crowd:
+        worker.tell("stop")
+    seen = {}
+    for worker in crowd:
+        seen |= last_of(worker)
+    intervals = sorted(seen.values())
+    assert len(intervals) >= 4
+    for (_, end), (begin, _) in zip(intervals, intervals[1:], strict=False):
+        assert end < begin
+
+
+def next_elected(crowd):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for worker in crowd:
+            if worker.pipe.poll(0.005) and worker.hear()[0] == "elected":
+                return worker
+    raise AssertionError("nobody was elected")
+
+
+@DATABASE
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_server_that_crashes_deposes_its_leader_who_leads_again_when_it_is_back(server, on_server):  # noqa: F811
+    worker = on_server()
+    campaigns(worker)
+    what, _, token = worker.hear()
+    assert what == "elected"
+    crashed = time.monotonic()
+    server.crash()
+    what, deposed, _ = worker.hear()
+    assert what == "deposed"
+    # By its own clock, before anybody else could lead.
+    assert deposed - crashed < TTL + 0.5
+    server.start()
+    what, _, later = worker.hear()
+    assert what == "elected"
+    assert later > token
+    worker.tell("stop")
+    assert token in last_of(worker)
+
+
+def last_of(worker):
+    """Return what a campaign saw of its leads, by token: when they were seen first and last."""
+    while not isinstance(answer := worker.hear(), dict):
+        pass
+    return answer
+
+
+def wait_for_waiters(number):
+    deadline = time.monotonic() + 20
+    while backends["default"].waiting("leader:scheduler") < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@DATABASE
+def test_a_lock_of_the_same_name_is_another_lock():
+    told = []
+
+    def work(hold):
+        with db_lock("scheduler", timeout=0):
+            told.append(hold.held)
+
+    with LeaderElection("scheduler", on_elected=work) as one:
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert one.is_leader
+    assert told == [True]
+    connections.close_all()
+
+
+def test_a_lost_lead_raises_nowhere(elections, heard):
+    one = elections(ttl=0.6, **telling(heard, "one"))
+    one.start()
+    _, hold = next_of(heard)
+    take_away(one.key)
+    assert next_of(heard)[0] == "one deposed"
+    with pytest.raises(LockLost):
+        hold.check()

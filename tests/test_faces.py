@@ -1,0 +1,262 @@
+"""What a lock promises, the same to threads and to tasks: each case is run with both faces."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from django.conf import settings
+from django.db import connections
+from django.db.models import F
+
+from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks.conf import backends
+from dlocks.models import LockClaim, LockState, ResourceLock
+from dlocks.testing import abandoned, expire, held_elsewhere, lose
+from tests.faces import both_faces
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+EVERY = pytest.mark.parametrize(
+    "using", ["default", "optimistic", "insert", "memory", *(["session"] if "session" in settings.DLOCKS else [])]
+)
+# Those whose leases can run out, be cleared, and be handed over.
+LEASED = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
+ROWS = pytest.mark.parametrize("using", ["default", "optimistic"])
+
+
+def row(key):
+    return ResourceLock.objects.by_clock().get(pk=key)
+
+
+@EVERY
+@both_faces
+async def test_a_block_holds_and_gives_back(do, using, is_busy, elsewhere):
+    lock = db_lock("stock:7", using=using)
+    async with do.block(lock) as hold:
+        assert hold.held
+        assert hold.count == 1
+        assert hold.remaining > 0
+        assert await do.ask(lock, "locked")
+        assert (await do.ask(lock, "holder")).token == hold.token or using == "session"
+        assert await do.sync(is_busy, "stock:7", using)
+    assert not hold.held
+    assert not await do.ask(lock, "locked")
+    assert await do.ask(lock, "holder") is None
+    assert not await do.sync(is_busy, "stock:7", using)
+
+
+@EVERY
+@both_faces
+async def test_every_hold_has_a_larger_token(do, using):
+    tokens = []
+    for _ in range(5):
+        async with do.block(db_lock("stock:7", using=using)) as hold:
+            tokens.append(hold.token)
+    assert tokens == sorted(set(tokens))
+
+
+@EVERY
+@both_faces
+async def test_whoever_waits_in_vain_is_told_by_whom_it_is_held(do, using, elsewhere):
+    other = await do.sync(elsewhere, db_lock("stock:7", using=using).acquire)
+    try:
+        with pytest.raises(LockTimeout, match="'stock:7' not acquired in 0.1 s; held by") as caught:
+            await do.ask(db_lock("stock:7", using=using, timeout=0.1), "acquire")
+        assert (caught.value.key, caught.value.timeout) == ("stock:7", 0.1)
+        assert caught.value.holder is not None
+        with pytest.raises(LockTimeout, match="at the first try"):
+            await do.ask(db_lock("stock:7", using=using, timeout=0), "acquire")
+        assert await do.ask(db_lock("stock:7", using=using), "try_acquire") is None
+        assert await do.waiting(other) == 0
+    finally:
+        await do.ask(other, "release")
+
+
+@EVERY
+@both_faces
+async def test_whoever_waits_is_served_when_the_key_is_given_back(do, using, until):
+    taken, done = threading.Event(), threading.Event()
+
+    def hold_until_somebody_waits():
+        try:
+            with db_lock("stock:7", using=using) as hold:
+                taken.set()
+                # Memory has no line: there the one who waits is not seen.
+                if backends[using].supports_queue:
+                    until(lambda: hold.waiting)
+            done.set()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=hold_until_somebody_waits)
+    thread.start()
+    await do.sync(taken.wait, 30)
+    async with do.block(db_lock("stock:7", using=using, timeout=30)) as hold:
+        assert hold.held
+    await do.sync(thread.join, 30)
+    assert done.is_set()
+    assert using != "default" or not await do.sync(LockClaim.objects.exists)
+
+
+@EVERY
+@both_faces
+async def test_entering_again_is_counted_and_the_last_to_leave_gives_back(do, using, is_busy):
+    lock = db_lock("stock:7", using=using)
+    async with do.block(lock) as hold:
+        async with do.block(lock) as again:
+            assert again is hold
+            assert hold.count == 2
+        assert hold.count == 1
+        assert await do.sync(is_busy, "stock:7", using)
+        with pytest.raises(RuntimeError, match="reentrant=False"):
+            await do.ask(db_lock("stock:7", using=using, reentrant=False), "acquire")
+    assert not await do.sync(is_busy, "stock:7", using)
+
+
+@LEASED
+@both_faces
+async def test_a_hold_that_was_lost_says_so_when_it_asks_and_when_its_block_ends(do, using):
+    with pytest.raises(LockLost, match="stock:7"):
+        async with do.block(db_lock("stock:7", using=using)) as hold:
+            await do.ask(hold, "check")
+            await do.ask(hold, "renew")
+            await do.sync(lose, "stock:7", using=using)
+            for question in ("check", "renew"):
+                with pytest.raises(LockLost, match="stock:7"):
+                    await do.ask(hold, question)
+            assert not hold.held
+
+
+@LEASED
+@both_faces
+async def test_an_error_of_the_block_passes_with_a_note_about_the_loss(do, using):
+    with pytest.raises(KeyError) as caught:
+        async with do.block(db_lock("stock:7", using=using)):
+            await do.sync(lose, "stock:7", using=using)
+            raise KeyError("mine")
+    assert caught.value.__notes__[0].startswith("LockLost: 'stock:7' was lost")
+
+
+@ROWS
+@both_faces
+async def test_a_block_that_fails_gives_back_and_is_seen_to_have_failed(do, using):
+    for error, status in ((KeyError, ResourceLock.Status.FAILED), (None, ResourceLock.Status.SUCCEEDED)):
+        try:
+            async with do.block(db_lock("stock:7", using=using)):
+                if error is not None:
+                    raise error
+        except KeyError:
+            pass
+        found = await do.sync(row, "stock:7")
+        assert (found.state, found.status) == (LockState.FREE, status)
+
+
+@EVERY
+@both_faces
+async def test_giving_back_twice_does_nothing(do, using, is_busy, elsewhere):
+    hold = await do.ask(db_lock("stock:7", using=using), "acquire")
+    await do.ask(hold, "release")
+    other = await do.sync(elsewhere, db_lock("stock:7", using=using).acquire)
+    await do.ask(hold, "release")
+    assert await do.sync(is_busy, "stock:7", using)
+    await do.ask(other, "release")
+
+
+@LEASED
+@both_faces
+async def test_what_was_never_given_back_is_taken_over_or_left_alone(do, using):
+    await do.sync(abandoned, "stock:7", using=using)
+    with pytest.raises(LockStale, match="takeover=False"):
+        await do.ask(db_lock("stock:7", using=using, takeover=False), "acquire")
+    async with do.block(db_lock("stock:7", using=using)) as hold:
+        assert hold.takeover
+
+
+@LEASED
+@both_faces
+async def test_a_lease_that_ran_out_is_no_hold_any_more(do, using):
+    hold = await do.ask(db_lock("stock:7", using=using), "acquire")
+    await do.sync(expire, "stock:7", using=using)
+    with pytest.raises(LockLost):
+        await do.ask(hold, "check")
+    with pytest.raises(LockLost):
+        await do.ask(hold, "release")
+
+
+@both_faces
+async def test_at_least_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
+    async with do.block(db_lock("stock:7", at_least=3600)):
+        pass
+    assert await do.sync(is_busy, "stock:7")
+    await do.sync(ResourceLock.objects.update, end_time=F("begin_time"))
+
+
+@EVERY
+@both_faces
+async def test_busy_and_could_not_ask_never_look_alike(do, using, monkeypatch, is_busy):
+    def fail(claim):
+        raise LockBackendError("the server is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends[using], "acquire", fail)
+        for name in ("acquire", "try_acquire"):
+            with pytest.raises(LockBackendError, match="away"):
+                await do.ask(db_lock("stock:7", using=using), name)
+    assert not await do.sync(is_busy, "stock:7", using)
+
+
+@both_faces
+async def test_shares_exclude_whoever_wants_the_key_alone(do, elsewhere):
+    lock = db_rwlock("stock:7", timeout=0)
+    async with do.block(lock.read()):
+        other = await do.sync(elsewhere, lock.read().acquire)
+        assert await do.sync(elsewhere, lock.write().try_acquire) is None
+        await do.ask(other, "release")
+    async with do.block(lock.write()):
+        assert await do.sync(elsewhere, lock.read().try_acquire) is None
+    permits = db_semaphore("gate", permits=1, timeout=0)
+    async with do.block(permits):
+        assert await do.sync(elsewhere, permits.try_acquire) is None
+
+
+@EVERY
+@both_faces
+async def test_several_keys_are_had_all_or_none(do, using, is_busy, elsewhere):
+    lock = db_lock("b", "a", using=using, timeout=0)
+    async with do.block(lock) as hold:
+        assert set(hold.tokens) == {"a", "b"}
+        await do.ask(hold, "check")
+    other = await do.sync(elsewhere, db_lock("b", using=using).acquire)
+    assert await do.ask(lock, "try_acquire") is None
+    assert not await do.sync(is_busy, "a", using)
+    await do.ask(other, "release")
+
+
+@LEASED
+@both_faces
+async def test_a_hold_is_given_away_and_resumed(do, using, is_busy):
+    async with do.block(db_lock("stock:7", using=using)) as hold:
+        text = await do.ask(hold, "detach")
+    assert await do.sync(is_busy, "stock:7", using)
+    resumed = await do.resume(text)
+    assert resumed.token > hold.token
+    with pytest.raises(LockLost):
+        await do.resume(text)
+    await do.ask(resumed, "release")
+    assert not await do.sync(is_busy, "stock:7", using)
+
+
+@both_faces
+async def test_a_function_is_locked_by_its_arguments(do):
+    @db_lock("report:{region}", timeout=0, busy="skip")
+    @do.function
+    def build(region):
+        return f"report of {region}"
+
+    assert await do.call(build, "north") == "report of north"
+    held = held_elsewhere("report:north")
+    await do.sync(held.__enter__)
+    assert await do.call(build, "north") is None
+    assert await do.call(build, region="south") == "report of south"
+    await do.sync(held.__exit__, None, None, None)

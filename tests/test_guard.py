@@ -1,0 +1,248 @@
+"""hold.atomic(): what commits was done under the lock, or it does not commit."""
+
+import time
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from dlocks import LockLost, db_lock, db_rwlock
+from dlocks.models import ResourceLock
+from tests import jobs
+from tests.models import Counter
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture(params=["default", "optimistic", "insert"])
+def using(request):
+    return request.param
+
+
+@pytest.fixture
+def row():
+    Counter.objects.create(name="stock", value=7)
+    return lambda: Counter.objects.get(name="stock").value
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_holder_that_was_stopped_past_its_ttl_writes_nothing_that_is_guarded(guard, doomed, row, using):
+    worker = doomed()
+    worker.start(jobs.write_under, "stock", "stock", 1, guard=guard, ttl=0.6, using=using)
+    token = worker.hear()
+    worker.stop()
+    with db_lock("stock", using=using, timeout=20) as hold:
+        assert hold.token > token
+        worker.resume()
+        worker.tell()
+        outcome, message = worker.hear()
+        if guard:
+            assert outcome == "LockLost"
+            assert "'stock' was lost" in message
+            assert row() == 7
+        else:
+            assert outcome == "written, and lost"
+            assert row() == 1, "the control shows that the guard is what protects"
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_process_that_is_stopped_inside_keeps_everybody_out_until_it_commits(doomed, row, elsewhere, using):
+    worker = doomed()
+    worker.start(jobs.write_under, "stock", "stock", 1, guard=True, stop_inside=True, ttl=2.0, using=using)
+    worker.hear()
+    assert worker.hear() == "inside"
+    worker.stop()
+    time.sleep(3)
+    assert db_lock("stock", using=using).try_acquire() is None
+    assert row() == 7
+    worker.resume()
+    worker.tell()
+    assert worker.hear()[0] == "written"
+    assert row() == 1
+    with db_lock("stock", using=using, timeout=10):
+        pass
+
+
+def test_renewal_meanwhile_is_neither_blocked_nor_taken_for_a_loss(row, using):
+    lost = []
+    with db_lock("stock", ttl=1.5, using=using, on_lost=lost.append) as hold:
+        with hold.atomic():
+            Counter.objects.update(value=2)
+            time.sleep(2.0)
+        assert hold.held
+        time.sleep(1.8)
+        assert hold.held
+        hold.check()
+    assert row() == 2
+    assert lost == []
+
+
+def test_the_transaction_is_rolled_back_as_usual_and_the_hold_goes_on(row, using):
+    with db_lock("stock", using=using) as hold:
+        with pytest.raises(ZeroDivisionError), hold.atomic():
+            Counter.objects.update(value=2)
+            raise ZeroDivisionError
+        assert row() == 7
+        with hold.atomic():
+            Counter.objects.update(value=3)
+        hold.check()
+    assert row() == 3
+
+
+def test_what_was_lost_before_is_refused_and_the_caller_s_connection_is_usable(row, using, elsewhere):
+    hold = db_lock("stock", using=using, renew=False).acquire()
+    ResourceLock.objects.filter(pk="stock").update(owner="another", version=hold.token + 1)
+    with pytest.raises(LockLost), hold.atomic():
+        Counter.objects.update(value=2)
+    assert row() == 7
+    assert not hold.held
+
+
+def test_savepoints_and_durable_are_those_of_django(row, using):
+    with db_lock("stock", using=using) as hold:
+        with hold.atomic(durable=True):
+            with pytest.raises(IntegrityError), transaction.atomic():
+                Counter.objects.create(name="stock")
+            Counter.objects.update(value=4)
+        assert row() == 4
+        with transaction.atomic():
+            with pytest.raises(RuntimeError, match="durable"), hold.atomic(durable=True):
+                pass
+            with hold.atomic():
+                Counter.objects.update(value=5)
+        assert row() == 5
+
+
+def test_who_enters_the_lock_again_inside_has_it(row, using):
+    lock = db_lock("stock", using=using)
+    with lock as hold:
+        with hold.atomic(), lock as again:
+            assert again is hold
+            Counter.objects.update(value=6)
+        assert hold.count == 1
+        hold.check()
+    assert row() == 6
+
+
+def test_within_a_transaction_the_hold_belongs_to_it_already(row, using):
+    with transaction.atomic(), db_lock("stock", using=using) as hold:
+        assert hold.scope == "transaction"
+        with hold.atomic():
+            Counter.objects.update(value=8)
+    assert row() == 8
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_share_is_guarded_too(row, elsewhere):
+    lock = db_rwlock("stock", ttl=0.6, timeout=0)
+    with lock.read() as hold:
+        with hold.atomic():
+            time.sleep(1.6)
+            assert elsewhere(lock.write().try_acquire) is None
+        assert elsewhere(lock.write().try_acquire) is None
+        hold.check()
+
+
+def test_a_lock_that_is_not_in_the_database_cannot_guard_it():
+    with db_lock("stock", using="memory") as hold:
+        with pytest.raises(RuntimeError, match="MemoryBackend cannot guard a transaction"), hold.atomic():
+            pass
+
+
+def test_two_statements_more_than_the_transaction_itself(row, django_assert_num_queries):
+    with db_lock("stock") as hold:
+        # BEGIN and COMMIT are counted.
+        with django_assert_num_queries(5), hold.atomic():
+            Counter.objects.update(value=2)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_second_alias_of_the_same_database_is_guarded_and_another_database_is_refused(row, workers):
+    (worker,) = workers(1)
+    worker.start(jobs.write_by_second_alias, "stock", ttl=0.6)
+    assert worker.hear() == "inside"
+    time.sleep(1.5)
+    assert db_lock("stock").try_acquire() is None
+    worker.tell()
+    assert "'elsewhere' is another one" in worker.hear()
+    assert row() == 3
+
+
+def test_in_a_transaction_longer_than_the_ttl_the_hold_is_not_lost(row, until):
+    """It cannot be renewed meanwhile, and need not be: nobody takes the key before that transaction has ended."""
+    lock = db_lock("stock", ttl=0.4)
+    with lock as hold:
+        with hold.atomic():
+            until(lambda: not hold.held)
+            hold.check()
+            hold.renew()
+            with lock as again, again.atomic():
+                assert again.token == hold.token
+                Counter.objects.update(value=3)
+        assert hold.held
+        hold.check()
+    assert row() == 3
+
+
+def test_a_hold_that_is_released_in_its_own_transaction_after_the_ttl_goes_with_the_commit(row, until):
+    hold = db_lock("stock", ttl=0.4).acquire()
+    with hold.atomic():
+        Counter.objects.update(value=3)
+        until(lambda: not hold.held)
+        hold.release()
+    assert row() == 3
+    with db_lock("stock").try_acquire() as other:
+        assert other.token > hold.token
+
+
+def test_several_keys_guard_together(row):
+    with db_lock("stock", "price") as hold:
+        with hold.atomic(durable=True):
+            Counter.objects.update(value=3)
+        hold.check()
+        ResourceLock.objects.filter(pk="stock").update(owner="another")
+        with pytest.raises(LockLost), hold.atomic():
+            Counter.objects.update(value=4)
+        with pytest.raises(LockLost):
+            hold.release()
+    assert row() == 3
+
+
+async def test_a_coroutine_calls_a_function_in_it(row):
+    from asgiref.sync import sync_to_async
+
+    async with db_lock("stock") as hold:
+        assert await hold.aatomic(Counter.objects.filter(name="stock").update, value=9) == 1
+    assert await sync_to_async(row)() == 9
+
+
+def test_a_slow_callback_of_the_same_commit_does_not_make_an_error_of_it(row):
+    """It comes before the guard's own, when the transaction is committed and nothing marks it any more."""
+    with db_lock("stock", ttl=1.5) as hold:
+        with transaction.atomic():
+            transaction.on_commit(lambda: time.sleep(0.3))
+            with hold.atomic():
+                Counter.objects.update(value=2)
+        assert hold.held
+        assert not hold.pinned_in
+    assert row() == 2
+
+
+def test_the_block_s_own_error_passes_when_the_connection_is_gone(row):
+    with db_lock("stock") as hold:
+        with pytest.raises(ZeroDivisionError), hold.atomic():
+            connection.close()
+            # The keeper finds that the transaction has ended.
+            time.sleep(0.3)
+            1 / 0  # noqa: B018
+        assert hold.held
+
+
+async def test_a_coroutine_function_is_refused_and_not_silently_never_awaited(row):
+    counter = await Counter.objects.aget(name="stock")
+    counter.value = 5
+    async with db_lock("stock") as hold:
+        with pytest.raises(TypeError, match="give it the synchronous twin"):
+            await hold.aatomic(counter.asave)
+        await hold.aatomic(counter.save)
+    assert (await Counter.objects.aget(name="stock")).value == 5

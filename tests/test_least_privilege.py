@@ -1,0 +1,129 @@
+"""The rights that SECURITY.md gives to each role of the database are enough, and no more than it needs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from django.db import connection
+
+from dlocks.models import HoldRecord, ResourceLock
+from tests import jobs, pages, rows
+
+pytestmark = [pytest.mark.engine("postgresql"), pytest.mark.django_db(transaction=True)]
+
+TABLES = ("dlocks_resourcelock", "dlocks_lockclaim", "dlocks_holdrecord")
+APPLICATION, INSERTING = "The application", "The application, with `InsertBackend`"
+
+
+def told() -> dict[str, dict[str, set[str]]]:
+    """Return the rights that the table of SECURITY.md gives to each role."""
+    _, _, table = (pages.DOCS.parent / "SECURITY.md").read_text().partition("| Role |")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.partition("\n\n")[0].splitlines()[2:]]
+    return {
+        role: {table: set(re.findall(r"[A-Z]+", right)) for table, right in zip(TABLES, rights, strict=True)}
+        for role, *rights in cells
+    }
+
+
+@pytest.fixture
+def process(doomed):
+    """Return a function that gives a process whose role has what the table says, less what is named."""
+    made, workers = [], []
+
+    def get(role, *, less=None):
+        name = f"dlocks_least_{len(made)}"
+        with connection.cursor() as cursor:
+            cursor.execute(f"CREATE ROLE {name} LOGIN NOSUPERUSER")
+            made.append(name)
+            for table, granted in told()[role].items():
+                for right in granted:
+                    if (table, right) != less:
+                        cursor.execute(f"GRANT {right} ON {table} TO {name}")
+        workers.append(doomed(DLOCKS_TEST_USER=name))
+        return workers[-1]
+
+    yield get
+    for worker in workers:
+        worker.kill()
+    with connection.cursor() as cursor:
+        for name in made:
+            cursor.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", [name])
+            cursor.execute(f"DROP OWNED BY {name}")
+            cursor.execute(f"DROP ROLE {name}")
+
+
+DONE = {"waited", "transaction", "several", "shared", "guarded"}
+
+
+def test_the_application_can_do_all_that_it_does(process):
+    """Leases, waiting, transactions, several keys, shares, guarded commits, handing over, with the history."""
+    worker = process(APPLICATION)
+    for alias in ("default", "optimistic", "recorded"):
+        assert set(worker.call(jobs.whole_cycle, alias)) == DONE
+    assert HoldRecord.objects.exists()
+
+
+def test_the_insert_backend_needs_to_delete(process):
+    assert set(process(INSERTING).call(jobs.whole_cycle, "insert")) == DONE
+
+
+@pytest.mark.parametrize(
+    ("role", "alias"), [("The application", "default"), ("The application, with `InsertBackend`", "insert")]
+)
+def test_the_application_needs_each_of_its_rights(process, role, alias):
+    """Less one of them, something of it fails, and says that it could not be asked: never that the key is busy."""
+    unneeded = []
+    for table in TABLES[:2]:
+        for right in sorted(told()[role][table]):
+            worker = process(role, less=(table, right))
+            try:
+                worker.call(jobs.whole_cycle, alias)
+            except RuntimeError as error:
+                assert re.search(r"LockBackendError[^\n]*permission denied", str(error)), (table, right)
+            else:
+                unneeded.append((table, right))
+    assert unneeded == []
+
+
+def test_the_application_deletes_no_rows_of_keys(process):
+    """purge() is refused to it, and nothing is gone."""
+    rows.free("old")
+    worker = process(APPLICATION)
+    for what in ("purge", "purge_one", "forget"):
+        assert worker.call(jobs.rights, what).startswith("LockBackendError: ")
+    assert ResourceLock.objects.exists()
+
+
+def test_the_reaper_can_reap(process):
+    rows.stale("stale")
+    rows.free("shared")
+    rows.stale_share("shared", 1001)
+    rows.free("old")
+    worker = process("`reap_locks`")
+    assert worker.call(jobs.rights, "reap") == 2
+    assert worker.call(jobs.rights, "purge") >= 1
+    assert worker.call(jobs.rights, "forget") == 0
+
+
+def test_the_admin_can_look_and_clear(process):
+    rows.held("held")
+    rows.waits("held")
+    rows.free("shared")
+    rows.shares("shared", 1001)
+    rows.free("old")
+    worker = process("The admin, and `clear_lock`")
+    assert worker.call(jobs.rights, "look") == 1
+    assert worker.call(jobs.rights, "clear") == "held"
+    assert worker.call(jobs.rights, "end_share") == 1001
+    assert worker.call(jobs.rights, "purge_one").startswith("LockBackendError: ")
+    assert process("The admin, with *Delete unused rows*").call(jobs.rights, "purge_one") == "old"
+
+
+def test_who_only_looks_can_change_nothing(process):
+    rows.held("held")
+    rows.free("old")
+    worker = process("`list_locks`")
+    assert worker.call(jobs.rights, "look") == 1
+    for what in ("clear", "purge", "reap"):
+        assert worker.call(jobs.rights, what).startswith("LockBackendError: ")

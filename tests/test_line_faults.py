@@ -1,0 +1,328 @@
+"""What remains of the line when those who stand in it, or the server, fail."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests import jobs
+from tests.processes import Worker
+from tests.proxy import Proxy
+from tests.servers import SERVERS
+from tests.settings import ENGINE
+
+pytestmark = [
+    pytest.mark.engine("postgresql", "mariadb"),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.timeout(300),
+]
+
+WAITERS = 16
+TTL = 1.5
+# For how long somebody at random is killed each second: DLOCKS_TEST_FAULT_SECONDS=60 for the long run.
+SECONDS = float(os.environ.get("DLOCKS_TEST_FAULT_SECONDS", "10"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server of this module's own, to stop and to crash."""
+    with SERVERS[ENGINE]() as started:
+        worker = Worker(**environment(started))
+        worker.call(jobs.migrate)
+        worker.close()
+        yield started
+
+
+def environment(server, port=None):
+    return {**server.environment, "DLOCKS_TEST_NAME": "faults", "DLOCKS_TEST_PORT": str(port or server.port)}
+
+
+class Crowd:
+    """Processes that stand in line for one key again and again, and what they noted."""
+
+    def __init__(self, server, doomed, directory):
+        self.directory = directory
+        (directory / "counter").write_bytes(b"%020d" % 0)
+        self.key = "crowd"
+        self.worker, self.observer = (doomed(**environment(server)) for _ in range(2))
+        self.worker.start(jobs.crowd, WAITERS, str(directory), self.key, ttl=TTL)
+        self.alive = set(self.worker.hear())
+        self.killed = {}
+        # What may make others wait: from when to when.
+        self.causes = []
+
+    def line(self):
+        return self.observer.call(jobs.line, self.key)
+
+    def in_full(self):
+        """Wait until everybody but the holder is in line; return who is, and the holder."""
+        deadline = time.monotonic() + 20
+        while True:
+            waiting, holder = self.line()
+            if len(waiting) >= len(self.alive) - 2 and holder in self.alive:
+                return waiting, holder
+            assert time.monotonic() < deadline, (waiting, holder, self.alive)
+
+    def kill(self, pid):
+        if pid not in self.alive:
+            return
+        self.alive.discard(pid)
+        self.cause()
+        os.kill(pid, signal.SIGKILL)
+        self.killed[pid] = time.monotonic()
+
+    def cause(self, seconds=0.0):
+        now = time.monotonic()
+        self.causes.append((now, now + seconds))
+
+    def replace(self):
+        self.worker.tell("more")
+        self.alive.add(self.worker.hear())
+
+    def grants(self):
+        return sum(kind == "granted" for _, kind, *_ in self.notes())
+
+    def notes(self):
+        if not (self.directory / "log").exists():
+            return []
+        # The last line may be half written.
+        lines = (self.directory / "log").read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def moves_on(self, number=WAITERS):
+        """Wait until so many more were served."""
+        before, deadline = self.grants(), time.monotonic() + 30
+        while self.grants() < before + number:
+            assert time.monotonic() < deadline, f"{self.grants() - before} were served; {self.line()}"
+            time.sleep(0.05)
+
+    def check(self):
+        """Everybody who lives is served, nobody overlaps, and nobody waits for long without a cause."""
+        self.worker.tell("end")
+        assert self.worker.hear(90) == [], "were lost in line"
+        failures = [path.read_text() for path in self.directory.glob("failed-*")]
+        assert not failures, failures[0]
+        notes = self.notes()
+        left = {(pid, token): (end, counted) for pid, kind, *rest in notes if kind == "left"
+                for end, token, counted in [rest]}  # fmt: skip
+        holds = sorted(
+            (granted, asked, token, pid)
+            for pid, kind, *rest in notes if kind == "granted"
+            for asked, granted, token in [rest]
+        )  # fmt: skip
+        # Who was stopped between its grant and its note of it comes too late to believe in it, and knows that.
+        late = [
+            (pid, token) for granted, _, token, pid in holds if (pid, token) in left and left[pid, token][0] < granted
+        ]
+        assert not any(left[one][1] for one in late)
+        holds = [hold for hold in holds if (hold[3], hold[2]) not in late]
+        tokens = [token for _, _, token, _ in holds]
+        assert all(one < other for one, other in itertools.pairwise(tokens)), "tokens go back"
+        for (granted, _, token, pid), (next_granted, _, next_token, next_pid) in itertools.pairwise(holds):
+            end = left[pid, token][0] if (pid, token) in left else self.killed[pid]
+            assert granted <= next_granted
+            assert end <= next_granted, (
+                f"{pid} has token {token} until {end}, {next_pid} has {next_token} from {next_granted}"
+            )
+        value = int((self.directory / "counter").read_bytes())
+        counted = sum(counted for _, counted in left.values())
+        # Who was killed may have counted without having noted it.
+        assert counted <= value <= counted + len(self.killed)
+        for granted, asked, _, pid in holds:
+            allowed = TTL + 3.0
+            for begin, end in self.causes:
+                if begin < granted and asked < end + TTL + 3.0:
+                    allowed += end - begin + TTL + 0.5
+            assert granted - asked <= allowed, f"{pid} waited for {granted - asked:.1f} s of {allowed:.1f} s"
+        waits = sorted(granted - asked for granted, asked, _, _ in holds)
+        gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(holds)]
+        print(
+            f"{ENGINE}: {len(holds)} holds, {len(self.killed)} killed, waits up to {waits[-1]:.2f} s"
+            f" (median {waits[len(waits) // 2]:.3f}), longest pause {max(gaps):.2f} s,"
+            f" refused {sum(note[1] == 'refused' for note in notes)},"
+            f" trouble {sum(note[1] == 'trouble' for note in notes)}"
+        )
+        served = {pid for _, _, _, pid in holds}
+        assert self.alive <= served
+        return notes, max(gaps)
+
+
+@pytest.fixture
+def line_of(server, doomed, tmp_path):
+    if server.process is None:
+        server.start()
+    crowd = Crowd(server, doomed, tmp_path)
+    yield crowd
+    for pid in crowd.alive:
+        with_suppressed_signal(pid, signal.SIGCONT)
+    if server.process is None:
+        server.start()
+
+
+def with_suppressed_signal(pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+@pytest.mark.parametrize("who", ["holder", "head", "middle"])
+def test_a_kill_costs_the_others_no_more_than_the_lease(who, line_of):
+    """Whoever it is: the holder, the next in line, or somebody in the middle of it."""
+    for _ in range(3):
+        waiting, holder = line_of.in_full()
+        line_of.kill({"holder": holder, "head": waiting[0], "middle": waiting[len(waiting) // 2]}[who])
+        line_of.moves_on()
+    _, longest = line_of.check()
+    assert longest <= TTL + 3.0
+
+
+def test_somebody_at_random_is_killed_each_second(line_of):
+    """DLOCKS_TEST_FAULT_SECONDS says for how long."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        time.sleep(1.0)
+        line_of.kill(random.choice(sorted(line_of.alive)))
+        line_of.replace()
+    line_of.moves_on()
+    line_of.check()
+
+
+def test_the_head_is_stopped_for_longer_than_its_turn(line_of):
+    """It is passed over, and served when it goes on."""
+    for _ in range(2):
+        waiting, _ = line_of.in_full()
+        line_of.cause(4.0)
+        os.kill(waiting[0], signal.SIGSTOP)
+        try:
+            line_of.moves_on(2 * WAITERS)
+            time.sleep(3.0)
+        finally:
+            os.kill(waiting[0], signal.SIGCONT)
+        line_of.moves_on()
+    notes, longest = line_of.check()
+    assert longest <= TTL + 3.0
+    assert not [note for note in notes if note[1] == "refused"]
+
+
+@pytest.mark.parametrize("how", ["stop", "crash"])
+def test_the_line_outlives_a_restart_of_the_server(how, server, line_of):
+    line_of.in_full()
+    began = time.monotonic()
+    getattr(server, how)()
+    server.start()
+    line_of.causes.append((began, time.monotonic()))
+    line_of.moves_on(2 * WAITERS)
+    line_of.check()
+
+
+# Replies.
+
+
+@pytest.fixture
+def through_proxy(server, doomed):
+    """A process whose replies can be lost, two others, and the proxy."""
+    if server.process is None:
+        server.start()
+    proxy = Proxy(server.port)
+    yield proxy, doomed(**environment(server, proxy.port)), doomed(**environment(server)), doomed(**environment(server))
+    proxy.close()
+
+
+def in_line(observer, key, number):
+    deadline = time.monotonic() + 20
+    while len(observer.call(jobs.line, key)[0]) != number:
+        assert time.monotonic() < deadline
+
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+
+
+@FAMILY
+def test_a_place_in_line_whose_reply_is_lost_is_one_place(using, through_proxy):
+    proxy, waiting, holder, observer = through_proxy
+    key = f"place {using}"
+    waiting.call(jobs.try_once, key, using=using)
+    holder.start(jobs.hold, key, using=using)
+    token = holder.hear()
+    proxy.swallow(b" INTO ")
+    waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
+    in_line(observer, key, 1)
+    assert proxy.swallowed.wait(10)
+    assert observer.call(jobs.waiters, key) in {(1, 1), (1, 0)}
+    holder.tell()
+    assert holder.hear() == "released"
+    assert waiting.hear()[1] > token
+    assert observer.call(jobs.waiters, key) == (0, 0)
+
+
+@FAMILY
+@pytest.mark.parametrize("kind", ["lease", "share"])
+def test_a_release_that_hands_over_and_whose_reply_is_lost_is_a_release(using, kind, through_proxy):
+    proxy, holder, waiting, observer = through_proxy
+    key = f"release {using} {kind}"
+    token = holder.call(jobs.acquire, key, using=using, shared=kind == "share")
+    waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
+    in_line(observer, key, 1)
+    proxy.swallow(b"taken AS" if ENGINE == "postgresql" and kind == "lease" else b"COMMIT")
+    assert holder.call(jobs.release_all) == ["released"]
+    assert proxy.swallowed.wait(10)
+    assert waiting.hear()[1] > token
+    assert observer.call(jobs.waiters, key) == (0, 0)
+
+
+@FAMILY
+@pytest.mark.parametrize(
+    "what", [b"SELECT owner, id"] if ENGINE == "postgresql" else [b"SELECT COUNT(*), MIN", b"THEN 2 ELSE"]
+)
+def test_a_look_whose_reply_is_lost_costs_a_poll(using, what, through_proxy):
+    proxy, waiting, holder, observer = through_proxy
+    key = f"look {using}"
+    token = holder.call(jobs.acquire, key, using=using)
+    waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
+    in_line(observer, key, 1)
+    proxy.swallow(what)
+    assert proxy.swallowed.wait(10)
+    assert holder.call(jobs.release_all) == ["released"]
+    released = time.monotonic()
+    granted, later = waiting.hear()
+    assert later > token
+    assert granted - released < 1.5
+    assert observer.call(jobs.waiters, key) == (0, 0)
+
+
+def test_a_session_that_is_ended_while_it_listens_costs_a_poll(server, doomed):
+    if server.process is None:
+        server.start()
+    holder, waiting, admin = (doomed(**environment(server)) for _ in range(3))
+    token = holder.call(jobs.acquire, "session")
+    waiting.start(jobs.wait_quietly, "session", timeout=20)
+    in_line(admin, "session", 1)
+    assert admin.call(jobs.kill_other_sessions)
+    assert holder.call(jobs.release_all) == ["released"]
+    released = time.monotonic()
+    granted, later = waiting.hear()
+    assert later > token
+    assert granted - released < 1.5
+    assert admin.call(jobs.waiters, "session") == (0, 0)
+
+
+def test_a_message_that_is_lost_costs_a_poll(server, doomed):
+    """The channel of the claim is made to be another one's."""
+    if server.process is None:
+        server.start()
+    holder, waiting, admin = (doomed(**environment(server)) for _ in range(3))
+    token = holder.call(jobs.acquire, "message")
+    waiting.start(jobs.wait_quietly, "message", timeout=20)
+    in_line(admin, "message", 1)
+    admin.call(jobs.write_channels, "elsewhere")
+    assert holder.call(jobs.release_all) == ["released"]
+    released = time.monotonic()
+    granted, later = waiting.hear()
+    assert later > token
+    assert granted - released < 1.0

@@ -1,0 +1,556 @@
+"""Several keys as one lock: all or nothing, and no two callers wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import inspect
+import itertools
+import threading
+import time
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dlocks import Lock, LockLost, LockTimeout, MultiLock, db_lock, db_rwlock, lock_acquired, lock_released
+from dlocks.keeper import keeper
+from dlocks.models import LockClaim, LockState, ResourceLock
+from tests import jobs
+from tests.test_cost import explain, million_rows, scans_only_by_primary_key  # noqa: F401 (a fixture)
+from tests.test_interrupt import Interrupter
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+IN_ONE = pytest.mark.parametrize("using", ["default", "optimistic"])
+ALL = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
+
+
+def states():
+    return {row.key_resource: row.state for row in ResourceLock.objects.by_clock()}
+
+
+def statements(work):
+    with CaptureQueriesContext(connection) as queries:
+        result = work()
+    return [query["sql"] for query in queries if "SAVEPOINT" not in query["sql"]], result
+
+
+def lend(key, elsewhere, **policy):
+    """Let somebody else hold a key."""
+    hold = elsewhere(db_lock(key, timeout=0, **policy).acquire)
+    # Of a thread that has ended: it is not renewed, but stands for its ttl.
+    return lambda: elsewhere(hold.release)
+
+
+# What it is.
+
+
+def test_one_key_is_a_lock_and_more_are_one_lock_too():
+    assert type(db_lock("a")) is Lock
+    lock = db_lock("b", "a", "b")
+    assert isinstance(lock, MultiLock)
+    assert lock == db_lock("a", "b")
+    assert lock.keys == ("a", "b")
+    assert db_lock("a").keys == ("a",)
+
+
+def test_keys_are_taken_in_the_order_of_their_bytes():
+    keys = ["\U0001f600", "ß", "a", "Z", "z", "é", "\uffff"]
+    assert list(db_lock(*keys).keys) == sorted(keys, key=str.encode)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"), [((), TypeError), (("a", ""), ValueError), (("a", 7), TypeError), (("a", "x" * 256), ValueError)]
+)
+def test_wrong_keys_are_refused_before_any_query(keys, error, django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(error):
+        db_lock(*keys)
+
+
+def test_a_wrong_policy_is_refused_before_any_query(django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(ValueError, match="ttl"):
+        db_lock("a", "b", ttl=0)
+
+
+def test_a_hold_of_several_keys_can_be_looked_at_and_ends_like_any():
+    with db_lock("a", "b") as hold:
+        assert repr(hold) == "<MultiHold 'a', 'b' count=1 held>"
+    assert repr(hold) == "<MultiHold 'a', 'b' count=0 ended or lost>"
+    with pytest.raises(RuntimeError, match="given back already"), hold:
+        pytest.fail("the block was entered")
+
+
+# All or nothing.
+
+
+@ALL
+def test_all_keys_are_held_and_all_are_given_back(using, elsewhere):
+    lock = db_lock("a", "b", "c", using=using, timeout=0)
+    for _ in range(2):
+        with lock as hold:
+            assert hold.held
+            assert 29 < hold.remaining <= 30
+            assert list(hold.tokens) == ["a", "b", "c"]
+            assert hold.token == max(hold.tokens.values())
+            for key in lock.keys:
+                assert elsewhere(db_lock(key, using=using).try_acquire) is None
+            assert lock.locked()
+            assert lock.holder().key == "a"
+            hold.check()
+            hold.renew()
+        assert not hold.held
+        assert hold.remaining == 0
+        assert not lock.locked()
+    for key in lock.keys:
+        elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
+
+
+@FAMILY
+def test_tokens_of_each_key_grow_from_hold_to_hold(using):
+    tokens = []
+    for keys in [("a", "b"), ("b", "c"), ("c", "b", "a"), ("a", "b")]:
+        with db_lock(*keys, using=using) as hold:
+            tokens.append(hold.tokens)
+        with db_lock("b", using=using) as single:
+            tokens.append(single.tokens)
+    for key in "abc":
+        of_key = [each[key] for each in tokens if key in each]
+        assert of_key == sorted(set(of_key))
+
+
+@ALL
+@pytest.mark.parametrize("busy", ["a", "b", "c"])
+def test_if_one_is_busy_none_is_taken(using, busy, elsewhere):
+    give_back = lend(busy, elsewhere, using=using)
+    lock = db_lock("a", "b", "c", using=using, timeout=0)
+    assert lock.try_acquire() is None
+    with pytest.raises(LockTimeout) as raised:
+        lock.acquire()
+    assert raised.value.key == busy
+    assert repr(busy) in str(raised.value)
+    for key in {"a", "b", "c"} - {busy}:
+        elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
+    give_back()
+    with lock:
+        pass
+
+
+@ALL
+def test_after_the_timeout_none_is_left_taken(using, elsewhere):
+    give_back = lend("b", elsewhere, using=using)
+    started = time.monotonic()
+    with pytest.raises(LockTimeout):
+        db_lock("a", "b", "c", using=using, timeout=0.3).acquire()
+    assert 0.3 <= time.monotonic() - started < 2
+    for key in "ac":
+        elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
+    assert not LockClaim.objects.exists()
+    give_back()
+
+
+def test_the_timeout_is_for_all_keys_together(elsewhere):
+    """Without a line each key would be waited for by itself."""
+    give_back_a, give_back_b = (lend(key, elsewhere, using="memory") for key in "ab")
+    threading.Timer(0.9, give_back_a).start()
+    started = time.monotonic()
+    with pytest.raises(LockTimeout) as raised:
+        db_lock("a", "b", using="memory", timeout=1.2).acquire()
+    assert raised.value.key == "b"
+    assert 1.2 <= time.monotonic() - started < 0.9 + 1.2
+    give_back_b()
+
+
+@FAMILY
+def test_a_busy_key_is_waited_for_in_its_line(using, workers, until):
+    (other,) = workers(1)
+    other.start(jobs.hold, "b", using=using)
+    other.hear()
+    got = []
+
+    def wait():
+        try:
+            with db_lock("c", "b", "a", using=using, timeout=20) as hold:
+                got.append((hold.waited, hold.held))
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: LockClaim.objects.filter(key_resource="b").exists())
+    assert states()["a"] == LockState.HELD, "what comes before in the order is held meanwhile"
+    assert states().get("c") in {None, LockState.FREE}
+    other.tell()
+    assert other.hear() == "released"
+    thread.join(20)
+    ((waited, held),) = got
+    assert held
+    assert waited > 0
+
+
+# Cost.
+
+
+@IN_ONE
+@pytest.mark.parametrize("many", [2, 20])
+def test_one_statement_to_acquire_all_to_check_to_renew_and_to_release_all(using, many):
+    lock = db_lock(*[f"stock:{number}" for number in range(many)], using=using)
+    with lock:
+        pass
+    acquiring, hold = statements(lock.acquire)
+    checking, _ = statements(hold.check)
+    renewing, _ = statements(hold.renew)
+    releasing, _ = statements(hold.release)
+    counts = [len(sent) for sent in (acquiring, checking, renewing, releasing)]
+    assert counts == [1, 1, 1, 1], (acquiring, checking, renewing, releasing)
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+@IN_ONE
+def test_one_statement_each_in_a_transaction_too(using):
+    """Not on MariaDB, where what is not wanted after all would stay locked."""
+    lock = db_lock("a", "b", "c", using=using)
+    with lock:
+        pass
+    with transaction.atomic():
+        acquiring, hold = statements(lock.acquire)
+        releasing, _ = statements(hold.release)
+    assert [len(acquiring), len(releasing)] == [1, 1], (acquiring, releasing)
+
+
+def test_the_keeper_renews_all_in_one_statement(monkeypatch, until):
+    from dlocks.conf import backends
+
+    sizes = []
+    renew = backends["default"].renew
+
+    def counted(claims):
+        sizes.append(len(claims))
+        return renew(claims)
+
+    monkeypatch.setattr(backends["default"], "renew", counted)
+    with db_lock("a", "b", "c", ttl=0.9) as hold:
+        until(lambda: len(sizes) >= 2)
+        assert hold.held
+    assert set(sizes) == {3}
+
+
+# Entering again, leaving, losing.
+
+
+@FAMILY
+def test_a_key_that_is_held_already_is_entered_again(using, is_busy):
+    with db_lock("b", using=using) as outer:
+        with db_lock("a", "b", "c", using=using, timeout=0) as hold:
+            assert hold.tokens["b"] == outer.token
+            assert outer.count == 2
+            with db_lock("c", "a", using=using, timeout=0) as inner:
+                assert inner.tokens == {key: hold.tokens[key] for key in "ac"}
+            assert hold.held
+        assert not hold.held
+        assert outer.held
+        assert outer.count == 1
+        assert is_busy("b", using)
+        assert not is_busy("a", using)
+    assert not is_busy("b", using)
+
+
+def test_to_release_again_takes_nothing_from_an_outer_block():
+    with db_lock("b") as outer:
+        hold = db_lock("a", "b").acquire()
+        hold.release()
+        hold.release()
+        assert outer.held
+        assert outer.count == 1
+        outer.check()
+
+
+def test_reentrant_false_refuses_and_leaves_nothing(is_busy):
+    with db_lock("b") as outer:
+        with pytest.raises(RuntimeError, match="reentrant=False"):
+            db_lock("a", "b", reentrant=False).acquire()
+        assert outer.count == 1
+        assert not is_busy("a")
+
+
+@FAMILY
+def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using, is_busy):
+    told = []
+    lock = db_lock("a", "b", "c", using=using, on_lost=told.append)
+    with pytest.raises(LockLost) as raised:
+        with lock as hold:
+            ResourceLock.objects.filter(pk="b").update(owner="somebody else", version=9 * 10**15)
+            with pytest.raises(LockLost):
+                hold.check()
+            assert not hold.held
+    assert raised.value.key == "b"
+    assert told == [hold]
+    assert not is_busy("a", using)
+    assert not is_busy("c", using)
+
+
+def test_on_lost_is_told_once_however_many_keys_are_lost(until):
+    told = []
+    lock = db_lock("a", "b", "c", ttl=0.6, on_lost=told.append)
+    hold = lock.acquire()
+    ResourceLock.objects.update(owner="somebody else")
+    until(lambda: told)
+    with pytest.raises(LockLost):
+        hold.release()
+    assert told == [hold]
+    assert not list(keeper._holds)
+
+
+def test_who_waits_for_one_of_the_keys_is_handed_it(workers, until):
+    (waiter,) = workers(1)
+    with db_lock("a", "b", "c") as hold:
+        waiter.start(jobs.wait_for, "b", timeout=20)
+        assert waiter.hear() == "waiting"
+        until(lambda: hold.waiting == 1)
+    _, token = waiter.hear()
+    assert token > hold.tokens["b"]
+
+
+def test_at_least_keeps_each_key(elsewhere):
+    with db_lock("a", "b", at_least=0.5):
+        pass
+    assert elsewhere(db_lock("a").try_acquire) is None
+    with db_lock("a", "b", timeout=5) as hold:
+        assert hold.waited > 0.1
+
+
+def test_every_key_is_signalled():
+    heard = []
+
+    def acquired(hold, **_):
+        heard.append(("acquired", hold.key))
+
+    def released(hold, **_):
+        heard.append(("released", hold.key))
+
+    lock_acquired.connect(acquired)
+    lock_released.connect(released)
+    try:
+        with db_lock("b", "a"):
+            pass
+    finally:
+        lock_acquired.disconnect(acquired)
+        lock_released.disconnect(released)
+    assert heard == [("acquired", "a"), ("acquired", "b"), ("released", "a"), ("released", "b")]
+
+
+def test_who_waits_long_does_not_lose_what_it_has_already(elsewhere, until):
+    give_back = lend("b", elsewhere, ttl=20)
+    got = []
+
+    def wait():
+        try:
+            with db_lock("a", "b", ttl=0.6, timeout=20) as hold:
+                hold.check()
+                got.append(hold.tokens)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: states().get("a") == LockState.HELD)
+    time.sleep(1.5)
+    assert states()["a"] == LockState.HELD
+    give_back()
+    thread.join(20)
+    assert got
+
+
+@FAMILY
+def test_shared_keys_can_be_taken_together(using, elsewhere):
+    readers = db_lock("a", "b", using=using, shared=True, timeout=0)
+    with readers as hold:
+        other = elsewhere(readers.acquire)
+        assert elsewhere(db_rwlock("b", using=using, timeout=0).write().try_acquire) is None
+        hold.check()
+        elsewhere(other.release)
+    elsewhere(lambda: db_lock("a", "b", using=using, timeout=0).acquire().release())
+
+
+# Coroutines.
+
+
+@ALL
+async def test_the_same_for_coroutines(using):
+    lock = db_lock("a", "b", using=using, timeout=0)
+    async with lock as hold:
+        assert hold.held
+        await hold.acheck()
+        await hold.arenew()
+        assert await lock.alocked()
+        assert (await asyncio.create_task(lock.atry_acquire())) is None
+    assert not hold.held
+    hold = await lock.aacquire()
+    await hold.arelease()
+    assert not await lock.alocked()
+
+
+async def test_a_task_that_is_cancelled_while_it_waits_leaves_nothing():
+    holding, waiting = db_lock("b"), db_lock("a", "b", timeout=20)
+
+    async with holding:
+        task = asyncio.create_task(waiting.aacquire())
+        while not await db_lock("a").alocked():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not await db_lock("a").alocked()
+    async with waiting:
+        pass
+
+
+# Transactions.
+
+
+@FAMILY
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_in_a_transaction_all_keys_belong_to_it(using, roll_back, elsewhere, request):
+    lock = db_lock("a", "b", "c", using=using, timeout=0)
+    with lock:
+        pass
+    with transaction.atomic():
+        with lock as hold:
+            assert hold.scope == "transaction"
+            hold.check()
+            hold.renew()
+        if connection.vendor != "sqlite":
+            for key in lock.keys:
+                assert elsewhere(db_lock(key, using=using, timeout=0).try_acquire) is None, "not before the commit"
+        transaction.set_rollback(roll_back)
+    with elsewhere(lock.acquire) as again:
+        if not roll_back:
+            assert all(again.tokens[key] > hold.tokens[key] for key in lock.keys)
+
+
+@pytest.mark.engine("postgresql")
+@IN_ONE
+def test_a_transaction_that_did_not_get_all_keys_keeps_none(using, elsewhere):
+    with db_lock("a", "b", "c", using=using):
+        pass
+    give_back = lend("b", elsewhere, using=using)
+    with transaction.atomic():
+        assert db_lock("b", "c", using=using).try_acquire() is None
+        elsewhere(lambda: db_lock("c", using=using, timeout=0).acquire().release())
+    give_back()
+
+
+@FAMILY
+def test_a_lease_that_is_left_in_a_transaction_stays_until_its_end(using, elsewhere, until):
+    if connection.vendor == "sqlite":
+        lock = db_lock("a", "b", using=using)
+        with transaction.atomic(), pytest.raises(RuntimeError, match="one writer"):
+            db_lock("a", "b", using=using, scope="lease").acquire()
+        with lock:
+            pass
+        return
+    lock = db_lock("a", "b", using=using, scope="lease", timeout=0)
+    with transaction.atomic():
+        with lock:
+            pass
+        assert elsewhere(lock.try_acquire) is None
+        with lock as hold:
+            assert hold.held
+    until(lambda: (hold := elsewhere(lock.try_acquire)) and (elsewhere(hold.release) or True))
+
+
+# Races.
+
+
+@pytest.mark.timeout(240)
+@FAMILY
+@pytest.mark.parametrize("scope", ["lease", "transaction"])
+def test_eight_processes_with_overlapping_keys_in_any_order_never_deadlock(using, scope, workers, tmp_path):
+    """Each key has an unguarded counter; each process takes two to four keys in an order of its own."""
+    race(workers(8), [f"counter:{number}" for number in range(5)], tmp_path, using=using, scope=scope)
+
+
+@FAMILY
+@pytest.mark.parametrize("scope", ["lease", "transaction"])
+def test_two_processes_with_reversed_keys_never_deadlock(using, scope, workers, tmp_path):
+    race(workers(2), ["counter:1", "counter:2"], tmp_path, using=using, scope=scope)
+
+
+def race(crowd, keys, tmp_path, **policy):
+    for key in keys:
+        (tmp_path / key).write_text("0 0")
+    for number, worker in enumerate(crowd):
+        worker.start(jobs.count_several, str(tmp_path), keys, seed=number, seconds=3.0, timeout=None, **policy)
+    added = [worker.hear(120) for worker in crowd]
+    assert all(sum(mine.values()) for mine in added), added
+    for key in keys:
+        value, last = map(int, (tmp_path / key).read_text().split())
+        assert value == sum(mine.get(key, 0) for mine in added)
+        assert value == 0 or last > 0
+    assert not LockClaim.objects.exists()
+
+
+def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
+    victim = doomed()
+    victim.call(jobs.acquire_several, ["a", "b", "c"], ttl=1.0)
+    assert db_lock("b", "c").try_acquire() is None
+    victim.kill()
+    with db_lock("c", "a", "b", timeout=20) as hold:
+        assert hold.held
+    assert time.monotonic() - victim.killed_at < 5
+
+
+# Interrupts.
+
+
+@pytest.mark.parametrize("using", ["memory", "default"])
+def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, elsewhere):
+    lock = db_lock("a", "b", using=using)
+    with lock:
+        pass
+
+    def work():
+        with lock:
+            pass
+
+    def free():
+        hold = elsewhere(db_lock("a", "b", using=using, timeout=5).try_acquire)
+        return hold is not None and elsewhere(hold.release) is None
+
+    # The line before the first call in the function: for tracers only, no signal is handled there.
+    before_leaving = f"locks.py:{inspect.getsourcelines(Lock.__exit__)[1] + 1}"
+    for number in itertools.count():
+        with Interrupter(number) as interrupter:
+            with contextlib.suppress(KeyboardInterrupt):
+                work()
+        if interrupter.where is None:
+            break
+        if interrupter.where == before_leaving:
+            lock.__exit__(None, None, None)
+        assert free(), f"held after an interrupt at {interrupter.where}, line {number}"
+        assert not [hold for hold in list(keeper._holds) if hold.held], interrupter.where
+    assert number > 50
+    # What ended is kept alive by the tracebacks alone.
+    gc.collect()
+
+
+# Plans.
+
+
+@pytest.mark.timeout(300)
+def test_a_million_other_rows_change_nothing_in_any_plan(million_rows):  # noqa: F811
+    lock = db_lock("a", "b", "c")
+    with lock:
+        pass
+    sent, hold = statements(lock.acquire)
+    for work in (hold.check, hold.renew, hold.release):
+        sent += statements(work)[0]
+    assert len(sent) == 4
+    for sql in sent:
+        plan = explain(sql)
+        if connection.vendor == "sqlite":
+            assert not [row for row in plan if row[3].startswith("SCAN dlocks")], f"{sql}\n{plan}"
+        else:
+            assert scans_only_by_primary_key(plan), f"{sql}\n{plan}"

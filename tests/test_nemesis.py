@@ -1,0 +1,114 @@
+"""
+A short campaign on every engine, and a few seeded bugs that it has to find; ``make nemesis`` runs long ones, and all.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.nemesis.__main__ import PROCESSES, bug_plan
+from tests.nemesis.bugs import BUGS
+from tests.nemesis.campaign import Plan, run, server_for
+from tests.nemesis.checker import Held, History, Put, check
+from tests.settings import ENGINE
+
+SECONDS = 8.0
+
+
+def test_the_promises_hold_while_holders_are_stopped_and_killed():
+    """Six processes over four keys: leases and transactions, readers and writers, permits."""
+    faults = dict(PROCESSES) if ENGINE == "sqlite" else {**PROCESSES, "sessions": 1.0, "crash": 0.2}
+    report = run(Plan(engine=ENGINE, seconds=SECONDS, seed=20, pause=0.5, faults=faults))
+    assert report.passed, "\n".join(report.lines())
+    assert report.counts["grants"] > 20
+    assert report.counts["faults"] > 5
+
+
+@pytest.mark.engine("postgresql")
+def test_the_nemesis_finds_what_is_wrong():
+    """No lock at all, and one bug of each kind: what the other tests of it rest on."""
+    with server_for("postgresql", clock=True) as server:
+        found: set[str] = set()
+        for seed in range(3, 8):
+            plan = Plan(engine="postgresql", seconds=8, seed=seed, locked=False, oddities=False)
+            found |= set(run(plan, server=server, prepared=bool(found)).violations)
+            if {"tokens", "exclusion", "updates"} <= found:
+                break
+        assert {"tokens", "exclusion", "updates"} <= found
+        for name in ("release_without_an_owner", "one_permit_too_many", "given_back_before_the_commit"):
+            report = run(bug_plan(name), server=server, prepared=True)
+            assert set(report.violations) & set(BUGS[name].shows), name
+
+
+# The checker itself, on histories that say in few lines what is wrong.
+
+
+def turn(pid, got, end, token, **values):
+    return Held(
+        pid,
+        1,
+        key="k",
+        asked=got - 0.1,
+        got=got,
+        until=end,
+        end=end,
+        gone=end,
+        answer="",
+        token=token,
+        ttl=1.5,
+        **values,
+    )
+
+
+def violations(*turns, **history):
+    return set(check(History(turns=list(turns), **history)).violations)
+
+
+def test_the_checker_accepts_one_after_the_other():
+    assert violations(turn(1, 10, 11, 5), turn(2, 11.01, 12, 6)) == set()
+
+
+def test_the_checker_sees_two_at_once():
+    assert "exclusion" in violations(turn(1, 10, 11, 5), turn(2, 10.9, 12, 6))
+
+
+def test_the_checker_lets_a_hold_end_when_its_release_is_invoked():
+    assert violations(turn(1, 10, 11, 5), turn(2, 11.0001, 12, 6)) == set()
+
+
+def test_the_checker_sees_a_writer_beside_a_reader_and_one_permit_too_many():
+    share = {"mode": "s", "permits": 2}
+    assert violations(turn(1, 10, 11, 5, **share), turn(2, 10.1, 11, 6, **share)) == set()
+    three = [turn(number, 10 + number / 10, 11, number, **share) for number in (1, 2, 3)]
+    assert "exclusion" in violations(*three)
+    assert "exclusion" in violations(turn(1, 10, 11, 5, mode="s"), turn(2, 10.1, 11, 6))
+
+
+@pytest.mark.parametrize("token", [5, 4])
+def test_the_checker_sees_a_token_that_does_not_grow(token):
+    assert "tokens" in violations(turn(1, 10, 11, 5), turn(2, 11.5, 12, token))
+
+
+def test_the_checker_sees_a_lost_update_and_a_final_value_too_small():
+    puts = [Put("fenced k", 10.0 + number, 7, "", str(number)) for number in (1, 2)]
+    assert violations(puts=puts) == {"updates"}
+    assert violations(puts=puts[:1], registers={"fenced k": 7}) == {"updates"}
+    assert violations(puts=puts[:1], registers={"fenced k": 8}) == set()
+
+
+def test_the_checker_sees_a_key_that_nobody_gets():
+    late = turn(2, 20, 21, 6)
+    late.asked = 10.5
+    assert violations(turn(1, 10, 11, 5), late) == {"releases"}
+    # A holder that died keeps others out for its ttl, the grace and a poll, and no longer.
+    killed = turn(1, 10, 11, 5)
+    killed.end, killed.gone, killed.answer, killed.died = 1e6, 1e6, None, 11
+    assert violations(killed, late, events=[["kill", 11, 1, "holding", "k"]]) == {"stuck"}
+    soon = turn(2, 13, 14, 6)
+    soon.asked = 10.5
+    assert violations(killed, soon, events=[["kill", 11, 1, "holding", "k"]]) == set()
+
+
+def test_the_checker_sees_a_grant_that_the_database_never_had():
+    assert violations(turn(1, 10, 11, 5), granted={("k", 4)}) == {"phantoms"}
+    assert violations(turn(1, 10, 11, 5), granted={("k", 5)}) == set()

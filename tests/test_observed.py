@@ -1,0 +1,182 @@
+"""What ``expiry="observed"`` promises: no clock that shows a wrong time gives a key to a second holder."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection, connections
+from django.test import override_settings
+
+from dlocks import LockStale, LockTimeout, db_lock, db_rwlock
+from dlocks.conf import backends
+from dlocks.models import LockClaim, ResourceLock
+from tests import jobs
+from tests.settings import DLOCKS, PESSIMISTIC
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+TTL, GRACE = 1.0, 0.2
+KINDS = ["watching", "watching optimistic", "watching insert"]
+
+
+def watched(key="stock:7", using="watching", **policy):
+    return db_lock(key, using=using, **policy)
+
+
+def ran_out(model=ResourceLock):
+    """Make all leases ended by the database's clock, as a step of that clock would."""
+    with connection.cursor() as cursor:
+        table = model._meta.db_table
+        if connection.vendor == "postgresql":
+            cursor.execute(f"UPDATE {table} SET end_time = end_time - interval '1 hour'")
+        elif connection.vendor == "mysql":
+            cursor.execute(f"UPDATE {table} SET end_time = end_time - INTERVAL 1 HOUR")
+        else:
+            cursor.execute(f"UPDATE {table} SET end_time = strftime('%Y-%m-%d %H:%M:%f', end_time, '-1 hour') || '000'")
+
+
+@pytest.mark.parametrize("using", KINDS)
+@pytest.mark.parametrize("fair", [True, False])
+def test_a_dead_holder_s_key_is_taken_once_it_was_watched_for_ttl_and_grace(using, fair, doomed):
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using=using)
+    token = victim.hear()
+    victim.kill()
+    began = time.monotonic()
+    with watched(using=using, fair=fair, timeout=20) as hold:
+        assert time.monotonic() - began >= TTL + GRACE
+        assert hold.token > token
+        assert hold.waited < TTL + GRACE + 1.5
+
+
+@pytest.mark.parametrize("using", KINDS)
+@pytest.mark.parametrize("fair", [True, False])
+def test_a_holder_whose_lease_is_over_by_the_clock_goes_on_and_keeps_others_out(using, fair, elsewhere, until):
+    with watched(using=using) as hold:
+        ran_out()
+        with pytest.raises(LockTimeout):
+            elsewhere(watched(using=using, fair=fair, timeout=2 * TTL).acquire)
+        hold.check()
+        assert hold.held
+        hold.renew()
+        hold.check()
+
+
+def test_one_try_cannot_observe_and_answers_busy(doomed):
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using="watching")
+    victim.hear()
+    victim.kill()
+    ran_out()
+    assert watched().try_acquire() is None
+    time.sleep(TTL + GRACE)
+    # The process has seen it before, and so it can.
+    with watched(timeout=0) as hold:
+        assert hold.takeover
+
+
+def test_a_lease_longer_than_what_others_watch_for_is_refused_before_any_query(django_assert_num_queries):
+    with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
+        watched(ttl=TTL + 0.001).acquire()
+    with watched(ttl=TTL / 2):
+        pass
+
+
+def test_so_is_a_hold_that_is_handed_over_for_longer(django_assert_num_queries):
+    with watched() as hold:
+        with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
+            hold.detach(within=TTL + 0.001)
+        assert hold.held
+
+
+def test_and_one_of_a_quorum_of_which_a_member_watches(django_assert_num_queries):
+    quorum = {"BACKEND": "dlocks.backends.quorum.QuorumBackend", "OPTIONS": {"of": ["watching", "memory", "third"]}}
+    memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
+    with override_settings(DLOCKS={**DLOCKS, "quorum": quorum, "memory": memory, "third": memory}):
+        with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
+            watched(using="quorum", ttl=TTL + 0.001).acquire()
+
+
+def test_another_word_is_refused():
+    settings = {**DLOCKS, "default": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "never"}}}
+    with override_settings(DLOCKS=settings), pytest.raises(ImproperlyConfigured, match="'clock' or 'observed'"):
+        backends["default"]
+
+
+def test_who_does_not_take_over_is_told(doomed):
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using="watching")
+    victim.hear()
+    victim.kill()
+    with pytest.raises(LockStale):
+        watched(takeover=False, timeout=20).acquire()
+
+
+def test_a_dead_reader_is_in_nobody_s_way(doomed):
+    victim = doomed()
+    victim.start(jobs.read, "stock:7", using="watching")
+    victim.hear()
+    victim.kill()
+    began = time.monotonic()
+    with db_rwlock("stock:7", using="watching", timeout=20).write():
+        assert time.monotonic() - began >= TTL + GRACE
+
+
+def test_a_reader_whose_lease_is_over_by_the_clock_goes_on(elsewhere):
+    with db_rwlock("stock:7", using="watching").read() as hold:
+        ran_out(LockClaim)
+        with pytest.raises(LockTimeout):
+            elsewhere(db_rwlock("stock:7", using="watching", timeout=2 * TTL).write().acquire)
+        hold.renew()
+        hold.check()
+
+
+@pytest.mark.parametrize("lock", [watched(), db_rwlock("stock:7", using="watching").read()], ids=["alone", "shared"])
+def test_a_lease_that_could_not_be_written_is_not_made_longer(lock, monkeypatch):
+    """Others see the row as it was, and count from then."""
+    backend = backends["watching"]
+    with lock as hold:
+        monkeypatch.setattr(backend, "_count", lambda *args, locked=None: locked())
+        left = backend.renew([hold.claim])
+        monkeypatch.undo()
+        assert left == {hold.claim.owner: 0.0}
+
+
+def test_neither_the_command_nor_the_admin_ends_a_lease_by_the_clock(doomed):
+    with watched() as hold:
+        ran_out()
+        backend = backends["watching"]
+        assert sum(backend.reap()) == 0
+        assert not backend.clear("stock:7", hold.token, stale_only=True)
+        hold.check()
+
+
+@pytest.mark.parametrize("using", KINDS)
+def test_no_increment_is_lost_while_leases_end_by_the_clock_all_the_time(using, workers, tmp_path):
+    path = tmp_path / "counter"
+    path.write_text("0 0")
+    crowd = workers(4)
+    for worker in crowd:
+        worker.start(jobs.count, str(path), "counter", times=60, scope="lease", using=using, timeout=None)
+    stop = threading.Event()
+
+    def step():
+        # SQLite has one writer.
+        while not stop.wait(0.1 if connection.vendor == "sqlite" else 0.005):
+            ran_out()
+        connections.close_all()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        tokens = [worker.hear(100) for worker in crowd]
+    finally:
+        stop.set()
+        thread.join()
+    assert path.read_text().split()[0] == "240"
+    everybody = list(itertools.chain.from_iterable(tokens))
+    assert len(set(everybody)) == len(everybody)

@@ -1,0 +1,547 @@
+"""Forms and the admin: an edit that has not seen the last one saves nothing, and shows both."""
+
+from __future__ import annotations
+
+import html
+import re
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from decimal import Decimal
+from urllib.parse import urlencode
+
+import pytest
+from django import forms
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.core.files.uploadedfile import SimpleUploadedFile
+from django.db.models.signals import pre_save
+from django.forms import modelformset_factory
+from django.http import QueryDict
+from django.test import Client
+from django.utils import timezone
+
+from dlocks import StaleVersion
+from dlocks.optimistic.admin import VersionedModelAdmin, VersionedStackedInline
+from dlocks.optimistic.forms import TOKEN, Conflict, VersionedFormSet, VersionedModelForm, shown, sign_version
+from tests.models import Article, Comment, Counter
+
+pytestmark = pytest.mark.django_db
+
+LIST = "/admin/tests/article/"
+
+
+class ArticleForm(VersionedModelForm):
+    class Meta:
+        model = Article
+        fields = ["title", "body", "views", "author"]
+
+
+@pytest.fixture
+def article():
+    return Article.objects.create(title="first", body="text", views=3)
+
+
+@pytest.fixture
+def boss():
+    client = Client()
+    client.force_login(User.objects.create_superuser("boss", password="x"))
+    return client
+
+
+def sent(text: str, **changes) -> dict:
+    """Return what a browser would send of the page's form, with some values changed."""
+    data = {}
+    for tag in re.findall(r"<input [^>]*>", text):
+        attributes = {name: html.unescape(value) for name, value in re.findall(r'([\w-]+)="([^"]*)"', tag)}
+        kind, name = attributes.get("type"), attributes.get("name")
+        if not name or (kind in {"submit", "checkbox", "file"} and "checked" not in tag):
+            continue
+        if name in {"q", "action", "csrfmiddlewaretoken", "index"} or name.startswith("_"):
+            continue
+        data[name] = attributes.get("value", "")
+    for name, value in re.findall(r'<textarea [^>]*name="([^"]+)"[^>]*>\s?(.*?)</textarea>', text, re.DOTALL):
+        data[name] = html.unescape(value)
+    for name, options in re.findall(r'<select name="(\w+)"[^>]*>(.*?)</select>', text, re.DOTALL):
+        if name != "action":
+            chosen = re.findall(r'value="([^"]*)"[^>]* selected', options)
+            data[name] = chosen[0] if chosen else ""
+    return {**data, **changes}
+
+
+def page(response) -> str:
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def cells(text: str) -> list[tuple[str, ...]]:
+    """Return the rows of the comparison on a page."""
+    rows = re.findall(r"<tr>\s*<th scope=\"row\">(.*?)</th>(.*?)</tr>", text, re.DOTALL)
+    clean = re.compile(r"<[^>]+>")
+    return [
+        (
+            html.unescape(label),
+            *(html.unescape(clean.sub("", cell)) for cell in re.findall(r"<td.*?</td>", rest, re.DOTALL)),
+        )
+        for label, rest in rows
+    ]
+
+
+@contextmanager
+def before_the_write(signal, action):
+    """Have somebody else write when everything has been checked and the write is about to begin."""
+    done = []
+
+    def handler(instance, **kwargs):
+        if not done:
+            done.append(True)
+            action()
+
+    signal.connect(handler, sender=Article)
+    try:
+        yield
+    finally:
+        signal.disconnect(handler, sender=Article)
+    assert done
+
+
+# Forms
+
+
+def bound(article, form=ArticleForm, **changes):
+    """Return the form as it comes back for the row as it is now."""
+    data = QueryDict(mutable=True)
+    unbound = form(instance=article)
+    data.update({name: "" if unbound[name].value() is None else unbound[name].value() for name in unbound.fields})
+    data.update(changes)
+    for name, value in changes.items():
+        data[name] = value
+    return form(data, instance=Article.objects.get(pk=article.pk))
+
+
+def test_a_form_saves_what_nobody_has_changed_meanwhile(article):
+    form = bound(article, title="second")
+    assert form.is_valid(), form.errors
+    assert form.changed_data == ["title"]
+    assert form.save().version == 2
+
+
+def test_a_form_shows_both_values_and_keeps_what_was_entered(article):
+    author = Counter.objects.create(name="Ada")
+    Article.objects.update(title="theirs", author=author)
+    form = bound(article, title="yours", body="text")
+    assert not form.is_valid()
+    assert form.errors.as_data()["__all__"][0].code == "conflict"
+    assert isinstance(form.conflict, Conflict)
+    assert (form.conflict.held, form.conflict.found) == (1, 2)
+    both = [(one.label, one.yours, one.theirs, one.is_touched) for one in form.conflict.differences]
+    assert both == [("Title", "yours", "theirs", True), ("Author", "", "Ada", False)]
+    text = str(form)
+    assert sent(text) | {"title": "yours", "body": "text", "author": str(author.pk)} == sent(text)
+    assert "Yours" in str(form.conflict)
+    assert "theirs" in str(form.conflict)
+    assert Article.objects.get().title == "theirs"
+
+
+def test_sent_again_knowingly_it_is_saved_and_not_if_changed_once_more(article):
+    Article.objects.update(title="theirs")
+    form = bound(article, title="yours")
+    assert not form.is_valid()
+    again = sent(str(form))
+    Article.objects.update(title="third")
+    second = ArticleForm(again, instance=Article.objects.get())
+    assert not second.is_valid()
+    assert [one.theirs for one in second.conflict.differences] == ["third"]
+    third = ArticleForm(sent(str(second)), instance=Article.objects.get())
+    assert third.is_valid()
+    third.save()
+    assert Article.objects.get().title == "yours"
+
+
+def test_what_changes_after_the_forms_check_is_refused_by_save(article):
+    form = bound(article, title="yours")
+    assert form.is_valid()
+    Article.objects.update(title="theirs")
+    with pytest.raises(StaleVersion):
+        form.save()
+
+
+@pytest.mark.parametrize("token", ["", "1", "1:forged", None])
+def test_a_version_that_is_missing_or_forged_is_refused(article, token):
+    form = bound(article, title="yours", **{TOKEN: token or ""})
+    if token is None:
+        del form.data[TOKEN]
+    assert not form.is_valid()
+    assert form.errors.as_data()["__all__"][0].code == "version"
+    assert form.conflict is None
+
+
+def test_the_version_of_another_row_is_forged(article):
+    form = ArticleForm(instance=Article.objects.create())
+    assert not bound(article, **{TOKEN: form.initial[TOKEN]}).is_valid()
+    assert not bound(article, **{TOKEN: sign_version(article)}).is_valid()
+    assert bound(article).is_valid()
+
+
+def test_a_form_for_a_new_row_carries_none():
+    form = ArticleForm({"title": "new", "views": "0"})
+    assert TOKEN not in form.fields
+    assert form.is_valid()
+    assert form.save().version == 1
+
+
+def test_values_are_shown_as_people_read_them():
+    class Sample(forms.Form):
+        choice = forms.ChoiceField(choices=[("a", "Apple"), ("More", [("b", "Berry")])])
+        several = forms.MultipleChoiceField(choices=[("a", "Apple"), ("b", "Berry")])
+        flag = forms.BooleanField()
+        objects = forms.ModelMultipleChoiceField(Counter.objects.all())
+        text = forms.CharField()
+
+    with timezone.override("Asia/Tokyo"):
+        moment = datetime(2026, 11, 21, 12, 30, tzinfo=UTC)
+        assert shown(forms.DateTimeField(), moment) == "Nov. 21, 2026, 9:30 p.m."
+    ada, bob = (Counter.objects.create(name=name) for name in ("Ada", "Bob"))
+    fields = Sample().fields
+    assert shown(fields["choice"], "b") == "Berry"
+    assert shown(fields["choice"], "gone") == "gone"
+    assert shown(fields["several"], ["a", "b"]) == "Apple, Berry"
+    assert (shown(fields["flag"], True), shown(fields["flag"], False)) == ("Yes", "No")
+    assert shown(fields["objects"], [ada, bob.pk]) == "Ada, Bob"
+    assert shown(fields["objects"], Counter.objects.filter(name="Bob")) == "Bob"
+    assert (shown(fields["text"], None), shown(fields["text"], "<b>")) == ("", "<b>")
+
+
+def test_what_a_field_does_not_show_is_not_shown_by_a_conflict(article):
+    class SecretForm(VersionedModelForm):
+        class Meta:
+            model = Article
+            fields = ["title", "body"]
+            widgets = {"body": forms.PasswordInput}
+
+    Article.objects.update(body="their secret")
+    form = bound(article, SecretForm, body="my secret")
+    assert not form.is_valid()
+    assert "secret" not in str(form.conflict) + str(form)
+    assert cells(str(form.conflict)) == [("Body", "********", "********")]
+    # Nor by the token, which has the same value's mark otherwise for every row and field.
+    marks = set()
+    for one in (article, Article.objects.create(title="text", body="text")):
+        marks |= set(SecretForm(instance=one)._values.values())
+    assert len(marks) == 4
+
+
+def test_an_uploaded_file_is_a_change_whatever_its_name(article):
+    class FileForm(VersionedModelForm):
+        file = forms.FileField(required=False)
+
+        class Meta:
+            model = Article
+            fields = ["title"]
+
+    article.save()
+    old = Article(pk=article.pk, version=1, title="first")
+    old._state.adding = False
+    token = FileForm(instance=old, initial={"file": "a.txt"}).initial[TOKEN]
+    data = {"title": "first", TOKEN: token}
+    for files, touched in (({}, []), ({"file": SimpleUploadedFile("a.txt", b"new")}, [("File", True)])):
+        form = FileForm(data, files, instance=Article.objects.get(), initial={"file": "a.txt"})
+        assert not form.is_valid()
+        assert [(one.label, one.is_touched) for one in form.conflict.differences] == touched
+
+
+def test_what_was_entered_is_data_on_the_page(article):
+    Article.objects.update(title="<script>theirs</script>")
+    form = bound(article, title="<script>yours</script>")
+    assert not form.is_valid()
+    assert "<script>" not in str(form.conflict)
+    assert "&lt;script&gt;theirs" in str(form.conflict)
+
+
+@pytest.fixture
+def author():
+    return Counter.objects.create(name="Ada")
+
+
+class EveryKindForm(VersionedModelForm):
+    """Fields whose values look otherwise when they come back."""
+
+    moment = forms.SplitDateTimeField()
+    several = forms.ModelMultipleChoiceField(Counter.objects.all(), required=False)
+    price = forms.DecimalField(localize=True)
+
+    class Meta:
+        model = Article
+        fields = ["title", "author"]
+
+
+def test_what_was_not_touched_is_known_whatever_its_kind(article, author):
+    Article.objects.update(author=author)
+    initial = {
+        "moment": datetime(2026, 11, 21, 12, 30, 15, 99, tzinfo=UTC),
+        "several": [author, Counter.objects.create(name="Bob")],
+        "price": Decimal("1234.50"),
+    }
+    text = str(EveryKindForm(instance=Article.objects.get(), initial=initial))
+    data = sent(text, title="yours", several=[one.pk for one in initial["several"]])
+    Article.objects.update(title="theirs", author=None)
+    form = EveryKindForm(QueryDict(urlencode(data, doseq=True)), instance=Article.objects.get(), initial=initial)
+    assert not form.is_valid()
+    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [("Title", True), ("Author", False)]
+    assert sent(str(form))["author"] == ""
+
+
+def formset_of(data=None):
+    factory = modelformset_factory(Article, ArticleForm, formset=VersionedFormSet, extra=0, can_delete=True)
+    return factory(data, queryset=Article.objects.order_by("pk"))
+
+
+def test_a_formset_refuses_the_row_that_both_changed_and_shows_what_it_is_now(article):
+    other = Article.objects.create(title="other")
+    data = sent(str(formset_of()), **{"form-0-title": "mine", "form-1-title": "also mine"})
+    Article.objects.filter(pk=other.pk).update(title="theirs")
+    formset = formset_of(data)
+    assert not formset.is_valid()
+    assert [bool(form.errors) for form in formset.forms] == [False, True]
+    text = str(formset)
+    assert cells(text) == [("Title", "also mine", "theirs")]
+    again = formset_of(sent(text))
+    assert again.is_valid(), again.errors
+    again.save()
+    assert list(Article.objects.order_by("pk").values_list("title", flat=True)) == ["mine", "theirs"]
+
+
+def test_a_row_that_its_user_has_not_touched_is_in_nobodys_way_and_not_written_back(article):
+    other = Article.objects.create(title="other")
+    data = sent(str(formset_of()), **{"form-0-title": "mine"})
+    Article.objects.filter(pk=other.pk).update(title="theirs")
+    formset = formset_of(data)
+    assert formset.is_valid(), formset.errors
+    formset.save()
+    assert set(Article.objects.values_list("title", "version")) == {("mine", 2), ("theirs", 2)}
+    # Nor is it deleted as it was.
+    data = sent(str(formset_of()), **{"form-1-DELETE": "on"})
+    Article.objects.filter(pk=other.pk).update(title="again")
+    assert not formset_of(data).is_valid()
+
+
+# The admin's page of one row
+
+
+def test_the_admin_saves_and_logs_as_ever(boss, article):
+    url = f"{LIST}{article.pk}/change/"
+    response = boss.post(url, sent(page(boss.get(url)), title="second"))
+    assert response.status_code == 302
+    assert Article.objects.values_list("title", "version").get() == ("second", 2)
+    assert LogEntry.objects.get().get_change_message() == "Changed Title."
+    assert boss.post(f"{LIST}add/", sent(page(boss.get(f"{LIST}add/")), title="new")).status_code == 302
+    assert Article.objects.get(title="new").version == 1
+
+
+def test_the_admin_shows_yours_and_theirs_and_saves_when_sent_again(boss, article):
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), title="yours")
+    Article.objects.update(title="theirs", views=4)
+    text = page(boss.post(url, data))
+    assert "Somebody else has changed this meanwhile" in text
+    assert cells(text) == [("Title", "yours", "theirs"), ("Views", "3 not changed by you", "4")]
+    assert Article.objects.get().title == "theirs"
+    assert not LogEntry.objects.exists()
+    again = sent(text)
+    assert (again["title"], again["views"]) == ("yours", "4"), "what was entered is still there, and nothing else"
+    assert boss.post(url, again).status_code == 302
+    assert Article.objects.values_list("title", "views", "version").get() == ("yours", 4, 3)
+
+
+@pytest.mark.engine("postgresql", "mariadb")  # SQLite has one writer, which is the request itself by then.
+@pytest.mark.django_db(transaction=True)
+def test_what_changes_between_the_admins_check_and_its_write_is_shown_too(boss, article, elsewhere):
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), title="yours")
+    with before_the_write(pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))):
+        text = page(boss.post(url, data))
+    assert cells(text) == [("Title", "yours", "theirs")]
+    assert Article.objects.get().title == "theirs"
+    assert boss.post(url, sent(text)).status_code == 302
+    assert Article.objects.get().title == "yours"
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_what_changes_between_the_lists_check_and_its_write_is_shown_too(boss, article, elsewhere):
+    data = sent(page(boss.get(LIST)), _save="Save", **{"form-0-title": "yours"})
+    with before_the_write(pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))):
+        text = page(boss.post(LIST, data))
+    assert cells(text) == [("Title", "yours", "theirs")]
+    assert Article.objects.get().title == "theirs"
+
+
+def test_the_admin_of_a_row_deleted_meanwhile_says_so(boss, article):
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), title="yours")
+    article.delete()
+    response = boss.post(url, data, follow=True)
+    assert "Perhaps it was deleted?" in html.unescape(page(response))
+    assert not Article.objects.exists()
+
+
+def test_the_admin_refuses_a_form_without_its_version(boss, article):
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), title="yours")
+    del data[TOKEN]
+    assert "does not say which version" in page(boss.post(url, data))
+    assert Article.objects.get().title == "first"
+
+
+def test_a_page_that_can_only_be_viewed_needs_no_version(boss, article):
+    viewer = User.objects.create_user("viewer", password="x", is_staff=True)
+    viewer.user_permissions.set(Permission.objects.filter(codename="view_article"))
+    client = Client()
+    client.force_login(viewer)
+    assert "first" in page(client.get(f"{LIST}{article.pk}/change/"))
+
+
+# Inline rows
+
+
+def test_an_inline_row_that_changed_is_refused_and_shown(boss, article):
+    comment = Comment.objects.create(article=article, text="old")
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), **{"comments-0-text": "yours"})
+    Comment.objects.update(text="theirs")
+    text = page(boss.post(url, data))
+    assert cells(text) == [("Text", "yours", "theirs")]
+    assert Comment.objects.get().text == "theirs"
+    again = sent(text)
+    assert again["comments-0-text"] == "theirs", "the row shows what is in the database"
+    assert boss.post(url, {**again, "comments-0-text": "yours"}).status_code == 302
+    assert Comment.objects.values_list("pk", "text", "version").get() == (comment.pk, "yours", 3)
+
+
+def test_an_inline_row_that_changed_is_not_deleted(boss, article):
+    Comment.objects.create(article=article, text="old")
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), **{"comments-0-DELETE": "on"})
+    Comment.objects.update(text="theirs")
+    page(boss.post(url, data))
+    assert Comment.objects.get().text == "theirs"
+    again = sent(page(boss.get(url)), **{"comments-0-DELETE": "on"})
+    assert boss.post(url, again).status_code == 302
+    assert not Comment.objects.exists()
+
+
+def test_an_inline_row_can_be_added(boss, article):
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), **{"comments-0-text": "new"})
+    assert boss.post(url, data).status_code == 302
+    assert Comment.objects.get().version == 1
+
+
+# The list
+
+
+def test_a_row_of_the_list_that_both_changed_is_refused_and_no_other_is_saved(boss, article):
+    other = Article.objects.create(title="other")
+    data = sent(page(boss.get(LIST)), _save="Save")
+    index = {data[f"form-{number}-id"]: number for number in range(2)}
+    mine, theirs = index[str(article.pk)], index[str(other.pk)]
+    Article.objects.filter(pk=other.pk).update(title="theirs")
+    text = page(boss.post(LIST, {**data, f"form-{mine}-title": "mine", f"form-{theirs}-title": "also mine"}))
+    assert cells(text) == [("Title", "also mine", "theirs")]
+    assert set(Article.objects.values_list("title", flat=True)) == {"first", "theirs"}
+    again = sent(text, _save="Save")
+    assert again[f"form-{theirs}-title"] == "theirs"
+    assert boss.post(LIST, again).status_code == 302
+    assert set(Article.objects.values_list("title", "version")) == {("mine", 2), ("theirs", 2)}
+
+
+def test_a_row_of_the_list_that_only_somebody_else_changed_is_not_written_back(boss, article):
+    other = Article.objects.create(title="other")
+    data = sent(page(boss.get(LIST)), _save="Save")
+    mine = next(number for number in range(2) if data[f"form-{number}-id"] == str(article.pk))
+    Article.objects.filter(pk=other.pk).update(title="theirs")
+    assert boss.post(LIST, {**data, f"form-{mine}-title": "mine"}).status_code == 302
+    assert set(Article.objects.values_list("title", "version")) == {("mine", 2), ("theirs", 2)}
+
+
+def test_the_list_saves_what_nobody_changed(boss, article):
+    assert boss.post(LIST, sent(page(boss.get(LIST)), _save="Save", **{"form-0-views": "8"})).status_code == 302
+    assert Article.objects.values_list("views", "version").get() == (8, 2)
+
+
+def test_an_action_that_loses_is_not_done_twice(boss, article):
+    data = {"action": "lose", "_selected_action": [article.pk]}
+    with pytest.raises(StaleVersion):
+        boss.post(LIST, data)
+    assert admin.site.get_model_admin(Article).lost == 1
+
+
+# Deleting
+
+
+def test_the_admin_deletes_what_it_has_shown(boss, article):
+    url = f"{LIST}{article.pk}/delete/"
+    response = boss.get(url, follow=True)
+    ((address, _status),) = response.redirect_chain
+    assert "Are you sure" in page(response)
+    assert boss.post(address, {"post": "yes"}).status_code == 302
+    assert not Article.objects.exists()
+
+
+def test_the_admin_asks_again_before_it_deletes_what_has_changed(boss, article):
+    url = f"{LIST}{article.pk}/delete/"
+    ((address, _status),) = boss.get(url, follow=True).redirect_chain
+    Article.objects.update(title="theirs")
+    response = boss.post(address, {"post": "yes"}, follow=True)
+    text = page(response)
+    assert "nothing has been deleted" in text
+    assert "theirs" in text
+    assert Article.objects.count() == 1
+    assert boss.post(response.redirect_chain[-1][0], {"post": "yes"}).status_code == 302
+    assert not Article.objects.exists()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("deleted", [False, True])
+def test_what_changes_between_the_admins_look_and_its_deletion_is_not_deleted(boss, article, elsewhere, deleted):
+    ((address, _status),) = boss.get(f"{LIST}{article.pk}/delete/", follow=True).redirect_chain
+    others = Article.objects.all()
+    admin_ = admin.site.get_model_admin(Article)
+    look = admin_.get_deleted_objects
+
+    def looks_and_loses(objs, request):
+        found = look(objs, request)
+        elsewhere(others.delete if deleted else lambda: others.update(title="theirs"))
+        del admin_.get_deleted_objects
+        return found
+
+    admin_.get_deleted_objects = looks_and_loses
+    text = page(boss.post(address, {"post": "yes"}, follow=True))
+    assert "nothing has been deleted" in text
+    assert ("Perhaps it was deleted?" if deleted else "theirs") in html.unescape(text)
+    assert not LogEntry.objects.exists()
+
+
+def test_a_deletion_that_says_not_what_it_saw_is_asked_first(boss, article):
+    response = boss.post(f"{LIST}{article.pk}/delete/", {"post": "yes"}, follow=True)
+    assert "Are you sure" in page(response)
+    assert Article.objects.count() == 1
+    assert boss.get(f"{LIST}999999/delete/").status_code == 302
+
+
+# Checks
+
+
+def test_a_form_of_ones_own_that_carries_no_version_is_an_error():
+    class Inline(VersionedStackedInline):
+        model = Comment
+        form = forms.ModelForm
+
+    class Plain(VersionedModelAdmin):
+        form = forms.ModelForm
+        inlines = [Inline]
+
+    ids = [message.id for message in Plain(Article, admin.site).check()]
+    assert ids.count("dlocks.E025") == 2
+    assert not [message for message in admin.site.get_model_admin(Article).check() if message.id == "dlocks.E025"]

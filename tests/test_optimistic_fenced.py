@@ -1,0 +1,308 @@
+"""FencedModel: who has lost the lock writes nothing any more, row by row."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+
+import pytest
+from django.core.management import call_command
+from django.db import models, transaction
+
+from dlocks import LockError, StaleToken, db_lock
+from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
+from tests import jobs
+from tests.models import Machine, Robot
+
+pytestmark = pytest.mark.django_db
+
+KINDS = pytest.mark.parametrize("model", [Machine, Robot])
+
+
+@pytest.fixture
+def machine():
+    return Machine.objects.create(state="new")
+
+
+def stored(pk):
+    return Machine.objects.values_list("state", "steps", "fence").get(pk=pk)
+
+
+@KINDS
+def test_an_older_token_writes_nothing_any_more(model):
+    pk = model.objects.create().pk
+    paused = model.objects.claim(pk, 5)
+    successor = model.objects.claim(pk, 6)
+    successor.steps = 10
+    successor.save()
+    paused.steps = 1
+    for write in (paused.save, paused.delete, lambda: paused.save(update_fields=["state"])):
+        with pytest.raises(StaleToken, match="claimed with token 6; the older token 5") as caught:
+            write()
+    error = caught.value
+    assert (error.model, error.pk, error.token, error.found) == (model, pk, 5, 6)
+    assert isinstance(error, LockError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert stored(pk) == ("", 10, 6)
+
+
+@KINDS
+def test_a_claim_alone_fences_off_and_reads_what_the_last_one_left(model):
+    """Reading before claiming is how a read-modify-write is lost; the claim does it in the right order."""
+    pk = model.objects.create().pk
+    first = model.objects.claim(pk, 5)
+    first.steps = 1
+    first.save()
+    second = model.objects.claim(pk, 6)
+    assert second.steps == 1
+    with pytest.raises(StaleToken):
+        first.save()
+    second.steps += 1
+    second.save()
+    assert stored(pk) == ("", 2, 6)
+
+
+def test_an_instance_claims_itself_and_is_read_anew(machine, django_assert_num_queries):
+    other = Machine.objects.claim(machine.pk, 5)
+    other.steps = 3
+    other.save()
+    with django_assert_num_queries(2):
+        machine.claim(6)
+    assert (machine.steps, machine.fence) == (3, 6)
+    machine.steps += 1
+    with django_assert_num_queries(1):
+        machine.save()
+    with pytest.raises(StaleToken):
+        other.claim(5)
+    with pytest.raises(StaleToken):
+        Machine.objects.claim(machine.pk, 5)
+    assert stored(machine.pk) == ("new", 4, 6)
+
+
+def test_the_same_token_may_write_again(machine):
+    machine.claim(5)
+    for _ in range(3):
+        machine.steps += 1
+        machine.save()
+    Machine.objects.claim(machine.pk, 5).save()
+    assert stored(machine.pk) == ("new", 3, 5)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_hold_is_its_token(machine):
+    with db_lock("machine") as first:
+        machine.claim(first)
+        machine.state = "first"
+        machine.save()
+    with db_lock("machine") as second:
+        Machine.objects.claim(machine.pk, second)
+    with pytest.raises(StaleToken) as caught:
+        machine.save()
+    assert (caught.value.token, caught.value.found) == (first.token, second.token)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_process_stopped_under_the_lock_cannot_write_over_its_successors_work(doomed, workers):
+    pk = Machine.objects.create(steps=10).pk
+    paused, successor = doomed(), workers(1)[0]
+    paused.start(jobs.step_machine, pk, 5)
+    assert paused.hear() == 10
+    paused.stop()
+    successor.start(jobs.step_machine, pk, 6)
+    assert successor.hear() == 10
+    successor.tell()
+    assert successor.hear() is None
+    paused.resume()
+    paused.tell()
+    assert paused.hear() == "StaleToken"
+    assert stored(pk) == ("", 11, 6)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_eight_processes_that_take_the_row_from_each_other_lose_no_step(workers):
+    """Each claims with a newer token whenever it likes: what was saved was read after the claim, or refused."""
+    pk = Machine.objects.create().pk
+    actors = workers(8)
+    for number, worker in enumerate(actors):
+        worker.start(jobs.step_with_newer_tokens, pk, number, 12)
+    for worker in actors:
+        assert worker.hear() == "ready"
+    for worker in actors:
+        worker.tell()
+    refused = sum(worker.hear() for worker in actors)
+    assert stored(pk)[1] == 8 * 12
+    assert refused > 0, "nobody took it from anybody"
+
+
+def test_without_a_token_nothing_is_written(machine, django_assert_num_queries):
+    with django_assert_num_queries(0):
+        for write in (
+            machine.save,
+            lambda: machine.save(update_fields=["state"]),
+            lambda: Machine.objects.update(state="x"),
+            lambda: Machine.objects.filter(pk=1).delete(),
+            lambda: Machine.objects.bulk_update([machine], ["state"]),
+        ):
+            with pytest.raises(RuntimeError, match="only with a token"):
+                write()
+    with pytest.raises(RuntimeError, match="only with a token"):
+        machine.delete()
+    with pytest.raises(RuntimeError, match="only with a token"):
+        Machine.objects.update_or_create(state="new", defaults={"steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("hold", "error"), [(None, TypeError), ("5", TypeError), (True, TypeError), (object(), TypeError), (0, ValueError)]
+)
+def test_what_is_no_token_is_refused_before_any_query(hold, error, machine, django_assert_num_queries):
+    with django_assert_num_queries(0):
+        for use in (machine.claim, Machine.objects.fenced, lambda hold: Machine.objects.claim(1, hold)):
+            with pytest.raises(error):
+                use(hold)
+        if hold is not None:
+            with pytest.raises(error):
+                machine.save(token=hold)
+
+
+def test_save_and_delete_take_a_token_for_one_call(machine):
+    machine.state = "set"
+    machine.save(token=5)
+    assert stored(machine.pk) == ("set", 0, 5)
+    with pytest.raises(RuntimeError, match="only with a token"):
+        machine.save()
+    with pytest.raises(StaleToken):
+        machine.save(token=4)
+    with pytest.raises(StaleToken):
+        machine.delete(token=4)
+    machine.delete(token=5)
+    assert not Machine.objects.exists()
+
+
+def test_new_rows_need_no_token_and_may_have_one():
+    assert Machine.objects.create().fence == 0
+    made = Machine(state="made")
+    made.save(token=7)
+    assert stored(made.pk) == ("made", 0, 7)
+    with pytest.raises(StaleToken):
+        Machine.objects.claim(made.pk, 6)
+
+
+def test_a_deleted_row_is_not_inserted_again(machine):
+    machine.claim(5)
+    Machine.objects.claim(machine.pk, 6).delete()
+    for write in (machine.save, machine.delete):
+        with pytest.raises(StaleToken, match="is gone"):
+            write()
+    with pytest.raises(Machine.DoesNotExist):
+        machine.claim(7)
+    with pytest.raises(Machine.DoesNotExist):
+        Machine.objects.claim(machine.pk, 7)
+    assert not Machine.objects.exists()
+
+
+@KINDS
+def test_querysets_write_with_a_token_all_rows_or_none(model):
+    rows = [model.objects.create(state="new") for _ in range(3)]
+    model.objects.claim(rows[1].pk, 9)
+    old, new = model.objects.fenced(8), model.objects.fenced(10)
+    for row in rows:
+        row.state = "bulk"
+    for write in (
+        lambda: old.filter(state="new").update(steps=1),
+        lambda: old.bulk_update(rows, ["state"]),
+        lambda: old.filter(state="new").delete(),
+    ):
+        with pytest.raises(StaleToken) as caught:
+            write()
+        assert (caught.value.pk, caught.value.token, caught.value.found) == (rows[1].pk, 8, 9)
+    assert sorted(Machine.objects.values_list("state", "steps", "fence")) == [
+        ("new", 0, 0),
+        ("new", 0, 0),
+        ("new", 0, 9),
+    ]
+    assert new.filter(state="new").update(steps=models.F("steps") + 1) == 3
+    assert new.bulk_update(rows, ["state"]) == 3
+    assert set(Machine.objects.values_list("state", "steps", "fence")) == {("bulk", 1, 10)}
+    new.filter(state="bulk").delete()
+    assert not Machine.objects.exists()
+
+
+def test_an_older_token_is_no_hindrance_to_other_rows():
+    first, second = Machine.objects.create(), Machine.objects.create()
+    Machine.objects.claim(first.pk, 9)
+    assert Machine.objects.fenced(5).filter(pk=second.pk).update(steps=1) == 1
+
+
+def test_the_fence_itself_is_no_value_to_write(machine):
+    with pytest.raises(ValueError, match="fence"):
+        Machine.objects.fenced(5).update(fence=1)
+    with pytest.raises(ValueError, match="update_conflicts"):
+        Machine.objects.bulk_create([machine], update_conflicts=True, update_fields=["state"], unique_fields=["id"])
+    with pytest.raises(TypeError, match="slice"):
+        Machine.objects.fenced(5)[:1].update(steps=1)
+    machine.claim(5)
+    machine.fence = 1
+    machine.save()
+    assert stored(machine.pk)[2] == 5
+
+
+def test_the_callers_transaction_can_go_on_after_a_refusal(machine):
+    Machine.objects.claim(machine.pk, 9)
+    with transaction.atomic():
+        with pytest.raises(StaleToken):
+            machine.save(token=5)
+        with pytest.raises(StaleToken):
+            Machine.objects.fenced(5).update(steps=1)
+        machine.claim(9)
+        machine.save()
+
+
+def test_a_fixture_lowers_no_fence(machine, tmp_path):
+    dumped = io.StringIO()
+    call_command("dumpdata", "tests.Machine", stdout=dumped)
+    machine.claim(5)
+    (row,) = json.loads(dumped.getvalue())
+    row["fields"]["state"] = "loaded"
+    path = tmp_path / "machines.json"
+    path.write_text(json.dumps([row]))
+    call_command("loaddata", path, verbosity=0)
+    assert stored(machine.pk) == ("loaded", 0, 5)
+
+
+async def test_coroutines_have_the_same():
+    machine = await Machine.objects.acreate()
+    await machine.aclaim(5)
+    claimed = await Machine.objects.aclaim(machine.pk, 6)
+    await claimed.asave()
+    with pytest.raises(StaleToken):
+        await machine.asave()
+    await machine.asave(token=7)
+    with pytest.raises(StaleToken):
+        await claimed.adelete()
+    await machine.adelete(token=7)
+
+
+def test_the_checks_find_a_plain_manager_and_a_model_that_is_both():
+    from django.apps import apps
+
+    class Plain(FencedModel):
+        objects = models.Manager()
+
+        class Meta:
+            app_label = "tests"
+
+    class Both(VersionedModel, FencedModel):
+        objects = FencedManager()
+
+        class Meta:
+            app_label = "tests"
+
+    try:
+        assert [message.id for message in Plain.check() if message.id.startswith("dlocks")] == ["dlocks.E024"]
+        assert "dlocks.E023" in [message.id for message in Both.check()]
+        assert not [message for message in Machine.check() + Robot.check() if message.id.startswith("dlocks")]
+    finally:
+        for model in (Plain, Both):
+            apps.all_models["tests"].pop(model._meta.model_name)
+        apps.clear_cache()

@@ -1,0 +1,793 @@
+"""VersionedModel: no write goes over one that it has not seen, by whatever way Django has of writing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.core import checks, serializers
+from django.core.management import call_command
+from django.db import DatabaseError, IntegrityError, connection, connections, models, transaction
+from django.db.migrations.state import ModelState, ProjectState
+from django.db.models import F
+from django.db.models.signals import post_save, pre_save
+
+from dlocks import LockError, StaleVersion
+from dlocks.optimistic import VersionedManager, VersionedModel, VersionedQuerySet, VersionField, microseconds
+from tests.models import Article, ArticleProxy, Comment, Counter, Footnote, Page, Report, Restaurant, Seat
+
+pytestmark = pytest.mark.django_db
+
+KINDS = pytest.mark.parametrize(
+    ("model", "field"), [(Article, "title"), (Report, "pages"), (ArticleProxy, "title"), (Restaurant, "stars")]
+)
+
+
+@pytest.fixture
+def article():
+    return Article.objects.create(title="first")
+
+
+@pytest.fixture
+def another(article):
+    """The same row, read before anything else happens to it."""
+    return Article.objects.get(pk=article.pk)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory, django_db_setup, django_db_blocker):
+    """A second database with the same tables."""
+    path = tmp_path_factory.mktemp("other") / "other.sqlite3"
+    settings = {**connection.settings_dict, "ENGINE": "django.db.backends.sqlite3", "NAME": path, "OPTIONS": {}}
+    connections.databases["other"] = settings
+    with django_db_blocker.unblock():
+        with connections["other"].schema_editor() as editor:
+            for model in (Counter, Article, Report, Comment, Footnote):
+                editor.create_model(model)
+        yield "other"
+        connections["other"].close()
+    del connections["other"]
+    del connections.databases["other"]
+
+
+def stored(model, pk):
+    return model.objects.values_list("version", flat=True).get(pk=pk)
+
+
+# save()
+
+
+@KINDS
+def test_a_save_that_has_not_seen_the_last_one_is_refused_with_what_was_held_and_found(model, field):
+    first = model.objects.create()
+    second, third = model.objects.get(pk=first.pk), model.objects.get(pk=first.pk)
+    setattr(first, field, "7")
+    first.save()
+    setattr(second, field, "8")
+    with pytest.raises(StaleVersion, match="version 1 was held, version 2 was found") as caught:
+        second.save()
+    error = caught.value
+    assert (error.model, error.pk, error.held, error.found) == (model, first.pk, 1, 2)
+    assert isinstance(error, LockError)
+    assert str(getattr(model.objects.get(pk=first.pk), field)) == "7"
+    assert second.version == 1, "a refused save leaves the instance as it was"
+    with pytest.raises(StaleVersion):
+        third.save(force_update=True)
+
+
+def test_the_version_starts_at_one_and_counts_every_write(article):
+    assert (article.version, stored(Article, article.pk)) == (1, 1)
+    for expected in (2, 3, 4):
+        article.save()
+        assert (article.version, stored(Article, article.pk)) == (expected, expected)
+    assert Article(title="not there yet").version == 0
+
+
+def test_the_comparison_costs_no_query_and_is_in_the_update_itself(article, django_assert_num_queries):
+    with django_assert_num_queries(1) as captured:
+        article.save()
+    where = captured[0]["sql"].split("WHERE")[1]
+    assert "version" in where
+
+
+def test_the_error_can_be_pickled_and_says_what_to_do(article, another):
+    article.save()
+    with pytest.raises(StaleVersion) as caught:
+        another.save()
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert str(copied) == str(caught.value)
+    assert "Nothing was written: read it again" in str(copied)
+    assert (copied.model, copied.pk, copied.pks) == (Article, article.pk, (article.pk,))
+
+
+@KINDS
+def test_a_deleted_row_is_not_inserted_again(model, field):
+    instance = model.objects.create()
+    model.objects.get(pk=instance.pk).delete()
+    for options in ({}, {"force_update": True}, {"update_fields": [field]}):
+        with pytest.raises(StaleVersion, match="is gone") as caught:
+            instance.save(**options)
+        assert caught.value.found is None
+    assert not model.objects.exists()
+    assert not any(parent.objects.exists() for parent in model._meta.parents)
+
+
+def test_update_fields_compare_and_count_too(article, another):
+    article.title = "second"
+    article.save(update_fields=["title"])
+    assert (article.version, stored(Article, article.pk)) == (2, 2)
+    with pytest.raises(StaleVersion):
+        another.save(update_fields=["body"])
+    assert Article.objects.get().body == ""
+    article.save(update_fields=[])
+    assert stored(Article, article.pk) == 2, "no field, no write"
+    article.save(update_fields=["version"])
+    assert (article.version, stored(Article, article.pk)) == (3, 3)
+
+
+def test_update_fields_of_a_child_table_count_the_version_in_the_parents():
+    report, second = Report.objects.create(), Report.objects.get()
+    report.pages = 7
+    report.save(update_fields=["pages"])
+    assert (report.version, stored(Article, report.pk)) == (2, 2)
+    second.pages = 8
+    with pytest.raises(StaleVersion):
+        second.save(update_fields=["pages"])
+    assert Report.objects.get().pages == 7
+    # And the parent by itself is the same row.
+    parent = Article.objects.get(pk=report.pk)
+    parent.save()
+    with pytest.raises(StaleVersion):
+        report.save()
+
+
+def test_f_expressions_are_written_once_and_compared(article, another):
+    article.views = F("views") + 1
+    article.save(update_fields=["views"])
+    article.refresh_from_db()
+    assert (article.views, article.version) == (1, 2)
+    another.views = F("views") + 1
+    with pytest.raises(StaleVersion):
+        another.save()
+    assert Article.objects.get().views == 1
+
+
+def test_force_insert_inserts_and_a_failed_one_leaves_the_version(article):
+    article.save()
+    with pytest.raises(IntegrityError), transaction.atomic():
+        article.save(force_insert=True)
+    assert article.version == 2
+    fresh = Article(pk=article.pk + 1, title="new")
+    fresh.save(force_insert=True)
+    assert fresh.version == 1
+
+
+def test_a_failing_child_table_leaves_the_version():
+    report, taken = Report.objects.create(), Article.objects.create()
+    taken.save()
+    clash = Report(article_ptr=taken, pages=1)
+    with pytest.raises(IntegrityError), transaction.atomic():
+        clash.save()
+    assert clash.version == 0
+    report.pages = "not a number"
+    with pytest.raises(ValueError, match="not a number"):
+        report.save()
+    assert (report.version, stored(Report, report.pk)) == (1, 1)
+
+
+def test_a_new_instance_never_writes_over_a_row_that_it_has_not_read(article):
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Article(pk=article.pk, title="over").save()
+    with pytest.raises(ValueError, match="was not read"):
+        Article(pk=article.pk, title="over").save(force_update=True)
+    with pytest.raises(ValueError, match="was not read"):
+        Article(pk=article.pk, title="over").delete()
+    assert Article.objects.get().title == "first"
+
+
+def test_a_version_from_elsewhere_is_compared_as_one_that_was_read(article):
+    article.save()
+    with pytest.raises(StaleVersion):
+        Article(pk=article.pk, title="over", version=1).save(force_update=True)
+    Article(pk=article.pk, title="over", version="2").save(update_fields=["title"])
+    found = Article.objects.get()
+    assert (found.title, found.version) == ("over", 3)
+    found.version = 1
+    with pytest.raises(StaleVersion):
+        found.save()
+
+
+@pytest.mark.parametrize("adding", [True, False])
+def test_a_copy_starts_anew(article, adding):
+    article.save()
+    clone = copy.copy(article)
+    clone._state = copy.copy(article._state)
+    clone.pk, clone._state.adding = None, adding
+    clone.save()
+    assert clone.pk != article.pk
+    assert (clone.version, stored(Article, clone.pk), stored(Article, article.pk)) == (1, 1, 2)
+    article.save()
+
+
+def test_refresh_from_db_renews(article, another):
+    article.save()
+    another.refresh_from_db()
+    another.title = "seen"
+    another.save()
+    assert stored(Article, article.pk) == 3
+
+
+def test_to_write_over_whatever_is_there_is_two_words(article, another):
+    article.save()
+    another.title = "mine"
+    another.refresh_from_db(fields=["version"])
+    another.save()
+    assert Article.objects.get().title == "mine"
+
+
+def test_an_instance_pickled_between_two_requests_is_still_compared(article):
+    kept = pickle.dumps(Article.objects.get())
+    article.save()
+    with pytest.raises(StaleVersion):
+        pickle.loads(kept).save()
+
+
+def test_handlers_see_the_new_version_and_may_save_again(article):
+    seen = []
+
+    def handler(instance, created, **kwargs):
+        seen.append((instance.version, created))
+        if len(seen) == 1:
+            instance.save()
+
+    post_save.connect(handler, sender=Article)
+    try:
+        article.save()
+    finally:
+        post_save.disconnect(handler, sender=Article)
+    assert seen == [(2, False), (3, False)]
+    assert (article.version, stored(Article, article.pk)) == (3, 3)
+
+
+def test_a_refused_save_does_not_tell_that_it_saved(article, another):
+    told = []
+
+    def handler(**kwargs):
+        told.append(kwargs["signal"])
+
+    pre_save.connect(handler, sender=Article)
+    post_save.connect(handler, sender=Article)
+    try:
+        article.save()
+        with pytest.raises(StaleVersion):
+            another.save()
+    finally:
+        pre_save.disconnect(handler, sender=Article)
+        post_save.disconnect(handler, sender=Article)
+    assert told == [pre_save, post_save, pre_save]
+
+
+# Transactions
+
+
+@KINDS
+def test_the_callers_transaction_can_go_on_after_a_refusal(model, field):
+    """Nothing was written, so there is nothing to roll back but what the caller wants to."""
+    first, second = model.objects.create(), model.objects.get()
+    with transaction.atomic():
+        first.save()
+        with pytest.raises(StaleVersion):
+            second.save()
+        with pytest.raises(StaleVersion):
+            second.delete()
+        with pytest.raises(StaleVersion):
+            model.objects.bulk_update([second], [field])
+        second.refresh_from_db()
+        setattr(second, field, "9")
+        second.save()
+    assert str(getattr(model.objects.get(), field)) == "9"
+
+
+def test_another_error_still_breaks_the_callers_transaction_as_django_has_it(article):
+    article.author_id = "x"
+    with transaction.atomic():
+        with pytest.raises(ValueError, match="expected a number"):
+            article.save()
+        with pytest.raises(transaction.TransactionManagementError):
+            Article.objects.count()
+        transaction.set_rollback(True)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_after_a_rollback_the_instance_is_stale_and_says_so_rather_than_guess():
+    article = Article.objects.create()
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        article.save()
+        raise ZeroDivisionError
+    assert (article.version, stored(Article, article.pk)) == (2, 1)
+    with pytest.raises(StaleVersion, match="version 2 was held, version 1 was found"):
+        article.save()
+    article.refresh_from_db()
+    article.save()
+
+
+# delete()
+
+
+@KINDS
+def test_a_delete_that_has_not_seen_the_last_write_is_refused(model, field):
+    first = model.objects.create()
+    second = model.objects.get()
+    first.save()
+    with pytest.raises(StaleVersion) as caught:
+        second.delete()
+    assert (caught.value.held, caught.value.found, second.pk, second.version) == (1, 2, first.pk, 1)
+    assert model.objects.count() == 1
+    assert first.delete()[0] >= 1
+    assert not model.objects.exists()
+    with pytest.raises(StaleVersion, match="is gone"):
+        second.delete()
+
+
+def test_a_refused_delete_takes_nothing_else_with_it(article, another):
+    Footnote.objects.create(article=article)
+    article.save()
+    with pytest.raises(StaleVersion):
+        another.delete()
+    assert Footnote.objects.count() == 1
+    assert article.delete() == (2, {"tests.Footnote": 1, "tests.Article": 1})
+
+
+def test_keep_parents_counts_the_parent_that_stays():
+    report, parent = Report.objects.create(), Article.objects.get()
+    report.delete(keep_parents=True)
+    with pytest.raises(StaleVersion):
+        parent.save()
+
+
+def test_deleted_and_saved_again_it_is_a_new_row(article):
+    article.save()
+    article.delete()
+    article.save()
+    assert (article.version, Article.objects.count()) == (1, 1)
+
+
+def test_an_unsaved_instance_cannot_be_deleted_as_in_django():
+    with pytest.raises(ValueError, match="can't be deleted"):
+        Article().delete()
+
+
+# Querysets
+
+
+@KINDS
+def test_update_is_seen_by_whoever_has_read_the_row(model, field):
+    instance = model.objects.create()
+    model.objects.create()
+    assert model.objects.filter(pk=instance.pk).update(**{field: "5"}) == 1
+    assert str(getattr(model.objects.get(pk=instance.pk), field)) == "5"
+    with pytest.raises(StaleVersion):
+        instance.save()
+    assert sorted(model.objects.values_list("version", flat=True)) == [1, 2]
+
+
+def test_update_of_parent_and_child_counts_once():
+    report = Report.objects.create()
+    assert Report.objects.update(title="t", pages=3) == 1
+    assert stored(Report, report.pk) == 2
+
+
+def test_update_with_f_and_a_filter_on_the_version_is_a_compare_and_swap(article):
+    rows = Article.objects.filter(pk=article.pk, version=article.version)
+    assert rows.update(views=F("views") + 1) == 1
+    assert rows.update(views=F("views") + 1) == 0
+    assert Article.objects.get().views == 1
+
+
+def test_update_takes_no_version_as_a_value(article, django_assert_num_queries):
+    with django_assert_num_queries(0):
+        with pytest.raises(ValueError, match="counts itself"):
+            Article.objects.update(version=7)
+        with pytest.raises(ValueError, match="counts itself"):
+            Article.objects.bulk_update([article], ["version"])
+        assert Article.objects.none().update(title="x") == 0
+
+
+def test_update_by_a_related_manager_and_by_another_rows_deletion_counts(article):
+    author = Counter.objects.create(name="a")
+    author.articles.add(article)
+    assert stored(Article, article.pk) == 2
+    article.refresh_from_db()
+    author.delete()
+    assert stored(Article, article.pk) == 3, "on_delete=SET_NULL has written the row"
+    with pytest.raises(StaleVersion):
+        article.save()
+
+
+@KINDS
+def test_bulk_update_compares_all_and_names_the_stale(model, field):
+    rows = [model.objects.create() for _ in range(5)]
+    for row in rows:
+        setattr(row, field, "6")
+    rows[0].save()
+    for stale in (rows[1], rows[3]):
+        model.objects.get(pk=stale.pk).save()
+    gone = rows[4].pk
+    model.objects.get(pk=gone).delete()
+    with pytest.raises(StaleVersion, match="3 rows are stale") as caught:
+        model.objects.bulk_update(rows, [field])
+    error = caught.value
+    assert (error.pk, error.held, error.found) == (rows[1].pk, 1, 2)
+    assert error.pks == (rows[1].pk, rows[3].pk, gone)
+    written = [str(value) for value in model.objects.order_by("pk").values_list(field, flat=True)]
+    assert written.count("6") == 1, "nothing was written but what save() wrote"
+    assert [row.version for row in rows] == [2, 1, 1, 1, 1]
+
+
+@KINDS
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_bulk_update_writes_and_counts_once(model, field, batch_size):
+    rows = [model.objects.create() for _ in range(5)]
+    rows[2].save()
+    for row in rows:
+        setattr(row, field, "6")
+    assert model.objects.bulk_update(rows, [field], batch_size=batch_size) == 5
+    assert [row.version for row in rows] == [2, 2, 3, 2, 2]
+    for row in rows:
+        row.save()
+
+
+def test_bulk_update_of_many_rows_on_every_engine():
+    """More of them than an engine takes parameters in one statement."""
+    rows = Article.objects.bulk_create(Article(title="t") for _ in range(1200))
+    if rows[0].pk is None:
+        rows = list(Article.objects.all())
+    for row in rows:
+        row.views = 3
+    assert Article.objects.bulk_update(rows, ["views"]) == 1200
+    assert set(Article.objects.values_list("views", "version")) == {(3, 2)}
+
+
+def test_bulk_update_refuses_nonsense_as_django_does(article):
+    with pytest.raises(ValueError, match="two instances"):
+        Article.objects.bulk_update([article, Article.objects.get()], ["title"])
+    with pytest.raises(ValueError, match="Batch size"):
+        Article.objects.bulk_update([article], ["title"], batch_size=0)
+    with pytest.raises(ValueError, match="primary key"):
+        Article.objects.bulk_update([Article()], ["title"])
+    with pytest.raises(ValueError, match="Field names"):
+        Article.objects.bulk_update([article], [])
+    assert Article.objects.bulk_update([], ["title"]) == 0
+    assert (article.version, stored(Article, article.pk)) == (1, 1)
+
+
+def test_bulk_create_starts_versions_and_does_not_write_over_rows(article):
+    rows = Article.objects.bulk_create([Article(title="a"), Article(title="b", version=9)])
+    assert [row.version for row in rows] == [1, 1]
+    assert set(Article.objects.values_list("version", flat=True)) == {1}
+    with pytest.raises(ValueError, match="update_conflicts"):
+        Article.objects.bulk_create([article], update_conflicts=True, update_fields=["title"], unique_fields=["id"])
+
+
+def test_get_or_create_and_update_or_create(article):
+    found, created = Article.objects.get_or_create(title="first")
+    assert (found.pk, created, found.version) == (article.pk, False, 1)
+    found, created = Article.objects.update_or_create(title="first", defaults={"body": "b"})
+    assert (created, found.version, stored(Article, article.pk)) == (False, 2, 2)
+    with pytest.raises(StaleVersion):
+        article.save()
+    made, created = Article.objects.update_or_create(title="new", defaults={"body": "b"})
+    assert (created, made.version) == (True, 1)
+    made.save()
+
+
+def test_select_for_update_reads_as_ever(article):
+    with transaction.atomic():
+        locked = Article.objects.select_for_update().get(pk=article.pk)
+        locked.title = "locked"
+        locked.save()
+    with pytest.raises(StaleVersion):
+        article.save()
+
+
+def test_select_related_instances_are_compared(article):
+    comment = Comment.objects.create(article=article)
+    beside = Comment.objects.select_related("article").get(pk=comment.pk).article
+    article.save()
+    with pytest.raises(StaleVersion):
+        beside.save()
+    fetched = Comment.objects.prefetch_related("article").get(pk=comment.pk).article
+    fetched.save()
+    assert stored(Article, article.pk) == 3
+
+
+def test_deleting_by_a_queryset_takes_what_is_there(article):
+    Article.objects.get().save()
+    assert Article.objects.filter(pk=article.pk, version=article.version).delete()[0] == 0
+    assert Article.objects.filter(pk=article.pk).delete()[0] == 1
+
+
+# The version not loaded
+
+
+def test_only_loads_the_version_too(article, django_assert_num_queries):
+    partly = Article.objects.only("title").get()
+    with django_assert_num_queries(1):
+        partly.title = "second"
+        partly.save()
+    assert stored(Article, article.pk) == 2
+    with pytest.raises(StaleVersion):
+        article.save()
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: Article.objects.defer("version").get(),
+        lambda: Article.objects.raw("SELECT id, title FROM tests_article")[0],
+        lambda: Comment.objects.select_related("article").only("article__title", "text").get().article,
+    ],
+)
+def test_without_its_version_an_instance_is_not_written(article, load):
+    """Reading it late does not help: it would be that of another state than the other values'."""
+    Comment.objects.create(article=article)
+    partly = load()
+    article.save()
+    assert partly.version == 2
+    partly.title = "over"
+    for write in (partly.save, partly.delete, partly.check_version):
+        with pytest.raises(RuntimeError, match="without its version"):
+            write()
+    with pytest.raises(RuntimeError, match="without its version"):
+        Article.objects.bulk_update([partly], ["title"])
+    assert Article.objects.get().title == "first"
+    partly.refresh_from_db(fields=["version"])
+    partly.save(update_fields=["title"])
+    assert Article.objects.get().title == "over"
+
+
+# Fixtures and other databases
+
+
+def test_loaddata_writes_what_the_fixture_says_and_never_an_earlier_version(article, tmp_path):
+    for _ in range(4):
+        article.save()
+    dumped = io.StringIO()
+    call_command("dumpdata", "tests.Article", stdout=dumped)
+    (row,) = json.loads(dumped.getvalue())
+    assert row["fields"]["version"] == 5
+    path = tmp_path / "articles.json"
+
+    row["fields"] |= {"title": "loaded", "version": 2}
+    path.write_text(json.dumps([row]))
+    call_command("loaddata", path, verbosity=0)
+    assert Article.objects.values_list("title", "version").get() == ("loaded", 6)
+    with pytest.raises(StaleVersion):
+        article.save()
+
+    row["fields"]["version"] = 40
+    path.write_text(json.dumps([row]))
+    call_command("loaddata", path, verbosity=0)
+    assert stored(Article, article.pk) == 40
+
+    Article.objects.all().delete()
+    row["fields"]["version"] = 3
+    path.write_text(json.dumps([row]))
+    call_command("loaddata", path, verbosity=0)
+    assert stored(Article, article.pk) == 3
+
+
+def test_a_fixture_of_a_child_loads_too(tmp_path):
+    report = Report.objects.create(title="t", pages=1)
+    report.save()
+    dumped = io.StringIO()
+    call_command("dumpdata", "tests.Article", "tests.Report", stdout=dumped)
+    Report.objects.all().delete()
+    path = tmp_path / "reports.json"
+    path.write_text(dumped.getvalue())
+    for version in (2, 3):
+        call_command("loaddata", path, verbosity=0)
+        assert stored(Report, report.pk) == version
+
+
+def test_a_deserialized_object_knows_its_version_after_the_save(article):
+    article.save()
+    (loaded,) = serializers.deserialize("json", serializers.serialize("json", [article]))
+    loaded.save()
+    assert loaded.object.version == 3
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_using_writes_and_compares_in_that_database(article, other):
+    article.save()
+    article.save(using=other)
+    assert (article._state.db, article.version, stored(Article, article.pk)) == ("other", 1, 2)
+    assert Article.objects.using(other).get().title == "first"
+    second = Article.objects.using(other).get()
+    article.title = "there"
+    article.save()
+    assert Article.objects.get().title == "first"
+    with pytest.raises(StaleVersion):
+        second.save()
+    with pytest.raises(StaleVersion):
+        second.delete()
+    here = Article.objects.get()
+    here.save(using=other)
+    assert Article.objects.using(other).get().version == 3, "both had version 2"
+    older = Article.objects.get()
+    with pytest.raises(StaleVersion):
+        older.save(using=other)
+    Article.objects.using(other).get().delete()
+    assert Article.objects.count() == 1
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_a_row_deleted_in_its_own_database_is_not_inserted_there_again_by_using(article, other):
+    Article.objects.all().delete()
+    with pytest.raises(StaleVersion):
+        article.save(using="default")
+
+
+# Other ways to count and look
+
+
+def test_touch_counts_up_and_writes_nothing_else(article, another):
+    before = article.changed_at
+    article.title = "not written"
+    article.touch()
+    assert (article.version, stored(Article, article.pk)) == (2, 2)
+    assert Article.objects.values_list("title", "changed_at").get() == ("first", before)
+    with pytest.raises(StaleVersion):
+        another.touch()
+
+
+def test_check_version_tells_without_writing(article, another):
+    another.check_version()
+    article.save()
+    with pytest.raises(StaleVersion):
+        another.check_version()
+    article.delete()
+    with pytest.raises(StaleVersion, match="is gone"):
+        another.check_version()
+
+
+def test_ignored_fields_neither_compare_nor_count():
+    page = Page.objects.create(slug="a")
+    stale = Page.objects.get()
+    page.save()
+    version = page.lock_version
+    stale.hits = 5
+    stale.save(update_fields=["hits"])
+    Page.objects.update(hits=F("hits") + 1)
+    Page.objects.bulk_update([stale], ["hits"])
+    assert Page.objects.get().lock_version == version
+    with pytest.raises(StaleVersion):
+        stale.save(update_fields=["hits", "text"])
+    with pytest.raises(StaleVersion):
+        stale.save()
+    Page.objects.update(hits=0, text="t")
+    assert Page.objects.get().lock_version == version + 1
+    Page.objects.get().delete()
+    with pytest.raises(DatabaseError):
+        page.save(update_fields=["hits"])
+
+
+def test_a_row_made_again_under_the_same_key_is_another_row():
+    """Its versions start with the clock, so an editor of the old one cannot write over it."""
+    old = Page.objects.create(slug="a", text="old")
+    Page.objects.get().delete()
+    new = Page.objects.create(slug="a", text="new")
+    assert new.lock_version > old.lock_version > 1_000_000_000_000_000
+    with pytest.raises(StaleVersion):
+        old.save()
+
+
+def test_a_key_of_several_columns_is_compared_too():
+    seats = [Seat.objects.create(row=1, number=number) for number in (1, 2)]
+    stale = [Seat.objects.get(row=1, number=number) for number in (1, 2)]
+    seats[0].save()
+    with pytest.raises(StaleVersion) as caught:
+        stale[0].save()
+    assert caught.value.pk == (1, 1)
+    with pytest.raises(StaleVersion):
+        stale[0].delete()
+    for seat in stale:
+        seat.guest = "Ada"
+    with pytest.raises(StaleVersion) as caught:
+        Seat.objects.bulk_update(stale, ["guest"])
+    assert caught.value.pks == ((1, 1),)
+    seats[0].guest = seats[1].guest = "Bob"
+    assert Seat.objects.bulk_update(seats, ["guest"]) == 2
+    assert list(Seat.objects.values_list("guest", "version")) == [("Bob", 3), ("Bob", 2)]
+    seats[0].delete()
+    assert Seat.objects.count() == 1
+
+
+async def test_coroutines_have_the_same():
+    article = await Article.objects.acreate(title="a")
+    second = await Article.objects.aget()
+    await article.asave()
+    await article.atouch()
+    for write in (second.asave, second.adelete, second.atouch, second.acheck_version):
+        with pytest.raises(StaleVersion):
+            await write()
+    assert await Article.objects.aupdate(title="b") == 1
+    await article.arefresh_from_db()
+    assert await Article.objects.abulk_update([article], ["title"]) == 1
+    await article.adelete()
+    assert await sync_to_async(Article.objects.count)() == 0
+
+
+# The model itself
+
+
+def test_the_field_survives_a_migration_and_its_model_counts_there():
+    field = VersionField(start=microseconds, ignore_fields=["hits"])
+    _, path, args, kwargs = field.deconstruct()
+    assert path == "dlocks.optimistic.VersionField"
+    clone = VersionField(*args, **kwargs)
+    assert (clone.start, clone.ignore_fields, clone.default, clone.editable) == (microseconds, {"hits"}, 0, False)
+    assert "start" not in VersionField().deconstruct()[3]
+    state = ProjectState()
+    for model in (Counter, Article):
+        state.add_model(ModelState.from_model(model))
+    historical = state.apps.get_model("tests", "Article")
+    historical.objects.create(title="old")
+    assert stored(Article, Article.objects.get().pk) == 1
+
+
+def test_rows_from_before_the_column_have_a_version_too(article):
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE tests_article SET version = 0")
+    first, second = Article.objects.get(), Article.objects.get()
+    first.save()
+    assert stored(Article, article.pk) == 1
+    with pytest.raises(StaleVersion):
+        second.save()
+
+
+@pytest.fixture
+def ids():
+    from django.apps import apps
+
+    def check(model):
+        try:
+            return sorted(message.id for message in model.check() if message.id.startswith("dlocks"))
+        finally:
+            apps.all_models["tests"].pop(model._meta.model_name, None)
+            apps.clear_cache()
+
+    return check
+
+
+def test_the_checks_find_what_would_let_a_write_go_unseen(ids):
+    class Plain(VersionedModel):
+        objects = models.Manager()
+
+        class Meta:
+            app_label = "tests"
+
+    class Two(VersionedModel):
+        other = VersionField()
+
+        class Meta:
+            app_label = "tests"
+
+    class Odd(VersionedModel):
+        version = VersionField(ignore_fields=["hits"])
+
+        class Meta:
+            app_label = "tests"
+
+    class Good(VersionedModel):
+        objects = VersionedManager.from_queryset(VersionedQuerySet)()
+
+        class Meta:
+            app_label = "tests"
+
+    assert [ids(model) for model in (Plain, Two, Odd, Good)] == [["dlocks.E021"], ["dlocks.E020"], ["dlocks.E022"], []]
+    assert not [message for message in checks.run_checks() if (message.id or "").startswith("dlocks.E02")]

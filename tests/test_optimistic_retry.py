@@ -1,0 +1,384 @@
+"""retry_on_conflict: a transaction that has lost is run again, whole, a bounded number of times."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import IntegrityError, OperationalError, connection, transaction
+
+from dlocks import StaleVersion
+from dlocks.optimistic import retry as retry_module
+from dlocks.optimistic import retry_on_conflict
+from dlocks.optimistic.retry import is_conflict
+from tests import jobs, models
+from tests.models import Article, Counter
+
+
+@pytest.fixture
+def sleeps(monkeypatch):
+    """What is slept, instead of sleeping."""
+    slept = []
+
+    async def asleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(retry_module.time, "sleep", slept.append)
+    monkeypatch.setattr(retry_module.asyncio, "sleep", asleep)
+    return slept
+
+
+def stale():
+    return StaleVersion(Article, 1, 1, 2)
+
+
+def failing(times, error=stale):
+    """Return a function that fails so often, and the list of its calls."""
+    calls = []
+
+    def function(*args, **kwargs):
+        calls.append((args, kwargs))
+        if len(calls) <= times:
+            raise error()
+        return "done"
+
+    return function, calls
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        (("Article", "views", "save"), 1),
+        (("Report", "pages", "update_fields"), 1),
+        (("Restaurant", "stars", "save"), 1),
+        (("Report", "pages", "bulk_update"), 3),
+    ],
+)
+def test_eight_processes_that_count_by_reading_and_saving_come_out_exact(workers, kind, rows):
+    model, field, _how = kind
+    model, times = getattr(models, model), 15
+    for _ in range(rows):
+        model.objects.create()
+    counters = workers(8)
+    for worker in counters:
+        worker.start(jobs.increment, kind, times, attempts=400, backoff=0.002, max_backoff=0.05)
+    for worker in counters:
+        assert worker.hear() == "ready"
+    for worker in counters:
+        worker.tell()
+    repeated = sum(worker.hear(90) for worker in counters)
+    assert list(model.objects.values_list(field, "version")) == [(8 * times, 8 * times + 1)] * rows
+    if connection.vendor != "sqlite":
+        assert repeated > 0, "nobody was in anybody's way"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_of_a_delete_and_saves_at_the_same_moment_one_wins(workers):
+    """Whoever is second has not seen the first, and a deleted row stays deleted in both of its tables."""
+    for _ in range(5):
+        pk = models.Report.objects.create().pk
+        actors, actions = workers(4), ["delete", "save", "delete", "save"]
+        for worker, action in zip(actors, actions, strict=True):
+            worker.start(jobs.delete_or_save, pk, action)
+        for worker in actors:
+            assert worker.hear() == "read"
+        for worker in actors:
+            worker.tell()
+        refusals = [worker.hear() for worker in actors]
+        assert sorted(map(str, refusals)) == ["None", *["StaleVersion"] * 3]
+        winner = actions[refusals.index(None)]
+        left = [model.objects.filter(pk=pk).count() for model in (models.Report, Article)]
+        assert left == ([0, 0] if winner == "delete" else [1, 1])
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_a_snapshot_that_hides_the_other_write_does_not_hide_the_conflict(elsewhere):
+    """At REPEATABLE READ the row still looks unchanged; it is the database's row that is compared."""
+    Article.objects.create()
+    with connection.cursor() as cursor:
+        if connection.vendor == "mysql":
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    with pytest.raises((StaleVersion, OperationalError)) as caught, transaction.atomic():
+        if connection.vendor == "postgresql":
+            with connection.cursor() as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        article = Article.objects.get()
+        elsewhere(lambda: Article.objects.update(title="meanwhile"))
+        assert Article.objects.get().version == 1
+        article.save()
+    assert is_conflict(caught.value)
+    if isinstance(caught.value, StaleVersion):
+        assert (caught.value.held, caught.value.found) == (1, 2)
+    assert Article.objects.get().title == "meanwhile"
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_a_deadlock_is_run_again(workers):
+    rows = [Counter.objects.create(name=name).pk for name in "ab"]
+    one, two = workers(2)
+    one.start(jobs.cross, *rows, attempts=5)
+    two.start(jobs.cross, *reversed(rows), attempts=5)
+    for worker in (one, two):
+        assert worker.hear() == "has the first"
+    for worker in (one, two):
+        worker.tell()
+    runs = [worker.hear() for worker in (one, two)]
+    # Who is run again may take its first row before the other one, woken by then, has it: and they meet once more.
+    assert max(runs) > 1
+    assert list(Counter.objects.values_list("value", flat=True)) == [2, 2]
+
+
+@pytest.mark.engine("postgresql")
+@pytest.mark.django_db(transaction=True)
+def test_a_serialization_failure_is_run_again(elsewhere):
+    Counter.objects.create(name="a")
+    runs = []
+
+    @retry_on_conflict(backoff=0)
+    def add():
+        runs.append(1)
+        with connection.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        value = Counter.objects.get().value
+        if len(runs) == 1:
+            elsewhere(lambda: Counter.objects.update(value=10))
+        Counter.objects.update(value=value + 1)
+
+    add()
+    assert (len(runs), Counter.objects.get().value) == (2, 11)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.django_db(transaction=True)
+def test_a_lock_wait_that_timed_out_is_not_run_again(elsewhere):
+    Counter.objects.create(name="a")
+    runs = []
+
+    @retry_on_conflict(backoff=0)
+    def wait():
+        runs.append(1)
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute("SET LOCAL lock_timeout = '100ms'")
+            else:
+                cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
+        Counter.objects.update(value=5)
+
+    with transaction.atomic():
+        Counter.objects.update(value=1)
+        with pytest.raises(OperationalError):
+            elsewhere(wait)
+    assert len(runs) == 1
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.django_db(transaction=True)
+def test_a_snapshot_that_is_too_old_is_run_again_on_sqlite(elsewhere):
+    Counter.objects.create(name="a")
+    runs = []
+    # As without the transaction_mode that dlocks asks for: begins as a reader.
+    mode, connection.transaction_mode = connection.transaction_mode, None
+
+    @retry_on_conflict(backoff=0)
+    def add():
+        runs.append(1)
+        value = Counter.objects.get().value
+        if len(runs) == 1:
+            elsewhere(lambda: Counter.objects.update(value=10))
+        Counter.objects.update(value=value + 1)
+
+    try:
+        add()
+    finally:
+        connection.transaction_mode = mode
+    assert (len(runs), Counter.objects.get().value) == (2, 11)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_whole_transaction_is_run_again(sleeps):
+    runs = []
+
+    @retry_on_conflict()
+    def work(name):
+        """Make a row, then lose."""
+        assert connection.in_atomic_block
+        Counter.objects.create(name=name)
+        runs.append(1)
+        if len(runs) < 3:
+            raise stale()
+        return "done"
+
+    assert work("a") == "done"
+    assert Counter.objects.count() == 1, "what the lost attempts wrote was rolled back"
+    assert (work.__name__, work.__doc__) == ("work", "Make a row, then lose.")
+
+
+@pytest.mark.django_db
+def test_in_a_testcase_it_works_as_outside(sleeps):
+    function, calls = failing(2)
+    assert retry_on_conflict()(function)(7, by="name") == "done"
+    assert calls == [((7,), {"by": "name"})] * 3
+
+
+@pytest.mark.django_db
+def test_the_last_error_passes_with_a_note(sleeps):
+    function, calls = failing(10)
+    with pytest.raises(StaleVersion) as caught:
+        retry_on_conflict(attempts=3)(function)()
+    assert len(calls) == 3
+    assert "given up after 3 attempts" in caught.value.__notes__[0]
+    function, calls = failing(10)
+    with pytest.raises(StaleVersion) as caught:
+        retry_on_conflict(1)(function)()
+    assert (len(calls), sleeps[2:]) == (1, [])
+
+
+@pytest.mark.django_db
+def test_back_off_doubles_up_to_the_most_with_full_jitter(sleeps, monkeypatch):
+    bounds = []
+    monkeypatch.setattr(retry_module.random, "uniform", lambda low, high: bounds.append((low, high)) or 0.0)
+    function, _ = failing(5)
+    retry_on_conflict(6, backoff=0.1, max_backoff=0.5)(function)()
+    assert bounds == [(0, 0.1), (0, 0.2), (0, 0.4), (0, 0.5), (0, 0.5)]
+    assert sleeps == [0.0] * 5
+    function, _ = failing(3)
+    retry_on_conflict(4, backoff=0.1, jitter=False)(function)()
+    assert sleeps[5:] == [0.1, 0.2, 0.4]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("error", [ZeroDivisionError, IntegrityError, KeyboardInterrupt, Counter.DoesNotExist])
+def test_other_errors_pass_at_once(error, sleeps):
+    function, calls = failing(10, error)
+    with pytest.raises(error):
+        retry_on_conflict()(function)()
+    assert (len(calls), sleeps) == (1, [])
+
+
+@pytest.mark.django_db(transaction=True)
+def test_inside_an_open_transaction_it_is_refused_before_anything_is_done():
+    """A further attempt could not see what the other one wrote."""
+    function, calls = failing(0)
+    with transaction.atomic(), pytest.raises(RuntimeError, match="Put retry_on_conflict.. around the outermost"):
+        retry_on_conflict()(function)()
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(RuntimeError, match="open one on 'default'"):
+            retry_on_conflict()(function)()
+    finally:
+        transaction.set_autocommit(True)
+    assert calls == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_retried_function_within_a_retried_function_is_refused():
+    inner, calls = failing(0)
+    with pytest.raises(RuntimeError, match="outermost"):
+        retry_on_conflict()(lambda: retry_on_conflict()(inner)())()
+    assert calls == []
+
+
+# Coroutines
+
+
+@pytest.mark.django_db
+async def test_a_coroutine_is_run_again_as_a_whole(sleeps):
+    runs = []
+
+    @retry_on_conflict()
+    async def work(number):
+        article = await Article.objects.aget()
+        runs.append(article.version)
+        if len(runs) == 1:
+            await Article.objects.aupdate(title="meanwhile")
+        article.views = number
+        await article.asave()
+        return article.version
+
+    await Article.objects.acreate()
+    assert await work(7) == 3
+    assert runs == [1, 2]
+    assert len(sleeps) == 1
+
+
+@pytest.mark.django_db
+async def test_a_coroutine_gives_up_with_the_last_error_and_a_note(sleeps):
+    @retry_on_conflict(attempts=2)
+    async def work():
+        raise stale()
+
+    with pytest.raises(StaleVersion) as caught:
+        await work()
+    assert "given up after 2 attempts" in caught.value.__notes__[0]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_coroutine_called_inside_an_open_transaction_is_refused():
+    @retry_on_conflict()
+    async def work():
+        await sync_to_async(Counter.objects.create)(name="a")
+
+    with transaction.atomic(), pytest.raises(RuntimeError, match="open one on 'default'"):
+        async_to_sync(work)()
+    async_to_sync(work)()
+    assert Counter.objects.count() == 1
+
+
+# What makes no sense
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"attempts": 0}, ValueError),
+        ({"attempts": 2.5}, TypeError),
+        ({"attempts": True}, TypeError),
+        ({"backoff": -1}, ValueError),
+        ({"backoff": "1"}, TypeError),
+        ({"max_backoff": float("inf")}, ValueError),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, error):
+    with pytest.raises(error):
+        retry_on_conflict(**options)
+
+
+def test_a_forgotten_pair_of_parentheses_and_a_generator_are_refused():
+    with pytest.raises(TypeError, match="parentheses"):
+        retry_on_conflict(lambda: None)
+
+    def generator():
+        yield 1
+
+    async def asynchronous():
+        yield 1
+
+    for function in (generator, asynchronous):
+        with pytest.raises(TypeError, match="generator"):
+            retry_on_conflict()(function)
+
+
+def test_it_really_sleeps_between_attempts():
+    slept = time.monotonic()
+    delays = retry_on_conflict(2, backoff=0.05, jitter=False)
+
+    @delays
+    async def work():
+        raise stale()
+
+    with pytest.raises(StaleVersion):
+        async_to_sync(work)()
+    assert time.monotonic() - slept >= 0.05
+
+
+def test_only_lost_races_are_conflicts():
+    assert is_conflict(stale())
+    assert not is_conflict(ValueError(1213))
+    assert not is_conflict(OperationalError())
+    assert not is_conflict(OperationalError(1205, "Lock wait timeout exceeded"))
+    assert is_conflict(OperationalError(1213, "Deadlock found"))
+    assert is_conflict(OperationalError(1020, "Record has changed since last read"))

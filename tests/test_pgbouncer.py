@@ -1,0 +1,153 @@
+"""Behind PgBouncer, in transaction pooling: nothing depends on the session."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from django.db import connection
+
+from dlocks import db_lock
+from dlocks.conf import backends
+from tests import jobs
+from tests.servers import PgBouncer
+from tests.settings import PORT
+
+pytestmark = [
+    pytest.mark.engine("postgresql"),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.timeout(200),
+]
+
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+
+
+@pytest.fixture(scope="module")
+def bouncer():
+    with PgBouncer(int(PORT)) as started:
+        yield started
+
+
+@pytest.fixture
+def pooled(bouncer, doomed, django_db_setup):
+    """Return a function that gives a process behind the pooler; at the end the pooler's sessions are as they were."""
+
+    def get():
+        return doomed(**bouncer.environment)
+
+    yield get
+    inspect(bouncer)
+
+
+def inspect(bouncer):
+    """Look at each session that the pooler has with the server: no setting, nothing listened for, nothing kept."""
+    import psycopg
+
+    clients = []
+    try:
+        fresh = settings(psycopg.connect(dbname=os.environ["DLOCKS_TEST_NAME"], host="127.0.0.1", port=PORT,
+                                         user="dlocks", options="-c TimeZone=UTC"))  # fmt: skip
+        seen = set()
+        for _ in range(bouncer.sessions):
+            client = psycopg.connect(
+                host="127.0.0.1", port=bouncer.port, user="dlocks", dbname=os.environ["DLOCKS_TEST_NAME"],
+                prepare_threshold=None,
+            )  # fmt: skip
+            clients.append(client)
+            # Each of them in a transaction of its own, so that each has another session.
+            (pid,) = client.execute("SELECT pg_backend_pid()").fetchone()
+            seen.add(pid)
+            client.execute("SET LOCAL TimeZone = 'UTC'")
+            assert settings(client, keep=True) == fresh
+            for what in ("pg_listening_channels()", "pg_prepared_statements", "pg_cursors"):
+                assert client.execute(f"SELECT * FROM {what}").fetchall() == []
+            assert client.execute(
+                "SELECT * FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
+            ).fetchall() == []  # fmt: skip
+        assert len(seen) == bouncer.sessions
+    finally:
+        for client in clients:
+            client.close()
+
+
+def settings(client, *, keep=False):
+    names = ("lock_timeout", "statement_timeout", "synchronous_commit", "idle_in_transaction_session_timeout",
+             "search_path", "default_transaction_isolation", "session_replication_role", "role")  # fmt: skip
+    found = [client.execute(f"SHOW {name}").fetchone()[0] for name in names]
+    if not keep:
+        client.close()
+    return found
+
+
+def test_it_is_the_pooler_that_is_tested(bouncer):
+    import psycopg
+
+    with psycopg.connect(host="127.0.0.1", port=bouncer.port, user="dlocks", dbname="postgres") as client:
+        (pid,) = client.execute("SELECT pg_backend_pid()").fetchone()
+        assert pid != client.info.backend_pid
+
+
+def test_there_nobody_listens_and_without_it_they_do(pooled, workers):
+    assert pooled().call(jobs.listens) is False
+    (direct,) = workers(1)
+    assert direct.call(jobs.listens) is True
+    assert direct.call(jobs.listens, listening=False) is False
+
+
+def test_the_option_says_whether_to_listen():
+    backend = backends["default"]
+    assert type(backend)("default", listen=False).listen("dlocks_test") is None
+    assert type(backend)("default", listen=True).listen("dlocks_test") is not None
+    connection.close()
+    with pytest.raises(TypeError, match="listen"):
+        type(backend)("default", listen="yes")
+
+
+@FAMILY
+@pytest.mark.parametrize("scope", ["lease", "transaction"])
+def test_no_increment_is_lost_behind_the_pooler(using, scope, pooled, tmp_path):
+    path = tmp_path / "counter"
+    path.write_text("0 0")
+    crowd = [pooled() for _ in range(5)]
+    for worker in crowd:
+        worker.start(jobs.count, str(path), "counter", times=60, scope=scope, using=using, timeout=None)
+    tokens = sorted(token for worker in crowd for token in worker.hear(120))
+    assert path.read_text() == f"300 {tokens[-1]}"
+    assert len(set(tokens)) == 300
+
+
+@FAMILY
+def test_the_line_keeps_its_order_behind_the_pooler(using, pooled, until):
+    crowd = [pooled() for _ in range(4)]
+    with db_lock("stock:7", using=using) as hold:
+        for number, worker in enumerate(crowd):
+            worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
+            until(lambda number=number: hold.waiting == number + 1)
+    released = time.monotonic()
+    answers = [worker.hear() for worker in crowd]
+    assert answers == sorted(answers, key=lambda answer: answer[1])
+    assert answers[-1][0] - released < 2.0
+
+
+def test_the_end_of_a_transaction_moves_the_line_on_behind_the_pooler(pooled, until):
+    holder, waiting = pooled(), pooled()
+    for roll_back in (False, True):
+        holder.start(jobs.hold_in_transaction, "stock:7", roll_back=roll_back)
+        holder.hear()
+        waiting.start(jobs.wait_quietly, "stock:7", timeout=30)
+        until(lambda: backends["default"].waiting("stock:7") == 1)
+        ended = time.monotonic()
+        holder.tell()
+        assert holder.hear() == "ended"
+        assert waiting.hear()[0] - ended < 1.5
+
+
+def test_a_holder_behind_the_pooler_that_dies_hands_over_when_its_lease_ends(pooled, until):
+    holder, waiting = pooled(), pooled()
+    holder.start(jobs.hold, "stock:7", ttl=1.0)
+    holder.hear()
+    waiting.start(jobs.wait_quietly, "stock:7", timeout=30)
+    until(lambda: backends["default"].waiting("stock:7") == 1)
+    holder.kill()
+    assert waiting.hear()[0] - holder.killed_at < 1.0 + 0.5 + 0.7

@@ -1,0 +1,809 @@
+"""What is promised about locks of the database's sessions: PostgreSQL's advisory locks, and GET_LOCK."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection, connections, transaction
+from django.test import override_settings
+
+from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
+from dlocks.backends.base import Claim
+from dlocks.checks import check_settings, check_tables
+from dlocks.conf import backends
+from tests import jobs
+from tests.servers import PgBouncer
+from tests.settings import PORT
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.engine("postgresql", "mariadb"),
+]
+POSTGRESQL = pytest.mark.engine("postgresql")
+MARIADB = pytest.mark.engine("mariadb")
+
+
+def lock(key="stock:7", **policy):
+    return db_lock(key, using="session", **policy)
+
+
+def claim(key="stock:7", **options):
+    return Claim(key=key, **{"ttl": 30.0, "holder": "session", **options})
+
+
+@pytest.fixture(autouse=True)
+def sessions_closed(transactional_db):
+    """Whatever happened, no session is left to the next test."""
+    backends.reset()
+    yield
+    if "session" in list(backends):
+        backends["session"].disconnect()
+    backends.reset()
+
+
+@pytest.fixture
+def backend():
+    backend = backends["session"]
+    yield backend
+    backend.disconnect()
+
+
+@pytest.fixture
+def threads():
+    """Return a function that starts a thread, joined at the end."""
+    started, errors = [], []
+
+    def start(function):
+        def run():
+            try:
+                function()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                connections.close_all()
+
+        started.append(threading.Thread(target=run))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def in_line(until):
+    """Return a function that waits until so many wait for a key, on the server or for a session."""
+
+    def wait(number, key="stock:7"):
+        until(lambda: backends["session"].waiting(key) == number)
+
+    return wait
+
+
+def own_sessions():
+    """Return the numbers of the sessions that this test's process has for locks."""
+    return {session.wire.pid for session in backends["session"]._sessions()}
+
+
+def end_session(pid):
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+        else:
+            cursor.execute(f"KILL {pid}")
+
+
+def sessions_on_server():
+    """Return the numbers of all sessions that the server has."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SELECT pid FROM pg_stat_activity")
+        else:
+            cursor.execute("SELECT id FROM information_schema.processlist")
+        return {pid for (pid,) in cursor.fetchall()}
+
+
+# Excluding.
+
+
+def test_two_threads_of_one_process_exclude_each_other(elsewhere):
+    """… though the engine would let a session have its own lock twice."""
+    with lock():
+        assert elsewhere(lock(timeout=0).try_acquire) is None
+        assert len(own_sessions()) == 1
+    found = elsewhere(lock(timeout=0).try_acquire)
+    found.release()
+
+
+def test_two_processes_exclude_each_other(workers):
+    one, two = workers(2)
+    one.start(jobs.hold, "stock:7", using="session")
+    one.hear()
+    assert two.call(jobs.try_once, "stock:7", using="session") is None
+    one.tell()
+    one.hear()
+    assert two.call(jobs.try_once, "stock:7", using="session")
+
+
+@pytest.mark.timeout(200)
+def test_no_increment_is_lost_by_processes_and_tokens_strictly_increase(workers, tmp_path):
+    path = tmp_path / "counter"
+    path.write_text("0 0")
+    crowd = workers(6)
+    for worker in crowd:
+        worker.start(jobs.count, str(path), "counter", times=200, scope="lease", using="session", timeout=None)
+    tokens = [worker.hear(150) for worker in crowd]
+    value, last = map(int, path.read_text().split())
+    everybody = list(itertools.chain.from_iterable(tokens))
+    assert value == 1200 == len(set(everybody))
+    assert last == max(everybody)
+
+
+@pytest.mark.timeout(200)
+def test_no_increment_is_lost_by_threads(threads):
+    """Some come by the engine's queue, others find the key free: on different sessions of one process."""
+    counter = [0]
+
+    def add():
+        for _ in range(100):
+            with lock(timeout=None):
+                value = counter[0]
+                time.sleep(0)
+                counter[0] = value + 1
+
+    for thread in [threads(add) for _ in range(12)]:
+        thread.join(150)
+    assert counter == [1200]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("waiting", ["1", "3"])
+def test_no_increment_is_lost_by_threads_of_processes_with_few_connections_to_wait_on(waiting, doomed, tmp_path):
+    """Some stand in the engine's queue, some wait for a connection, some are tried for, and some give up."""
+    paths = [str(tmp_path / name) for name in "abc"]
+    for path in paths:
+        Path(path).write_text("0")
+    crowd = [doomed(DLOCKS_TEST_SESSION_WAITING=waiting) for _ in range(3)]
+    for worker in crowd:
+        worker.start(jobs.count_by_threads, paths, threads=6, times=40, using="session")
+    done = [worker.hear(150) for worker in crowd]
+    assert [int(Path(path).read_text()) for path in paths] == [sum(column) for column in zip(*done, strict=True)]
+    assert sum(map(sum, done)) > 500
+
+
+def test_in_a_transaction_no_increment_is_lost(workers, tmp_path):
+    """PostgreSQL's belong to the transaction; on MariaDB the lease is kept to its end."""
+    path = tmp_path / "counter"
+    path.write_text("0 0")
+    crowd = workers(4)
+    for worker in crowd:
+        worker.start(jobs.count_in_transactions, str(path), "counter", times=50, using="session", timeout=None)
+    for worker in crowd:
+        worker.hear(100)
+    assert path.read_text().split()[0] == "200"
+
+
+def test_the_keys_of_a_database_are_told_apart_byte_for_byte(backend):
+    keys = ["a", "a ", "A", "ä", "a\u0308", "stock:7"]
+    names = [backend._name(key) for key in keys]
+    assert len(set(names)) == len(keys)
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT ('x' || left(encode(sha256(convert_to(%s, 'UTF8')), 'hex'), 16))::bit(64)::bigint", ["stock:7"]
+            )
+            assert cursor.fetchone()[0] == names[-1]
+    else:
+        assert all(len(name) <= 64 and name == name.lower() for name in names)
+        # They are one space for the whole server.
+        assert names[-1] != "dlocks:" + hashlib.sha256(b"another\0stock:7").hexdigest()[:48]
+
+
+# Ending.
+
+
+def test_a_killed_holder_frees_its_keys_at_once(doomed, until, is_busy):
+    worker = doomed()
+    worker.start(jobs.hold, "stock:7", using="session", ttl=300)
+    worker.hear()
+    assert is_busy(using="session")
+    worker.kill()
+    until(lambda: not is_busy(using="session"), 3.0)
+
+
+def test_a_killed_holder_frees_for_who_waits(doomed, workers, in_line):
+    worker, (waiter,) = doomed(), workers(1)
+    worker.start(jobs.hold, "stock:7", using="session", ttl=300)
+    worker.hear()
+    waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+    in_line(1)
+    worker.kill()
+    granted, _ = waiter.hear()
+    assert granted - worker.killed_at < 2.0
+
+
+def test_a_killed_waiter_keeps_nobody_waiting(doomed, workers, in_line):
+    killed, (waiter,) = doomed(), workers(1)
+    with lock():
+        killed.start(jobs.hold, "stock:7", using="session", timeout=None)
+        in_line(1)
+        waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+        in_line(2)
+        killed.kill()
+    released = time.monotonic()
+    granted, _ = waiter.hear()
+    assert granted - released < 3.0
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, threads, in_line, elsewhere):
+    told = []
+    event = threading.Event()
+
+    def on_lost(hold):
+        told.append((time.monotonic(), hold))
+        event.set()
+
+    ready = threading.Event()
+    if waited:
+        first = elsewhere(lock().acquire)
+        threads(lambda: (in_line(1), first.release(), ready.set()))
+    held = lock(on_lost=on_lost).acquire()
+    if waited:
+        assert ready.wait(10)
+    # The server's view: which of this process's sessions has it.
+    (pid,) = {entry.session.wire.pid for entry in backends["session"]._entries.values()}
+    assert held.held
+    ended = time.monotonic()
+    end_session(pid)
+    assert event.wait(10)
+    assert told[0][0] - ended < 1.0
+    assert told[0][1] is held
+    assert not held.held
+    with pytest.raises(LockLost):
+        held.release()
+    with lock(timeout=5):
+        pass
+
+
+@POSTGRESQL
+def test_a_server_that_falls_silent_is_trusted_for_the_ttl_and_keeps_no_other_lease_waiting():
+    told = threading.Event()
+    held = lock(ttl=2.0, on_lost=lambda hold: told.set()).acquire()
+    (pid,) = own_sessions()
+    with db_lock("another", using="brisk") as other:
+        os.kill(pid, signal.SIGSTOP)
+        stopped = clock.now()
+        try:
+            assert held.held
+            assert told.wait(10)
+            assert 1.0 < clock.now() - stopped < 4.0
+            assert not held.held
+            # Its ttl is 0.6 s.
+            other.check()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    with pytest.raises(LockLost):
+        held.release()
+
+
+def test_check_finds_out_at_once():
+    held = lock(renew=False).acquire()
+    held.check()
+    (pid,) = own_sessions()
+    end_session(pid)
+    with pytest.raises(LockLost):
+        held.check()
+    with pytest.raises(LockLost):
+        held.release()
+
+
+def test_a_stopped_holder_keeps_others_out_for_its_ttl_and_is_told(doomed, workers):
+    """The server itself ends a session of which nothing was heard for the ttl of its holds."""
+    worker, (other,) = doomed(DLOCKS_TEST_SESSION_TTL="2"), workers(1)
+    worker.call(jobs.acquire, "stock:7", using="session")
+    worker.stop()
+    stopped = time.monotonic()
+    try:
+        granted, _ = other.call(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+    finally:
+        worker.resume()
+    assert 1.0 < granted - stopped < 8.0
+    assert worker.call(jobs.check) == "LockLost"
+    assert worker.call(jobs.release_all) == ["LockLost"]
+
+
+def test_a_session_ended_while_idle_is_opened_anew():
+    with lock():
+        pass
+    for pid in own_sessions():
+        end_session(pid)
+    with lock():
+        pass
+
+
+def test_a_claim_whose_thread_is_gone_ends_with_its_ttl(backend, until):
+    mine = claim(ttl=0.3)
+    granted = clock.now()
+    assert backend.acquire(mine)
+    until(lambda: backend.acquire(claim("stock:7", owner="another")))
+    assert clock.now() - granted >= 0.3 + backend.grace
+    assert mine.owner not in backend.renew([mine])
+
+
+def test_a_child_process_has_nothing_and_does_not_keep_a_dead_parent_s_locks(doomed, until, is_busy):
+    worker = doomed()
+    worker.start(jobs.hold_and_fork, "stock:7", using="session")
+    child, tried, held = worker.hear()
+    try:
+        assert (tried, held) == (None, False)
+        assert is_busy(using="session")
+        worker.kill()
+        # The child lives on, with what it inherited.
+        until(lambda: not is_busy(using="session"), 3.0)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_connections_are_closed_soon_after_the_last_hold(until, threads, in_line):
+    with lock():
+        waiter = threads(lambda: lock().acquire().release())
+        in_line(1)
+        sessions = own_sessions()
+        assert len(sessions) == 2
+        assert sessions <= sessions_on_server()
+    waiter.join(30)
+    until(lambda: not sessions & sessions_on_server(), 5.0)
+    assert own_sessions() == set()
+
+
+def test_a_program_that_ends_closes_its_connections_without_a_warning(workers):
+    code = (
+        "import django; django.setup()\n"
+        "from dlocks import db_lock\n"
+        "with db_lock('a', using='session'): pass\n"
+        "held = db_lock('b', using='session').acquire()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (worker,) = workers(1)
+    assert worker.call(jobs.try_once, "b", using="session")
+
+
+@POSTGRESQL
+def test_a_database_can_be_dropped_after_use(doomed):
+    with connection.cursor() as cursor:
+        cursor.execute("DROP DATABASE IF EXISTS dlocks_dropped")
+        cursor.execute("CREATE DATABASE dlocks_dropped")
+        worker = doomed(DLOCKS_TEST_NAME="dlocks_dropped")
+        assert worker.call(jobs.try_once, "stock:7", using="session")
+        # The worker lives on; the server waits 5 s for others to leave.
+        cursor.execute("DROP DATABASE dlocks_dropped")
+
+
+# Waiting.
+
+
+def test_the_engine_s_queue_gives_turns_in_the_order_of_arrival(workers, in_line):
+    crowd = workers(5)
+    with lock():
+        for number, worker in enumerate(crowd, 1):
+            worker.start(jobs.wait_quietly, "stock:7", using="session", timeout=60)
+            in_line(number)
+    granted = [worker.hear() for worker in crowd]
+    assert granted == sorted(granted)
+    assert [token for _, token in granted] == sorted(token for _, token in granted)
+
+
+def test_nobody_who_waits_is_passed_by(threads, in_line):
+    """Not even by who only tries, and finds the key free for a moment."""
+    order = []
+    first = lock().acquire()
+    done = threading.Event()
+
+    def wait():
+        with lock(timeout=30):
+            order.append("waiter")
+            done.wait(30)
+
+    waiter = threads(wait)
+    in_line(1)
+    first.release()
+    found = lock().try_acquire()
+    done.set()
+    waiter.join(30)
+    assert order == ["waiter"]
+    if found is not None:
+        # Its turn was over already.
+        found.release()
+
+
+def test_a_waiter_whose_time_is_over_leaves_nothing(doomed, in_line, until, elsewhere):
+    worker = doomed()
+    worker.start(jobs.hold, "stock:7", using="session")
+    worker.hear()
+    with pytest.raises(LockTimeout) as caught:
+        lock(timeout=0.4).acquire()
+    assert "held by" in str(caught.value)
+    if connection.vendor == "postgresql":
+        assert str(worker.process.pid) in str(caught.value)
+    assert backends["session"].waiting("stock:7") == 0
+    worker.tell()
+    worker.hear()
+    until(lambda: (found := lock(timeout=0).try_acquire()) and (found.release() or True))
+    assert not backends["session"]._entries
+
+
+def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, elsewhere):
+    """His session may get a cancellation late, so it must not be the next one's, who would lose the key with it."""
+    backend = backends["session"]
+    monkeypatch.setattr(backend, "places", 1)
+    holder = elsewhere(lock().acquire)
+    late, next_one = claim(), claim("another")
+    backend.queue(late)
+    ask, advance = backend._ask_main, backend._advance
+    granted = []
+
+    def ask_after_the_grant(statement, value):
+        if statement == "cancel":
+            holder.release()
+            assert select.select([backend._entries[late.owner].session.wire.fileno()], [], [], 10)[0]
+            # There is no session for this one until the other has gone.
+            assert not backend.queue(next_one).here
+        return ask(statement, value)
+
+    def advance_and_be_granted(**options):
+        advance(**options)
+        if backend.wait(next_one, 5):
+            granted.append(backend._entries[next_one.owner].token)
+
+    monkeypatch.setattr(backend, "_ask_main", ask_after_the_grant)
+    monkeypatch.setattr(backend, "_advance", advance_and_be_granted)
+    assert not backend.release(late)
+    backend.look([next_one])
+    assert granted[0]
+    assert next_one.owner in backend.renew([next_one])
+    assert elsewhere(lock("another", timeout=0).try_acquire) is None
+    assert backend.release(next_one)
+    with lock(timeout=5):
+        pass
+
+
+def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewhere):
+    """An engine may give the key and then say that the statement was cancelled: the session has it all the same."""
+    backend = backends["session"]
+    holder = elsewhere(lock().acquire)
+    waiting = claim()
+    backend.queue(waiting)
+    wire = backend._entries[waiting.owner].session.wire
+    answer = wire.answer
+
+    def cancelled():
+        monkeypatch.undo()
+        assert answer()[0] is not None
+
+    monkeypatch.setattr(wire, "answer", cancelled)
+    holder.release()
+    backend.wait(waiting, 10)
+    assert not backend.release(waiting)
+    assert not backend._entries
+    elsewhere(lambda: lock(timeout=0).acquire().release())
+
+
+async def test_a_cancelled_task_leaves_nothing(in_line):
+    held = await lock().aacquire()
+    task = asyncio.ensure_future(lock(timeout=None).aacquire())
+    await asyncio.to_thread(in_line, 1)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(backends["session"].waiting, "stock:7") == 0
+    await held.arelease()
+    assert not backends["session"]._entries
+
+
+async def test_waiting_tasks_do_not_keep_django_s_thread():
+    """The holder, whose release needs that thread, could never give the key to those who wait for it."""
+    order = []
+
+    async def work(number):
+        async with lock(timeout=30):
+            order.append(number)
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(work(number) for number in range(20)))
+    assert sorted(order) == list(range(20))
+
+
+def test_a_waiter_whose_session_is_ended_stands_in_line_anew(threads, in_line, until):
+    done = []
+    with lock():
+        main = own_sessions()
+        threads(lambda: done.append(lock(timeout=30).acquire().release()))
+        in_line(1)
+        (waiting,) = own_sessions() - main
+        end_session(waiting)
+        until(lambda: waiting not in own_sessions())
+        in_line(1)
+    until(lambda: done)
+
+
+def test_more_keys_are_waited_for_than_there_are_sessions(threads, until):
+    """Those who find no session free have their keys tried for, and all have their turn."""
+    number = backends["session"].places + 4
+    holds = [lock(f"stock:{n}").acquire() for n in range(number)]
+    done = []
+    for n in range(number):
+        threads(lambda n=n: done.append((n, lock(f"stock:{n}", timeout=60).acquire().release())))
+    until(lambda: sum(backends["session"].waiting(f"stock:{n}") for n in range(number)) == number)
+    assert len(own_sessions()) <= backends["session"].places + 1
+    # The last ones first: they are not behind the others' keys.
+    for hold in reversed(holds):
+        before = len(done)
+        hold.release()
+        until(lambda before=before: len(done) > before)
+    assert sorted(n for n, _ in done) == list(range(number))
+
+
+def test_an_interrupted_waiter_leaves_nothing(elsewhere, threads, in_line):
+    first = elsewhere(lock().acquire)
+    threads(lambda: (in_line(1), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        lock(timeout=30).acquire()
+    assert backends["session"].waiting("stock:7") == 0
+    first.release()
+    with lock(timeout=0):
+        pass
+
+
+# In transactions.
+
+
+@POSTGRESQL
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_in_a_transaction_the_lock_ends_with_it(roll_back, is_busy):
+    with transaction.atomic():
+        with lock() as held:
+            assert held.scope == "transaction"
+            assert is_busy(using="session")
+            held.check()
+        assert is_busy(using="session")
+        transaction.set_rollback(roll_back)
+    assert not is_busy(using="session")
+
+
+@POSTGRESQL
+def test_check_finds_a_lock_that_a_savepoint_s_rollback_gave_away():
+    with transaction.atomic():
+        savepoint = transaction.savepoint()
+        held = lock().acquire()
+        transaction.savepoint_rollback(savepoint)
+        with pytest.raises(LockLost):
+            held.check()
+
+
+@POSTGRESQL
+def test_a_transaction_with_an_old_snapshot_is_refused():
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        with pytest.raises(RuntimeError, match="READ COMMITTED"):
+            lock().acquire()
+
+
+@MARIADB
+def test_on_mariadb_a_lease_is_kept_to_the_end_of_the_transaction(is_busy):
+    with transaction.atomic():
+        with lock() as held:
+            assert held.scope == "lease"
+        assert is_busy(using="session")
+    assert not is_busy(using="session")
+    with transaction.atomic(), pytest.raises(RuntimeError, match="scope='transaction' is not possible"):
+        lock(scope="transaction").acquire()
+
+
+# Sharing.
+
+
+@POSTGRESQL
+def test_readers_share_and_writers_do_not(elsewhere, threads, in_line, until):
+    shelf = db_rwlock("stock:7", using="session")
+    with shelf.read() as mine:
+        other = elsewhere(shelf.read().try_acquire)
+        assert other is not None
+        assert other.token > mine.token
+        assert elsewhere(shelf.write().try_acquire) is None
+        written = []
+        threads(lambda: written.append(shelf.write().acquire().release()))
+        in_line(1)
+        # Who comes after a waiting writer is behind it.
+        assert elsewhere(shelf.read().try_acquire) is None
+        other.release()
+        assert not written
+    until(lambda: written)
+    with shelf.write(), shelf.read() as both:
+        pass
+    assert not both.held
+
+
+@POSTGRESQL
+def test_many_readers_that_waited_for_a_writer_read_together(threads, until, in_line):
+    shelf = db_rwlock("stock:7", using="session", timeout=60)
+    number = backends["session"].places + 10
+    barrier = threading.Barrier(number)
+
+    def read():
+        with shelf.read():
+            barrier.wait(30)
+
+    with shelf.write():
+        for _ in range(number):
+            threads(read)
+        in_line(number)
+
+
+@POSTGRESQL
+def test_a_share_outlives_the_others(workers, elsewhere):
+    """Those of one process are one lock to the engine: it is given back by the last."""
+    (other,) = workers(1)
+    shelf = db_rwlock("stock:7", using="session")
+    one, two = shelf.read().acquire(), elsewhere(shelf.read().acquire)
+    one.release()
+    assert other.call(jobs.try_once, "stock:7", using="session") is None
+    two.release()
+    assert other.call(jobs.try_once, "stock:7", using="session")
+
+
+@MARIADB
+def test_mariadb_has_no_shared_locks():
+    with pytest.raises(RuntimeError, match="SessionBackend has no locks that can be shared"):
+        db_rwlock("stock:7", using="session").read().acquire()
+
+
+@POSTGRESQL
+def test_the_number_of_those_who_share_cannot_be_bounded():
+    with pytest.raises(RuntimeError, match="SessionBackend cannot bound how many share a key"):
+        db_semaphore("stock:7", 3, using="session").acquire()
+
+
+# Seeing.
+
+
+def test_a_holder_in_another_process_is_told(doomed):
+    worker = doomed()
+    worker.start(jobs.hold, "stock:7", using="session")
+    worker.hear()
+    holder = lock().holder()
+    assert holder.owner_ip == "127.0.0.1"
+    if connection.vendor == "postgresql":
+        assert f":{worker.process.pid} " in str(holder)
+    assert "left" not in str(holder)
+    assert lock().locked()
+    worker.tell()
+    worker.hear()
+    assert not lock().locked()
+
+
+# Settings.
+
+
+@pytest.mark.engine("sqlite")
+def test_sqlite_has_no_session_locks():
+    options = {"session": {"BACKEND": "dlocks.backends.session.SessionBackend"}}
+    with override_settings(DLOCKS=options):
+        with pytest.raises(ImproperlyConfigured, match="'default' is sqlite, which has none"):
+            lock().acquire()
+        assert [found.id for found in check_settings()] == ["dlocks.E004"]
+
+
+@pytest.mark.engine("sqlite", "postgresql", "mariadb")
+@pytest.mark.parametrize("options", [{"waiting": -1}, {"waiting": True}, {"ping": 0}, {"linger": "1"}])
+def test_bad_options_are_refused(options):
+    with override_settings(
+        DLOCKS={"session": {"BACKEND": "dlocks.backends.session.SessionBackend", "OPTIONS": options}}
+    ):
+        with pytest.raises(ImproperlyConfigured, match=next(iter(options))):
+            backends["session"]
+
+
+# Behind a pooler.
+
+
+@pytest.fixture
+def pooled(monkeypatch):
+    """Return a function that puts PgBouncer in between, in a mode."""
+    with contextlib.ExitStack() as stack:
+
+        def put(mode):
+            server = stack.enter_context(PgBouncer(int(PORT), mode=mode))
+            connections.close_all()
+            backends.reset()
+            monkeypatch.setitem(connection.settings_dict, "PORT", str(server.port))
+
+        yield put
+        backends["session"].disconnect()
+        connections.close_all()
+        monkeypatch.undo()
+
+
+SAYS_SESSIONS_ARE_KEPT = {
+    "session": {"BACKEND": "dlocks.backends.session.SessionBackend", "OPTIONS": {"session_pooling": True}}
+}
+
+
+@POSTGRESQL
+@pytest.mark.parametrize("mode", ["transaction", "session"])
+def test_behind_a_pooler_it_is_refused_with_the_reason(mode, pooled):
+    pooled(mode)
+    with pytest.raises(ImproperlyConfigured, match="is behind a pooler .*PessimisticBackend"):
+        lock().acquire()
+    assert "dlocks.E007" in [found.id for found in check_tables(databases=["default"])]
+    # Whose session it was meanwhile has it as it was.
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_prepared_statements")
+        assert cursor.fetchone() == (0,)
+        cursor.execute("SELECT current_setting('idle_session_timeout'), current_setting('application_name')")
+        assert cursor.fetchone() == ("0", "")
+
+
+@POSTGRESQL
+@override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
+def test_behind_a_pooler_that_keeps_sessions_it_works_when_that_is_said(pooled, elsewhere, threads, in_line):
+    pooled("session")
+    done = []
+    with lock():
+        assert elsewhere(lock().try_acquire) is None
+        waiter = threads(lambda: done.append(lock(timeout=30).acquire().release()))
+        in_line(1)
+        with pytest.raises(LockTimeout):
+            elsewhere(lock(timeout=0.2).acquire)
+    waiter.join(30)
+    assert done
+
+
+@POSTGRESQL
+@override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
+def test_behind_a_pooler_that_does_not_keep_what_was_said_it_is_refused(pooled):
+    pooled("transaction")
+    with pytest.raises(ImproperlyConfigured, match="to two connections at a time"):
+        lock().acquire()
+
+
+@POSTGRESQL
+def test_in_a_transaction_a_pooler_does_not_matter(pooled):
+    pooled("transaction")
+    with transaction.atomic(), lock() as held:
+        assert held.scope == "transaction"
+        held.check()
+
+
+def test_could_not_ask_is_not_no(monkeypatch):
+    monkeypatch.setitem(connection.settings_dict, "PORT", "1")
+    with pytest.raises(LockBackendError, match="No session on database 'default'"):
+        lock().acquire()

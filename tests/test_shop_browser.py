@@ -1,0 +1,207 @@
+"""The page of the flash sale, in a real Chromium."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dlocks import db_lock
+from example_project.shop.backstage import ONE_AT_A_TIME
+from example_project.shop.models import FlashSale, Product
+from example_project.shop.sale import TITLES
+from example_project.shop.services import LOCKS, NO_LOCK
+
+PAGE = "/shop/flash-sale/"
+# Where "make images" makes the pictures of the documentation anew: those that are there.
+IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
+# A sale begins with five processes, on a machine that may have other things to do.
+SALE = 90_000
+
+# Notes how many pieces the page says are sold, all locks together, whenever that changes.
+WATCH = """() => {
+    window.seen = [];
+    const look = () => {
+        const pieces = [...document.querySelectorAll("dd.sold")].reduce((sum, dd) => sum + Number(dd.innerText), 0);
+        if (!window.seen.includes(pieces)) window.seen.push(pieces);
+    };
+    new MutationObserver(look).observe(document.getElementById("sale"), {childList: true});
+}"""
+
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(280)]
+
+
+@pytest.fixture(autouse=True)
+def sales_end(transactional_db, until):
+    """No process of a sale is left at work on the next test's database."""
+    yield
+    until(lambda: not ONE_AT_A_TIME.locked(), 60)
+
+
+def picture(page, name, **options):
+    """Take a picture; keep it where it is one of the documentation's that are made anew."""
+    taken = page.screenshot(**options)
+    if IMAGES and (kept := Path(IMAGES) / name).exists():
+        kept.write_bytes(taken)
+    assert len(taken) < 150_000
+    return taken
+
+
+def fill(page, *, stock, buyers, locks=LOCKS):
+    page.get_by_label("Pieces in stock").fill(str(stock))
+    page.get_by_label("Buyers").fill(str(buyers))
+    for lock, title in TITLES.items():
+        page.get_by_label(title, exact=True).set_checked(lock in locks)
+
+
+def start(page):
+    page.get_by_role("button", name="Start the sale").click()
+
+
+def card(page, lock):
+    return page.locator(f"section[data-lock={lock}]")
+
+
+def number(page, lock, name):
+    return int(card(page, lock).locator(f"dd.{name}").inner_text())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_numbers_move_while_it_sells_and_in_the_end_only_no_lock_oversells(browser, scheme):
+    """I choose all locks, start, and see each sell, side by side, without a reload."""
+    page = browser.page(color_scheme=scheme, viewport={"width": 1100, "height": 900})
+    page.goto(PAGE)
+    browser.expect(page.get_by_text("No sale yet")).to_be_visible()
+    stock, buyers = (60, 300) if scheme == "light" else (20, 60)
+    fill(page, stock=stock, buyers=buyers)
+    start(page)
+    browser.expect(page.get_by_role("heading", name=f"Going on: {stock} pieces, {buyers} buyers")).to_be_visible()
+    page.evaluate(WATCH)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(timeout=SALE)
+    seen = page.evaluate("window.seen")
+    assert len(seen) >= (4 if scheme == "light" else 2), seen
+    assert seen == sorted(seen)
+    for lock in LOCKS:
+        sold, oversold = number(page, lock, "sold"), number(page, lock, "oversold")
+        assert oversold == sold - stock
+        assert sold + number(page, lock, "refused") == buyers
+        if lock == NO_LOCK:
+            assert oversold > 0
+            browser.expect(card(page, lock)).to_contain_text("oversold")
+        else:
+            assert (oversold, number(page, lock, "left")) == (0, 0)
+            browser.expect(card(page, lock).locator(".state")).to_have_text("exact")
+    assert number(page, "pessimistic", "waits") > 0
+    too_many = number(page, NO_LOCK, "oversold")
+    browser.expect(page.get_by_text("Every lock sold exactly what there was")).to_contain_text(f"{too_many} piece")
+    page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur()")
+    picture(page, "shop.png" if scheme == "light" else "shop-dark.png", full_page=True)
+
+
+def test_only_the_locks_that_were_chosen_sell(browser):
+    page = browser.page()
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=["insert"])
+    start(page)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(timeout=SALE)
+    assert page.locator("section.card").count() == 1
+    assert number(page, "insert", "sold") == 5
+    browser.expect(page.get_by_text("Every lock sold exactly what there was.")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("stock", "buyers", "complaint"),
+    [
+        ("-5", "100", "There must be at least one piece to sell."),
+        ("0", "100", "There must be at least one piece to sell."),
+        ("99999999", "100", "There is room for 1,000 pieces at most."),
+        ("", "100", "How many pieces are there?"),
+        ("1.5", "100", "That is not a whole number."),
+        ("50", "1000000000", "At most 2,000 buyers fit into the shop."),
+        ("50", "1", "A crowd is two buyers or more."),
+        ("50", "50", "There must be more buyers than pieces, or nobody goes without."),
+    ],
+)
+def test_what_makes_no_sense_is_refused_beside_its_field(browser, stock, buyers, complaint):
+    """Nothing is started, and what I typed is still there."""
+    page = browser.page()
+    page.goto(PAGE)
+    fill(page, stock=stock, buyers=buyers)
+    start(page)
+    browser.expect(page.get_by_text(complaint)).to_be_visible()
+    wrong = page.locator("[aria-invalid=true]")
+    assert wrong.count() == 1
+    assert page.locator(f"#{wrong.get_attribute('aria-describedby')}").inner_text() == complaint
+    assert page.get_by_label("Pieces in stock").input_value() == stock
+    assert not FlashSale.objects.exists()
+
+
+def test_an_unknown_lock_and_none_at_all_are_refused(browser):
+    page = browser.page()
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=[])
+    start(page)
+    browser.expect(page.get_by_text("Choose at least one.")).to_be_visible()
+    page.locator("input[value=insert]").evaluate("box => { box.value = 'padlock'; box.checked = true }")
+    start(page)
+    browser.expect(page.get_by_text("“padlock” is not one of the locks.")).to_be_visible()
+    assert not FlashSale.objects.exists()
+
+
+def test_a_second_click_while_one_goes_on_is_answered(browser, elsewhere):
+    """The page takes a lock for it, so of two visitors one is told that the other was first."""
+    hold = elsewhere(db_lock("flash-sale").acquire)
+    try:
+        page = browser.page()
+        page.goto(PAGE)
+        fill(page, stock=5, buyers=12)
+        start(page)
+        browser.expect(page.get_by_role("status")).to_contain_text("A sale is going on already, begun at ")
+        assert not FlashSale.objects.exists()
+    finally:
+        hold.release()
+
+
+def test_it_works_without_javascript(browser):
+    """The results are there after a reload."""
+    page = browser.page(java_script_enabled=False)
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=[NO_LOCK, "pessimistic"])
+    start(page)
+    results = page.get_by_role("heading", name="Results")
+    for _ in range(600):
+        if results.count():
+            break
+        browser.expect(page.get_by_role("heading", name="5 pieces, 12 buyers")).to_be_visible()
+        # Where it is not over yet, there is a link to follow.
+        page.wait_for_timeout(100)
+        reload = page.get_by_role("link", name="Reload")
+        reload.click() if reload.count() else page.reload()
+    assert number(page, "pessimistic", "sold") == 5
+    assert card(page, "pessimistic").locator("polyline.sold").is_visible()
+
+
+def test_a_phone_shows_it_all_and_a_keyboard_is_enough(browser):
+    page = browser.page(viewport={"width": 360, "height": 740})
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=["optimistic", "row"])
+    page.get_by_label("Pieces in stock").focus()
+    for _ in range(7):
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.innerText") == "Start the sale"
+    page.keyboard.press("Enter")
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(timeout=SALE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    left, right = (page.locator("section.card").nth(at).bounding_box() for at in (0, 1))
+    assert left["x"] == right["x"]
+    picture(page, "shop-phone.png", full_page=True)
+
+
+def test_a_sale_whose_process_is_no_more_is_said_to_be_broken_off(browser):
+    FlashSale.objects.create(locks=["insert"], stock=5, buyers=12)
+    page = browser.page()
+    page.goto(PAGE)
+    browser.expect(page.get_by_text("The sale was broken off: its process is no more.")).to_be_visible()
+    assert not Product.objects.exists()

@@ -1,0 +1,78 @@
+"""The front keeps its promises in every schedule that Hypothesis thinks of; see tests/simulation.py."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from dlocks import clock, waiting
+from dlocks.backends.base import Grant
+from dlocks.holds import Hold
+from tests.simulation import Simulation
+
+# There is no database in it: once is enough.
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(600)]
+
+SCHEDULES = st.binary(min_size=20, max_size=120)
+BUSY = {"max_examples": 10_000, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logger = logging.getLogger("dlocks")
+    logger.disabled = True
+    yield
+    logger.disabled = False
+
+
+def simulate(schedule):
+    simulation = Simulation(schedule)
+    try:
+        simulation.run()
+    finally:
+        note("\n".join(simulation.log))
+
+
+@settings(**BUSY)
+@given(SCHEDULES)
+def test_no_schedule_breaks_a_promise(schedule):
+    """10,000 of them: pauses, lost requests and replies, deaths, a clock that steps by less than the grace."""
+    simulate(schedule)
+
+
+def never(hold):
+    return not hold._ended
+
+
+def believed(waiter, message):
+    if message.token is not None and waiter.given is None:
+        waiter.given = Grant(message.token, waiter.claim.ttl), clock.now()
+
+
+def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
+    original(hold, lock, backend, claim, Grant(grant.token), caller, clock.now(), waited)
+
+
+original = Hold.__init__
+
+MUTANTS = {
+    "held past its own deadline": (Hold, "held", property(never)),
+    "a stale notice believed": (waiting.Waiter, "heard", believed),
+    "deadline from the response": (Hold, "__init__", from_the_response),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_sees_what_is_wrong(name, monkeypatch):
+    monkeypatch.setattr(*MUTANTS[name])
+
+    @settings(**{**BUSY, "max_examples": 20_000}, report_multiple_bugs=False)
+    @given(SCHEDULES)
+    def search(schedule):
+        simulate(schedule)
+
+    with pytest.raises(AssertionError):
+        search()
