@@ -206,6 +206,9 @@ def hold_again_and_again(pipe, path, key, **policy):
             try:
                 with db_lock(key, **policy) as hold:
                     got = until = time.monotonic()
+                    if not hold.held:
+                        # Stopped, after it was granted and before it could look, until the lease was over.
+                        continue
                     stop = got + random.uniform(0, 0.03)
                     while until < stop and hold.held:
                         time.sleep(0.002)

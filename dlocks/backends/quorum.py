@@ -171,7 +171,7 @@ class QuorumBackend(BaseBackend):
         self._forget()
         term = self._terms.setdefault(claim.owner, Term())
         sent = time.monotonic()
-        answers = self._ask(members, lambda member: self._take(member, claim, term), self._decided)
+        answers = self._ask(members, lambda member: self._take(member, claim, term), self._suffices)
         grants = [grant for grant in answers.said.values() if grant is not None]
         if len(grants) >= self.majority:
             # For the ttl from when it was sent. Whoever asked gives it up where that is over.
@@ -200,7 +200,7 @@ class QuorumBackend(BaseBackend):
             left = member.backend.renew(list(asked.values()))
             return {owner: left[one.owner] for owner, one in asked.items() if one.owner in left}
 
-        answers = self._ask(self.members(), extend, lambda answers: len(answers.said) >= self.majority)
+        answers = self._ask(self.members(), extend, self._suffices)
         self._enough(answers)
         result: dict[str, float] = {}
         for claim in mine:
@@ -224,7 +224,7 @@ class QuorumBackend(BaseBackend):
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
             return False
-        answers = self._end(claim, term, failed=failed, keep=keep)
+        answers = self._end(claim, term, self._decided, failed=failed, keep=keep)
         return self._counted(answers)
 
     def holder(self, key: str) -> Holder | None:
@@ -311,13 +311,21 @@ class QuorumBackend(BaseBackend):
             if member.alias in aliases:
                 member.ask(lambda member: self._take(member, claim, term))
 
-    def _end(self, claim: Claim, term: Term, *, failed: bool = True, keep: float = 0.0) -> Answers:
+    def _end(
+        self,
+        claim: Claim,
+        term: Term,
+        decided: Callable[[Answers], bool] | None = None,
+        *,
+        failed: bool = True,
+        keep: float = 0.0,
+    ) -> Answers:
         """Give up everywhere, also where no answer came from."""
         term.over.set()
         answers = self._ask(
             self.members(),
             lambda member: self._leave(member, claim, term, failed=failed, keep=keep),
-            self._decided,
+            decided or self._suffices,
             cancel=False,
         )
         self._terms.pop(claim.owner, None)
@@ -374,6 +382,14 @@ class QuorumBackend(BaseBackend):
 
     def _decided(self, answers: Answers) -> bool:
         return answers.yes() >= self.majority or answers.no() > len(self.of) - self.majority
+
+    def _suffices(self, answers: Answers) -> bool:
+        """
+        Whether to do without those who owe an answer.
+
+        Also where their votes would decide: a vote that is split is given up at once, so that the next one may win.
+        """
+        return len(answers.said) >= self.majority
 
     def _enough(self, answers: Answers) -> None:
         """Raise LockBackendError unless so many could be asked that they could have agreed."""

@@ -196,6 +196,22 @@ def test_what_was_not_granted_is_given_up_also_where_no_answer_came_from(redlock
     assert redlock.backend.acquire(claim())
 
 
+def test_a_vote_that_is_split_does_not_wait_for_members_that_owe_answers(redlock):
+    """Who has two of the three that answer gives them back at once: the next one needs all three."""
+    for member, server in zip(redlock.members[:2], redlock.servers, strict=False):
+        member.socket_timeout = 60.0
+        server.process.send_signal(signal.SIGSTOP)
+    assert redlock.backend.acquire(claim("other"))
+    redlock.backend.node_timeout = 60.0
+    rival = claim()
+    assert redlock.members[4].acquire(rival)
+    began = time.monotonic()
+    assert redlock.backend.acquire(claim()) is None
+    assert time.monotonic() - began < 30.0
+    redlock.members[4].release(rival)
+    eventually(lambda: not any(member.holder("key") for member in redlock.members[2:]))
+
+
 def test_who_has_a_minority_does_not_keep_the_others_out(redlock):
     other = claim(holder="another")
     for member in redlock.members[:2]:
