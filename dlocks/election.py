@@ -72,7 +72,7 @@ class LeaderElection:
             timeout=None,
             ttl=FROM_SETTINGS if ttl is None else ttl,
             scope="lease",
-            release="exit",
+            release_at="exit",
             on_lost=self._lost,
         )
         self._hold: Hold | None = None

@@ -45,7 +45,7 @@ def detach(hold: Hold, *, within: float | None = None) -> str:
             "ttl": hold.claim.ttl,
             "renew": lock.renew,
             "reentrant": lock.reentrant,
-            "release": lock.release,
+            "release_at": lock.release_at,
             # It is counted from the answer, and max_hold from the question.
             "at_least": min(at_least, max_hold),
             "max_hold": None if max_hold == FOREVER else max_hold,

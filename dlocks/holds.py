@@ -614,7 +614,7 @@ class Hold:
 
     def _leave_in_transactions(self) -> bool:
         """Keep a lease until the open transactions have ended, since what they do is not seen before."""
-        if self.scope == "transaction" or self.lock.release == "exit":
+        if self.scope == "transaction" or self.lock.release_at == "exit":
             return False
         marks = [Mark.whole(connection) for connection in open_connections()]
         for mark in marks:

@@ -41,6 +41,9 @@ class _FromSettings:
     def __repr__(self) -> str:
         return "<from settings>"
 
+    def __reduce__(self) -> str:
+        return "FROM_SETTINGS"
+
 
 FROM_SETTINGS = _FromSettings()
 
@@ -62,7 +65,7 @@ class Lock:
     fair: bool = True
     shared: bool = False
     permits: int = UNLIMITED
-    release: Literal["transaction", "exit"] = "transaction"
+    release_at: Literal["transaction", "exit"] = "transaction"
     on_lost: Callable[[Hold], object] | None = None
 
     def __post_init__(self) -> None:
@@ -81,8 +84,8 @@ class Lock:
                 raise TypeError(f"{name} must be True or False, not {value!r}")
         if self.scope not in {None, "lease", "transaction"}:
             raise ValueError(f"scope must be 'lease', 'transaction' or None, not {self.scope!r}")
-        if self.release not in {"transaction", "exit"}:
-            raise ValueError(f"release must be 'transaction' or 'exit', not {self.release!r}")
+        if self.release_at not in {"transaction", "exit"}:
+            raise ValueError(f"release_at must be 'transaction' or 'exit', not {self.release_at!r}")
         if isinstance(self.permits, bool) or not isinstance(self.permits, int):
             raise TypeError(f"permits must be an int, not {type(self.permits).__name__}")
         if not 1 <= self.permits <= UNLIMITED:
@@ -177,6 +180,18 @@ class Lock:
         await entry.hold.aleave(error)
 
     # Inside.
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            there = (
+                ""
+                if name.startswith("_") or not hasattr(Hold, name)
+                else (": the hold has it, which acquire() returns, and 'with … as'")
+            )
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{there}", name=name, obj=self
+            )
 
     @property
     def _decorator(self) -> LockDecorator[Never]:
@@ -641,7 +656,7 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **policy: Any) -> 
         Whether the same thread or task may enter again; otherwise that is a RuntimeError at once.
     ``scope``
         ``"lease"``, ``"transaction"``, or ``None``: the transaction where the caller is in one, else a lease.
-    ``release``
+    ``release_at``
         When a lease left inside an open transaction is given back: at the end of that ``"transaction"``, or at the
         block's own ``"exit"``.
     ``at_least``

@@ -197,7 +197,7 @@ class MultiHold(Hold):
 
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
-        leaves_nothing = self.lock.release == "exit" or not any(open_connections())
+        leaves_nothing = self.lock.release_at == "exit" or not any(open_connections())
         if self._is_alike and (self.scope == "transaction" or leaves_nothing):
             together = [hold for hold in holds if hold.end_with_others(failed=failed)]
         done = False

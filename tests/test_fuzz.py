@@ -45,7 +45,7 @@ ANY = st.recursive(
     max_leaves=4,
 )
 POLICY = [
-    "using", "timeout", "ttl", "renew", "max_hold", "reentrant", "scope", "release", "at_least", "takeover", "fair",
+    "using", "timeout", "ttl", "renew", "max_hold", "reentrant", "scope", "release_at", "at_least", "takeover", "fair",
     "on_lost", "permits", "shared",
 ]  # fmt: skip
 

@@ -258,14 +258,14 @@ def test_a_text_that_was_changed_or_made_up_is_refused_before_any_query(django_a
 
 
 def test_its_policy_goes_with_it_less_what_is_over():
-    hold = db_lock("export:7", ttl=5, max_hold=100, at_least=50, reentrant=False, release="exit").acquire()
+    hold = db_lock("export:7", ttl=5, max_hold=100, at_least=50, reentrant=False, release_at="exit").acquire()
     hold._granted_at -= 20
     hold._last_at -= 20
     lost = []
     with resume_hold(hold.detach(), on_lost=lost.append) as resumed:
         lock = resumed.lock
         assert (lock.key, lock.using, lock.scope) == ("export:7", "default", "lease")
-        assert (lock.ttl, lock.reentrant, lock.release) == (5, False, "exit")
+        assert (lock.ttl, lock.reentrant, lock.release_at) == (5, False, "exit")
         assert 29 < lock.at_least <= 30
         assert 79 < lock.max_hold <= 80
         assert lock.on_lost == lost.append

@@ -649,12 +649,12 @@ def test_autocommit_switched_off_by_hand_waits_in_line_for_a_lease(workers, in_l
     token = holder.hear()
     transaction.set_autocommit(False)
     try:
-        lock = db_lock("stock:7", scope="lease", release="exit", timeout=0.2)
+        lock = db_lock("stock:7", scope="lease", release_at="exit", timeout=0.2)
         with pytest.raises(LockTimeout):
             lock.acquire()
         holder.tell()
         assert holder.hear() == "released"
-        with db_lock("stock:7", scope="lease", release="exit") as hold:
+        with db_lock("stock:7", scope="lease", release_at="exit") as hold:
             assert hold.token > token
     finally:
         transaction.rollback()

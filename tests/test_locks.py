@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +99,7 @@ def test_the_prefix_stands_before_the_key_and_counts(django_assert_num_queries):
         ({"max_hold": 0}, ValueError),
         ({"at_least": -1}, ValueError),
         ({"scope": "session"}, ValueError),
-        ({"release": "never"}, ValueError),
+        ({"release_at": "never"}, ValueError),
         ({"on_lost": "mail"}, TypeError),
         ({"expire": 3}, TypeError),
         ({"renew": "no"}, TypeError),
@@ -122,6 +124,16 @@ def test_a_lock_holds_nothing_and_can_be_shared():
         with lock as hold:
             assert hold.held
         assert not hold.held
+
+
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_who_gives_back_the_lock_and_not_the_hold_is_told_where_that_is_done(keys):
+    lock = db_lock(*keys)
+    with lock.acquire(), pytest.raises(AttributeError, match=r"'release': the hold has it, which acquire\(\) returns"):
+        lock.release()
+    with pytest.raises(AttributeError, match="'owned'$"):
+        lock.owned()
+    assert copy.copy(lock) == pickle.loads(pickle.dumps(lock)) == lock
 
 
 # The row.

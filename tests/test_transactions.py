@@ -367,7 +367,7 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is
 @SERVERS
 def test_a_lease_can_be_given_back_at_the_exit_on_purpose(is_busy):
     with transaction.atomic():
-        with db_lock("stock:7", scope="lease", release="exit"):
+        with db_lock("stock:7", scope="lease", release_at="exit"):
             assert is_busy()
         assert not is_busy()
 

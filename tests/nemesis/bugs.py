@@ -244,7 +244,7 @@ def given_back_before_the_commit(task: Task) -> None:
     from dlocks.locks import Lock
 
     original = Lock.acquire
-    Lock.acquire = lambda lock: original(dataclasses.replace(lock, scope="lease", release="exit"))  # type: ignore[method-assign]
+    Lock.acquire = lambda lock: original(dataclasses.replace(lock, scope="lease", release_at="exit"))  # type: ignore[method-assign]
 
 
 @bug("tokens", transactions=False)

@@ -105,7 +105,7 @@ class Command(BaseCommand):
                 key=options["key"],
                 using=options["using"],
                 scope="lease",
-                release="exit",
+                release_at="exit",
                 on_lost=child.lost,
                 **policy,
             )
