@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast, overload
 
+from django.utils.asyncio import async_unsafe
+
 from dlocks import checks, clock, history, telemetry  # noqa: F401 (they are there, installed or not)
 from dlocks.backends.base import KEPT_FOR, KEY_LENGTH, UNLIMITED, BaseBackend, Claim, Grant, Holder, Scope, seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
@@ -199,6 +201,7 @@ class Lock:
 
         return LockDecorator(**{field.name: getattr(self, field.name) for field in fields(self)})
 
+    @async_unsafe("This would stop the event loop: in a coroutine it is 'async with', or 'await lock.aacquire()'.")
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
         bell = threading.Event()
         attempt = self._attempt(caller, bell.set, wait=wait, here=True)

@@ -11,6 +11,7 @@ import time
 import pytest
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.conf import settings
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections
 from django.test import AsyncClient
 
@@ -33,6 +34,20 @@ def made():
     # Not on the way, in the middle of what is tested.
     for alias in settings.DLOCKS:
         backends[alias]
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+async def test_a_lock_that_would_stop_the_loop_is_refused_with_the_way_out(keys, using):
+    """Also where Django itself has nothing against it."""
+    lock = db_lock(*keys, using=using)
+    with pytest.raises(SynchronousOnlyOperation, match="async with"), lock:
+        pass
+    for acquire in (lock.acquire, lock.try_acquire):
+        with pytest.raises(SynchronousOnlyOperation, match="aacquire"):
+            acquire()
+    async with lock as hold:
+        assert hold.held
 
 
 # Cancelled at every await.
