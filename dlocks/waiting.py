@@ -412,13 +412,14 @@ class WaitingRoom:
         """Look at all claims; return in how many seconds to look again, and how many are before the first of them."""
         sent = clock.now()
         with self._mutex:
-            # Where one is told, only at those whose time it is: to be heard of, or to find the holder's lease over.
+            # Where one is told, only at those whose time it is: to be heard of, or to find the holder's lease over. Who
+            # is due soon is looked at along: they came one by one, and would be looked at so for ever.
             all_of_them = self._seated or self._looks or not self.channel
             self._seated = False
             waiters = {
                 owner: waiter
                 for owner, waiter in self._waiters.items()
-                if waiter.seated and (all_of_them or waiter.look_at <= sent)
+                if waiter.seated and (all_of_them or waiter.look_at <= sent + HEARD_EVERY / 2)
             }
             for waiter in waiters.values():
                 waiter.look_at = sent + HEARD_EVERY * 0.9

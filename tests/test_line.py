@@ -358,6 +358,32 @@ async def test_a_thousand_tasks_that_wait_cost_three_connections_at_most(until):
     assert 2 <= most - others <= 3
 
 
+@pytest.mark.engine("postgresql")
+async def test_those_who_came_one_by_one_are_looked_at_together(monkeypatch):
+    """Where one is told of one's turn, waiters cost a look now and then, and not one each."""
+    backend, looks = backends["default"], []
+    monkeypatch.setattr(backend, "look", lambda *args, look=backend.look, **kw: looks.append(args) or look(*args, **kw))
+    holder = await db_lock("stock:7").aacquire()
+
+    async def wait():
+        async with db_lock("stock:7", timeout=None):
+            pass
+
+    tasks = []
+    for _ in range(40):
+        tasks.append(asyncio.create_task(wait()))
+        await asyncio.sleep(0.02)
+    while await holder.awaiting() < 40:
+        await asyncio.sleep(0.02)
+    looks.clear()
+    await asyncio.sleep(2.5)
+    # Each of them has to be heard of every 2 seconds.
+    assert len({claim.owner for claims, *_ in looks for claim in claims}) == 40
+    assert len(looks) < 40
+    await holder.arelease()
+    await asyncio.gather(*tasks)
+
+
 def sessions():
     """Return how many sessions this process has on its database, without the one that asks."""
     with connection.cursor() as cursor:
