@@ -416,10 +416,12 @@ class WaitingRoom:
             # is due soon is looked at along: they came one by one, and would be looked at so for ever.
             all_of_them = self._seated or self._looks or not self.channel
             self._seated = False
+            seated = {owner: waiter for owner, waiter in self._waiters.items() if waiter.seated}
+            due = any(waiter.look_at <= sent for waiter in seated.values())
             waiters = {
                 owner: waiter
-                for owner, waiter in self._waiters.items()
-                if waiter.seated and (all_of_them or waiter.look_at <= sent + HEARD_EVERY / 2)
+                for owner, waiter in seated.items()
+                if all_of_them or (due and waiter.look_at <= sent + HEARD_EVERY / 2)
             }
             for waiter in waiters.values():
                 waiter.look_at = sent + HEARD_EVERY * 0.9
