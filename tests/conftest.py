@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import threading
@@ -54,10 +55,30 @@ def pytest_pyfunc_call(pyfuncitem):
 def pytest_runtest_makereport(item, call):
     """Say of a test that failed where the processes were that it has talked to."""
     report = yield
-    if report.when == "call" and report.failed and (lines := whereabouts()):
+    if report.when == "call" and report.failed and (lines := [*whereabouts(), *open_transactions()]):
         report.sections.append(("Processes at work", "\n".join(lines)))
         _seen.extend(lines)
     return report
+
+
+def open_transactions():
+    """Return a line for each transaction that is open on MariaDB, with what it has locked."""
+    lines = []
+    # Of no use to a test that failed for another reason: a server that is down, say.
+    with contextlib.suppress(Exception):
+        if connection.vendor == "mysql":
+            import MySQLdb
+
+            there = connection.settings_dict
+            server = MySQLdb.connect(host=there["HOST"], port=int(there["PORT"]), user=there["USER"], connect_timeout=5)
+            with contextlib.closing(server), server.cursor() as cursor:
+                cursor.execute(
+                    "SELECT trx_mysql_thread_id, trx_started, trx_state, trx_rows_locked, trx_rows_modified, command,"
+                    " time, info FROM information_schema.innodb_trx LEFT JOIN information_schema.processlist"
+                    " ON id = trx_mysql_thread_id"
+                )
+                lines = [f"process of the server, in a transaction: {row}" for row in cursor.fetchall()]
+    return lines
 
 
 def pytest_terminal_summary(terminalreporter):
