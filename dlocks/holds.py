@@ -201,7 +201,7 @@ class Hold:
             raise self._told_lost()
         if self.backend.lease_refused() is None:
             # Otherwise it was written by the caller's transaction, which may take it back.
-            self.extend(sent, left[self.owner])
+            self.note_answer(sent, left[self.owner])
 
     def release(self, *, failed: bool = False) -> None:
         """
@@ -481,7 +481,7 @@ class Hold:
     def committed(self, mark: Mark, sent: float) -> None:
         """Note that a transaction which pinned the key is committed: the lease is whole since its last statement."""
         self.unpin(mark)
-        self.extend(sent, self.claim.ttl)
+        self.note_answer(sent, self.claim.ttl)
         keeper.look()
 
     @property
@@ -508,7 +508,7 @@ class Hold:
         ttl = min(self.claim.ttl, min(self._last_at, self._kept_until or FOREVER) - clock.now())
         return self.claim if ttl == self.claim.ttl else dataclasses.replace(self.claim, ttl=max(ttl, 0.0))
 
-    def extend(self, sent: float, seconds: float) -> None:
+    def note_answer(self, sent: float, seconds: float) -> None:
         """Note what a renewal answered: so many seconds from when it was sent."""
         with self._mutex:
             self._deadline = max(self._deadline, min(sent + seconds, self._last_at))

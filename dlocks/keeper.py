@@ -448,7 +448,7 @@ class Keeper:
                 continue
             for owner, hold in by_owner.items():
                 if owner in left:
-                    hold.extend(sent, left[owner])
+                    hold.note_answer(sent, left[owner])
                 else:
                     hold.lose("the backend says it is no longer this hold's")
 

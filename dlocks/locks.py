@@ -49,6 +49,21 @@ class _FromSettings:
 
 FROM_SETTINGS = _FromSettings()
 
+# What other libraries' locks have, and here the hold has.
+OF_THE_HOLD = {
+    "release",
+    "arelease",
+    "renew",
+    "arenew",
+    "check",
+    "acheck",
+    "held",
+    "remaining",
+    "token",
+    "owner",
+    "atomic",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Lock:
@@ -186,11 +201,7 @@ class Lock:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Never:
-            there = (
-                ""
-                if name.startswith("_") or not hasattr(Hold, name)
-                else (": the hold has it, which acquire() returns, and 'with … as'")
-            )
+            there = ": the hold has it, which acquire() returns, and 'with … as'" if name in OF_THE_HOLD else ""
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}{there}", name=name, obj=self
             )
