@@ -29,6 +29,8 @@ from dlocks import (
     db_semaphore,
     history,
 )
+from dlocks.backends.base import Claim
+from dlocks.conf import backends
 from dlocks.waiting import room_of
 from tests.servers import die_with_parent
 
@@ -176,6 +178,50 @@ def count(pipe, path, key, *, times, scope, **policy):
             path.write_text(f"{value + 1} {held.token}")
             tokens.append(held.token)
     return tokens
+
+
+def write_again_and_again(pipe, key):
+    """Write the row of a key in transactions that are as short as can be, until told to end; return how often."""
+    from django.db import OperationalError, connection
+
+    from dlocks.models import ResourceLock
+
+    if connection.vendor == "mysql":
+        with connection.cursor() as cursor:
+            cursor.execute("SET innodb_lock_wait_timeout = 1")
+    pipe.say("writing")
+    done = 0
+    while not pipe.poll():
+        with suppress(OperationalError):
+            done += ResourceLock.objects.filter(pk=key).update(owner_ip="192.0.2.7")
+            done += ResourceLock.objects.filter(pk=key).update(owner_ip="192.0.2.8")
+    pipe.hear()
+    connection.close()
+    return done
+
+
+def ask_again_and_again(pipe, key, *, times, using):
+    """Ask for a key in one transaction that stays open until told to end it; return how often it was granted."""
+    claim = Claim(key=key, ttl=30.0, scope="transaction")
+    with transaction.atomic():
+        granted = sum(backends[using].acquire(claim) is not None for _ in range(times))
+        pipe.say("asked")
+        pipe.hear()
+    return granted
+
+
+def write_and_ask(pipe, key, **policy):
+    """Write something in a transaction, and ask for a key there; return why that is refused, and what was written."""
+    from django.contrib.auth.models import Group
+
+    refusal = ""
+    with transaction.atomic():
+        Group.objects.create(name=key)
+        try:
+            db_lock(key, **policy).acquire().release()
+        except RuntimeError as error:
+            refusal = str(error)
+    return refusal, Group.objects.filter(name=key).count()
 
 
 def migrate(pipe):

@@ -86,6 +86,25 @@ def test_a_kill_inside_a_transaction_frees_the_key_with_the_connection(using, do
 # The server.
 
 
+@pytest.mark.engine("mariadb")
+@FAMILY
+def test_a_server_that_takes_back_all_of_a_transaction_for_a_locked_row_is_refused_there(using, doomed):
+    """… with the reason, before anything is taken back; a lease is as good as anywhere."""
+
+    class Strict(SERVERS["mariadb"]):
+        options = ("--innodb-rollback-on-timeout=ON",)
+
+    with Strict() as server:
+        worker = doomed(**environment(server))
+        worker.call(jobs.migrate)
+        refusal, written = worker.call(jobs.write_and_ask, "stock:7", using=using)
+        assert "innodb_rollback_on_timeout=ON" in refusal
+        assert "scope='lease'" in refusal
+        assert written == 1
+        assert worker.call(jobs.write_and_ask, "stock:8", using=using, scope="lease") == ("", 1)
+        worker.kill()
+
+
 @FAMILY
 @pytest.mark.parametrize("how", ["stop", "crash"])
 def test_a_hold_outlives_a_restart_of_the_server(using, how, server, on_server):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
+from dlocks import db_lock
 from dlocks.conf import backends
+from dlocks.models import ResourceLock
 from tests import jobs
 
 pytestmark = [pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]), pytest.mark.timeout(300)]
@@ -39,3 +41,27 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(using, scope, fair, t
         assert mine == sorted(set(mine))
     everybody = list(itertools.chain.from_iterable(tokens))
     assert len(set(everybody)) == len(everybody)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(using, workers):
+    """… though the row is unlocked by its last writer at the very moment that one gives up on it, now and then."""
+    with db_lock("stock:7", ttl=600):
+        *askers, one, other = crowd = workers(5)
+        for writer in one, other:
+            writer.start(jobs.write_again_and_again, "stock:7")
+            assert writer.hear() == "writing"
+        for asker in askers:
+            asker.start(jobs.ask_again_and_again, "stock:7", using=using, times=3000)
+        for asker in askers:
+            assert asker.hear() == "asked"
+        for writer in one, other:
+            writer.tell()
+            assert writer.hear() > 1000
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update(nowait=True).get(pk="stock:7")
+        for asker in askers:
+            asker.tell()
+        assert [asker.hear() for asker in askers] == [0, 0, 0]
+        assert all(worker.is_idle for worker in crowd)

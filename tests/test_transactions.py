@@ -316,6 +316,32 @@ def test_a_lease_forced_inside_such_a_transaction_is_warned_of(level, isolation)
             assert hold.held
 
 
+@SERVERS
+@FAMILY
+@pytest.mark.parametrize("there", [True, False], ids=["known", "new"])
+def test_a_busy_key_costs_a_transaction_nothing_and_its_neighbours_nobody_s_lock(using, there, workers):
+    keys = ("stock:6", "stock:7", "stock:8")
+    for key in keys if there else keys[::2]:
+        with db_lock(key):
+            pass
+    crowd = workers(2)
+    with transaction.atomic():
+        Counter.objects.create(name="before")
+        for key, worker in zip(keys[::2], crowd, strict=True):
+            worker.start(jobs.hold_in_transaction, key, using=using)
+            worker.hear()
+        for key in keys[::2]:
+            assert db_lock(key, using=using).try_acquire() is None
+        hold = db_lock("stock:7", using=using).try_acquire()
+        assert hold is not None
+        assert hold.scope == "transaction"
+        Counter.objects.create(name="after")
+        for worker in crowd:
+            worker.tell()
+            assert worker.hear() == "ended"
+    assert set(Counter.objects.values_list("name", flat=True)) == {"before", "after"}
+
+
 # A lease inside a transaction.
 
 

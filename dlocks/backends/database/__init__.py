@@ -301,8 +301,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         """Write the row to be this claim's where it was given back, or is ``stale``, and return the token."""
         where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
         statement = self.dialect.update
-        if claim.scope == "transaction" and self.dialect.read_committed:
-            where += f" AND {self.dialect.read_committed}"
+        if claim.scope == "transaction":
+            statement = self.dialect.write_or_leave
+            if self.dialect.read_committed:
+                where += f" AND {self.dialect.read_committed}"
         elif claim.scope == "lease" and conditions:
             statement = self.dialect.compare_and_swap
         sql = self._sql(statement, GRANT, where) + self.dialect.returning
@@ -403,12 +405,19 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         dialect = self.dialect
         if claim.scope != "transaction" or dialect.read_committed is None:
             return
-        level = self._rows(dialect.show_isolation, {})[0][0].upper().replace("-", " ")
+        level, *more = self._rows(dialect.show_isolation, {})[0]
+        level = level.upper().replace("-", " ")
         if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} it runs at "
                 f"{level}, so its snapshot may be older than the lock and would not show what the last "
                 "holder did. Take the lock before the transaction begins, or run it at READ COMMITTED."
+            )
+        if any(more):
+            raise RuntimeError(
+                f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} the server runs"
+                " with innodb_rollback_on_timeout=ON, and a key that is busy would take back all of the transaction."
+                " Take the lock before the transaction begins, or with scope='lease'."
             )
 
     def _refuse(self, claim: Claim, row: Row | None) -> None:

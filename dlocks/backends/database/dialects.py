@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from django.db.utils import Error
 
 KEY = "key_resource = %(key)s"
+AS_A_RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 
 
 class Dialect:
@@ -35,6 +36,8 @@ class Dialect:
     read_committed: str | None = None
     # Whether a row that a locking statement met and did not want may stay locked until the transaction ends.
     locks_in_passing = False
+    # Whether a statement that was refused because of a locked row fails alone, and the transaction it is in goes on.
+    fails_alone = False
     # How a row is inserted when it may be there already: the words before INTO and at the end.
     insert_or_ignore = ("INSERT", "ON CONFLICT DO NOTHING")
     returning = " RETURNING version"
@@ -113,6 +116,10 @@ class Dialect:
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
         """Return the cheapest statement, outside a transaction, that writes one row or at once does not."""
+        return self.update(table, assignments, where)
+
+    def write_or_leave(self, table: str, assignments: str, where: str) -> str:
+        """Return the statement, inside a caller's transaction, that writes one row or at once leaves it unlocked."""
         return self.update(table, assignments, where)
 
     def granted(self, reply: Reply) -> int | None:
@@ -278,7 +285,7 @@ class MySQL(Dialect):
 
     def _picked(self, table: str, where: str) -> str:
         # LIMIT keeps the subquery from being merged, which would change the table that it reads.
-        where = where.replace(KEY, "key_resource >= %(key)s AND key_resource <= %(key)s")
+        where = where.replace(KEY, AS_A_RANGE)
         return (
             f"(SELECT key_resource AS picked FROM {table} FORCE INDEX (PRIMARY) WHERE {where} LIMIT 1000000"
             f" FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON key_resource = picked"
@@ -350,13 +357,20 @@ class MySQL(Dialect):
 
 class MariaDB(MySQL):
     for_update_in_turn = " FOR UPDATE WAIT 1"
-    show_isolation = "SELECT @@tx_isolation"
-    read_committed = "@@tx_isolation = 'READ-COMMITTED'"
+    show_isolation = "SELECT @@tx_isolation, @@innodb_rollback_on_timeout"
+    # A row that is locked by somebody else must not be the end of the whole transaction.
+    read_committed = "@@tx_isolation = 'READ-COMMITTED' AND @@innodb_rollback_on_timeout = 0"
+    fails_alone = True
     at_once = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
         # Half the cost of the locking subquery; a locked row is error 1205.
         return f"{self.at_once}UPDATE {table} SET {assignments} WHERE {where}"
+
+    def write_or_leave(self, table: str, assignments: str, where: str) -> str:
+        # SKIP LOCKED stands in line for the row before it gives up. If the row is unlocked in that moment the lock is
+        # its own, and stays for as long as the transaction, though the row is not wanted (10.11, row_search_mvcc).
+        return self.compare_and_swap(table, assignments, where.replace(KEY, AS_A_RANGE))
 
     def is_locked(self, error: DatabaseError) -> bool:
         return bool(error.args) and error.args[0] == 1205

@@ -211,13 +211,18 @@ class Statements:
             try:
                 return work(connection, in_transaction, *arguments)
             except Error as error:
+                if (
+                    locked is not None
+                    and isinstance(error, DatabaseError)
+                    and (self.dialect.fails_alone or not in_transaction)
+                    and self.dialect.is_locked(error)
+                ):
+                    return locked()
                 if in_transaction or not isinstance(error, (DatabaseError, InterfaceError)):
                     if in_transaction and isinstance(error, DatabaseError) and self.dialect.ends_transaction(error):
                         # Or else what the caller writes from here on would be committed without what came before.
                         connection.needs_rollback = connection.in_atomic_block
                     raise self._failure(error) from error
-                if locked is not None and isinstance(error, DatabaseError) and self.dialect.is_locked(error):
-                    return locked()
                 if isinstance(error, DatabaseError) and self._again(error, tries):
                     tries += 1
                     continue
