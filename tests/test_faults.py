@@ -12,13 +12,20 @@ import pytest
 from tests import jobs
 from tests.processes import Worker
 from tests.proxy import Proxy
-from tests.servers import SERVERS
+from tests.servers import SERVERS, MariaDB
 from tests.settings import ENGINE
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb"),
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
+
+
+class WithOptions(MariaDB):
+    def __init__(self, *options):
+        super().__init__()
+        self.options = options
+
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 
@@ -91,10 +98,7 @@ def test_a_kill_inside_a_transaction_frees_the_key_with_the_connection(using, do
 def test_a_server_that_takes_back_all_of_a_transaction_for_a_locked_row_is_refused_there(using, doomed):
     """… with the reason, before anything is taken back; a lease is as good as anywhere."""
 
-    class Strict(SERVERS["mariadb"]):
-        options = ("--innodb-rollback-on-timeout=ON",)
-
-    with Strict() as server:
+    with WithOptions("--innodb-rollback-on-timeout=ON") as server:
         worker = doomed(**environment(server))
         worker.call(jobs.migrate)
         refusal, written = worker.call(jobs.write_and_ask, "stock:7", using=using)
@@ -103,6 +107,25 @@ def test_a_server_that_takes_back_all_of_a_transaction_for_a_locked_row_is_refus
         assert written == 1
         assert worker.call(jobs.write_and_ask, "stock:8", using=using, scope="lease") == ("", 1)
         worker.kill()
+
+
+@pytest.mark.engine("mariadb")
+@FAMILY
+def test_a_server_that_refuses_what_has_changed_since_a_snapshot_is_as_good_as_any(using, doomed, tmp_path):
+    """… which is what newer ones do unless told otherwise."""
+    with WithOptions("--innodb-snapshot-isolation=ON") as server:
+        crowd = [doomed(**environment(server)) for _ in range(4)]
+        crowd[0].call(jobs.migrate)
+        for scope in "lease", "transaction":
+            path = tmp_path / scope
+            path.write_text("0 0")
+            for worker in crowd:
+                worker.start(jobs.count, str(path), scope, times=40, scope=scope, using=using, timeout=None)
+            tokens = [token for worker in crowd for token in worker.hear()]
+            assert path.read_text() == f"160 {max(tokens)}"
+        assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
+        for worker in crowd:
+            worker.kill()
 
 
 @FAMILY

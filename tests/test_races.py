@@ -44,24 +44,24 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(using, scope, fair, t
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(using, workers):
+@pytest.mark.parametrize("using", ["default", "optimistic"])
+def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(using, doomed):
     """… though the row is unlocked by its last writer at the very moment that one gives up on it, now and then."""
+    times = 2000 if connection.vendor == "mysql" else 300
     with db_lock("stock:7", ttl=600):
-        *askers, one, other = crowd = workers(5)
+        *askers, one, other = [doomed() for _ in range(5)]
         for writer in one, other:
             writer.start(jobs.write_again_and_again, "stock:7")
             assert writer.hear() == "writing"
         for asker in askers:
-            asker.start(jobs.ask_again_and_again, "stock:7", using=using, times=3000)
+            asker.start(jobs.ask_again_and_again, "stock:7", using=using, times=times)
         for asker in askers:
-            assert asker.hear() == "asked"
+            assert asker.hear(200) == "asked"
         for writer in one, other:
             writer.tell()
-            assert writer.hear() > 1000
+            assert writer.hear() > times / 10
         with transaction.atomic():
             ResourceLock.objects.select_for_update(nowait=True).get(pk="stock:7")
         for asker in askers:
             asker.tell()
         assert [asker.hear() for asker in askers] == [0, 0, 0]
-        assert all(worker.is_idle for worker in crowd)
