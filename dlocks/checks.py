@@ -243,7 +243,7 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
             )
             collations = {(table, column): collation for table, column, collation in cursor.fetchall()}
             cursor.execute(backend.dialect.show_isolation)
-            ((level,),) = cursor.fetchall()
+            level, *all_or_nothing = cursor.fetchone()
     except Error as error:
         return [checks.Warning(f"The tables of dlocks could not be looked at: {error}", id="dlocks.W005")]
     messages += [
@@ -274,6 +274,15 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
             checks.Warning(
                 f"Sessions on database {backend.database!r} run at {level}: locks inside transactions are refused.",
                 hint=f"Set DATABASES[{backend.database!r}]['OPTIONS']['isolation_level'] = 'read committed'.",
+                id="dlocks.W004",
+            )
+        )
+    if any(all_or_nothing):
+        messages.append(
+            checks.Warning(
+                f"The server of database {backend.database!r} runs with innodb_rollback_on_timeout=ON, and a key that "
+                "is busy would take back a whole transaction: locks inside transactions are refused.",
+                hint="Switch it off in the configuration of the server, or lock with scope='lease'.",
                 id="dlocks.W004",
             )
         )

@@ -224,6 +224,12 @@ def write_and_ask(pipe, key, **policy):
     return refusal, Group.objects.filter(name=key).count()
 
 
+def what_the_check_says(pipe):
+    from dlocks.checks import check_tables
+
+    return [(message.id, message.msg) for message in check_tables(databases=["default"])]
+
+
 def migrate(pipe):
     from django.core.management import call_command
     from django.db import connection

@@ -106,6 +106,9 @@ def test_a_server_that_takes_back_all_of_a_transaction_for_a_locked_row_is_refus
         assert "scope='lease'" in refusal
         assert written == 1
         assert worker.call(jobs.write_and_ask, "stock:8", using=using, scope="lease") == ("", 1)
+        ((id, warning),) = worker.call(jobs.what_the_check_says)
+        assert id == "dlocks.W004"
+        assert "innodb_rollback_on_timeout=ON" in warning
         worker.kill()
 
 

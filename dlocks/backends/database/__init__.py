@@ -405,7 +405,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         dialect = self.dialect
         if claim.scope != "transaction" or dialect.read_committed is None:
             return
-        level, *more = self._rows(dialect.show_isolation, {})[0]
+        level, *all_or_nothing = self._rows(dialect.show_isolation, {})[0]
         level = level.upper().replace("-", " ")
         if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
             raise RuntimeError(
@@ -413,7 +413,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 f"{level}, so its snapshot may be older than the lock and would not show what the last "
                 "holder did. Take the lock before the transaction begins, or run it at READ COMMITTED."
             )
-        if any(more):
+        if any(all_or_nothing):
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} the server runs"
                 " with innodb_rollback_on_timeout=ON, and a key that is busy would take back all of the transaction."

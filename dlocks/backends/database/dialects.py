@@ -30,8 +30,8 @@ class Dialect:
     ticks: str
     # The larger of two values.
     greatest = "GREATEST"
-    # The statement that tells the isolation level, without taking a snapshot by it, and the test for WHERE that one is
-    # taken for each statement.
+    # The statement that tells the isolation level, without taking a snapshot by it, and perhaps whether a locked row is
+    # the end of a whole transaction; and the test for WHERE that it is not, and each statement takes its own snapshot.
     show_isolation = ""
     read_committed: str | None = None
     # Whether a row that a locking statement met and did not want may stay locked until the transaction ends.
@@ -358,7 +358,6 @@ class MySQL(Dialect):
 class MariaDB(MySQL):
     for_update_in_turn = " FOR UPDATE WAIT 1"
     show_isolation = "SELECT @@tx_isolation, @@innodb_rollback_on_timeout"
-    # A row that is locked by somebody else must not be the end of the whole transaction.
     read_committed = "@@tx_isolation = 'READ-COMMITTED' AND @@innodb_rollback_on_timeout = 0"
     fails_alone = True
     at_once = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
