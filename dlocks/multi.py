@@ -103,6 +103,10 @@ class MultiHold(Hold):
         raise AttributeError("A hold of several keys has no owner of its own: each of its 'holds' has one.")
 
     @property
+    def pinned(self) -> bool:
+        return any(hold.pinned for hold in self.holds)
+
+    @property
     def scope(self) -> str:
         return self.holds[0].scope
 

@@ -195,6 +195,46 @@ def test_a_hold_that_is_released_in_its_own_transaction_after_the_ttl_goes_with_
         assert other.token > hold.token
 
 
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_to_give_back_in_a_guarded_transaction_while_others_wait_neither_ends_nor_changes_it(
+    row, using, roll_back, workers, until
+):
+    (waiter,) = workers(1)
+    with transaction.atomic():
+        with db_lock("stock", using=using, scope="lease", release_at="exit", ttl=2.0) as hold:
+            waiter.start(jobs.wait_for, "stock", using=using, timeout=30)
+            assert waiter.hear() == "waiting"
+            until(lambda: hold.waiting == 1)
+            with hold.atomic():
+                Counter.objects.update(value=3)
+        assert as_ever()
+        transaction.set_rollback(roll_back)
+    assert row() == (7 if roll_back else 3)
+    _, token = waiter.hear()
+    assert token > hold.token
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize("keys", [("stock",), ("stock", "price")], ids=["one key", "several"])
+def test_to_give_back_in_a_guarded_transaction_changes_nothing_of_how_that_commits(row, using, keys, elsewhere):
+    with transaction.atomic():
+        with db_lock(*keys, using=using, scope="lease", release_at="exit") as hold, hold.atomic():
+            Counter.objects.update(value=3)
+        assert as_ever()
+        assert elsewhere(db_lock(keys[-1], using=using).try_acquire) is None
+    assert row() == 3
+    elsewhere(db_lock(*keys, using=using, timeout=0).acquire).release()
+
+
+def as_ever():
+    """Whether this transaction commits as any does."""
+    names = {"postgresql": ("lock_timeout", "synchronous_commit"), "mysql": ()}[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1" + "".join(f", current_setting('{name}')" for name in names))
+        return cursor.fetchone() == (1, "0", "on")[: 1 + len(names)]
+
+
 def test_several_keys_guard_together(row):
     with db_lock("stock", "price") as hold:
         with hold.atomic(durable=True):

@@ -461,6 +461,23 @@ def test_a_lease_that_is_left_in_a_transaction_stays_until_its_end(using, elsewh
     until(lambda: (hold := elsewhere(lock.try_acquire)) and (elsewhere(hold.release) or True))
 
 
+@FAMILY
+def test_what_a_lease_on_several_keys_is_asked_in_a_transaction_it_answers(using, elsewhere):
+    with db_lock("a", "b", using=using, release_at="exit") as hold:
+        with transaction.atomic():
+            hold.check()
+            hold.renew()
+        with hold.atomic():
+            hold.check()
+            hold.renew()
+    hold = db_lock("a", "b", using=using, release_at="exit").acquire()
+    with transaction.atomic():
+        hold.release()
+        if connection.vendor != "sqlite":
+            elsewhere(db_lock("b", "c", using=using, timeout=0).acquire).release()
+    elsewhere(db_lock("a", "b", using=using, timeout=0).acquire).release()
+
+
 # Races.
 
 

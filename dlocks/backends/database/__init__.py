@@ -183,8 +183,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         assignments = f"status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
         parameters = {"status": "F" if failed else "S", "keep": round(keep * MICROSECONDS)}
         where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
-        # A crash of the server may forget a lease's release; then the lease runs out, that is all.
-        sql = self._sql(self.dialect.compare_and_swap, assignments, where) + ("" if keep else self.dialect.forgettable)
+        sql = self._sql(self.dialect.compare_and_swap, assignments, where)
+        if not keep and not self.in_transaction():
+            # A crash of the server may forget a lease's release; then the lease runs out, that is all.
+            sql += self.dialect.forgettable
         parameters |= {"key": claim.key, "owner": claim.owner}
         return self._count(sql, parameters, locked=lambda: 0) == 1
 
@@ -486,8 +488,8 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         parameters = {"key": claim.key, "owner": claim.owner, **parameters}
         if claim.scope == "transaction":
             # Locked by this transaction already, unless the server has rolled it back meanwhile.
-            sql = self._sql(self.dialect.update, assignments, where) + self._text(returning)
-            return self._count(sql, parameters) == 1
+            sql = self._sql(self.dialect.write_or_leave, assignments, where) + self._text(returning)
+            return self._count(sql, parameters, locked=lambda: 0) == 1
         sql = self._sql(self.dialect.compare_and_swap, assignments, where)
         write = partial(self._count, sql, parameters, locked=lambda: 0)
         return bool(self._insist(write, claim.key, where, parameters, taken_over=True))

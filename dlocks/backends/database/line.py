@@ -319,7 +319,8 @@ class Line(Statements):
 
     def _hand_over(self, claim: Claim, *, failed: bool) -> bool:
         """Give the key back, and hand it to the first in line, in one statement; return False if that was not to do."""
-        if not self.dialect.hand_over:
+        if not self.dialect.hand_over or self.in_transaction():
+            # It is a transaction of its own.
             return False
         parameters = {"key": claim.key, "owner": claim.owner, "status": "F" if failed else "S", **self._times()}
         sql = self._handing_over("owner = %(owner)s AND status = 'P'", row_wait=GIVING_BACK_WAITS)

@@ -79,9 +79,9 @@ class Several(Statements):
             returning = dialect.tell_first.replace("%(key)s", "{locks}.key_resource")
         else:
             wanted += " AND waiters = 0"
-            if self.connection.vendor == "postgresql":
+            if self.connection.vendor == "postgresql" and not self.in_transaction():
                 # A crash of the server may forget a lease's release; then the lease runs out, that is all.
-                returning = " RETURNING set_config('synchronous_commit', 'off', true)"
+                returning = self.dialect.forgettable
         sql, parameters = self._all_or_none(claims, assignments, wanted)
         parameters |= {"status": "F" if failed else "S", "keep": 0}
         return self._changes_all(claims, sql + self._text(returning), parameters)
