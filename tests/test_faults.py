@@ -94,39 +94,49 @@ def test_a_kill_inside_a_transaction_frees_the_key_with_the_connection(using, do
 
 
 @pytest.mark.engine("mariadb")
-@FAMILY
-def test_a_server_that_takes_back_all_of_a_transaction_for_a_locked_row_is_refused_there(using, doomed):
+@pytest.mark.timeout(300)
+def test_a_server_that_takes_back_all_of_a_transaction_for_a_locked_row_is_refused_there(doomed):
     """… with the reason, before anything is taken back; a lease is as good as anywhere."""
-
     with WithOptions("--innodb-rollback-on-timeout=ON") as server:
-        worker = doomed(**environment(server))
+        worker, other = (doomed(**environment(server)) for _ in range(2))
         worker.call(jobs.migrate)
-        refusal, written = worker.call(jobs.write_and_ask, "stock:7", using=using)
-        assert "innodb_rollback_on_timeout=ON" in refusal
-        assert "scope='lease'" in refusal
-        assert written == 1
-        assert worker.call(jobs.write_and_ask, "stock:8", using=using, scope="lease") == ("", 1)
+        for using in "default", "optimistic", "insert":
+            kept, key = f"kept {using}", f"new {using}"
+            # "default" keeps the row when it is given back.
+            other.call(jobs.acquire, kept)
+            other.start(jobs.lock_row, kept)
+            assert other.hear() == "locked"
+            for asked in kept, key:
+                refusal, written = worker.call(jobs.write_and_ask, asked, using=using)
+                assert "innodb_rollback_on_timeout=ON" in refusal
+                assert "scope='lease'" in refusal
+                assert written == 1
+            other.tell()
+            assert other.hear() == "unlocked"
+            assert worker.call(jobs.write_and_ask, f"lease {using}", using=using, scope="lease") == ("", 1)
         ((id, warning),) = worker.call(jobs.what_the_check_says)
         assert id == "dlocks.W004"
         assert "innodb_rollback_on_timeout=ON" in warning
-        worker.kill()
+        for process in worker, other:
+            process.kill()
 
 
 @pytest.mark.engine("mariadb")
-@FAMILY
-def test_a_server_that_refuses_what_has_changed_since_a_snapshot_is_as_good_as_any(using, doomed, tmp_path):
+@pytest.mark.timeout(300)
+def test_a_server_that_refuses_what_has_changed_since_a_snapshot_is_as_good_as_any(doomed, tmp_path):
     """… which is what newer ones do unless told otherwise."""
     with WithOptions("--innodb-snapshot-isolation=ON") as server:
         crowd = [doomed(**environment(server)) for _ in range(4)]
         crowd[0].call(jobs.migrate)
-        for scope in "lease", "transaction":
-            path = tmp_path / scope
-            path.write_text("0 0")
-            for worker in crowd:
-                worker.start(jobs.count, str(path), scope, times=40, scope=scope, using=using, timeout=None)
-            tokens = [token for worker in crowd for token in worker.hear()]
-            assert path.read_text() == f"160 {max(tokens)}"
-        assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
+        for using in "default", "optimistic", "insert":
+            for scope in "lease", "transaction":
+                path, key = tmp_path / f"{using} {scope}", f"{using} {scope}"
+                path.write_text("0 0")
+                for worker in crowd:
+                    worker.start(jobs.count, str(path), key, times=25, scope=scope, using=using, timeout=None)
+                tokens = [token for worker in crowd for token in worker.hear()]
+                assert path.read_text() == f"100 {max(tokens)}"
+            assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
         for worker in crowd:
             worker.kill()
 

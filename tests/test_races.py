@@ -44,17 +44,20 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(using, scope, fair, t
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-@pytest.mark.parametrize("using", ["default", "optimistic"])
-def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(using, doomed):
-    """… though the row is unlocked by its last writer at the very moment that one gives up on it, now and then."""
-    times = 2000 if connection.vendor == "mysql" else 300
+def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(doomed):
+    """
+    … though the row is unlocked by its last writer at the very moment that one gives up on it.
+
+    That cannot be brought about, only be waited for: it took less than 12,000 questions on MariaDB 10.11.
+    """
+    times = 4000 if connection.vendor == "mysql" else 300
     with db_lock("stock:7", ttl=600):
         *askers, one, other = [doomed() for _ in range(5)]
         for writer in one, other:
             writer.start(jobs.write_again_and_again, "stock:7")
             assert writer.hear() == "writing"
         for asker in askers:
-            asker.start(jobs.ask_again_and_again, "stock:7", using=using, times=times)
+            asker.start(jobs.ask_again_and_again, "stock:7", times=times)
         for asker in askers:
             assert asker.hear(200) == "asked"
         for writer in one, other:

@@ -119,7 +119,11 @@ class Dialect:
         return self.update(table, assignments, where)
 
     def write_or_leave(self, table: str, assignments: str, where: str) -> str:
-        """Return the statement, inside a caller's transaction, that writes one row or at once leaves it unlocked."""
+        """
+        Return the statement, inside a caller's transaction, that writes one row or at once does not.
+
+        Where it does not the row is unlocked by it, or, where the engine ``locks_in_passing``, by its savepoint.
+        """
         return self.update(table, assignments, where)
 
     def granted(self, reply: Reply) -> int | None:
@@ -369,7 +373,7 @@ class MariaDB(MySQL):
     def write_or_leave(self, table: str, assignments: str, where: str) -> str:
         # SKIP LOCKED stands in line for the row before it gives up. If the row is unlocked in that moment the lock is
         # its own, and stays for as long as the transaction, though the row is not wanted (10.11, row_search_mvcc).
-        return self.compare_and_swap(table, assignments, where.replace(KEY, AS_A_RANGE))
+        return self.compare_and_swap(f"{table} FORCE INDEX (PRIMARY)", assignments, where.replace(KEY, AS_A_RANGE))
 
     def is_locked(self, error: DatabaseError) -> bool:
         return bool(error.args) and error.args[0] == 1205
