@@ -613,10 +613,16 @@ class Hold:
         return function(*arguments, **keywords)
 
     def _leave_in_transactions(self) -> bool:
-        """Keep a lease until the open transactions have ended, since what they do is not seen before."""
-        if self.scope == "transaction" or self.lock.release_at == "exit":
+        """
+        Keep a lease until the open transactions have ended, since what they do is not seen before.
+
+        With ``release_at="exit"`` only until those have that have it pinned: nobody can have the key before.
+        """
+        if self.scope == "transaction":
             return False
-        marks = [Mark.whole(connection) for connection in open_connections()]
+        marks = [mark for mark in self.pinned_in if mark.stands]
+        if self.lock.release_at != "exit":
+            marks += [mark for mark in map(Mark.whole, open_connections()) if mark not in marks]
         for mark in marks:
             if self.settle not in mark.at_commit:
                 mark.at_commit.append(self.settle)

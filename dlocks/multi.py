@@ -154,7 +154,7 @@ class MultiHold(Hold):
 
     def renew(self) -> None:
         """Extend all leases to their ttl from now; raise LockLost when one is gone."""
-        if self.held and self._is_alike and self.scope == "lease":
+        if self.held and self._is_alike and self.scope == "lease" and not self.pinned:
             sent = clock.now()
             left = self._ask(self.backend.renew, [hold.next_claim() for hold in self.holds])
             for hold in self.holds:
@@ -201,7 +201,9 @@ class MultiHold(Hold):
 
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
-        leaves_nothing = self.lock.release_at == "exit" or not any(open_connections())
+        leaves_nothing = not any(hold.pinned for hold in holds)
+        if self.lock.release_at != "exit":
+            leaves_nothing = leaves_nothing and not any(open_connections())
         if self._is_alike and (self.scope == "transaction" or leaves_nothing):
             together = [hold for hold in holds if hold.end_with_others(failed=failed)]
         done = False

@@ -216,6 +216,23 @@ def test_to_give_back_in_a_guarded_transaction_while_others_wait_neither_ends_no
 
 
 @pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize("lock", [db_lock, lambda key, **policy: db_rwlock(key, **policy).read()], ids=["key", "share"])
+def test_to_give_back_in_a_guarded_transaction_keeps_nobody_from_leaving_the_line(row, using, lock, workers, until):
+    """… who does not want to wait for the end of that transaction."""
+    (waiter,) = workers(1)
+    with transaction.atomic():
+        with lock("stock", using=using, scope="lease", release_at="exit") as hold:
+            waiter.start(jobs.acquire, "stock", using=using, timeout=2.0)
+            until(lambda: hold.waiting == 1)
+            with hold.atomic():
+                Counter.objects.update(value=3)
+        assert waiter.hear(20) == "LockTimeout"
+    assert row() == 3
+    assert isinstance(waiter.call(jobs.acquire, "stock", using=using, timeout=10), int)
+    waiter.call(jobs.release_all)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.parametrize("keys", [("stock",), ("stock", "price")], ids=["one key", "several"])
 def test_to_give_back_in_a_guarded_transaction_changes_nothing_of_how_that_commits(row, using, keys, elsewhere):
     with transaction.atomic():

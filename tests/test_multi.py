@@ -14,7 +14,7 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import Lock, LockLost, LockTimeout, MultiLock, db_lock, db_rwlock, lock_acquired, lock_released
+from dlocks import Lock, LockLost, LockTimeout, MultiLock, clock, db_lock, db_rwlock, lock_acquired, lock_released
 from dlocks.keeper import keeper
 from dlocks.models import LockClaim, LockState, ResourceLock
 from tests import jobs
@@ -476,6 +476,17 @@ def test_what_a_lease_on_several_keys_is_asked_in_a_transaction_it_answers(using
         if connection.vendor != "sqlite":
             elsewhere(db_lock("b", "c", using=using, timeout=0).acquire).release()
     elsewhere(db_lock("a", "b", using=using, timeout=0).acquire).release()
+
+
+@FAMILY
+def test_a_renewal_that_is_rolled_back_is_not_believed_in(using):
+    with db_lock("a", "b", using=using, ttl=600) as hold:
+        ends = clock.now() + hold.remaining
+        with pytest.raises(ZeroDivisionError), hold.atomic():
+            time.sleep(0.05)
+            hold.renew()
+            1 / 0  # noqa: B018
+        assert clock.now() + hold.remaining < ends + 0.01
 
 
 # Races.
