@@ -671,6 +671,22 @@ def write_by_second_alias(pipe, key, **policy):
         connections["second"].close()
 
 
+def leave_by_second_alias(pipe, *keys, **policy):
+    """Leave a block inside of a transaction of another alias that keeps the keys; then go on, and end it when told."""
+    from django.db import connections
+
+    connections.databases["second"] = {**connections.databases["default"]}
+    try:
+        with transaction.atomic(using="second"):
+            with db_lock(*keys, **policy) as held, held.atomic(using="second"):
+                pass
+            pipe.say("left")
+            pipe.hear()
+        return "ended"
+    finally:
+        connections["second"].close()
+
+
 def crowd(pipe, number, directory, key, **policy):
     """
     Be so many processes that stand in line for a key again and again, and note what became of it.

@@ -168,6 +168,20 @@ def test_a_second_alias_of_the_same_database_is_guarded_and_another_database_is_
     assert row() == 3
 
 
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize("keys", [("stock",), ("stock", "price")], ids=["one key", "several"])
+@pytest.mark.parametrize("release_at", ["exit", "transaction"])
+def test_a_key_that_a_second_alias_keeps_goes_with_the_transaction_there(row, keys, release_at, using, workers):
+    (worker,) = workers(1)
+    worker.start(jobs.leave_by_second_alias, *keys, using=using, release_at=release_at)
+    # At once: it does not wait for a row that it has locked itself.
+    assert worker.hear(10) == "left"
+    assert db_lock(keys[-1], using=using).try_acquire() is None
+    worker.tell()
+    assert worker.hear() == "ended"
+    db_lock(*keys, using=using, timeout=5).acquire().release()
+
+
 def test_in_a_transaction_longer_than_the_ttl_the_hold_is_not_lost(row, until):
     """It cannot be renewed meanwhile, and need not be: nobody takes the key before that transaction has ended."""
     lock = db_lock("stock", ttl=0.4)

@@ -355,7 +355,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _look(self, claim: Claim) -> Row | None:
         # First, since at SERIALIZABLE a mere look locks the row on InnoDB.
-        self._refuse_snapshot(claim)
+        self._refuse_unfit_transaction(claim)
         sql = self._sql(
             lambda table, free, stale: (
                 f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1 ELSE 0 END, version,"
@@ -402,8 +402,9 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             f" end_time, hold_count, version) VALUES ({values}) {after}"
         )
 
-    def _refuse_snapshot(self, claim: Claim) -> None:
-        # A transaction whose snapshot may be older than the lock would not see what the last holder did.
+    def _refuse_unfit_transaction(self, claim: Claim) -> None:
+        # One whose snapshot may be older than the lock would not see what the last holder did; one that ends where a
+        # row is locked could not ask at all.
         dialect = self.dialect
         if claim.scope != "transaction" or dialect.read_committed is None:
             return

@@ -225,7 +225,7 @@ class Line(Statements):
                 entrance.turn.acquire(timeout=ENTRANCE_PATIENCE)
             if mine.place is None:
                 batch = entrance.with_others(mine)
-                if self.dialect.queue:
+                if self.dialect.queue and not self.in_transaction():
                     self._queue_together(batch)
             mine.place = mine.place or self._queue(claim, channel, None)
             return mine.place
