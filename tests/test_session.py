@@ -252,8 +252,9 @@ def test_a_killed_waiter_keeps_nobody_waiting(doomed, workers, in_line):
     assert granted - released < 3.0
 
 
+@pytest.mark.parametrize("policy", [{}, {"renew": False}, {"max_hold": 20}], ids=["renewed", "not renewed", "bounded"])
 @pytest.mark.parametrize("waited", [False, True])
-def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, threads, in_line, elsewhere):
+def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, policy, threads, in_line, elsewhere):
     told = []
     event = threading.Event()
 
@@ -265,7 +266,7 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, 
     if waited:
         first = elsewhere(lock().acquire)
         threads(lambda: (in_line(1), first.release(), ready.set()))
-    held = lock(on_lost=on_lost).acquire()
+    held = lock(on_lost=on_lost, **policy).acquire()
     if waited:
         assert ready.wait(10)
     # The server's view: which of this process's sessions has it.
@@ -284,6 +285,108 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, 
 
 
 @POSTGRESQL
+def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, backend):
+    refusals = []
+
+    def refuse(self):
+        row = answer(self)
+        if not refusals:
+            refusals.append(row)
+            raise LockBackendError("out of shared memory")
+        return row
+
+    with lock() as held:
+        kind = type(backend._main.wire)
+        answer = kind.answer
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "answer", refuse)
+            with pytest.raises(LockBackendError, match="out of shared memory"):
+                lock("stock:8").acquire()
+        assert refusals
+        held.check()
+        held.renew()
+        assert [entry.claim.key for entry in backend._entries.values()] == ["stock:7"]
+
+
+def test_a_server_that_is_slow_to_answer_loses_nobody_his_hold(monkeypatch, backend, until):
+    """Each ping is answered later than a renewal waits for it."""
+    with lock(ttl=1.5) as held:
+        kind = type(backend._main.wire)
+        wait, send, slow_until = kind.wait, kind.send, {}
+
+        def wait_slowly(self, timeout):
+            time.sleep(min(timeout, 0.3))
+            return time.monotonic() >= slow_until.setdefault(self, 0.0) and wait(self, 0)
+
+        def send_slowly(self, statement, value):
+            slow_until[self] = time.monotonic() + 0.3
+            send(self, statement, value)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "wait", wait_slowly)
+            patched.setattr(kind, "send", send_slowly)
+            time.sleep(4)
+            assert held.held
+
+
+def test_who_gives_up_while_another_thread_tries_for_it_leaves_the_key_to_others(monkeypatch, backend, elsewhere):
+    backend.places = 1
+    with lock("stock:8"), contextlib.ExitStack() as blocked:
+        blocker = elsewhere(lock("stock:9").acquire)
+        blocked.callback(elsewhere, blocker.release)
+        # Its one session to wait on is taken.
+        assert backend.queue(claim("stock:9"), "").number
+        waiter = claim("stock:7")
+        assert backend.queue(waiter, "").number
+        ask = backend._ask_for
+        gave_up = []
+
+        def come_between(entry, session):
+            if not gave_up:
+                gave_up.append(backend.release(entry.claim))
+            return ask(entry, session)
+
+        monkeypatch.setattr(backend, "_ask_for", come_between)
+        assert not backend.look([waiter]).get(waiter.owner, None)
+        assert gave_up == [False]
+        with connection.cursor() as cursor:
+            name = backend._name("stock:7")
+            if connection.vendor == "postgresql":
+                cursor.execute("SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name])
+                assert cursor.fetchone() == (True, True)
+            else:
+                cursor.execute("SELECT GET_LOCK(%s, 0), RELEASE_LOCK(%s)", [name, name])
+                assert cursor.fetchone() == (1, 1)
+
+
+@POSTGRESQL
+def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch, backend, threads):
+    reader, second = claim(shared=True), claim(shared=True)
+    assert backend.acquire(reader)
+    kind = type(backend._main.wire)
+    send, leaves, come = kind.send, threading.Event(), threading.Event()
+
+    def send_late(self, statement, value):
+        if statement == "free shared" and not leaves.is_set():
+            leaves.set()
+            # Whoever comes must not be kept out by this; it is the session that both use.
+            come.wait(0.5)
+        send(self, statement, value)
+
+    monkeypatch.setattr(kind, "send", send_late)
+    threads(lambda: backend.release(reader))
+    assert leaves.wait(10)
+    grants = []
+    threads(lambda: (grants.append(backend.acquire(second)), come.set()))
+    assert come.wait(10)
+    assert grants[0] is not None
+    with connection.cursor() as cursor:
+        name = backend._name("stock:7")
+        cursor.execute("SELECT pg_try_advisory_lock(%s)", [name])
+        assert cursor.fetchone() == (False,), "a writer elsewhere is kept out"
+    assert backend.release(second)
+
+
 def test_a_server_that_falls_silent_is_trusted_for_the_ttl_and_keeps_no_other_lease_waiting():
     told = threading.Event()
     held = lock(ttl=2.0, on_lost=lambda hold: told.set()).acquire()

@@ -163,15 +163,15 @@ class SessionBackend(Statements, BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         entries = {claim.owner: self._entries.get(claim.owner) for claim in claims}
         sent = clock.now()
-        standing = self._ping({entry.session for entry in entries.values() if entry and entry.session})
+        self._ping({entry.session for entry in entries.values() if entry and entry.session})
         left: dict[str, float] = {}
         with self._mutex:
             for claim in claims:
                 entry = self._entries.get(claim.owner)
                 if entry is None or entry.token is None or entry.ends_at <= sent:
                     continue
-                if entry.session in standing:
-                    entry.ends_at = sent + claim.ttl
+                if entry.session is not None:
+                    entry.ends_at = max(entry.ends_at, entry.session.stood_at + claim.ttl)
                 left[claim.owner] = min(entry.ends_at - sent, claim.ttl)
                 self._tend_from(entry)
         return left
@@ -183,7 +183,7 @@ class SessionBackend(Statements, BaseBackend):
         if entry is None or entry.token is None or entry.session is None:
             return False
         try:
-            self._check_ping(entry.session, entry.session.ask("ping"))
+            self._ask_whether_it_stands(entry.session)
         except SessionDiedError as error:
             self._bury(entry.session, error)
             return False
@@ -321,7 +321,14 @@ class SessionBackend(Statements, BaseBackend):
                 return None
             self._entries[entry.claim.owner] = entry
         joins = not entry.counted
-        grant = self._ask_for(entry, session)
+        try:
+            grant = self._ask_for(entry, session)
+        except LockBackendError:
+            with self._mutex:
+                if not session.is_asked:
+                    # It was refused, and not only slow.
+                    self._forget(entry)
+            raise
         if grant is None:
             with self._mutex:
                 self._crowd(entry.claim.key)
@@ -337,7 +344,8 @@ class SessionBackend(Statements, BaseBackend):
             return False
         # To a session that has the key the server would give it again, whoever waits.
         entry.counted = not claim.shared or not any(
-            other.claim.shared and other.token is not None for other in session.at.get(entry.name, ())
+            other.claim.shared and other.token is not None and not other.leaving
+            for other in session.at.get(entry.name, ())
         )
         session.add(entry)
         # If the answer is never seen, it ends by itself.
@@ -347,7 +355,10 @@ class SessionBackend(Statements, BaseBackend):
     def _ask_for(self, entry: Entry, session: Session) -> Grant | None:
         self._allow_idle(session, entry.claim)
         statement = "join" if not entry.counted else "try shared" if entry.claim.shared else "try"
-        session.ask(statement, entry.name, partial(self._answered, entry))
+        with session.mutex:
+            # Whoever gives it up says so before he has the session.
+            if not entry.leaving:
+                session.ask(statement, entry.name, partial(self._answered, entry))
         return None if entry.token is None else Grant(entry.token)
 
     def _answered(self, entry: Entry, row: Row | None) -> None:
@@ -389,6 +400,8 @@ class SessionBackend(Statements, BaseBackend):
         if session is None:
             return False
         freed = True
+        with self._mutex:
+            entry.leaving = True
         try:
             if entry.token is None:
                 # Perhaps the answer was not seen.
@@ -413,7 +426,7 @@ class SessionBackend(Statements, BaseBackend):
             if entry.token is None or not entry.counted:
                 return False
             for other in session.at.get(entry.name, ()):
-                if other.claim.shared and not other.counted:
+                if other.claim.shared and not other.counted and not other.leaving:
                     entry.counted, other.counted = False, True
                     return False
             return True
@@ -605,9 +618,16 @@ class SessionBackend(Statements, BaseBackend):
             self._line.setdefault(entry.name, deque()).appendleft(entry)
 
     def _watch(self, entry: Entry, session: Session) -> None:
-        with session.mutex, suppress(KeyError):
+        with session.mutex:
             if entry.waiting and not session.dead:
-                self.selector.register(session.wire.fileno(), selectors.EVENT_READ, session)
+                selector = self.selector
+                there = selector.get_map().get(session.wire.number)
+                if there is not None and there.data is not session:
+                    # Of a session whose connection was lost, which nobody has noticed yet.
+                    selector.unregister(session.wire.number)
+                    there = None
+                if there is None:
+                    selector.register(session.wire.number, selectors.EVENT_READ, session)
 
     def _turn_came(self, entry: Entry, row: Row | None) -> None:
         session = entry.session
@@ -617,6 +637,9 @@ class SessionBackend(Statements, BaseBackend):
             row = None
         if row is None and session is not None:
             self._make_sure_of_nothing(entry, session)
+        elif session is not None and clock.now() - entry.since >= session.wire.idle:
+            # A process that was stopped may read a grant whose session has been ended since, for its silence.
+            self._ask_whether_it_stands(session)
         with self._mutex:
             if self._foremost.get(entry.name) is entry:
                 del self._foremost[entry.name]
@@ -641,8 +664,10 @@ class SessionBackend(Statements, BaseBackend):
     def _unregister(self, session: Session) -> None:
         if self._selector is None:
             return
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(session.wire.fileno())
+        there = self._selector.get_map().get(session.wire.number)
+        if there is not None and there.data is session:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(session.wire.number)
 
     def _settle(self, session: Session) -> None:
         """Read the answer of a session, if it is there and nobody else waits for it."""
@@ -701,6 +726,9 @@ class SessionBackend(Statements, BaseBackend):
             except SessionDiedError as error:
                 self._bury(main, error)
                 return
+            except LockBackendError as error:
+                logger.warning("%s", error)
+                return
 
     def _try_in_line(self, entry: Entry, main: Session) -> bool:
         with self._mutex:
@@ -713,17 +741,25 @@ class SessionBackend(Statements, BaseBackend):
             if not line:
                 del self._line[entry.name]
         joins = not entry.counted
-        if self._ask_for(entry, main) is not None:
-            return True
-        if joins and entry.counted:
+        try:
+            if self._ask_for(entry, main) is not None:
+                return True
+        except LockBackendError:
+            self._back_to_line(entry, main)
+            raise
+        if joins and entry.counted and not entry.leaving:
             self._take_back(entry, joined=True)
-            return False
-        with self._mutex:
-            if not entry.gone:
-                main.remove(entry)
-                entry.session, entry.waiting, entry.ends_at = None, True, math.inf
-                self._line.setdefault(entry.name, deque()).appendleft(entry)
+        else:
+            self._back_to_line(entry, main)
         return False
+
+    def _back_to_line(self, entry: Entry, main: Session) -> None:
+        with self._mutex:
+            # Or else whoever gives it up sees to all of that.
+            if not entry.gone and not entry.leaving and not main.is_asked:
+                main.remove(entry)
+                entry.session, entry.waiting, entry.counted, entry.ends_at = None, True, True, math.inf
+                self._line.setdefault(entry.name, deque()).appendleft(entry)
 
     # Sessions.
 
@@ -761,16 +797,17 @@ class SessionBackend(Statements, BaseBackend):
                     raise self._failed(error) from error
         raise AssertionError("unreachable")
 
-    def _ping(self, sessions: Iterable[Session]) -> set[Session]:
-        """Ask all sessions at once whether they stand; return those that answered in time."""
-        standing, until = set(), clock.now() + PING_PATIENCE
+    def _ping(self, sessions: Iterable[Session]) -> None:
+        """Ask all sessions at once whether they stand, and note which answer, if need be the next time."""
+        until = clock.now() + PING_PATIENCE
         asked = []
         for session in sessions:
             if not session.mutex.acquire(timeout=max(0.0, until - clock.now())):
                 continue
             try:
+                session.pinged_at = clock.now()
                 if session.settle():
-                    session.start("ping", 0, partial(self._check_ping, session))
+                    session.start("ping", 0, partial(self._check_ping, session, session.pinged_at))
                 asked.append(session)
             except SessionDiedError as error:
                 self._bury(session, error)
@@ -778,15 +815,20 @@ class SessionBackend(Statements, BaseBackend):
                 session.mutex.release()
         for session in asked:
             try:
-                if session.settle(max(0.0, until - clock.now())):
-                    standing.add(session)
+                session.settle(max(0.0, until - clock.now()))
             except SessionDiedError as error:
                 self._bury(session, error)
-        return standing
 
-    def _check_ping(self, session: Session, row: Row | None) -> None:
-        if row is not None and int(row[0]) != session.wire.pid:
+    def _ask_whether_it_stands(self, session: Session) -> None:
+        sent = clock.now()
+        self._check_ping(session, sent, session.ask("ping"))
+
+    def _check_ping(self, session: Session, sent: float, row: Row | None) -> None:
+        if row is None:
+            return
+        if int(row[0]) != session.wire.pid:
             raise SessionDiedError("a pooler in between has given it to somebody else")
+        session.stood_at = max(session.stood_at, sent)
 
     def _bury(self, session: Session, error: BaseException | None = None) -> None:
         """Close a session, and forget all that it carried: its holds are lost, its waiters ask again."""
@@ -800,6 +842,10 @@ class SessionBackend(Statements, BaseBackend):
             entries = [entry for at in list(session.at.values()) for entry in at]
             for entry in entries:
                 self._forget(entry)
+        lost = [entry.claim.owner for entry in entries if entry.token is not None and not entry.leaving]
+        if lost:
+            # Not all are renewed, and would learn of it by that.
+            self.tell_lost(lost, "its session of the database has ended")
         if error is not None and entries:
             logger.warning("A session of database %r with %d locks is gone: %s", self.database, len(entries), error)
         with session.mutex:
@@ -834,17 +880,27 @@ class SessionBackend(Statements, BaseBackend):
                 for entry in over:
                     # From here on it is not renewed any more.
                     entry.ends_at = -math.inf
-                if not over and not idle:
+                # Those that nobody renews, the others are asked more often than that.
+                silent = [one for one in self._sessions() if one.carries and now >= self._asked_by(one)]
+                if not over and not idle and not silent:
                     # Sessions that carry nothing are looked for now and then, so that to give back tells nobody.
                     self._tends_at = min([end for end, _ in due], default=now + self.linger)
                     self._tends_at = min(self._tends_at, now + max(self.linger, 0.05) / 2)
+                    self._tends_at = min(
+                        [self._tends_at, *(self._asked_by(one) for one in self._sessions() if one.carries)]
+                    )
                     self._changed.wait(self._tends_at - now)
             for entry in over:
                 self._end(entry)
             for session in idle:
                 self._close_idle(session)
+            self._ping(silent)
             # A reference kept over the pause would keep them alive.
-            del over, idle, held, due
+            del over, idle, silent, held, due
+
+    def _asked_by(self, session: Session) -> float:
+        """Return when a session that carries something is asked whether it stands, if nobody else has asked by then."""
+        return session.pinged_at + 1.2 * self.renew_every
 
     def _end(self, entry: Entry) -> None:
         try:

@@ -35,6 +35,8 @@ class Entry:
     watched: bool = False
     # Given back, but its key stays taken until the end.
     kept: bool = False
+    # Whether it is being given back, or given up: nothing more is asked for it, and no other share stands on it.
+    leaving: bool = False
     # Given up before it was sent.
     gone: bool = False
 
@@ -54,6 +56,8 @@ class Session:
         self.dead = False
         self.at: dict[str | int, list[Entry]] = {}
         self.idle_since = clock.now()
+        # When it was last asked whether it stands, and when that was asked which it has answered.
+        self.pinged_at = self.stood_at = clock.now()
         self._under_way = False
         self._on_answer: Callable[[Row | None], None] | None = None
         self._row: Row | None = None
@@ -63,12 +67,12 @@ class Session:
         with self.mutex:
             self.settle_in_time()
             self.start(statement, value, on_answer)
-            self.settle_in_time()
+            self.settle_in_time(here=True)
             return self._row
 
-    def settle_in_time(self) -> None:
+    def settle_in_time(self, *, here: bool = False) -> None:
         """Wait for the answer under way, if any; raise LockBackendError when it does not come."""
-        if not self.settle(PATIENCE):
+        if not self.settle(PATIENCE, here=here):
             raise LockBackendError(f"The session for locks has not answered for {PATIENCE:g} s.")
 
     def start(self, statement: str, value: Any, on_answer: Callable[[Row | None], None] | None) -> None:
@@ -85,8 +89,12 @@ class Session:
                 self.dead = True
                 raise
 
-    def settle(self, timeout: float = 0.0) -> bool:
-        """Wait for the answer under way, if any, so many seconds at most; return whether nothing is under way."""
+    def settle(self, timeout: float = 0.0, *, here: bool = False) -> bool:
+        """
+        Wait for the answer under way, if any, so many seconds at most; return whether nothing is under way.
+
+        A refusal is the session's end, unless whoever has asked is ``here`` to be told.
+        """
         with self.mutex:
             if not self._under_way:
                 return True
@@ -99,13 +107,22 @@ class Session:
             try:
                 self._row = self.wire.answer()
             except LockBackendError as error:
-                if on_answer is not None:
-                    # Nobody is there who could be told.
+                if on_answer is not None and not here:
                     raise SessionDiedError(str(error)) from error
                 raise
             if on_answer is not None:
                 on_answer(self._row)
             return True
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is an answer still to come."""
+        return self._under_way
+
+    @property
+    def carries(self) -> bool:
+        """Whether somebody believes to hold what is on it."""
+        return any(entry.token is not None for entries in list(self.at.values()) for entry in list(entries))
 
     def admits(self, claim: Claim, name: str | int) -> bool:
         """Return whether nobody on this session has the name in the claim's way; the server tells about the others."""

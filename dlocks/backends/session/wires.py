@@ -54,9 +54,12 @@ class Wire:
         self.wrapper = wrapper
         self.raw: Any = wrapper.connection
         self.idle = idle
+        # A proxy may answer by itself what it knows word for word; so it is asked for a sum.
         self.identify()
+        # The driver does not tell any more when the connection is lost.
+        self.number = self.fileno()
         self._poll = select.poll()
-        self._poll.register(self.fileno(), select.POLLIN)
+        self._poll.register(self.number, select.POLLIN)
 
     def identify(self) -> None:
         """Set ``pid`` and ``told``, and change nothing: the session may be somebody else's the next time."""
@@ -121,7 +124,10 @@ class PostgreSQLWire(Wire):
         # CASE has an order: first the lock, then the clock.
         "wait": f"SELECT CASE WHEN pg_advisory_lock($1::bigint) IS NOT NULL THEN {_TICKS} END",
         "wait shared": f"SELECT CASE WHEN pg_advisory_lock_shared($1::bigint) IS NOT NULL THEN {_TICKS} END",
-        "join": f"SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {_THIS}) THEN {_TICKS} END",
+        "join": (
+            f"SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {_THIS}) AND EXISTS"
+            f" (SELECT FROM pg_locks WHERE granted AND pid = pg_backend_pid() AND {_THIS}) THEN {_TICKS} END"
+        ),
         "free": "SELECT pg_advisory_unlock($1::bigint)::int",
         "free shared": "SELECT pg_advisory_unlock_shared($1::bigint)::int",
         "cancel": "SELECT pg_cancel_backend($1::bigint::int)::int",
@@ -138,7 +144,7 @@ class PostgreSQLWire(Wire):
         if not hasattr(self.raw, "pgconn"):
             raise ImproperlyConfigured("Session locks on PostgreSQL need psycopg 3: install dlocks[postgresql].")
         self.pgconn = self.raw.pgconn
-        (self.pid,) = self.first_row("SELECT pg_backend_pid()")
+        (self.pid,) = self.first_row("SELECT pg_backend_pid() + 0")
         self.told = int(self.pgconn.backend_pid)
 
     def begin(self, name: str) -> None:
@@ -150,6 +156,11 @@ class PostgreSQLWire(Wire):
             raise LockBackendError(
                 f"No session on database {self.wrapper.alias!r} for locks: {str(error).strip()}"
             ) from error
+        if self.first_row("SELECT pg_is_in_recovery()")[0]:
+            raise ImproperlyConfigured(
+                f"The server of database {self.wrapper.alias!r} is a standby, whose session locks nobody else sees: let"
+                " this alias of DATABASES connect to the primary (target_session_attrs=read-write)."
+            )
         # The project's limits are for its own statements. The server looks whether the client of one that waits is
         # still there, since a dead one's place would only be found out when its turn has come.
         self.first_row(
@@ -241,7 +252,7 @@ class MySQLWire(Wire):
         "wait": f"SELECT IF(GET_LOCK('{{0}}', 31536000) = 1, {_TICKS}, NULL)",
         "free": "SELECT RELEASE_LOCK('{0}')",
         "cancel": "KILL QUERY {0}",
-        "ping": "SELECT CONNECTION_ID()",
+        "ping": "SELECT CONNECTION_ID() + 0",
         "idle": "SET SESSION wait_timeout = {0}",
         "holder": (
             "SELECT CONCAT('session ', id, ' of ', user), host, id FROM information_schema.processlist"
@@ -254,7 +265,7 @@ class MySQLWire(Wire):
     }
 
     def identify(self) -> None:
-        (self.pid,) = self.first_row("SELECT CONNECTION_ID()")
+        (self.pid,) = self.first_row("SELECT CONNECTION_ID() + 0")
         self.told = int(self.raw.thread_id())
 
     def begin(self, name: str) -> None:
