@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -27,29 +27,45 @@ class Mark:
         self._savepoints = savepoints
         self._block = block
         self.at_commit: list[Callable[[], object]] = []
+        self._committed = False
         # Django names by it what fails after a commit.
         self.__qualname__ = type(self).__name__
         connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
 
     def __call__(self) -> None:
+        self._committed = True
         for callback in self.at_commit:
             callback()
 
     @classmethod
-    def here(cls, connection: BaseDatabaseWrapper) -> Mark:
+    def here(cls, connection: BaseDatabaseWrapper) -> Self:
         """Mark where the caller stands: it stands until that is rolled back, or committed for good."""
         savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
         return cls._standing(connection, savepoints, None) or cls(connection, savepoints)
 
     @classmethod
-    def whole(cls, connection: BaseDatabaseWrapper) -> Mark:
+    def whole(cls, connection: BaseDatabaseWrapper) -> Self:
         """Mark the transaction as a whole, whatever is rolled back inside; in a TestCase, its outermost own block."""
-        own = list(_own_blocks(connection))
-        block = own[0] if len(own) < len(connection.atomic_blocks) else None
+        block = cls._block_of_test(connection)
         return cls._standing(connection, set(), block) or cls(connection, set(), block)
 
     @classmethod
-    def _standing(cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any) -> Mark | None:
+    def of_lock(cls, connection: BaseDatabaseWrapper) -> Self:
+        """Mark the lock on a row that is written here: it stands as long as others are kept from the row."""
+        if dialect_of(connection).keeps_locks:
+            return cls.whole(connection)
+        block = cls._block_of_test(connection)
+        savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
+        return cls._standing(connection, savepoints, block) or cls(connection, savepoints, block)
+
+    @staticmethod
+    def _block_of_test(connection: BaseDatabaseWrapper) -> Any:
+        """Return the outermost own block of a TestCase, which is its transaction; None elsewhere."""
+        own = list(_own_blocks(connection))
+        return own[0] if len(own) < len(connection.atomic_blocks) else None
+
+    @classmethod
+    def _standing(cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any) -> Self | None:
         for found, mark, *_ in reversed(connection.run_on_commit):
             if isinstance(mark, cls) and found == savepoints and mark._block is block:
                 return mark
@@ -64,6 +80,13 @@ class Mark:
         if not any(entry[0] is self._savepoints for entry in connection.run_on_commit):
             return False
         return self._block is None or any(block is self._block for block in connection.atomic_blocks)
+
+    @property
+    def was_undone(self) -> bool:
+        """Whether what was written where the mark was set has been rolled back."""
+        # While Django is at what others wanted done on commit before.
+        at_commit = self._connection.run_commit_hooks_on_set_autocommit_on
+        return not (self._committed or self.stands or at_commit)
 
     @property
     def alias(self) -> str:
@@ -82,18 +105,38 @@ def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
 
 def open_connections() -> Iterator[BaseDatabaseWrapper]:
     """
-    Yield this thread's connections that are in an atomic block, other than a TestCase's own.
+    Return this thread's connections that are in an atomic block, other than a TestCase's own.
 
-    Autocommit switched off by hand does not count: Django does not tell when such a transaction ends.
+    Those whose end Django does not tell do not count.
     """
+    return (connection for connection in _in_own_blocks() if why_untold(connection) is None)
+
+
+def _in_own_blocks() -> Iterator[BaseDatabaseWrapper]:
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block and not connection.closed_in_transaction and any(_own_blocks(connection)):
+        if connection.in_atomic_block and not connection.closed_in_transaction and in_own_block(connection):
             yield connection
+
+
+def in_own_block(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a connection is in an atomic block other than a TestCase's own."""
+    return any(_own_blocks(connection))
+
+
+def why_untold(connection: BaseDatabaseWrapper) -> str | None:
+    """Return why Django will not tell when the transaction of a connection ends, or None when it will."""
+    # An atomic block leaves what was begun by hand open, and runs no callbacks.
+    if connection.in_atomic_block and connection.commit_on_exit:
+        return None
+    return (
+        f"Autocommit is switched off on {connection.alias!r}, and Django does not tell when such a transaction ends."
+        " Use 'with atomic()' where it is on"
+    )
 
 
 def warn_of_old_snapshots(key: str) -> None:
     """Warn when a lease is taken in a transaction that may not see what the last holder did."""
-    for connection in open_connections():
+    for connection in _in_own_blocks():
         if connection.vendor not in {"postgresql", "mysql"}:
             continue
         try:

@@ -315,6 +315,177 @@ def test_after_a_rollback_the_instance_is_stale_and_says_so_rather_than_guess():
     article.save()
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("model", [Article, Report, Page])
+@pytest.mark.parametrize("write", ["save", "bulk_update", "insert"])
+def test_after_a_rollback_the_instance_is_stale_though_another_has_made_the_same_version(model, write, monkeypatch):
+    field = "text" if model is Page else "title"
+    monkeypatch.setattr(Page._meta.get_field("lock_version"), "start", 1)
+    mine = model(pk="7" if model is Page else 7)
+    if write != "insert":
+        mine.save()
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        setattr(mine, field, "mine")
+        mine.save() if write != "bulk_update" else model.objects.bulk_update([mine], [field])
+        raise ZeroDivisionError
+    theirs = model.objects.get() if write != "insert" else model(pk=mine.pk)
+    setattr(theirs, field, "theirs")
+    theirs.save()
+    name = "lock_version" if model is Page else "version"
+    assert getattr(mine, name) == getattr(theirs, name)
+    for instance in (mine, copy.copy(mine), copy.deepcopy(mine)):
+        with pytest.raises(StaleVersion):
+            instance.save()
+        with pytest.raises(StaleVersion):
+            instance.delete()
+    assert getattr(model.objects.get(), field) == "theirs"
+    mine.refresh_from_db()
+    mine.save()
+
+
+def test_a_savepoint_that_is_rolled_back_makes_it_stale_too_and_a_commit_does_not(article, another):
+    with transaction.atomic():
+        article.save()
+        with transaction.atomic():
+            article.save()
+        article.save()
+        pickle.loads(pickle.dumps(article)).save()
+    article.refresh_from_db()
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        article.save()
+        raise ZeroDivisionError
+    Article.objects.update(title="theirs")
+    with pytest.raises(StaleVersion):
+        article.save()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_was_written_can_be_written_again_when_it_is_committed():
+    article = Article(title="first")
+    with transaction.atomic():
+        transaction.on_commit(article.save)
+        article.save()
+        transaction.on_commit(article.save)
+    article.save()
+    assert article.version == stored(Article, article.pk) == 4
+
+
+def test_a_receiver_that_raises_after_the_save_of_a_child_leaves_no_version_that_is_not_there():
+    report = Report.objects.create(title="first")
+
+    def fail(**kwargs):
+        raise ZeroDivisionError
+
+    post_save.connect(fail, Report)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            report.save()
+    finally:
+        post_save.disconnect(fail, Report)
+    Report.objects.update(title="theirs")
+    with pytest.raises(StaleVersion):
+        report.save()
+
+
+# What is read late.
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda late: late.body,
+        lambda late: late.refresh_from_db(fields=["body"]),
+        lambda late: late.refresh_from_db(from_queryset=Article.objects.only("body")),
+        lambda late: late.refresh_from_db(from_queryset=Article.objects.defer("title")),
+    ],
+    ids=["the field", "refresh", "only", "defer"],
+)
+def test_what_is_read_late_makes_nothing_else_newer(article, read):
+    late = Article.objects.defer("body").get()
+    Article.objects.update(title="theirs")
+    read(late)
+    assert late.version == 1
+    with pytest.raises(StaleVersion):
+        late.save()
+    late.refresh_from_db()
+    late.save()
+
+
+def test_the_version_itself_is_read_anew_on_purpose(article, another):
+    article.save()
+    another.refresh_from_db(fields=["version"])
+    another.save()
+    assert another.version == 3
+
+
+# Replicas.
+
+
+class ReadsElsewhere:
+    def db_for_read(self, model, **hints):
+        return "replica"
+
+    def db_for_write(self, model, **hints):
+        return "default"
+
+
+def test_what_was_read_from_a_replica_and_is_gone_is_not_inserted_again(article, settings):
+    settings.DATABASE_ROUTERS = [ReadsElsewhere()]
+    article._state.db = "replica"
+    article.save()
+    article._state.db = "replica"
+    Article.objects.using("default").all()._raw_delete("default")
+    for force in ({}, {"force_update": True}, {"update_fields": ["title"]}):
+        with pytest.raises(StaleVersion, match="is gone"):
+            article.save(**force)
+
+
+# Conditions on other tables.
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.parametrize(
+    ("rows", "table"),
+    [
+        (lambda: Report.objects.filter(version=1), "tests_report"),
+        (lambda: Article.objects.filter(version=1, author__name="o"), "tests_article"),
+        (lambda: Restaurant.objects.filter(version=1), "tests_place"),
+    ],
+    ids=["parent", "joined", "child"],
+)
+def test_to_compare_by_a_filter_is_one_with_the_write_in_however_many_tables(rows, table, elsewhere):
+    owner = Counter.objects.create(name="o")
+    model = rows().model
+    field = "name" if model is Restaurant else "title"
+    model.objects.create(**{"author": owner} if model is not Restaurant else {})
+    theirs = []
+
+    def come_between(execute, sql, params, many, context):
+        if sql.startswith("UPDATE") and not theirs:
+            theirs.append(None)
+            theirs[0] = elsewhere(write_if_not_locked, model, field)
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(come_between):
+        updated = rows().update(**{field: "mine"})
+    assert (updated, theirs) in [(1, [False]), (0, [True])]
+    assert getattr(model.objects.get(), field) == ("mine" if updated else "theirs")
+
+
+def write_if_not_locked(model, field):
+    """Write as anybody does; return whether nobody else had the row."""
+    try:
+        with transaction.atomic():
+            with connection.cursor() as cursor:
+                name = "lock_timeout" if connection.vendor == "postgresql" else "innodb_lock_wait_timeout"
+                cursor.execute(f"SET {name} = 1000" if connection.vendor == "postgresql" else f"SET {name} = 1")
+            model.objects.update(**{field: "theirs"})
+    except DatabaseError:
+        return False
+    return True
+
+
 # delete()
 
 

@@ -12,7 +12,7 @@ from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.versioned import VersionedModel, refusable
+from dlocks.optimistic.versioned import VersionedModel, among_keys, is_copy, is_joined, refusable
 
 
 class HasToken(Protocol):
@@ -82,11 +82,19 @@ class FencedQuerySet(models.QuerySet[Any]):
         with transaction.atomic(using=self.db):
             return super().bulk_update(objs, fields, batch_size)
 
-    def bulk_create(self, objs: Iterable[Any], *args: Any, update_conflicts: bool = False, **kwargs: Any) -> list[Any]:
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[Any]:
         """Insert the instances. Raise ValueError for ``update_conflicts``: such an update could not look at tokens."""
         if update_conflicts:
             raise ValueError("bulk_create(update_conflicts=True) would write over rows without looking at tokens.")
-        return super().bulk_create(objs, *args, **kwargs)
+        return super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
 
     def _need_token(self) -> int:
         if self._token is None:
@@ -101,10 +109,9 @@ class FencedQuerySet(models.QuerySet[Any]):
         field = self.model._meta.get_field("fence")
         rows: Any = self
         owner: Any = field.model._meta.concrete_model
-        if owner is not self.model._meta.concrete_model:
-            # The fence is in a parent's table.
-            link: Any = self.model._meta.get_ancestor_link(owner)
-            rows = FencedQuerySet(owner, using=self.db).filter(pk__in=list(self.values_list(link.attname, flat=True)))
+        if is_joined(self):
+            # Or it would not look at the fence again where it has waited for a row.
+            rows = FencedQuerySet(owner, using=self.db).filter(pk__in=among_keys(self, owner)[1])
         rows = rows.filter(fence__lte=token).order_by()
         written: int = rows._update([(field, None, token)])
         return written
@@ -133,6 +140,9 @@ class _Fenced:
         try:
             if self.rows.query.is_sliced or self.rows.query.combinator:
                 raise TypeError("A slice or a combination of querysets cannot be written with a token.")
+            owner = self.rows.model._meta.get_field("fence").model._meta.concrete_model
+            if is_joined(self.rows):
+                self.rows, _ = among_keys(self.rows, owner)
             self.rows._fence(self.token)
             newer = self.rows.filter(fence__gt=self.token).order_by("fence").values_list("pk", "fence").last()
             if newer is not None:
@@ -283,7 +293,7 @@ class FencedModel(models.Model):
             self.fence = token
             return updated
         found = self._found(using)
-        if found is None and self._state.db not in {None, using}:
+        if found is None and is_copy(self, using):
             # A copy into another database, which does not have the row yet.
             return updated
         raise StaleToken(type(self), self.pk, token, found)

@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
 
 from dlocks.backends.base import seconds
 from dlocks.exceptions import StaleVersion
-from dlocks.transactions import open_connections
+from dlocks.transactions import open_connections, why_untold
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -117,7 +117,7 @@ def is_conflict(error: BaseException) -> bool:
 
 def _refuse_open_transactions(name: str, using: str | None) -> None:
     opened = [connection.alias for connection in open_connections()]
-    if using is not None and not connections[using].in_atomic_block and not connections[using].get_autocommit():
+    if using is not None and not connections[using].get_autocommit() and why_untold(connections[using]) is not None:
         opened.append(using)
     if opened:
         raise RuntimeError(

@@ -16,6 +16,7 @@ from django.db.models.query_utils import DeferredAttribute
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken, StaleVersion
+from dlocks.transactions import Mark, in_own_block
 
 
 def microseconds() -> int:
@@ -98,6 +99,62 @@ def version_field(model: type[models.Model]) -> VersionField:
     raise FieldDoesNotExist(f"{model._meta.label} has no VersionField.")
 
 
+class _Written:
+    """The last write of an instance, in a transaction that may take it back: its version is none of the row's then."""
+
+    def __init__(self, using: str) -> None:
+        self._mark = Mark.here(connections[using])
+
+    @property
+    def was_undone(self) -> bool:
+        return self._mark.was_undone
+
+    def __deepcopy__(self, memo: Any) -> _Written:
+        return self
+
+    def __copy__(self) -> _Written:
+        return self
+
+    def __reduce__(self) -> Any:
+        # What is pickled knows nothing of a connection.
+        return type(None), ()
+
+
+def note_written(instances: Iterable[models.Model], using: str) -> None:
+    """Note where instances whose versions were counted up just now were written."""
+    connection = connections[using]
+    # What a TestCase rolls back nobody looks at any more.
+    written = _Written(using) if connection.in_atomic_block and in_own_block(connection) else None
+    for instance in instances:
+        state: Any = instance._state
+        state.written = written
+
+
+def is_copy(instance: models.Model, using: str) -> bool:
+    """Return whether to save an instance there copies it into another database than it was read from."""
+    # What was read from a replica is written to the primary.
+    return instance._state.db not in {None, using} and using != router.db_for_write(type(instance), instance=instance)
+
+
+def is_joined(rows: Any) -> bool:
+    """
+    Return whether the statements that write the rows do not look at all conditions of a queryset themselves.
+
+    One on another table, a parent's for instance, is looked at before: and not again where the row was waited for.
+    """
+    query = rows.query.chain()
+    query.get_initial_alias()
+    return bool(rows.model._meta.concrete_model._meta.parents) or query.count_active_tables() > 1
+
+
+def among_keys(rows: Any, owner: Any) -> tuple[Any, list[Any]]:
+    """Return a queryset limited to the rows that it has now, and their keys in the owner's table."""
+    link = rows.model._meta.get_ancestor_link(owner) if owner is not rows.model._meta.concrete_model else None
+    name = "pk" if link is None else link.attname
+    keys = list(rows.order_by().values_list(name, flat=True))
+    return rows.filter(**{f"{name}__in": keys}), keys
+
+
 class VersionedQuerySet(models.QuerySet[Any]):
     """A queryset whose writes are seen by whoever has read the rows before."""
 
@@ -120,7 +177,18 @@ class VersionedQuerySet(models.QuerySet[Any]):
         self._for_write = True
         # The version may be in a parent's table: two statements.
         with transaction.atomic(using=self.db, savepoint=False):
-            return super().update(**kwargs, **{field.name: models.F(field.name) + 1})
+            rows = self._locked(field.model._meta.concrete_model)
+            return super(VersionedQuerySet, rows).update(**kwargs, **{field.name: models.F(field.name) + 1})
+
+    def _locked(self, owner: Any) -> Any:
+        """Return the rows, locked where the statement that writes them does not look at all conditions itself."""
+        query = self.query
+        if query.is_sliced or query.combinator or query.distinct_fields or not is_joined(self):
+            return self
+        rows, keys = among_keys(self.using(self.db), owner)
+        # Looked at once more by what comes next, when nobody can write them any more.
+        list(owner._base_manager.using(self.db).filter(pk__in=keys).select_for_update().values_list("pk"))
+        return rows
 
     def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
         """
@@ -157,16 +225,35 @@ class VersionedQuerySet(models.QuerySet[Any]):
             raise StaleVersion(self.model, stale[0], held[stale[0]], found.get(stale[0]), stale) from None
         for obj in objs:
             setattr(obj, field.attname, held[obj._get_pk_val(model._meta)] + 1)
+        note_written(objs, self.db)
         return updated
 
-    def bulk_create(self, objs: Iterable[Any], *args: Any, update_conflicts: bool = False, **kwargs: Any) -> list[Any]:
-        """Insert the instances. Raise ValueError for ``update_conflicts``: such an update could not compare."""
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[Any]:
+        """
+        Insert the instances. Raise ValueError for ``update_conflicts``: such an update could not compare.
+
+        With ``ignore_conflicts`` the instances have no version: the row of any of them may be somebody else's.
+        """
         if update_conflicts:
             raise ValueError(
                 "bulk_create(update_conflicts=True) would write over rows without comparing or counting up their "
-                "versions: insert with ignore_conflicts=True, then bulk_update() what was there."
+                "versions: insert with ignore_conflicts=True, then read what was there, and bulk_update() that."
             )
-        return super().bulk_create(objs, *args, **kwargs)
+        objs = super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
+        if ignore_conflicts:
+            for obj in objs:
+                obj.__dict__.pop(version_field(self.model).attname, None)
+        else:
+            note_written(objs, self.db)
+        return objs
 
     def only(self, *fields: Any) -> Any:
         """Load only these fields, and the version, without which the instances could not be saved."""
@@ -263,6 +350,24 @@ class VersionedModel(models.Model):
         if found != held:
             raise StaleVersion(type(self), self.pk, held, found)
 
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
+        """Read the row anew; where that is a part of it, without its version, the version stays that of the rest."""
+        field = version_field(type(self))
+        attname = field.attname
+        loads_all = from_queryset is None or from_queryset.query.deferred_loading == (frozenset(), True)
+        if loads_all if fields is None else not {field.name, attname}.isdisjoint(fields):
+            super().refresh_from_db(using, fields, from_queryset)
+            note: Any = self._state
+            note.written = None
+            return
+        held = self.__dict__.get(attname)
+        try:
+            super().refresh_from_db(using, fields, from_queryset)
+        finally:
+            self.__dict__.pop(attname, None)
+            if held is not None:
+                self.__dict__[attname] = held
+
     async def atouch(self, using: str | None = None) -> None:
         await sync_to_async(self.touch)(using=using)
 
@@ -299,7 +404,7 @@ class VersionedModel(models.Model):
             self._held_version()
         # A row that was read is there, or has been deleted; it is not to be inserted again.
         was_written = self.__dict__.get(field.attname) != field.get_default()
-        state.was_read = is_update and not state.adding and state.db in {None, using} and was_written
+        state.was_read = is_update and not state.adding and not is_copy(self, using) and was_written
         try:
             with refusable(self, using, StaleVersion):
                 super().save_base(raw, force_insert, force_update, using, update_fields)
@@ -336,6 +441,8 @@ class VersionedModel(models.Model):
             raise
         finally:
             state.is_raw = False
+        if self._is_versioned(cls) and self.__dict__.get(attname) != state.version_before:
+            note_written([self], using)  # type: ignore[arg-type]
         if cls is self._meta.concrete_model:
             state.__dict__.pop("version_before", None)
         return updated
@@ -366,7 +473,7 @@ class VersionedModel(models.Model):
             setattr(self, field.attname, held + 1)
             return updated
         found = self._found_version(using)
-        if found is None and self._state.db not in {None, using}:
+        if found is None and is_copy(self, using):
             # A copy into another database, which does not have the row yet.
             return updated
         raise StaleVersion(type(self), self.pk, held, found)
@@ -386,6 +493,12 @@ class VersionedModel(models.Model):
                 f"refresh_from_db(fields=[{field.name!r}]) first."
             )
         held = int(field.to_python(held))
+        written = getattr(self._state, "written", None)
+        if written is not None and written.was_undone:
+            # Somebody else may have made the same version since.
+            raise StaleVersion(
+                type(self), self.pk, held, self._found_version(router.db_for_write(type(self), instance=self))
+            )
         if self._state.adding and held == field.get_default():
             raise ValueError(
                 f"{self._meta.label} {self.pk!r} was not read from the database and has no {field.name}: give it the "
