@@ -125,5 +125,12 @@ def _make_spare() -> None:
     _spare = ThreadPoolExecutor(1, "dlocks-spare")
 
 
+def _forked() -> None:
+    # Of the threads and tasks there is only one left, and that neither waits nor is on its way.
+    _waiting.clear()
+    acquiring.clear()
+    _make_spare()
+
+
 _make_spare()
-os.register_at_fork(after_in_child=_make_spare)
+os.register_at_fork(after_in_child=_forked)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
 
 from dlocks import clock
-from dlocks.exceptions import LockBackendError
-from dlocks.transactions import Mark
+from dlocks.exceptions import LockBackendError, LockError
+from dlocks.transactions import Mark, why_untold
 
 if TYPE_CHECKING:
     from dlocks.holds import Hold
@@ -24,29 +25,34 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
     The row is written again at the end, so that the lease is whole when the transaction is committed.
     """
     database = _database_for(hold, using)
+    connection = connections[database]
+    if not connection.get_autocommit() and (why := why_untold(connection)) is not None:
+        raise RuntimeError(f"{hold.key!r} cannot guard this transaction. {why}.")
     with transaction.atomic(using=database, **atomic):
         if hold.scope == "transaction":
             # The row is this transaction's already.
             hold.check()
             yield
             return
-        mark = Mark.whole(connections[database])
-        hold.pinned_in.append(mark)
+        if hold.is_over:
+            raise hold.lost_error()
+        # A savepoint around may take the writing back, though the row stays locked. First of what is done on commit.
+        here = Mark.here(connection)
+        pin = Mark.of_lock(connection)
+        # Before the row is written: whatever becomes of that, the keeper asks nothing meanwhile.
+        hold.pinned_in.append(pin)
         try:
             _pin(hold, database)
-            yield
-            sent = _pin(hold, database)
-        except BaseException:
-            hold.unpin(mark)
+        except LockError:
+            # It was not.
+            hold.pinned_in.remove(pin)
             raise
-        mark.at_commit.append(lambda: hold.committed(mark, sent))
+        yield
+        here.at_commit.append(partial(hold.committed, _pin(hold, database)))
 
 
 def _pin(hold: Hold, database: str) -> float:
     """Lock and renew the row of the hold in the open transaction; return when that was asked for."""
-    if not hold.held and not hold.pinned:
-        hold.lose(hold.why_not())
-        raise hold.lost_error()
     sent = clock.now()
     try:
         stands = hold.backend.pin(hold.claim, database)

@@ -144,7 +144,7 @@ class Hold:
     @property
     def held(self) -> bool:
         """Whether the key is this hold's for certain. No I/O: False may mean that it is merely not known."""
-        if self._ended or self._lost is not None or self._pid != os.getpid():
+        if self.is_over:
             return False
         if self.scope == "transaction":
             return self._mark is not None and self._mark.stands
@@ -454,34 +454,41 @@ class Hold:
     # For the keeper.
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has ended, was lost, or is that of the process that this one is a fork of."""
+        return self._ended or self._lost is not None or self._pid != os.getpid()
+
+    @property
     def pinned(self) -> bool:
         """Whether a transaction that has not ended keeps the key."""
-        return any(mark.stands for mark in self.pinned_in)
+        return any(mark.stands for mark in list(self.pinned_in))
 
     @property
     def _keeps(self) -> bool:
         """Whether to ask the backend at all: it is held, or a transaction keeps it though its lease is over."""
-        over = self._ended or self._lost is not None or self._pid != os.getpid()
-        return self.held or (not over and self.pinned)
+        return self.held or (not self.is_over and self.pinned)
 
     def _confirmed(self, count: int) -> bool:
         """Ask the backend whether the key is still this hold's, and have it note the count."""
-        for mark in self.pinned_in:
+        for mark in list(self.pinned_in):
             if mark.stands:
                 # The row is locked by that transaction, and only there can it be asked for; its lease may be over, and
                 # nobody takes it before the end of that.
                 return mark.is_elsewhere or bool(self.backend.pin(self.claim, mark.alias))
         return bool(self._ask(self.backend.recount, self.claim, count))
 
-    def unpin(self, mark: Mark) -> None:
-        # The keeper may have found by itself that it stands no more.
-        with suppress(ValueError):
-            self.pinned_in.remove(mark)
+    def _unpin(self) -> None:
+        """Forget the pins that have ended."""
+        for mark in list(self.pinned_in):
+            if not mark.stands:
+                # The caller and the keeper may do it at once.
+                with suppress(ValueError):
+                    self.pinned_in.remove(mark)
 
-    def committed(self, mark: Mark, sent: float) -> None:
+    def committed(self, sent: float) -> None:
         """Note that a transaction which pinned the key is committed: the lease is whole since its last statement."""
-        self.unpin(mark)
         self.note_answer(sent, self.claim.ttl)
+        self._unpin()
         keeper.look()
 
     @property
@@ -541,9 +548,7 @@ class Hold:
         if self.pinned_in:
             if self.pinned:
                 return
-            for mark in list(self.pinned_in):
-                if not mark.stands:
-                    self.unpin(mark)
+            self._unpin()
         if not self._ended and self._lost is None and clock.now() >= self._deadline:
             self.lose(self.why_not())
 
@@ -616,13 +621,17 @@ class Hold:
         """
         Keep a lease until the open transactions have ended, since what they do is not seen before.
 
-        With ``release_at="exit"`` only until those have that have it pinned: nobody can have the key before.
+        With ``release_at="exit"`` only until those have beside which the lease cannot be written: they have it pinned,
+        or the database has one writer.
         """
         if self.scope == "transaction":
             return False
-        marks = [mark for mark in self.pinned_in if mark.stands]
+        marks = [mark for mark in list(self.pinned_in) if mark.stands]
         if self.lock.release_at != "exit":
             marks += [mark for mark in map(Mark.whole, open_connections()) if mark not in marks]
+        elif not marks and self.backend.lease_refused() is not None:
+            # What is written here its rollback would take back.
+            marks = [Mark.whole(one) for one in open_connections() if one.alias == self.backend.database]
         for mark in marks:
             if self.settle not in mark.at_commit:
                 mark.at_commit.append(self.settle)

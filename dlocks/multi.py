@@ -201,20 +201,21 @@ class MultiHold(Hold):
 
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
-        leaves_nothing = not any(hold.pinned for hold in holds)
+        leaves_nothing = self.backend.lease_refused() is None and not any(hold.pinned for hold in holds)
         if self.lock.release_at != "exit":
             leaves_nothing = leaves_nothing and not any(open_connections())
         if self._is_alike and (self.scope == "transaction" or leaves_nothing):
             together = [hold for hold in holds if hold.end_with_others(failed=failed)]
         done = False
+        trouble: LockError | None = None
         if len(together) > 1:
             try:
                 done = self._ask(self.backend.release_all, [hold.claim for hold in together], failed=failed)
-            except LockBackendError:
+            except LockBackendError as error:
                 # In a transaction it is broken, and each hold knows what that means.
                 if self.scope == "lease":
-                    raise
-        trouble: LockError | None = None
+                    trouble = error
+                    holds = [hold for hold in holds if hold not in together]
         for hold in holds:
             try:
                 if hold in together:

@@ -134,6 +134,18 @@ def lock_row(pipe, key, using="default"):
     return "unlocked"
 
 
+def lock_first_claim(pipe, key):
+    """Lock the claim that is the first in line with a statement of one's own, until told."""
+    from dlocks.models import LockClaim
+
+    with transaction.atomic():
+        first = LockClaim.objects.filter(key_resource=key, version=None).order_by("pk").first()
+        LockClaim.objects.select_for_update().get(pk=first.pk)
+        pipe.say("locked")
+        pipe.hear()
+    return "unlocked"
+
+
 def try_once(pipe, key, **policy):
     found = db_lock(key, **policy).try_acquire()
     if found is None:
@@ -640,6 +652,14 @@ def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
     except LockLost:
         return "written, and lost", ""
     return "written", ""
+
+
+def share_under_guard(pipe, key, **policy):
+    """Share a key, and stay in hold.atomic() until told."""
+    with db_rwlock(key, **policy).read() as hold, hold.atomic():
+        pipe.say(hold.token)
+        pipe.hear()
+    return "ended"
 
 
 def write_by_second_alias(pipe, key, **policy):

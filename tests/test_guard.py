@@ -5,8 +5,9 @@ import time
 import pytest
 from django.db import IntegrityError, connection, transaction
 
-from dlocks import LockLost, db_lock, db_rwlock
-from dlocks.models import ResourceLock
+from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
+from dlocks.conf import backends
+from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
 from tests.models import Counter
 
@@ -113,6 +114,85 @@ def test_savepoints_and_durable_are_those_of_django(row, using):
         assert row() == 5
 
 
+@pytest.mark.parametrize("savepoint", [True, False])
+def test_a_hold_goes_on_in_the_transaction_around_a_guarded_part_that_is_rolled_back(row, using, savepoint):
+    lost = []
+    with db_lock("stock", using=using, on_lost=lost.append) as hold:
+        with transaction.atomic():
+            with pytest.raises(ZeroDivisionError), transaction.atomic(), hold.atomic(savepoint=savepoint):
+                Counter.objects.update(value=2)
+                raise ZeroDivisionError
+            began = time.monotonic()
+            hold.check()
+            assert time.monotonic() - began < 5, "its own transaction still has the row, on some engines"
+            with hold.atomic():
+                Counter.objects.update(value=3)
+        hold.check()
+    assert row() == 3
+    assert lost == []
+
+
+def test_a_guarded_part_that_is_rolled_back_lengthens_no_lease(row, using):
+    with db_lock("stock", using=using, ttl=5.0, renew=False) as hold:
+        with transaction.atomic():
+            with pytest.raises(ZeroDivisionError), transaction.atomic():
+                with hold.atomic():
+                    time.sleep(0.3)
+                raise ZeroDivisionError
+        on_the_row = ResourceLock.objects.by_clock().get(pk="stock").seconds_left
+        assert hold.remaining <= on_the_row
+
+
+def test_a_row_that_could_not_be_locked_is_renewed_as_before(row, using, monkeypatch):
+    backend = backends[using]
+
+    def fail(claim, database):
+        raise LockBackendError("Somebody else has had the row for too long.")
+
+    hold = db_lock("stock", using=using, ttl=0.6).acquire()
+    with transaction.atomic():
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "pin", fail)
+            with pytest.raises(LockBackendError), hold.atomic():
+                pass
+        assert not hold.pinned
+    hold.release()
+
+
+def test_a_slow_callback_that_the_block_has_registered_makes_no_loss_of_the_hold(row, using):
+    lost = []
+    with db_lock("stock", using=using, ttl=0.5, renew=False, on_lost=lost.append) as hold:
+        with transaction.atomic(), hold.atomic():
+            transaction.on_commit(lambda: time.sleep(0.3))
+            time.sleep(0.8)
+        assert hold.held
+    assert lost == []
+
+
+def test_a_hold_that_was_told_to_be_lost_guards_nothing_though_nobody_has_the_key(row, using, until):
+    lost = []
+    hold = db_lock("stock", using=using, ttl=0.4, renew=False, on_lost=lost.append).acquire()
+    until(lambda: lost)
+    with pytest.raises(LockLost), hold.atomic():
+        Counter.objects.update(value=2)
+    assert row() == 7
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_where_autocommit_is_off_nothing_is_guarded_or_kept_for_an_end_that_django_does_not_tell(row, using, elsewhere):
+    hold = db_lock("stock", using=using).acquire()
+    connection.set_autocommit(False)
+    try:
+        with transaction.atomic():
+            with pytest.raises(RuntimeError, match="[Aa]utocommit is switched off"), hold.atomic():
+                pass
+            hold.release()
+        elsewhere(db_lock("stock", using=using, timeout=5).acquire).release()
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
+
+
 def test_who_enters_the_lock_again_inside_has_it(row, using):
     lock = db_lock("stock", using=using)
     with lock as hold:
@@ -141,6 +221,28 @@ def test_a_share_is_guarded_too(row, elsewhere):
             assert elsewhere(lock.write().try_acquire) is None
         assert elsewhere(lock.write().try_acquire) is None
         hold.check()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_guarded_share_keeps_nobody_waiting_who_does_not_want_its_key(row, workers, until):
+    (holder,) = workers(1)
+    holder.start(jobs.share_under_guard, "stock", ttl=0.5)
+    token = holder.hear()
+    began = time.monotonic()
+    backend = backends["default"]
+    with pytest.raises(LockTimeout):
+        db_lock("stock", timeout=1.0).acquire()
+    until(lambda: LockClaim.objects.by_clock().get(version=token).seconds_left < -backend.grace)
+    assert backend.tidy("stock") == (0, 0)
+    assert backend.end_share("stock", token) is False
+    assert sum(backend.reap()) == 0
+    # As one who died in line, and of whom nothing was heard for long.
+    with pytest.raises(LockTimeout):
+        db_lock("stock", timeout=0.2).acquire()
+    assert time.monotonic() - began < 15
+    holder.tell()
+    assert holder.hear() == "ended"
+    db_lock("stock", timeout=5).acquire().release()
 
 
 def test_a_lock_that_is_not_in_the_database_cannot_guard_it():

@@ -1431,6 +1431,28 @@ def test_a_key_whose_row_is_kept_by_others_for_seconds_is_given_back_all_the_sam
 
 
 @SERVERS
+@FAMILY
+def test_a_claim_whose_row_is_kept_by_others_is_passed_over_and_keeps_nobody_waiting(using, workers, in_line):
+    first, second, other = workers(3)
+    hold = db_lock("stock:7", using=using).acquire()
+    first.start(jobs.wait_for, "stock:7", using=using, timeout=60)
+    in_line(1)
+    second.start(jobs.wait_for, "stock:7", using=using, timeout=60)
+    in_line(2)
+    other.start(jobs.lock_first_claim, "stock:7")
+    assert other.hear() == "locked"
+    released_at = time.monotonic()
+    hold.release()
+    assert [first.hear(), second.hear()] == ["waiting"] * 2
+    second_at, _ = second.hear(20)
+    assert second_at < released_at + 8.0, "it is not heard of for 3 seconds, and then in nobody's way"
+    other.tell()
+    assert other.hear() == "unlocked"
+    first_at, _ = first.hear(20)
+    assert first_at > second_at
+
+
+@SERVERS
 def test_a_turn_that_comes_to_nothing_at_first_is_not_lost(monkeypatch, threads):
     """The row may be locked, for a moment, when the claim asks for what it was told it has."""
     backend = backends["default"]

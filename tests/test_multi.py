@@ -15,6 +15,8 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import Lock, LockLost, LockTimeout, MultiLock, clock, db_lock, db_rwlock, lock_acquired, lock_released
+from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError
 from dlocks.keeper import keeper
 from dlocks.models import LockClaim, LockState, ResourceLock
 from tests import jobs
@@ -289,6 +291,23 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using, is_busy):
     assert told == [hold]
     assert not is_busy("a", using)
     assert not is_busy("c", using)
+
+
+def test_what_cannot_be_given_back_together_keeps_no_other_key(monkeypatch, is_busy):
+    backend = backends["default"]
+    with db_lock("b") as outer:
+        hold = db_lock("a", "b", "c").acquire()
+
+        def fail(claims, **options):
+            assert [claim.key for claim in claims] == ["a", "c"]
+            raise LockBackendError("The server is away.")
+
+        monkeypatch.setattr(backend, "release_all", fail)
+        with pytest.raises(LockBackendError, match="away"):
+            hold.release()
+        assert outer.count == 1
+        outer.check()
+    assert not is_busy("b")
 
 
 def test_on_lost_is_told_once_however_many_keys_are_lost(until):

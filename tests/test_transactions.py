@@ -390,6 +390,18 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is
     assert not hold.held
 
 
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")], ids=["one key", "several"])
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_a_lease_given_back_in_a_transaction_is_free_however_that_ends(keys, roll_back, is_busy, until):
+    """Also where it cannot be given back beside the transaction: SQLite has one writer."""
+    hold = db_lock(*keys, release_at="exit").acquire()
+    with transaction.atomic():
+        Counter.objects.create(name="stock", value=7)
+        hold.release()
+        transaction.set_rollback(roll_back)
+    until(lambda: not any(map(is_busy, keys)))
+
+
 @SERVERS
 def test_a_lease_can_be_given_back_at_the_exit_on_purpose(is_busy):
     with transaction.atomic():

@@ -302,7 +302,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def _grant(self, claim: Claim, *conditions: str, stale: bool = False, **parameters: Any) -> int | None:
         """Write the row to be this claim's where it was given back, or is ``stale``, and return the token."""
         where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
-        statement = self.dialect.update
+        statement: Callable[..., str] = self.dialect.update
         if claim.scope == "transaction":
             statement = self.dialect.write_or_leave
             if self.dialect.read_committed:
@@ -470,12 +470,16 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def _renew_shares(self, owners: str, parameters: Mapping[str, Any], ttl: float) -> dict[str, float]:
         parameters = {"ttl": round(ttl * MICROSECONDS), **parameters}
         with self._briefly():
-            sql = self._text(f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE {owners} AND {self._live_share}")
+            # A transaction that pins one must not keep the others from being renewed.
+            mine = f"{owners} AND {self._live_share}"
+            sql = self._text(self.dialect.update("{claims}", f"end_time = {self._renewed}", mine, "id"))
             renewed = self._count(sql, parameters, locked=lambda: -1)
         if self.observations is not None:
-            sql = self._text(f"SELECT owner FROM {{claims}} WHERE {owners} AND {self._live_share}")
+            rows = self._rows(
+                self._text(f"SELECT owner FROM {{claims}} WHERE {owners} AND {self._live_share}"), parameters
+            )
             # All that stand, or none where one was locked: then they have what they had.
-            return {owner: ttl if renewed >= 0 else 0.0 for (owner,) in self._rows(sql, parameters)}
+            return {owner: ttl if renewed == len(rows) else 0.0 for (owner,) in rows}
         left = self.dialect.seconds_until("end_time")
         sql = self._text(f"SELECT owner, {left} FROM {{claims}} WHERE {owners} AND {self._live_share}")
         return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}

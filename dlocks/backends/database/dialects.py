@@ -36,6 +36,8 @@ class Dialect:
     read_committed: str | None = None
     # Whether a row that a locking statement met and did not want may stay locked until the transaction ends.
     locks_in_passing = False
+    # Whether rows that a transaction has written are kept from others to its end, though a savepoint was gone back to.
+    keeps_locks = True
     # Whether a statement that was refused because of a locked row fails alone, and the transaction it is in goes on.
     fails_alone = False
     # How a row is inserted when it may be there already: the words before INTO and at the end.
@@ -49,8 +51,10 @@ class Dialect:
     for_update = " FOR UPDATE SKIP LOCKED"
     # The same for who waits a second for them at most, in the engine's own line.
     for_update_in_turn = for_update
-    # The same for who waits for whoever has them: a single statement, or another step of the same key.
+    # The same for who waits a second, where the engine can bound that, for another statement or step to be over.
     for_update_patiently = " FOR UPDATE"
+    # The same for a statement that writes: words before it.
+    patiently = ""
     # The end of a statement that a crash of the server may forget, when it need not be flushed then.
     forgettable = ""
     # What, selected in a short transaction, has the server end it when its client falls silent.
@@ -106,7 +110,7 @@ class Dialect:
         """Return the next version, for a statement that writes and tells it."""
         return self.next_version()
 
-    def update(self, table: str, assignments: str, where: str) -> str:
+    def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
         """Return the statement that locks the rows that are not locked by another transaction, and writes them."""
         raise NotImplementedError
 
@@ -151,6 +155,7 @@ class PostgreSQL(Dialect):
     now = "clock_timestamp()"
     ticks = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
     show_isolation = "SHOW transaction_isolation"
+    keeps_locks = False
     # A row that was free for the snapshot and is not for the lock stays locked (EvalPlanQual).
     locks_in_passing = True
     read_committed = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
@@ -205,7 +210,7 @@ class PostgreSQL(Dialect):
     )
     forgettable = " RETURNING set_config('synchronous_commit', 'off', true)"
     if_taken = " AND taken.owner IS NOT NULL"
-    bound = "set_config('idle_in_transaction_session_timeout', '2000', true)"
+    bound = "set_config('idle_in_transaction_session_timeout', '2000', true), set_config('lock_timeout', '1s', true)"
 
     def typed(self, parameter: str, of: str) -> str:
         return f"{parameter}::{of}"
@@ -225,15 +230,15 @@ class PostgreSQL(Dialect):
     def later_than(self, column: str) -> str:
         return f"({column} + interval '1 microsecond')"
 
-    def update(self, table: str, assignments: str, where: str) -> str:
-        return f"UPDATE {table} SET {assignments} WHERE {self._picked(table, where)}"
+    def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
+        return f"UPDATE {table} SET {assignments} WHERE {self._picked(table, where, primary)}"
 
     def delete(self, table: str, where: str) -> str:
         return f"DELETE FROM {table} WHERE {self._picked(table, where)}"
 
-    def _picked(self, table: str, where: str) -> str:
+    def _picked(self, table: str, where: str, primary: str = "key_resource") -> str:
         # An array keeps the plan on the primary key, for one row and for many.
-        return f"key_resource = ANY (ARRAY(SELECT key_resource FROM {table} WHERE {where} FOR UPDATE SKIP LOCKED))"
+        return f"{primary} = ANY (ARRAY(SELECT {primary} FROM {table} WHERE {where} FOR UPDATE SKIP LOCKED))"
 
     def is_contention(self, error: DatabaseError) -> bool:
         # serialization_failure, deadlock_detected
@@ -281,18 +286,19 @@ class MySQL(Dialect):
         # LAST_INSERT_ID(value) comes back in the reply to the statement itself.
         return f"LAST_INSERT_ID({self.next_version()})"
 
-    def update(self, table: str, assignments: str, where: str) -> str:
-        return f"UPDATE {self._picked(table, where)} SET {assignments}"
+    def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
+        return f"UPDATE {self._picked(table, where, primary)} SET {assignments}"
 
     def delete(self, table: str, where: str) -> str:
         return f"DELETE {table} FROM {self._picked(table, where)}"
 
-    def _picked(self, table: str, where: str) -> str:
+    def _picked(self, table: str, where: str, primary: str = "key_resource") -> str:
         # LIMIT keeps the subquery from being merged, which would change the table that it reads.
         where = where.replace(KEY, AS_A_RANGE)
+        index = " FORCE INDEX (PRIMARY)" if primary == "key_resource" else ""
         return (
-            f"(SELECT key_resource AS picked FROM {table} FORCE INDEX (PRIMARY) WHERE {where} LIMIT 1000000"
-            f" FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON key_resource = picked"
+            f"(SELECT {primary} AS picked FROM {table}{index} WHERE {where} LIMIT 1000000"
+            f" FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON {primary} = picked"
         )
 
     # A short transaction sent as one packet: a client that is stopped in the middle of it cannot keep the key. An
@@ -322,7 +328,7 @@ class MySQL(Dialect):
         " MAX(channel) INTO @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope, @dlocks_counted,"
         " @dlocks_patience, @dlocks_channel FROM {claims} WHERE @dlocks_done = 1 AND NOT shared AND id = (SELECT"
         " MIN(first.id) FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS NULL"
-        " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR UPDATE;"
+        " AND first.end_time > {now}) AND version IS NULL AND end_time > {now}{patiently};"
         " DELETE FROM {claims} WHERE id = @dlocks_id;"
         " UPDATE {locks} SET status = COALESCE(@dlocks_scope, %(status)s), owner = COALESCE(@dlocks_owner, owner),"
         " holder = COALESCE(@dlocks_holder, holder),"
@@ -343,6 +349,13 @@ class MySQL(Dialect):
     # one that is interrupted is that session and never another, and error 1094 or 3057 says that there is none.
     wake = "KILL QUERY IS_USED_LOCK(%(channel)s)"
 
+    # It cannot bound for how long a lock is waited for by one statement.
+    for_update_patiently = " FOR UPDATE NOWAIT"
+
+    def is_locked(self, error: DatabaseError) -> bool:
+        # lock wait timeout, not locked at once
+        return bool(error.args) and error.args[0] in {1205, 3572}
+
     def granted(self, reply: Reply) -> int | None:
         return reply.last_id if reply.changed else None
 
@@ -360,7 +373,8 @@ class MySQL(Dialect):
 
 
 class MariaDB(MySQL):
-    for_update_in_turn = " FOR UPDATE WAIT 1"
+    for_update_in_turn = for_update_patiently = " FOR UPDATE WAIT 1"
+    patiently = "SET STATEMENT innodb_lock_wait_timeout = 1 FOR "
     show_isolation = "SELECT @@tx_isolation, @@innodb_rollback_on_timeout"
     read_committed = "@@tx_isolation = 'READ-COMMITTED' AND @@innodb_rollback_on_timeout = 0"
     fails_alone = True
@@ -374,9 +388,6 @@ class MariaDB(MySQL):
         # SKIP LOCKED stands in line for the row before it gives up. If the row is unlocked in that moment the lock is
         # its own, and stays for as long as the transaction, though the row is not wanted (10.11, row_search_mvcc).
         return self.compare_and_swap(f"{table} FORCE INDEX (PRIMARY)", assignments, where.replace(KEY, AS_A_RANGE))
-
-    def is_locked(self, error: DatabaseError) -> bool:
-        return bool(error.args) and error.args[0] == 1205
 
 
 class SQLite(Dialect):
@@ -408,7 +419,7 @@ class SQLite(Dialect):
     def later_than(self, column: str) -> str:
         return f"(strftime('%%Y-%%m-%%d %%H:%%M:%%f', {column}, '+0.001 seconds') || '000')"
 
-    def update(self, table: str, assignments: str, where: str) -> str:
+    def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
         return f"UPDATE {table} SET {assignments} WHERE {where}"
 
     def delete(self, table: str, where: str) -> str:

@@ -29,6 +29,7 @@ from dlocks.backends.database.statements import (
     CLEAR,
     CONTENTION_TRIES,
     FREE_BY_CLOCK,
+    IN_LINE,
     MICROSECONDS,
     Statements,
     T,
@@ -40,8 +41,8 @@ logger = logging.getLogger("dlocks")
 # Claims in line that were not heard of for so many seconds are forgotten, not only passed over.
 FORGOTTEN_AFTER = 10.0
 
-# Shares that one step admits at most.
-ADMITTED_AT_ONCE = 1000
+# Claims that one statement is about at most.
+AT_ONCE = 1000
 
 # How often a step reads the line anew, since those whom it granted something had left it.
 ADMISSION_TRIES = 3
@@ -72,7 +73,7 @@ ENTRANCE_PATIENCE = 1.0
 # How long, on PostgreSQL, the lock row is waited for by who gives a key back, and by who looks after a line behind it.
 GIVING_BACK_WAITS, HANDING_ON_WAITS = "200ms", "20ms"
 
-IN_LINE = "version IS NULL"
+ENDED_SHARE = f"NOT {IN_LINE} AND end_time <= {{grace}}"
 
 
 @dataclass(slots=True)
@@ -309,7 +310,7 @@ class Line(Statements):
 
     def _take_out(self, key: str, place: Place) -> None:
         def step(head: Head | None) -> None:
-            sql = self._text(f"DELETE FROM {{claims}} WHERE id = %(number)s AND {IN_LINE}")
+            sql = self._text(f"{self.dialect.patiently}DELETE FROM {{claims}} WHERE id = %(number)s AND {IN_LINE}")
             self._count(sql, {"number": place.number})
             self._count_in(head)
 
@@ -376,9 +377,8 @@ class Line(Statements):
         by_owner = {claim.owner: claim for claim in claims}
         owners, parameters = self._one_of("owner", list(by_owner))
         if heard:
-            sql = self._text(f"UPDATE {{claims}} SET end_time = {{heard}} WHERE {owners} AND {IN_LINE}")
             with self._briefly():
-                self._count(sql, parameters | self._times(), locked=lambda: 0)
+                self._count(self.hearing(owners), parameters | self._times(), locked=lambda: 0)
         left = self.dialect.seconds_until("end_time")
         # Claims that have their own rows first: one that is granted meanwhile is then found in the lock row.
         numbers: dict[str, int] = {}
@@ -509,7 +509,8 @@ class Line(Statements):
         }
 
     def _handing_over(self, condition: str, if_taken: str = "", *, row_wait: str) -> str:
-        text = self.dialect.hand_over.replace("{row_wait}", row_wait)
+        dialect = self.dialect
+        text = dialect.hand_over.replace("{row_wait}", row_wait).replace("{patiently}", dialect.for_update_patiently)
         return self._text(text.replace("{condition}", condition).replace("{if_taken}", if_taken))
 
     def _hand_on(self, key: str) -> bool:
@@ -605,12 +606,15 @@ class Line(Statements):
 
     def _extend(self, claim: Claim) -> bool:
         mine = f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE owner = %(owner)s AND NOT {IN_LINE}"
+        mine = self.dialect.patiently + mine
         parameters = {"owner": claim.owner, "ttl": round(claim.ttl * MICROSECONDS)}
         return self._count(self._text(mine), parameters) == 1
 
     def _leave(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         """Give back whatever a claim has: the key, with those in line behind it; a share; or its place in line."""
-        left, given_back = 0.0, False
+        # What is left of its lease where others have the lock row; None where nobody could look.
+        left: float | None = None
+        given_back = False
 
         def step(head: Head | None) -> bool | None:
             nonlocal left, given_back
@@ -621,7 +625,7 @@ class Line(Statements):
                 return True
             row = self._row_of(claim)
             if row is not None:
-                given_back = row[1] is not None and row[2] > 0
+                given_back = row[1] is not None and (row[2] > 0 or self.observations is not None)
                 if not self._leave_row(head, claim, keep=keep):
                     # It was granted just then.
                     return None
@@ -638,13 +642,17 @@ class Line(Statements):
             return None if rows else given_back
 
         began = time.monotonic()
-        while time.monotonic() < began + (PERSISTENT_FOR if left > 0 else STOPPED_FOR):
-            if (result := self._step(claim.key, step, busy=lambda: None, waits=left > 0)) is not None:
+        while time.monotonic() < began + (STOPPED_FOR if left is not None and left <= 0 else PERSISTENT_FOR):
+            waits = left is not None and left > 0
+            if (result := self._step(claim.key, step, busy=lambda: None, waits=waits)) is not None:
                 return result
+            if left is None:
+                # Or a whole crowd would be there again at once.
+                time.sleep(random.uniform(0, 0.01))  # noqa: S311 (jitter)
             # On PostgreSQL it waits for the row; on MariaDB the next step does.
-            if left > 0 and not keep and self._hand_over(claim, failed=failed):
+            if left is not None and left > 0 and not keep and self._hand_over(claim, failed=failed):
                 return True
-        if left <= 0:
+        if left is not None and left <= 0:
             # It ran out, and a transaction that has not ended is taking it over.
             return False
         raise LockBackendError(
@@ -653,17 +661,16 @@ class Line(Statements):
 
     def _leave_row(self, head: Head | None, claim: Claim, *, keep: float) -> bool:
         """Give up a claim that has a row of its own; return False where it has none any more."""
-        parameters = {"owner": claim.owner, "keep": round(keep * MICROSECONDS)}
         if keep:
-            sql = f"UPDATE {{claims}} SET end_time = {self.dialect.after('keep')} WHERE owner = %(owner)s"
-            self._count(self._text(sql), parameters)
-        elif head is None:
-            # Whoever has the row next will count those that are left.
-            return self._count(self._text("DELETE FROM {claims} WHERE owner = %(owner)s"), parameters) == 1
-        else:
-            self._forget(head, claim.owner)
+            keeping = f"UPDATE {{claims}} SET end_time = {self.dialect.after('keep')} WHERE owner = %(owner)s"
+            self._count(
+                self._text(self.dialect.patiently + keeping), {"owner": claim.owner, "keep": round(keep * MICROSECONDS)}
+            )
+            return True
+        there = self._forget(head, claim.owner)
+        if head is not None:
             self._admit(head)
-        return True
+        return there or head is not None
 
     # Pieces of a step.
 
@@ -704,7 +711,7 @@ class Line(Statements):
             " ORDER BY id LIMIT %(limit)s"
         )
         live: list[dict[str, Any]] = []
-        for limit in (8, ADMITTED_AT_ONCE):
+        for limit in (8, AT_ONCE):
             live = [dict(zip(names, row, strict=True)) for row in self._rows(sql, {"key": key, "limit": limit})]
             if len(live) < limit or (not live[0]["shared"] and live[0]["takeover"]):
                 break
@@ -756,8 +763,9 @@ class Line(Statements):
         ids, parameters = self._one_of("id", [claim["id"] for claim in admitted])
         sql = self._text(
             # Tokens in the order of the line.
-            "UPDATE {claims} SET version = %(token)s + id - %(first)s, begin_time = {now}, hold_count = 1,"
-            f" end_time = {self.dialect.after_column('patience')} WHERE {ids} AND end_time > {{now}}"
+            f"{self.dialect.patiently}UPDATE {{claims}} SET version = %(token)s + id - %(first)s,"
+            f" begin_time = {{now}}, hold_count = 1, end_time = {self.dialect.after_column('patience')}"
+            f" WHERE {ids} AND end_time > {{now}}"
         )
         if self._count(sql, parameters | {"token": head.token, "first": first}) != len(admitted):
             # Some have left the line just now.
@@ -784,13 +792,8 @@ class Line(Statements):
         """Forget the shares that ended, and return how many there are."""
         if not head.shares:
             return 0
-        ended = f"{KEY} AND NOT {IN_LINE} AND end_time <= {{grace}}"
         parameters = {"key": head.key} | self._times()
-        # One that is locked is pinned by a transaction, and has not ended before that has.
-        sql = self._text(f"SELECT id FROM {{claims}} WHERE {ended}{self.dialect.for_update}")
-        if found := [number for (number,) in self._rows(sql, parameters)]:
-            ids, numbers = self._one_of("id", found)
-            self._count(self._text(f"DELETE FROM {{claims}} WHERE {ids}"), numbers)
+        self._delete_claims(f"{KEY} AND {ENDED_SHARE}", parameters)
         if self.observations is not None:
             self._end_silent_shares(head.key, self.observations)
         sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND NOT {IN_LINE}")
@@ -798,6 +801,26 @@ class Line(Statements):
         if shares != head.shares:
             self._change(head, shares=shares)
         return shares
+
+    def _pick_claims(self, where: str, parameters: Mapping[str, Any], *, locking: str | None = None) -> list[int]:
+        """
+        Lock the first claims of a condition, those that no other transaction has, and return their numbers.
+
+        One that is locked is just written, or a share that ``hold.atomic()`` keeps. A statement that writes by the
+        condition itself would wait for it; on MariaDB and MySQL even for one that it only finds on its way.
+        """
+        sql = f"SELECT id FROM {{claims}} WHERE {where} ORDER BY id LIMIT {AT_ONCE}{locking or self.dialect.for_update}"
+        return [number for (number,) in self._rows(self._text(sql), parameters)]
+
+    def _delete_claims(self, where: str, parameters: Mapping[str, Any], *, locking: str | None = None) -> int:
+        """Delete the claims of a condition that no other transaction has; return how many."""
+        deleted = 0
+        while found := self._pick_claims(where, parameters, locking=locking):
+            ids, numbers = self._one_of("id", found)
+            deleted += self._count(self._text(f"DELETE FROM {{claims}} WHERE {ids}"), numbers)
+            if len(found) < AT_ONCE:
+                break
+        return deleted
 
     def _end_silent_shares(self, key: str, observations: Observations) -> None:
         asked_at = clock.now()
@@ -813,22 +836,26 @@ class Line(Statements):
             return
         parameters = {"key": head.key, "forgotten": -round(FORGOTTEN_AFTER * MICROSECONDS)}
         of_key = f"{KEY} AND {IN_LINE}"
-        forgotten = f"{of_key} AND end_time <= {self.dialect.after('forgotten')}"
-        self._count(self._text(f"DELETE FROM {{claims}} WHERE {forgotten}"), parameters)
+        self._delete_claims(f"{of_key} AND end_time <= {self.dialect.after('forgotten')}", parameters)
         # Who was not heard of is in nobody's way; who is heard of again counts again.
-        self._count(self._text(f"UPDATE {{claims}} SET counted = (end_time > {{now}}) WHERE {of_key}"), parameters)
+        if found := self._pick_claims(f"{of_key} AND counted <> (end_time > {{now}})", parameters):
+            ids, numbers = self._one_of("id", found)
+            self._count(self._text(f"UPDATE {{claims}} SET counted = (end_time > {{now}}) WHERE {ids}"), numbers)
         count = self._rows(self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"), parameters)
         self._change(head, waiters=int(count[0][0]))
 
-    def _forget(self, head: Head, owner: str) -> None:
-        parameters = {"owner": owner}
-        sql = self._text("SELECT version, counted FROM {claims} WHERE owner = %(owner)s")
-        for version, counted in self._rows(sql, parameters):
-            self._count(self._text("DELETE FROM {claims} WHERE owner = %(owner)s"), parameters)
-            if version is not None:
+    def _forget(self, head: Head | None, owner: str) -> bool:
+        """Delete a claim, and count it out; without the lock row whoever has that next will count those left."""
+        locking = self.dialect.for_update_patiently
+        sql = self._text(f"SELECT id, version, counted FROM {{claims}} WHERE owner = %(owner)s{locking}")
+        for number, version, counted in self._rows(sql, {"owner": owner}):
+            self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number})
+            if head is not None and version is not None:
                 self._change(head, shares=max(0, head.shares - 1))
-            elif counted:
+            elif head is not None and counted:
                 self._change(head, waiters=max(0, head.waiters - 1))
+            return True
+        return False
 
     def _give_back(self, head: Head, *, failed: bool, keep: float) -> None:
         status = "F" if failed else "S"
@@ -990,8 +1017,8 @@ class Line(Statements):
         Do one step: lock the row of a key and call ``work`` with it, in a transaction.
 
         It is called with None when another transaction has the row; where the step ``waits``, and the engine can do
-        that for a bounded time, it has waited for its turn before. ``busy`` answers where SQLite's one writer was not
-        to be had in time, or that time was over.
+        that for a bounded time, it has waited for its turn before. ``busy`` answers where that time was over, where
+        SQLite's one writer was not to be had in time, or another transaction kept a claim that the step writes.
         """
         connection = self.connection
         ours = not self.in_transaction()
@@ -1012,13 +1039,12 @@ class Line(Statements):
                 if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
                     raise
                 if isinstance(error, DatabaseError):
-                    locked = self.dialect.is_contention(error) and self.dialect.is_locked(error)
-                    # The one writer was waited for already.
-                    if not (locked and self.dialect.one_writer) and self._again(error, tries):
+                    if self.dialect.is_locked(error):
+                        # It was waited for already.
+                        return busy()
+                    if self._again(error, tries):
                         tries += 1
                         continue
-                    if locked:
-                        return busy()
                 # PostgreSQL ends a session that was idle in its transaction for too long by an InternalError.
                 lost = isinstance(error, (OperationalError, InterfaceError))
                 if not reconnected and (lost or (connection.connection is not None and not connection.is_usable())):
@@ -1037,7 +1063,7 @@ class Line(Statements):
         if dialect.one_writer:
             # The first statement writes, since a transaction that has only read cannot always go on to write.
             self._count(self._text(f"UPDATE {{locks}} SET waiters = waiters WHERE {KEY}"), parameters)
-        # A process that is stopped in the middle of a step must not keep the key for long.
+        # A process that is stopped in the middle of a step must not keep the key for long, nor one that waits for it.
         bound = f", {dialect.bound}" if bounded and dialect.bound else ""
         sql = (
             f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK} THEN 1 ELSE 0 END,"
@@ -1045,7 +1071,7 @@ class Line(Statements):
         )
         for status, owner, version, waiters, shares, free, token, ticks, *_ in self._rows(self._text(sql), parameters):
             return Head(key, status, owner, version, waiters, shares, bool(free), int(token), int(ticks) / MICROSECONDS)
-        if not self._rows(self._text(f"SELECT 1 FROM {{locks}} WHERE {KEY}"), parameters):
+        if not self._rows(self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters):
             raise _AbsentError
         if patiently:
             raise _LockedError

@@ -171,8 +171,7 @@ class MySQLListener(Listener):
         statements = self._statements
         owners, parameters = statements._one_of("owner", [claim.owner for claim in claims])
         parameters["heard"] = round(HEARD_FOR * MICROSECONDS)
-        heard = f"UPDATE {{claims}} SET end_time = {{heard}} WHERE {owners} AND version IS NULL"
-        if self._ask(heard, parameters) is None:
+        if self._ask(statements.hearing(owners), parameters) is None:
             return Place(soon=0.0)
         left = statements.dialect.seconds_until("head.end_time")
         rows = self._ask(

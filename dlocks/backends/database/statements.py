@@ -34,6 +34,9 @@ LONGEST_CONFLICT_DELAY = 0.1
 # How long SQLite may wait for its one writer within a single attempt: enough for somebody's short write.
 SQLITE_PATIENCE_MS = 100
 
+# Of claims: those that have no share yet.
+IN_LINE = "version IS NULL"
+
 FREE_BY_CLOCK = "((status <> 'P' AND end_time <= {now}) OR (status = 'P' AND end_time <= {grace}))"
 
 CLEAR = "status = 'F', owner = '', hold_count = 0, end_time = {now}"
@@ -152,6 +155,10 @@ class Statements:
             _texts.clear()
         _texts[dialect, sql] = text
         return text
+
+    def hearing(self, owners: str) -> str:
+        """Return the statement by which claims in line are heard of: those that nobody is just granting."""
+        return self._text(self.dialect.update("{claims}", "end_time = {heard}", f"{owners} AND {IN_LINE}", "id"))
 
     def _one_of(self, column: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         names = {f"{column}_{number}": value for number, value in enumerate(values)}

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from dlocks.backends.database.dialects import KEY
-from dlocks.backends.database.line import FORGOTTEN_AFTER, IN_LINE, Head, Line
-from dlocks.backends.database.statements import CLEAR, MICROSECONDS
+from dlocks.backends.database.line import ENDED_SHARE, FORGOTTEN_AFTER, Head, Line
+from dlocks.backends.database.statements import CLEAR, IN_LINE, MICROSECONDS
 
 # Rows that one statement of reaping, purging or renewing touches at most.
 BATCH = 1000
 
 STALE = "status = 'P' AND end_time <= {now}"
-ENDED_SHARE = f"NOT {IN_LINE} AND end_time <= {{grace}}"
 # Only once the clock has passed the version: the next row's begins at the clock and must be larger.
 UNUSED = (
     "status <> 'P' AND end_time <= {idle} AND version < {ticks} AND waiters = 0 AND shares = 0"
@@ -60,8 +59,8 @@ class Tending(Line):
         """
         Take a share from its holder, who is told at the next renewal; the line moves on.
 
-        Return False when there is no share with that token, when the key is locked by a transaction, or with
-        ``stale_only`` when the share's lease has not run out.
+        Return False when there is no share with that token, when a transaction has locked the key or guards itself by
+        the share, or with ``stale_only`` when the share's lease has not run out.
         """
         if stale_only and self.observations is not None:
             return False
@@ -81,7 +80,8 @@ class Tending(Line):
         of_key = {"key": key, **parameters}
 
         def step(head: Head | None) -> bool:
-            if head is None or self._count(self._text(f"DELETE FROM {{claims}} WHERE {KEY} AND {where}"), of_key) != 1:
+            locking = self.dialect.for_update_patiently
+            if head is None or not self._delete_claims(f"{KEY} AND {where}", of_key, locking=locking):
                 return False
             self._count_rows(head)
             self._admit(head)
@@ -106,19 +106,15 @@ class Tending(Line):
         """
         Forget the shares of a key that ended, and its claims of which nothing was heard for long; the line moves on.
 
-        Return how many of each; none where the key is locked by a transaction.
+        Return how many of each, of a thousand; none where the key is locked by a transaction.
         """
 
         def step(head: Head | None) -> tuple[int, int]:
             if head is None:
                 return 0, 0
             parameters = {"key": key, **self._ages()}
-            shares = self._count(
-                self._text(f"DELETE FROM {{claims}} WHERE {KEY} AND {self._old(ENDED_SHARE)}"), parameters
-            )
-            claims = self._count(
-                self._text(f"DELETE FROM {{claims}} WHERE {KEY} AND {self._old(DEAD_CLAIM)}"), parameters
-            )
+            shares = self._delete_claims(f"{KEY} AND {ENDED_SHARE}", parameters)
+            claims = self._delete_claims(f"{KEY} AND {self._old(DEAD_CLAIM)}", parameters)
             self._count_rows(head)
             self._admit(head)
             return shares, claims
