@@ -264,8 +264,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 **self.form_of(lock),
                 "live": control_room.url(self, key=lock.pk),
                 "force_lock": may_force and in_row(lock) and lock.state != LockState.FREE,
-                "clear_stale": self.has_clear_permission(request)
-                and (lock.state == LockState.STALE or self._stale_claims(of_key).exists()),
+                "clear_stale": self._stale_fields(lock, of_key) if self.has_clear_permission(request) else [],
             }
         return super().render_change_form(request, context, *args, **kwargs)
 
@@ -309,6 +308,11 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def _stale_claims(self, found: Any) -> Any:
         return found.filter(state__in=[ClaimState.STALE, ClaimState.DEAD])
 
+    def _stale_fields(self, lock: Shown, of_key: Any) -> list[str]:
+        """Return what a form sends of all that is stale here."""
+        stale = [lock] if lock.state == LockState.STALE and in_row(lock) else []
+        return [Target.of(one).field for one in [*stale, *self._stale_claims(of_key)[:SHOWN]]]
+
     # The actions.
 
     @admin.action(description=gettext_lazy("Clear stale locks"), permissions=["clear"])
@@ -325,6 +329,13 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             # What is not stale is told of, unless something else on the key is.
             if lock is None or (lock.state == LockState.STALE and in_row(lock)) or key not in claimed:
                 targets.append(Target(key, "lock", 0 if lock is None else lock.version))
+        if shown := set(request.POST.getlist("shown")):
+            # From the page of a lock: what is stale now may be another hold than was looked at.
+            targets = [target for target in targets if target.field in shown]
+            if not targets:
+                text = _("What the page showed is not stale any more, and nothing was cleared. Look at it again.")
+                self.message_user(request, text, messages.WARNING)
+                return
         self._clear(request, targets, audit.STALE, stale_only=True)
 
     @admin.action(description=gettext_lazy("Force release"), permissions=["force_release"])

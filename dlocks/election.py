@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import os
 import queue
 import random
 import threading
@@ -77,6 +78,9 @@ class LeaderElection:
         )
         self._hold: Hold | None = None
         self._stopping = False
+        # Whether it is about to give the lead back.
+        self._deposing = False
+        self._pid = 0
         self._mutex = threading.Lock()
         self._ended = threading.Event()
         self._runner: threading.Thread | None = None
@@ -98,7 +102,7 @@ class LeaderElection:
     def is_leader(self) -> bool:
         """Whether this process leads for certain, and is to go on. No I/O."""
         hold = self._hold
-        return hold is not None and not self._stopping and hold.held
+        return hold is not None and not (self._stopping or self._deposing) and hold.held
 
     @property
     def token(self) -> int | None:
@@ -138,7 +142,11 @@ class LeaderElection:
         """Run in a thread of its own."""
         thread = threading.Thread(target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True)
         self._begin(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._ended.set()
+            raise
 
     def stop(self, timeout: float | None = None) -> bool:
         """
@@ -150,6 +158,10 @@ class LeaderElection:
         self._stopping = True
         self._ring()
         if self._runner is None:
+            return True
+        if self._pid != os.getpid():
+            # It runs in the process that this one is a fork of.
+            self._hold = None
             return True
         if self._runner is threading.current_thread():
             return self._ended.is_set()
@@ -176,9 +188,9 @@ class LeaderElection:
         ``on_elected`` and ``on_deposed`` may be coroutine functions. The coroutine of the first is cancelled when the
         lead ends before it does.
         """
-        bell = asyncio.Event()
-        self._ring = functools.partial(ring_in, asyncio.get_running_loop(), bell)
         self._begin()
+        bell = asyncio.Event()
+        self._ring = functools.partial(self._ring_both, asyncio.get_running_loop(), bell)
         retries = _retries()
         try:
             while not self._stopping:
@@ -202,6 +214,13 @@ class LeaderElection:
             if self._runner is not None and not (runner is None and self._runner is threading.current_thread()):
                 raise RuntimeError(f"The election of {self.name!r} runs already, or is over: make another one.")
             self._runner = runner or threading.current_thread()
+            self._pid = os.getpid()
+
+    def _ring_both(self, loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
+        """Ring for the coroutine that leads, and for a thread of its work that is in ``wait()``."""
+        ring_in(loop, bell)
+        if self._bell.empty():
+            self._bell.put(None)
 
     def _run_in_thread(self) -> None:
         try:
@@ -255,6 +274,9 @@ class LeaderElection:
         return True
 
     def _depose(self, hold: Hold) -> None:
+        self._deposing = True
+        # For those who wait(), whom on_deposed may wait for.
+        self._bell.put(None)
         logger.info("Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token)
         if self.on_deposed is not None:
             try:
@@ -264,6 +286,7 @@ class LeaderElection:
 
     def _give_back(self, *, failed: bool = False) -> None:
         hold, self._hold = self._hold, None
+        self._deposing = False
         if hold is not None:
             # That it was lost is known, and a backend that cannot be asked lets the lease run out.
             with suppress(LockError):
@@ -272,7 +295,11 @@ class LeaderElection:
     def _rest(self, seconds: float | None) -> None:
         """Wait for the bell, for so many seconds at most."""
         with suppress(queue.Empty):
-            self._bell.get(timeout=seconds)
+            self._bell.get(timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+            hold = self._hold
+            if self._stopping or self._deposing or (hold is not None and not hold.held):
+                # Others wait for the same: the one who leads, and his work in wait().
+                self._bell.put(None)
 
     def _rest_of(self, seconds: float, error: LockError) -> None:
         logger.warning("Nobody can be elected %r just now: %s", self.name, error)
@@ -321,15 +348,25 @@ class LeaderElection:
             await _arest(bell, PAUSE)
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
+        self._deposing = True
+        self._ring()
+        cancelled: asyncio.CancelledError | None = None
         if work is not None:
             work.cancel()
-            await asyncio.wait([work])
+            while not work.done():
+                try:
+                    await asyncio.wait([work])
+                except asyncio.CancelledError as error:
+                    # The lead is not over before the work is.
+                    cancelled = error
         logger.info("Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token)
         try:
             if self.on_deposed is not None and inspect.isawaitable(told := self.on_deposed(hold)):
                 await told
         except Exception:
             logger.exception("on_deposed of %r failed", self.name)
+        if cancelled is not None:
+            raise cancelled
 
 
 def _returned(work: asyncio.Future[Any]) -> bool:

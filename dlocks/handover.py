@@ -90,15 +90,16 @@ def _resume(text: str, on_lost: Callable[[Hold], object] | None, caller: Caller)
     attempt.unknown = True
     try:
         grant = attempt._ask(attempt.backend.exchange, predecessor, attempt.claim)
+        if grant is not None:
+            return attempt._hold(attempt.claim, grant, sent)
     except BaseException:
         # If it came to be, nobody knows of it: then the key is given back.
         attempt.give_up()
         raise
-    if grant is None:
+    else:
         raise LockLost(
             f"{lock.key!r} (token {told['token']}) cannot be resumed: its lease ran out or was cleared, or somebody "
             "has resumed it already.",
             key=lock.key,
             token=told["token"],
         )
-    return attempt._hold(attempt.claim, grant, sent)

@@ -151,15 +151,16 @@ class Lock:
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        entry = None
         try:
-            self._leave(error)
-        except Exception:
-            raise
-        except BaseException:
-            # Interrupted, perhaps before anything was done: leave all the same.
             entry = self._innermost()
-            if entry.hold.count >= entry.count:
-                with suppress(LockError):
+            entry.hold.leave(error)
+            entry.forget()
+        except BaseException as trouble:
+            entry = entry or self._innermost()
+            # Interrupted, perhaps before anything was done, or by what a signal's handler raised: leave all the same.
+            if not isinstance(trouble, LockError) and entry.there and entry.hold.count >= entry.count:
+                with suppress(Exception):
                     entry.hold.release(failed=True)
             entry.forget()
             raise
@@ -262,19 +263,15 @@ class Lock:
             raise ValueError(f"With its prefix the key has {len(key)} characters; {KEY_LENGTH} is the most: {key!r}")
         return key
 
-    def _leave(self, error: BaseException | None) -> None:
-        entry = self._innermost()
-        try:
-            entry.hold.leave(error)
-        except Exception:
-            entry.forget()
-            raise
-        entry.forget()
-
     def _innermost(self) -> _Entry:
         for entry in reversed(_entered.get(current_caller(), [])):
             if entry.lock is self:
                 return entry
+        # A generator that was left in the middle is closed by whoever finds it: asyncio has a task of its own for that.
+        blocks: dict[Any, list[_Entry]] = _entered.data  # type: ignore[attr-defined]
+        others = [entry for entered in list(blocks.values()) for entry in list(entered) if entry.lock is self]
+        if len(others) == 1:
+            return others[0]
         raise RuntimeError(f"The block of {self.key!r} ends in another thread or task than it began in.")
 
 
@@ -287,8 +284,13 @@ class _Entry:
     count: int
     entered: list[_Entry]
 
+    @property
+    def there(self) -> bool:
+        """Whether its end has not been seen yet."""
+        return self in self.entered
+
     def forget(self) -> None:
-        if self in self.entered:
+        if self.there:
             self.entered.remove(self)
 
 

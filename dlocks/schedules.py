@@ -22,8 +22,13 @@ class _OneRun(LockDecorator[None]):
     """A decorator that skips, and whose lease lasts for ``at_least`` even when its holder dies."""
 
     def lock(self, key: str) -> Lock:
-        ttl = max(self.policy["at_least"], backends[self.policy["using"]].ttl)
-        return Lock(key=key, ttl=ttl, **self.policy)
+        backend = backends[self.policy["using"]]
+        ttl = max(self.policy["at_least"], backend.ttl)
+        policy = dict(self.policy)
+        if backend.in_transaction() and backend.lease_refused() is None and not backend.keeps_shares():
+            # One that belonged to the caller's transaction would end with that, and be taken back by its rollback.
+            policy["scope"] = "lease"
+        return Lock(key=key, ttl=ttl, **policy)
 
 
 def run_once(
@@ -47,6 +52,8 @@ def run_once(
         raise ValueError(f"at_most must be no less than at_least, {at_least!r}, not {at_most!r}")
     if refused := {"busy", "max_hold", "timeout", "ttl"} & policy.keys():
         raise TypeError(f"run_once() takes no {', '.join(sorted(refused))}: use db_lock() as the decorator.")
+    if policy.get("scope") == "transaction":
+        raise ValueError("run_once() cannot belong to a transaction: a rollback would have the job begun again.")
     return _OneRun(
         key, busy="skip", timeout=0, at_least=at_least, max_hold=at_most, using=using, reentrant=False, **policy
     )

@@ -42,7 +42,11 @@ LINGER = 0.5
 
 def delays(timeout: float | None) -> Iterator[float]:
     """Yield the seconds to sleep before each further try; the last of them ends at ``timeout`` seconds from now."""
-    deadline = None if timeout is None else clock.now() + timeout
+    # Now, and not when the first is asked for.
+    return _delays(None if timeout is None else clock.now() + timeout)
+
+
+def _delays(deadline: float | None) -> Iterator[float]:
     longest = FIRST_DELAY
     while True:
         # Half of it by chance, so that those who failed together do not come back together.
@@ -276,7 +280,7 @@ class WaitingRoom:
                     time.sleep(LATEST_LOOK)
         except BaseException as error:
             logger.exception("The waiting room of dlocks failed")
-            self._fail(LockBackendError(f"The line could not be looked after: {error}"))
+            self._fail(LockBackendError(f"The line could not be looked after: {error}"), this)
         finally:
             self._disconnect(listener, broken=False)
             with self._mutex:
@@ -463,8 +467,11 @@ class WaitingRoom:
         granted_at = sent + place.grant.lease - min(waiter.claim.ttl, KEPT_FOR)
         return granted_at + TOLD_WITHIN < self._listened_at
 
-    def _fail(self, error: LockBackendError) -> None:
+    def _fail(self, error: LockBackendError, ends: threading.Thread | None = None) -> None:
         with self._mutex:
+            if self._thread is ends:
+                # Whoever enters from here on needs another one.
+                self._thread = None
             waiters = list(self._waiters.values())
             self._waiters.clear()
         for waiter in waiters:

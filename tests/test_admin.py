@@ -323,6 +323,22 @@ class TestPages:
 
 @pytest.mark.django_db
 class TestClear:
+    def test_the_page_of_a_lock_clears_what_it_showed_and_no_other_hold(self, clearer):
+        """Who took the key since and never came back is another one, at whom nobody has looked."""
+        rows.stale("a", version=1000)
+        text = page(clearer.get(detail("a")))
+        shown = re.findall(r'name="shown" value="([^"]+)"', text)
+        assert len(shown) == 1
+        ResourceLock.objects.filter(pk="a").delete()
+        rows.stale("a", version=2000)
+        form = {"action": CLEAR, "_selected_action": ["a"], "shown": [html.unescape(one) for one in shown]}
+        assert "not stale any more" in page(clearer.post(LIST, form, follow=True))
+        assert rows.now("a").status == rows.P
+        shown = re.findall(r'name="shown" value="([^"]+)"', page(clearer.get(detail("a"))))
+        form["shown"] = [html.unescape(one) for one in shown]
+        assert "1 lock was cleared: a" in page(clearer.post(LIST, form, follow=True))
+        assert rows.now("a").status == rows.F
+
     def test_stale_locks_are_cleared_and_logged(self, clearer):
         """Stale locks that I choose become free, I am told which, and it is in the log who did it."""
         rows.stale("a")

@@ -421,6 +421,34 @@ async def leave_tasks_behind():
     return tasks
 
 
+async def test_a_generator_that_is_left_in_the_middle_gives_back():
+    """Its end runs in a task of asyncio's own."""
+
+    async def rows():
+        async with db_lock("stock:7", using="memory"):
+            yield 1
+            yield 2
+
+    async for _ in rows():
+        break
+    deadline = time.monotonic() + 5
+    while await db_lock("stock:7", using="memory").alocked() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    assert not await db_lock("stock:7", using="memory").alocked()
+
+
+def test_a_generator_that_another_thread_closes_gives_back(elsewhere):
+    def rows():
+        with db_lock("stock:7", using="memory"):
+            yield 1
+            yield 2
+
+    left = rows()
+    next(left)
+    elsewhere(left.close)
+    assert not db_lock("stock:7", using="memory").locked()
+
+
 @pytest.mark.usefixtures("own_thread")
 @pytest.mark.parametrize("run", [lambda function: asyncio.run(function()), lambda function: async_to_sync(function)()])
 def test_a_loop_that_ends_gives_back_what_its_tasks_hold(run, caplog):

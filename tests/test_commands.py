@@ -362,6 +362,22 @@ class TestReapLocks:
         assert run("reap_locks", "--idle-for", "30d") == "2 stale locks made free, 1 unused row deleted.\n"
         assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == ["held", "recent", "stale:1", "stale:2"]
 
+    def test_what_is_not_under_the_prefix_is_somebody_else_s(self):
+        """--using an alias with a prefix touches no other project's locks, shares, rows or records."""
+        rows.stale("shop:1")
+        rows.free("shop:old")
+        rows.stale("shopping")
+        dry = run("reap_locks", "--using", "prefixed", "--idle-for", "30d", "--dry-run")
+        out = run("reap_locks", "--using", "prefixed", "--idle-for", "30d")
+        assert out == "1 stale lock made free, 1 unused row deleted.\n"
+        assert dry == out.replace("made", "would be made").replace("deleted", "would be deleted")
+        assert sorted(lock.pk for lock in ResourceLock.objects.by_clock() if lock.state == "stale") == [
+            "shopping",
+            "stale:1",
+            "stale:2",
+        ]
+        assert ResourceLock.objects.filter(pk="old").exists()
+
     def test_dry_run_counts_what_a_run_would_do(self):
         """--dry-run changes nothing, and says the numbers of the run after it."""
         before = list(ResourceLock.objects.order_by("pk").values())

@@ -107,6 +107,107 @@ def test_the_lead_is_still_held_while_the_deposed_is_told_at_a_stop(elections):
     assert one.leader() is None
 
 
+def test_the_work_of_a_leader_ends_before_on_deposed_has_waited_for_it(elections):
+    """Whatever ended the lead: also an error of on_elected, which began a thread that works as long as it leads."""
+    led, worked = [], threading.Event()
+
+    def elected(hold):
+        def work():
+            while one.wait(60):
+                pass
+            worked.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        raise ZeroDivisionError
+
+    def deposed(hold):
+        led.append((one.is_leader, worked.wait(10)))
+
+    one = elections(on_elected=elected, on_deposed=deposed)
+    one.start()
+    assert one._ended.wait(0) is False
+    deadline = time.monotonic() + 20
+    while not led and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert led[0] == (False, True)
+
+
+def test_a_thread_that_waits_as_leader_keeps_nobody_from_stopping(elections):
+    elected, waits = threading.Event(), []
+
+    def begin(hold):
+        waits.extend(threading.Thread(target=one.wait, args=(seconds,), daemon=True) for seconds in (60, float("inf")))
+        for thread in waits:
+            thread.start()
+        elected.set()
+
+    one = elections(on_elected=begin)
+    one.start()
+    assert elected.wait(10)
+    assert one.stop(5)
+    for thread in waits:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+async def test_to_run_an_election_that_runs_already_disturbs_it_not():
+    one = LeaderElection("scheduler", using="memory")
+    one.start()
+    with pytest.raises(RuntimeError, match="runs already"):
+        await one.arun()
+    assert await asyncio.to_thread(one.stop, 5)
+
+
+def test_a_fork_of_a_leader_does_not_wait_for_what_runs_in_its_parent(elections, monkeypatch):
+    elected = threading.Event()
+    one = elections(on_elected=lambda hold: elected.set())
+    one.start()
+    assert elected.wait(10)
+    with monkeypatch.context() as patched:
+        patched.setattr(election.os, "getpid", lambda: 1)
+        assert not one.is_leader
+        with monkeypatch.context() as ended:
+            ended.setattr(one, "_ring", lambda: None)
+            assert one.stop(5)
+
+
+async def test_a_lead_is_not_over_before_its_work_is_however_often_it_is_cancelled():
+    told, elected = [], asyncio.Event()
+
+    async def work(hold):
+        elected.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+            told.append(("work ended", hold.held))
+
+    one = LeaderElection(
+        "scheduler", using="memory", on_elected=work, on_deposed=lambda hold: told.append(("deposed", hold.held))
+    )
+    running = asyncio.create_task(one.arun())
+    await elected.wait()
+    for _ in range(3):
+        running.cancel()
+        await asyncio.sleep(0.05)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert told == [("work ended", True), ("deposed", True)]
+    assert await one.aleader() is None
+
+
+async def test_a_thread_of_a_coroutine_s_work_learns_at_once_that_the_lead_has_ended():
+    elected = asyncio.Event()
+    one = LeaderElection("scheduler", using="memory", on_elected=lambda hold: elected.set())
+    running = asyncio.create_task(one.arun())
+    await elected.wait()
+    waits = asyncio.create_task(asyncio.to_thread(one.wait, 60))
+    await asyncio.sleep(0.1)
+    one.stop(0)
+    assert await asyncio.wait_for(waits, 5) is False
+    await running
+
+
 def test_an_error_in_on_elected_gives_the_lead_back_for_a_while(elections, heard, caplog, monkeypatch):
     monkeypatch.setattr(election, "PAUSE", 0.3)
     times = []

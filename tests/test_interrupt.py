@@ -14,7 +14,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 import dlocks
-from dlocks import LockError, LockTimeout, db_lock
+from dlocks import LockError, LockLost, LockTimeout, db_lock, resume_hold
 from dlocks.conf import backends
 from dlocks.holds import holds_by_caller
 from dlocks.keeper import keeper
@@ -27,10 +27,11 @@ PACKAGE = str(Path(dlocks.__file__).parent)
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line of the package that this thread comes to."""
+    """Raises KeyboardInterrupt, or another, at the n-th line of the package that this thread comes to."""
 
-    def __init__(self, at):
+    def __init__(self, at, kind=KeyboardInterrupt):
         self.left = at
+        self.kind = kind
         self.where = None
         self.seen = set()
 
@@ -47,7 +48,7 @@ class Interrupter:
         if event == "line" and self.where is None and not self._leaves_a_with(frame):
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                raise self.kind
             self.left -= 1
         return self
 
@@ -112,15 +113,38 @@ def test_an_interrupt_at_any_line_of_entering_a_block_leaves_nothing(using, is_f
     assert is_free(using)
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interrupt_of_an_inner_block_s_end_takes_nothing_from_the_outer_one(kind):
+    lock = db_lock("stock:7", using="memory")
+    for number in range(300):
+        with lock as hold:
+            lock.__enter__()
+            with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
+                lock.__exit__(None, None, None)
+            if interrupter.where is not None and hold.count == 2:
+                # For tracers only, see below.
+                lock.__exit__(None, None, None)
+            assert hold.held, interrupter.where
+            assert hold.count == 1, interrupter.where
+        if interrupter.where is None:
+            break
+    assert number > 10
+
+
+class AlarmError(Exception):
+    """As a handler of SIGALRM raises it, or Celery at a soft time limit."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, AlarmError])
 @pytest.mark.parametrize("using", ["memory", "default", "insert"])
-def test_an_interrupt_at_any_line_of_leaving_a_block_gives_the_key_back(using, is_free):
+def test_an_interrupt_at_any_line_of_leaving_a_block_gives_the_key_back(using, kind, is_free):
     lock = db_lock("stock:7", using=using)
     # The line before the first call in the function: for tracers only, no signal is handled there.
     _, first = inspect.getsourcelines(type(lock).__exit__)
-    before_leaving = {f"locks.py:{first + 1}"}
+    before_leaving = {f"locks.py:{first + 1}", f"locks.py:{first + 2}"}
     for number in range(300):
         lock.__enter__()
-        with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
             lock.__exit__(None, None, None)
         if interrupter.where is None:
             assert number > 10
@@ -305,3 +329,16 @@ def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothin
         assert not list(keeper._holds), interrupter.where
         assert is_free()
     assert 50 < number < 2990
+
+
+def test_an_interrupt_at_any_line_of_resuming_a_hold_leaves_it_to_be_resumed_or_free(is_free):
+    for number in range(0, 600, 3):
+        text = db_lock("stock:7").acquire().detach(within=60)
+        with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            resume_hold(text).release()
+        if interrupter.where is None:
+            break
+        with contextlib.suppress(LockLost):
+            resume_hold(text).release()
+        assert is_free(), interrupter.where
+    assert number > 30

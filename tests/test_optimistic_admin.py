@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import pytest
 from django import forms
 from django.contrib import admin
+from django.contrib.admin import ModelAdmin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.core.files.uploadedfile import SimpleUploadedFile
@@ -486,6 +487,24 @@ def test_the_admin_deletes_what_it_has_shown(boss, article):
     assert "Are you sure" in page(response)
     assert boss.post(address, {"post": "yes"}).status_code == 302
     assert not Article.objects.exists()
+
+
+def test_the_admin_does_not_delete_what_changes_while_it_is_about_to(boss, article, monkeypatch):
+    url = f"{LIST}{article.pk}/delete/"
+    ((address, _status),) = boss.get(url, follow=True).redirect_chain
+    get_object, reads = ModelAdmin.get_object, []
+
+    def change_after_the_first_look(self, request, object_id, from_field=None):
+        found = get_object(self, request, object_id, from_field)
+        if not reads:
+            Article.objects.update(title="theirs")
+        reads.append(object_id)
+        return found
+
+    monkeypatch.setattr(ModelAdmin, "get_object", change_after_the_first_look)
+    text = page(boss.post(address, {"post": "yes"}, follow=True))
+    assert "nothing has been deleted" in text
+    assert Article.objects.get().title == "theirs"
 
 
 def test_the_admin_asks_again_before_it_deletes_what_has_changed(boss, article):

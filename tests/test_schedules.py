@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import transaction
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, run_once
 from dlocks.conf import backends
@@ -54,6 +56,35 @@ def test_a_clock_skew_below_at_least_does_not_run_a_job_twice(skew, frozen_lock_
     frozen_lock_clock.tick(60.01 - skew)
     assert job() == "done"
     assert len(runs) == 2
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_job_that_failed_in_a_transaction_is_not_begun_again_within_at_least():
+    @run_once("nightly", at_least=60)
+    def job():
+        raise KeyError
+
+    for expected in (pytest.raises(KeyError), contextlib.nullcontext()):
+        with expected, transaction.atomic():
+            assert job() is None
+
+
+@pytest.mark.django_db
+def test_in_a_testcase_a_job_leaves_nothing_for_the_next_one():
+    @run_once("nightly", at_least=60)
+    def job():
+        return "done"
+
+    # As if each were a test of its own.
+    for _ in range(2):
+        with transaction.atomic():
+            assert job() == "done"
+            transaction.set_rollback(True)
+
+
+def test_a_run_that_belongs_to_a_transaction_is_refused():
+    with pytest.raises(ValueError, match="cannot belong to a transaction"):
+        run_once("nightly", at_least=60, scope="transaction")
 
 
 @pytest.mark.usefixtures("memory_locks")

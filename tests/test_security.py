@@ -22,7 +22,8 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from dlocks import LockError, LockLost, LockStale, LockTimeout, audit, db_lock, privacy, user_key
+from dlocks import LockBackendError, LockError, LockLost, LockStale, LockTimeout, audit, db_lock, privacy, user_key
+from dlocks.conf import backends
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import lose
 from tests import rows
@@ -209,6 +210,18 @@ class TestReason:
             "reap", 2, 1, 0,
         )  # fmt: skip
         assert record.getMessage().startswith("reap of 'default': 2 freed, 1 unused rows deleted, 0 records deleted")
+
+    def test_the_reaper_writes_its_line_though_it_fails_later_on(self, audited, monkeypatch):
+        rows.stale("a")
+
+        def fail(*arguments, **options):
+            raise LockBackendError("permission denied for table dlocks_holdrecord")
+            yield
+
+        monkeypatch.setattr(backends["default"], "forget", fail)
+        assert "permission denied" in refused("reap_locks")
+        (record,) = audited()
+        assert facts(record)["audit_freed"] == 1
 
     def test_nothing_in_a_fact_can_forge_a_line(self, audited):
         """Whatever is in a key, a holder or a user's name, the audit is one line, and the owner is not in it."""

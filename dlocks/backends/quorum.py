@@ -164,6 +164,10 @@ class QuorumBackend(BaseBackend):
         self._found: list[Member] = []
         self._finding = threading.Lock()
 
+    @property
+    def renew_every(self) -> float:  # type: ignore[override]
+        return min(member.backend.renew_every for member in self.members())
+
     # The waist.
 
     def acquire(self, claim: Claim) -> Grant | None:
@@ -174,13 +178,18 @@ class QuorumBackend(BaseBackend):
         answers = self._ask(members, lambda member: self._take(member, claim, term), self._suffices)
         grants = [grant for grant in answers.said.values() if grant is not None]
         if len(grants) >= self.majority:
-            # For the ttl from when it was sent. Whoever asked gives it up where that is over.
-            term.ends = sent + claim.ttl
+            # For the ttl from when it was sent, or for what a majority answers for at a time. Whoever asked gives it up
+            # where that is over.
+            leases = sorted((self._lease(grant, claim) for grant in grants), reverse=True)
+            lease = self._shorter(leases[self.majority - 1])
+            term.ends = sent + min(lease, claim.ttl)
             # Of a majority that the last holder had, at least so many are among these. Fewer are members that have
             # not heard yet of a later one's release.
             enough = max(1, len(grants) + self.majority - len(self.of))
             takeover = sum(grant.takeover for grant in grants) >= enough
-            return Grant(max(grant.token for grant in grants), takeover=takeover)
+            token = max(grant.token for grant in grants)
+            # But for how floats are rounded the ttl comes back as it went.
+            return Grant(token, takeover=takeover, lease=lease if lease < claim.ttl * 0.999 else None)
         self._end(claim, term)
         if answers.no() <= len(self.of) - self.majority:
             if any(isinstance(error, LockStale) for error in answers.failed.values()):
@@ -288,6 +297,11 @@ class QuorumBackend(BaseBackend):
 
     def _longer(self, ttl: float) -> float:
         return ttl * (1 + self.drift) + TICK
+
+    def _lease(self, grant: Grant, claim: Claim) -> float:
+        """Return for how many seconds a member answers for its grant, on its own clock."""
+        ttl = self._longer(claim.ttl)
+        return ttl if grant.lease is None else min(grant.lease, ttl)
 
     def _shorter(self, left: float) -> float:
         return (left - TICK) / (1 + self.drift)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
 from django.core import checks
 from django.core.signing import BadSignature
@@ -95,11 +96,13 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
 
     def delete_view(self, request: HttpRequest, object_id: str, extra_context: Any = None) -> HttpResponse:
         """Delete what was shown: the version is in the address of the page that asks."""
-        shown = self.get_object(request, unquote(object_id))
+        shown = self.get_object(request, unquote(object_id), self._to_field(request))
         if shown is None or not self.has_delete_permission(request, shown):
             return super().delete_view(request, object_id, extra_context)
         try:
             if unsign_version(shown, request.GET.get(TOKEN, "")) == version_of(shown):
+                # Django reads it once more.
+                request._dlocks_shown = version_of(shown)  # type: ignore[attr-defined]
                 return super().delete_view(request, object_id, extra_context)
             raise StaleVersion(self.model, shown.pk, None, version_of(shown))
         except BadSignature:
@@ -112,8 +115,19 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
             )
         query = request.GET.copy()
         # As it is now; when it is gone, Django says so there.
-        query[TOKEN] = sign_version(self.get_object(request, unquote(object_id)) or shown)
+        query[TOKEN] = sign_version(self.get_object(request, unquote(object_id), self._to_field(request)) or shown)
         return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
+
+    def delete_model(self, request: HttpRequest, obj: Any) -> None:
+        shown = getattr(request, "_dlocks_shown", version_of(obj))
+        if version_of(obj) != shown:
+            raise StaleVersion(self.model, obj.pk, shown, version_of(obj))
+        super().delete_model(request, obj)
+
+    def _to_field(self, request: HttpRequest) -> str | None:
+        """Return by which field the address names the object: Django's own view refuses what is not allowed."""
+        to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
+        return to_field if to_field and self.to_field_allowed(request, to_field) else None
 
 
 class _VersionedInline(_CheckForm):

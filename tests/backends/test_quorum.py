@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -19,6 +20,7 @@ from django.test import SimpleTestCase, override_settings
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock
 from dlocks.backends.base import Claim
+from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import backends
 from dlocks.exceptions import LockStale
 from dlocks.testing import BackendContract
@@ -281,6 +283,42 @@ def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(redlock):
     for member in redlock.members[2:]:
         assert member.acquire(claim(holder="another"))
     assert redlock.backend.acquire(claim(takeover=False)) is None
+
+
+class ShortMemory(MemoryBackend):
+    """Answers for a second at a time, as ZooKeeper does for the time of its session."""
+
+    renew_every = 0.3
+    answers = True
+
+    def acquire(self, claim):
+        grant = super().acquire(claim)
+        return grant and dataclasses.replace(grant, lease=self._shortened(claim))
+
+    def renew(self, claims):
+        if not self.answers:
+            raise LockBackendError("cut off")
+        return {claim.owner: self._shortened(claim) for claim in claims if claim.owner in super().renew([claim])}
+
+    def _shortened(self, claim):
+        self._entries[claim.key].ends_at = self.time() + 1.0
+        return 1.0
+
+
+def test_nobody_believes_to_hold_for_longer_than_a_majority_answers_for(settings):
+    members = {
+        f"memory{number}": {"BACKEND": f"{__name__}.ShortMemory", "OPTIONS": {"grace": 0}} for number in range(3)
+    }
+    settings.DLOCKS = {**members, "quorum": quorum_of(members), "other": quorum_of(members, node_timeout=1.0)}
+    hold = db_lock("key", using="quorum", ttl=30).acquire()
+    assert 0.5 < hold.remaining <= 1.0
+    # Renewed before that is over, however long the ttl.
+    time.sleep(1.5)
+    assert hold.held
+    for alias in members:
+        backends[alias].answers = False
+    with db_lock("key", using="other", timeout=10).acquire():
+        assert not hold.held
 
 
 def test_the_largest_token_of_a_majority_need_not_grow(settings):

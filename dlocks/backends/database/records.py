@@ -59,8 +59,9 @@ class Records(Statements):
 
     def forget(self, older_than: float, *, dry_run: bool = False) -> Iterator[int]:
         """Delete the records of holds that ended so many seconds ago, batch by batch; yield the number of each."""
-        where = f"end_time <= (SELECT {self.dialect.after('old')})"
-        parameters = {"old": -round(older_than * MICROSECONDS)}
+        mine, parameters = self._of_prefix()
+        where = f"end_time <= (SELECT {self.dialect.after('old')}){mine}"
+        parameters["old"] = -round(older_than * MICROSECONDS)
         if dry_run:
             yield int(self._rows(self._text(f"SELECT COUNT(*) FROM {{records}} WHERE {where}"), parameters)[0][0])
             return

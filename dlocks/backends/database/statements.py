@@ -55,6 +55,7 @@ class Statements:
 
     database: str
     grace: float
+    prefix: str
     # Whether PostgreSQL is to prepare them: None for where the session is the process's own.
     prepare: bool | None = None
 
@@ -159,6 +160,13 @@ class Statements:
     def hearing(self, owners: str) -> str:
         """Return the statement by which claims in line are heard of: those that nobody is just granting."""
         return self._text(self.dialect.update("{claims}", "end_time = {heard}", f"{owners} AND {IN_LINE}", "id"))
+
+    def _of_prefix(self) -> tuple[str, dict[str, Any]]:
+        """Return what limits a condition to keys under the backend's prefix, and its parameters."""
+        if not self.prefix:
+            return "", {}
+        of_prefix = " AND SUBSTR(key_resource, 1, %(length)s) = %(prefix)s"
+        return of_prefix, {"prefix": self.prefix, "length": len(self.prefix)}
 
     def _one_of(self, column: str, values: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         names = {f"{column}_{number}": value for number, value in enumerate(values)}

@@ -172,7 +172,7 @@ class Tending(Line):
         from dlocks.models import ResourceLock
 
         rows = ResourceLock.objects.using(self.database).order_by("pk").values_list("pk", "status")
-        for page in self._pages(rows, ""):
+        for page in self._under_prefix(rows):
             if keys := [key for key, status in page if status in statuses]:
                 yield self._one_of("key_resource", keys)
 
@@ -181,12 +181,21 @@ class Tending(Line):
         from dlocks.models import LockClaim, ResourceLock
 
         locks = ResourceLock.objects.using(self.database).order_by("pk").values_list("pk", "waiters", "shares")
-        for page in self._pages(locks, ""):
+        for page in self._under_prefix(locks):
             yield [key for key, waiters, shares in page if waiters or shares]
         # What is left is not counted in, or has no lock row.
         claims = LockClaim.objects.using(self.database).by_clock().order_by("pk")
         for page in self._pages(claims.values_list("pk", "key_resource", "seconds_left"), 0):
-            yield sorted({key for _, key, left in page if left <= -self.grace})
+            yield sorted({key for _, key, left in page if left <= -self.grace and key.startswith(self.prefix)})
+
+    def _under_prefix(self, rows: Any) -> Iterator[list[Any]]:
+        """Yield rows by their keys, which come first, page by page: those under the backend's prefix."""
+        # Keys are ordered byte for byte, so these follow each other.
+        for page in self._pages(rows.filter(pk__gte=self.prefix), ""):
+            mine = [row for row in page if row[0].startswith(self.prefix)]
+            yield mine
+            if len(mine) < len(page):
+                return
 
     def _pages(self, rows: Any, last: Any) -> Iterator[list[Any]]:
         while page := self._run(lambda *_, last=last: list(rows.filter(pk__gt=last)[:BATCH])):
@@ -194,8 +203,9 @@ class Tending(Line):
             last = page[-1][0]
 
     def _count_ended_shares(self) -> int:
-        sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {ENDED_SHARE}")
-        return int(self._rows(sql, self._ages())[0][0])
+        mine, parameters = self._of_prefix()
+        sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {ENDED_SHARE}{mine}")
+        return int(self._rows(sql, self._ages() | parameters)[0][0])
 
     def _sweep(
         self, statement: Callable[..., str], assignments: str, where: str, parameters: dict[str, Any], dry_run: bool

@@ -40,26 +40,32 @@ class Command(LockCommand):
         will = "would be " if dry_run else ""
         idle = None if idle_for is None else _seconds("--idle-for", idle_for)
         told = []
-        deleted = 0
-        # Deleting comes first, so that a dry run counts the same rows.
-        if idle is not None:
-            deleted = sum(backend.purge(idle, dry_run=dry_run))
-            told.append(f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted")
-        freed = sum(backend.reap(dry_run=dry_run))
-        told.insert(0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}made free")
-        forgotten = sum(backend.forget(history_for, dry_run=dry_run))
-        if forgotten or backend.history:
-            told.append(f"{forgotten} record{'' if forgotten == 1 else 's'} of the history {will}deleted")
-        if (freed or deleted or forgotten) and not dry_run:
-            audit.reaped(
-                freed=freed,
-                deleted=deleted,
-                forgotten=forgotten,
-                by=audit.operator(),
-                via="reap_locks",
-                alias=backend.alias,
-                database=backend.database,
-            )
+        freed = deleted = forgotten = 0
+        try:
+            # Deleting comes first, so that a dry run counts the same rows. By batches, each of which is committed.
+            if idle is not None:
+                for number in backend.purge(idle, dry_run=dry_run):
+                    deleted += number
+                told.append(f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted")
+            for number in backend.reap(dry_run=dry_run):
+                freed += number
+            told.insert(0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}made free")
+            for number in backend.forget(history_for, dry_run=dry_run):
+                forgotten += number
+            if forgotten or backend.history:
+                told.append(f"{forgotten} record{'' if forgotten == 1 else 's'} of the history {will}deleted")
+        finally:
+            # Also of what was done before something failed.
+            if (freed or deleted or forgotten) and not dry_run:
+                audit.reaped(
+                    freed=freed,
+                    deleted=deleted,
+                    forgotten=forgotten,
+                    by=audit.operator(),
+                    via="reap_locks",
+                    alias=backend.alias,
+                    database=backend.database,
+                )
         self.stdout.write(", ".join(told) + ".")
 
 
