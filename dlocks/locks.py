@@ -471,7 +471,7 @@ class Attempt:
     def _stand_in_line(self, claim: Claim) -> bool:
         """Take a place in the line; return whether there is something to try at once."""
         room = room_of(self.backend)
-        self.waiter = waiter = Waiter(claim, self.ring)
+        self.waiter = waiter = Waiter(claim, self.ring, self.caller)
         if self.here and self.backend.tells_here:
             place = self._outside(functools.partial(self.backend.queue, claim))
             if place is not None and place.here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
@@ -69,9 +70,10 @@ class Waiter:
     that its lease is counted from: by the time it is read, the others may have moved on.
     """
 
-    def __init__(self, claim: Claim, wake: Callable[[], object]) -> None:
+    def __init__(self, claim: Claim, wake: Callable[[], object], caller: object = None) -> None:
         self.claim = claim
         self.wake = wake
+        self.caller = caller
         self.sent = clock.now()
         self.clock = 0.0
         self.given: tuple[Grant, float] | None = None
@@ -90,6 +92,11 @@ class Waiter:
         # Whether its own thread waits, and not the room; or listens, if no other one does.
         self.here = False
         self.listens = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is a task whose loop was closed, as by one who does not wait for it: it will never go on."""
+        return isinstance(self.caller, asyncio.Task) and self.caller.get_loop().is_closed()
 
     def told(self, place: Place, sent: float) -> bool:
         """Note how the claim stands, as answered to what was sent then; return whether the caller has to be woken."""
@@ -254,6 +261,7 @@ class WaitingRoom:
                     heard_at = now if heard else heard_at
                     pause = HEARD_EVERY
                     with self._alone(listener):
+                        self._dismiss()
                         soon = self._calm(listener)
                         if soon is None and listener is not None and listener.asks:
                             # Its connection is for nothing else.
@@ -398,6 +406,14 @@ class WaitingRoom:
             for waiter in waiters:
                 waiter.told(place, sent)
         return place.soon
+
+    def _dismiss(self) -> None:
+        """Give up for those who will never come for their keys."""
+        with self._mutex:
+            gone = [waiter for waiter in self._waiters.values() if waiter.is_gone]
+        for waiter in gone:
+            self.leave(waiter)
+            self.backend.release(waiter.claim, failed=True)
 
     def _pause(self, nearest: int) -> float:
         """Return how long nothing is expected, where one has to look: the nearer to the turn, the shorter."""

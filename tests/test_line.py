@@ -1430,6 +1430,29 @@ def test_a_key_whose_row_is_kept_by_others_for_seconds_is_given_back_all_the_sam
     assert not is_busy("stock:7")
 
 
+def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere):
+    """As by who runs a loop until something is done, and does not look what else goes on in it."""
+
+    def leave_one_waiting():
+        loop = asyncio.new_event_loop()
+        waits = loop.create_task(db_lock("stock:7", timeout=None).aacquire())
+        loop.run_until_complete(wait_for_it())
+        loop.close()
+        # Or Python tells of it as it is collected.
+        waits._log_destroy_pending = False
+
+    async def wait_for_it():
+        while not await asyncio.to_thread(lambda: backends["default"].waiting("stock:7")):
+            await asyncio.sleep(0.01)
+
+    with db_lock("stock:7"):
+        elsewhere(leave_one_waiting)
+        in_line(0)
+    began = time.monotonic()
+    with db_lock("stock:7", timeout=10):
+        assert time.monotonic() - began < 1.0
+
+
 @SERVERS
 @FAMILY
 def test_a_claim_whose_row_is_kept_by_others_is_passed_over_and_keeps_nobody_waiting(using, workers, in_line):

@@ -171,3 +171,12 @@ def still_held(pipe):
         except LockLost:
             answers[held.key] = False
     return answers
+
+
+def error_of_acquiring(pipe, key, **policy):
+    """Acquire and release; return what was wrong, or None."""
+    try:
+        db_lock(key, **policy).acquire().release()
+    except Exception as error:
+        return str(error)
+    return None

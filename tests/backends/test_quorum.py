@@ -298,7 +298,8 @@ class ShortMemory(MemoryBackend):
     def renew(self, claims):
         if not self.answers:
             raise LockBackendError("cut off")
-        return {claim.owner: self._shortened(claim) for claim in claims if claim.owner in super().renew([claim])}
+        left = super().renew(claims)
+        return {claim.owner: self._shortened(claim) for claim in claims if claim.owner in left}
 
     def _shortened(self, claim):
         self._entries[claim.key].ends_at = self.time() + 1.0

@@ -71,6 +71,22 @@ def process(doomed):
     return start
 
 
+def test_session_locks_on_a_standby_are_refused(pair, doomed):
+    """Advisory locks can be had there, each server for itself, so that two would have one key."""
+    pair = pair(synchronous=False)
+    there = {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": "postgres",
+        "USER": "dlocks",
+        "HOST": "127.0.0.1",
+        "PORT": str(pair.standby.port),
+    }
+    worker = doomed(DLOCKS_TEST_ENGINE="postgresql", DLOCKS_TEST_DATABASES=json.dumps({"default": there}))
+    assert "is a standby" in worker.call(cluster_jobs.error_of_acquiring, "stock:7", using="session")
+    pair.fail_over()
+    assert worker.call(cluster_jobs.error_of_acquiring, "stock:7", using="session") is None
+
+
 @pytest.mark.parametrize(("how", "using"), [("guard", "default"), ("transaction", "optimistic"), ("lease", "default")])
 def test_a_synchronous_standby_takes_over_and_nothing_that_was_confirmed_is_lost(using, how, pair, process):
     pair = pair(synchronous=True)
