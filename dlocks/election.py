@@ -344,12 +344,15 @@ class LeaderElection:
         if work is not None and not work.cancelled() and isinstance(trouble := work.exception(), Exception):
             failed = self._failed(hold, trouble)
         await in_django_thread(functools.partial(self._give_back, failed=failed))
-        if failed and not self._stopping:
-            await _arest(bell, PAUSE)
+        deadline = clock.now() + PAUSE
+        while failed and not self._stopping and (left := deadline - clock.now()) > 0:
+            await _arest(bell, left)
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
         self._deposing = True
-        self._ring()
+        # For those of its threads that wait(); the coroutine itself has a pause before it.
+        if self._bell.empty():
+            self._bell.put(None)
         cancelled: asyncio.CancelledError | None = None
         if work is not None:
             work.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
@@ -27,13 +28,11 @@ class Mark:
         self._savepoints = savepoints
         self._block = block
         self.at_commit: list[Callable[[], object]] = []
-        self._committed = False
         # Django names by it what fails after a commit.
         self.__qualname__ = type(self).__name__
         connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
 
     def __call__(self) -> None:
-        self._committed = True
         for callback in self.at_commit:
             callback()
 
@@ -82,13 +81,6 @@ class Mark:
         return self._block is None or any(block is self._block for block in connection.atomic_blocks)
 
     @property
-    def was_undone(self) -> bool:
-        """Whether what was written where the mark was set has been rolled back."""
-        # While Django is at what others wanted done on commit before.
-        at_commit = self._connection.run_commit_hooks_on_set_autocommit_on
-        return not (self._committed or self.stands or at_commit)
-
-    @property
     def alias(self) -> str:
         return self._connection.alias
 
@@ -96,6 +88,51 @@ class Mark:
     def is_elsewhere(self) -> bool:
         """Whether the transaction is of another thread."""
         return connections[self.alias] is not self._connection
+
+
+class Written:
+    """
+    What was written in a connection's transaction, and whether that has taken it back.
+
+    It is an entry among what is to be done on commit, as a ``Mark`` is; the first, so that the others find it done.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str]) -> None:
+        self._connection = weakref.ref(connection)
+        self._committed = False
+        self.__qualname__ = type(self).__name__
+        connection.run_on_commit.insert(0, cast("Any", (savepoints, self, True)))
+
+    def __call__(self) -> None:
+        self._committed = True
+
+    @classmethod
+    def here(cls, connection: BaseDatabaseWrapper) -> Self | None:
+        """Note a write; return None where no rollback can come, or Django would not tell of it, or nobody is left."""
+        if why_untold(connection) is not None or len(list(_own_blocks(connection))) < len(connection.atomic_blocks):
+            return None
+        savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
+        for found, written, *_ in connection.run_on_commit[:1]:
+            if isinstance(written, cls) and found == savepoints:
+                return written
+        return cls(connection, savepoints)
+
+    @property
+    def was_undone(self) -> bool:
+        if self._committed:
+            return False
+        connection = self._connection()
+        return connection is None or not any(entry[1] is self for entry in connection.run_on_commit)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        # What is pickled knows nothing of a connection.
+        return type(None), ()
 
 
 def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
@@ -114,13 +151,8 @@ def open_connections() -> Iterator[BaseDatabaseWrapper]:
 
 def _in_own_blocks() -> Iterator[BaseDatabaseWrapper]:
     for connection in connections.all(initialized_only=True):
-        if connection.in_atomic_block and not connection.closed_in_transaction and in_own_block(connection):
+        if connection.in_atomic_block and not connection.closed_in_transaction and any(_own_blocks(connection)):
             yield connection
-
-
-def in_own_block(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether a connection is in an atomic block other than a TestCase's own."""
-    return any(_own_blocks(connection))
 
 
 def why_untold(connection: BaseDatabaseWrapper) -> str | None:

@@ -284,7 +284,6 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, 
         pass
 
 
-@POSTGRESQL
 def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, backend):
     refusals = []
 
@@ -387,6 +386,7 @@ def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch,
     assert backend.release(second)
 
 
+@POSTGRESQL
 def test_a_server_that_falls_silent_is_trusted_for_the_ttl_and_keeps_no_other_lease_waiting():
     told = threading.Event()
     held = lock(ttl=2.0, on_lost=lambda hold: told.set()).acquire()

@@ -109,7 +109,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         field = self.model._meta.get_field("fence")
         rows: Any = self
         owner: Any = field.model._meta.concrete_model
-        if is_joined(self):
+        if owner is not self.model._meta.concrete_model or is_joined(self):
             # Or it would not look at the fence again where it has waited for a row.
             rows = FencedQuerySet(owner, using=self.db).filter(pk__in=among_keys(self, owner)[1])
         rows = rows.filter(fence__lte=token).order_by()

@@ -16,7 +16,7 @@ from django.db.models.query_utils import DeferredAttribute
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken, StaleVersion
-from dlocks.transactions import Mark, in_own_block
+from dlocks.transactions import Written
 
 
 def microseconds() -> int:
@@ -99,32 +99,9 @@ def version_field(model: type[models.Model]) -> VersionField:
     raise FieldDoesNotExist(f"{model._meta.label} has no VersionField.")
 
 
-class _Written:
-    """The last write of an instance, in a transaction that may take it back: its version is none of the row's then."""
-
-    def __init__(self, using: str) -> None:
-        self._mark = Mark.here(connections[using])
-
-    @property
-    def was_undone(self) -> bool:
-        return self._mark.was_undone
-
-    def __deepcopy__(self, memo: Any) -> _Written:
-        return self
-
-    def __copy__(self) -> _Written:
-        return self
-
-    def __reduce__(self) -> Any:
-        # What is pickled knows nothing of a connection.
-        return type(None), ()
-
-
 def note_written(instances: Iterable[models.Model], using: str) -> None:
-    """Note where instances whose versions were counted up just now were written."""
-    connection = connections[using]
-    # What a TestCase rolls back nobody looks at any more.
-    written = _Written(using) if connection.in_atomic_block and in_own_block(connection) else None
+    """Note where instances whose versions were counted up just now were written: a rollback takes that back."""
+    written = Written.here(connections[using])
     for instance in instances:
         state: Any = instance._state
         state.written = written
@@ -142,6 +119,9 @@ def is_joined(rows: Any) -> bool:
 
     One on another table, a parent's for instance, is looked at before: and not again where the row was waited for.
     """
+    if not connections[rows.db].features.has_select_for_update:
+        # Whoever writes has the whole database.
+        return False
     query = rows.query.chain()
     query.get_initial_alias()
     return bool(rows.model._meta.concrete_model._meta.parents) or query.count_active_tables() > 1
@@ -186,8 +166,9 @@ class VersionedQuerySet(models.QuerySet[Any]):
         if query.is_sliced or query.combinator or query.distinct_fields or not is_joined(self):
             return self
         rows, keys = among_keys(self.using(self.db), owner)
-        # Looked at once more by what comes next, when nobody can write them any more.
-        list(owner._base_manager.using(self.db).filter(pk__in=keys).select_for_update().values_list("pk"))
+        # Looked at once more by what comes next, when nobody can write them any more. In one order, without a deadlock.
+        locked = owner._base_manager.using(self.db).filter(pk__in=keys).order_by("pk").select_for_update()
+        list(locked.values_list("pk"))
         return rows
 
     def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
@@ -249,8 +230,13 @@ class VersionedQuerySet(models.QuerySet[Any]):
             )
         objs = super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
         if ignore_conflicts:
+            field = version_field(self.model)
             for obj in objs:
-                obj.__dict__.pop(version_field(self.model).attname, None)
+                if obj._is_pk_set():
+                    obj.__dict__.pop(field.attname, None)
+                else:
+                    # Django does not tell which row it is.
+                    setattr(obj, field.attname, field.get_default())
         else:
             note_written(objs, self.db)
         return objs
@@ -354,11 +340,12 @@ class VersionedModel(models.Model):
         """Read the row anew; where that is a part of it, without its version, the version stays that of the rest."""
         field = version_field(type(self))
         attname = field.attname
-        loads_all = from_queryset is None or from_queryset.query.deferred_loading == (frozenset(), True)
-        if loads_all if fields is None else not {field.name, attname}.isdisjoint(fields):
+        fields = None if fields is None else list(fields)
+        if self._is_read_whole(from_queryset) if fields is None else not {field.name, attname}.isdisjoint(fields):
             super().refresh_from_db(using, fields, from_queryset)
-            note: Any = self._state
-            note.written = None
+            state: Any = self._state
+            if (written := getattr(state, "written", None)) is not None and written.was_undone:
+                state.written = None
             return
         held = self.__dict__.get(attname)
         try:
@@ -367,6 +354,14 @@ class VersionedModel(models.Model):
             self.__dict__.pop(attname, None)
             if held is not None:
                 self.__dict__[attname] = held
+
+    def _is_read_whole(self, from_queryset: Any) -> bool:
+        """Return whether all that the instance has loaded is read anew from a queryset, as Django does that."""
+        names, deferring = (frozenset(), True) if from_queryset is None else from_queryset.query.deferred_loading
+        if not self.get_deferred_fields():
+            return deferring and not names
+        loaded = {name for field in self._meta.concrete_fields for name in (field.name, field.attname)}
+        return not deferring or not names & (loaded - self.get_deferred_fields())
 
     async def atouch(self, using: str | None = None) -> None:
         await sync_to_async(self.touch)(using=using)
@@ -426,7 +421,7 @@ class VersionedModel(models.Model):
         state: Any = self._state
         attname = version_field(type(self)).attname
         if self._is_versioned(cls):
-            state.version_before = self.__dict__.get(attname)
+            state.version_before = self.__dict__.get(attname), getattr(state, "written", None)
             if force_insert and getattr(state, "was_read", False):
                 # Its parent was gone, and has just been inserted.
                 raise StaleVersion(type(self), self.pk, self._held_version(), None)
@@ -436,12 +431,14 @@ class VersionedModel(models.Model):
         except BaseException:
             # What this save has set, for this table or a parent's, is rolled back.
             before = state.__dict__.pop("version_before", None)
+            if before is not None and before[0] is not None:
+                setattr(self, attname, before[0])
             if before is not None:
-                setattr(self, attname, before)
+                state.written = before[1]
             raise
         finally:
             state.is_raw = False
-        if self._is_versioned(cls) and self.__dict__.get(attname) != state.version_before:
+        if self._is_versioned(cls) and not (updated and self.__dict__.get(attname) == state.version_before[0]):
             note_written([self], using)  # type: ignore[arg-type]
         if cls is self._meta.concrete_model:
             state.__dict__.pop("version_before", None)

@@ -198,6 +198,8 @@ class SessionBackend(Statements, BaseBackend):
             entry = self._entries.get(claim.owner)
             if entry is None:
                 return False
+            # From here on nobody else puts it anywhere.
+            entry.leaving = not (keep and entry.token is not None)
             if entry.session is None:
                 self._forget(entry)
                 return False
@@ -324,10 +326,8 @@ class SessionBackend(Statements, BaseBackend):
         try:
             grant = self._ask_for(entry, session)
         except LockBackendError:
-            with self._mutex:
-                if not session.is_asked:
-                    # It was refused, and not only slow.
-                    self._forget(entry)
+            # Where it was merely slow the answer may come yet; then it is given back.
+            self._forget_if_refused(entry)
             raise
         if grant is None:
             with self._mutex:
@@ -358,10 +358,21 @@ class SessionBackend(Statements, BaseBackend):
         with session.mutex:
             # Whoever gives it up says so before he has the session.
             if not entry.leaving:
-                session.ask(statement, entry.name, partial(self._answered, entry))
+                entry.asked = True
+                try:
+                    session.ask(statement, entry.name, partial(self._answered, entry))
+                except LockBackendError:
+                    entry.asked = session.is_asked
+                    raise
         return None if entry.token is None else Grant(entry.token)
 
+    def _forget_if_refused(self, entry: Entry) -> None:
+        with self._mutex:
+            if not entry.asked and entry.token is None and not entry.leaving and entry.counted:
+                self._forget(entry)
+
     def _answered(self, entry: Entry, row: Row | None) -> None:
+        entry.asked = False
         if row is not None and row[0] is not None:
             self._granted(entry, row)
 
@@ -396,12 +407,11 @@ class SessionBackend(Statements, BaseBackend):
         return self.acquire(entry.claim)
 
     def _give_back(self, entry: Entry) -> bool:
-        session = entry.session
+        with self._mutex:
+            session, entry.leaving = entry.session, True
         if session is None:
             return False
         freed = True
-        with self._mutex:
-            entry.leaving = True
         try:
             if entry.token is None:
                 # Perhaps the answer was not seen.
@@ -597,6 +607,8 @@ class SessionBackend(Statements, BaseBackend):
                         return
                     session.add(entry)
                 entry.since = clock.now()
+                # It may have been asked just now whether it stands.
+                session.settle_in_time()
                 session.start(
                     "wait shared" if entry.claim.shared else "wait", entry.name, partial(self._turn_came, entry)
                 )
@@ -639,7 +651,10 @@ class SessionBackend(Statements, BaseBackend):
             self._make_sure_of_nothing(entry, session)
         elif session is not None and clock.now() - entry.since >= session.wire.idle:
             # A process that was stopped may read a grant whose session has been ended since, for its silence.
-            self._ask_whether_it_stands(session)
+            try:
+                self._ask_whether_it_stands(session)
+            except LockBackendError as error:
+                raise SessionDiedError(str(error)) from error
         with self._mutex:
             if self._foremost.get(entry.name) is entry:
                 del self._foremost[entry.name]
@@ -756,7 +771,7 @@ class SessionBackend(Statements, BaseBackend):
     def _back_to_line(self, entry: Entry, main: Session) -> None:
         with self._mutex:
             # Or else whoever gives it up sees to all of that.
-            if not entry.gone and not entry.leaving and not main.is_asked:
+            if not entry.gone and not entry.leaving and not entry.asked and entry.token is None:
                 main.remove(entry)
                 entry.session, entry.waiting, entry.counted, entry.ends_at = None, True, True, math.inf
                 self._line.setdefault(entry.name, deque()).appendleft(entry)
@@ -811,6 +826,8 @@ class SessionBackend(Statements, BaseBackend):
                 asked.append(session)
             except SessionDiedError as error:
                 self._bury(session, error)
+            except LockBackendError as error:
+                logger.warning("%s", error)
             finally:
                 session.mutex.release()
         for session in asked:
@@ -818,6 +835,8 @@ class SessionBackend(Statements, BaseBackend):
                 session.settle(max(0.0, until - clock.now()))
             except SessionDiedError as error:
                 self._bury(session, error)
+            except LockBackendError as error:
+                logger.warning("%s", error)
 
     def _ask_whether_it_stands(self, session: Session) -> None:
         sent = clock.now()
@@ -842,15 +861,15 @@ class SessionBackend(Statements, BaseBackend):
             entries = [entry for at in list(session.at.values()) for entry in at]
             for entry in entries:
                 self._forget(entry)
-        lost = [entry.claim.owner for entry in entries if entry.token is not None and not entry.leaving]
-        if lost:
-            # Not all are renewed, and would learn of it by that.
-            self.tell_lost(lost, "its session of the database has ended")
         if error is not None and entries:
             logger.warning("A session of database %r with %d locks is gone: %s", self.database, len(entries), error)
         with session.mutex:
             self._unregister(session)
             session.wire.close()
+        lost = [entry.claim.owner for entry in entries if entry.token is not None and not entry.leaving]
+        if lost:
+            # Not all are renewed, and would learn of it by that.
+            self.tell_lost(lost, "its session of the database has ended")
 
     def _failed(self, error: Exception) -> LockBackendError:
         return LockBackendError(f"Database {self.database!r} could not be asked about a lock: {error}")

@@ -37,6 +37,8 @@ class Entry:
     kept: bool = False
     # Whether it is being given back, or given up: nothing more is asked for it, and no other share stands on it.
     leaving: bool = False
+    # Whether a question for it is on its way, to which the answer has not been seen.
+    asked: bool = False
     # Given up before it was sent.
     gone: bool = False
 

@@ -157,7 +157,8 @@ class PostgreSQLWire(Wire):
                 f"No session on database {self.wrapper.alias!r} for locks: {str(error).strip()}"
             ) from error
         if self.first_row("SELECT pg_is_in_recovery()")[0]:
-            raise ImproperlyConfigured(
+            # Perhaps only for now: there is a failover.
+            raise LockBackendError(
                 f"The server of database {self.wrapper.alias!r} is a standby, whose session locks nobody else sees: let"
                 " this alias of DATABASES connect to the primary (target_session_attrs=read-write)."
             )
