@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import connections
+
+from dlocks.forks import in_child
 
 T = TypeVar("T")
 
@@ -133,4 +134,4 @@ def _forked() -> None:
 
 
 _make_spare()
-os.register_at_fork(after_in_child=_forked)
+in_child(_forked)

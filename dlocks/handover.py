@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable
 
 from django.core import signing
@@ -37,6 +38,8 @@ def detach(hold: Hold, *, within: float | None = None) -> str:
     lock = hold.lock
     at_least, max_hold = hold.give_away(hold.claim.ttl if within is None else float(within))
     told = {
+        # What is left of its max_hold is counted from here, in whichever process.
+        "at": time.time(),
         "key": lock.key,
         "using": lock.using,
         "owner": hold.owner,
@@ -82,7 +85,13 @@ async def aresume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = 
 
 def _resume(text: str, on_lost: Callable[[Hold], object] | None, caller: Caller) -> Hold:
     told = signing.loads(text, salt=SALT)
-    lock = Lock(key=told["key"], using=told["using"], scope="lease", on_lost=on_lost, **told["policy"])
+    policy = told["policy"]
+    if policy["max_hold"] is not None:
+        # Not all of it: whose lease is not over has some left, by whatever clocks.
+        on_its_way = max(0.0, time.time() - told["at"])
+        policy["max_hold"] = max(policy["max_hold"] - on_its_way, policy["max_hold"] / 100)
+        policy["at_least"] = min(policy["at_least"], policy["max_hold"])
+    lock = Lock(key=told["key"], using=told["using"], scope="lease", on_lost=on_lost, **policy)
     attempt = Attempt(lock, caller, lambda: None, wait=False)
     attempt.claim = attempt._claim()
     predecessor = dataclasses.replace(attempt.claim, owner=told["owner"])

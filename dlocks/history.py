@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from dlocks import clock
 from dlocks.backends.database import DatabaseBackend
 from dlocks.backends.database.records import Finished
 from dlocks.exceptions import LockBackendError
+from dlocks.forks import in_child
 from dlocks.keeper import keeper
 from dlocks.signals import lock_detached, lock_lost, lock_released
 
@@ -124,4 +124,4 @@ lock_released.connect(_released, dispatch_uid="dlocks.history")
 lock_lost.connect(_lost, dispatch_uid="dlocks.history")
 lock_detached.connect(_detached, dispatch_uid="dlocks.history")
 # What the parent has noted, the parent writes.
-os.register_at_fork(after_in_child=_books.clear)
+in_child(_books.clear)

@@ -22,6 +22,7 @@ from dlocks import clock, privacy
 from dlocks.backends.base import BaseBackend, Claim, Grant
 from dlocks.coroutines import in_django_thread
 from dlocks.exceptions import LockBackendError, LockError, LockLost
+from dlocks.forks import in_child
 from dlocks.guard import guarded
 from dlocks.keeper import FOREVER, keeper
 from dlocks.signals import lock_detached, lock_lost, lock_released
@@ -715,4 +716,4 @@ class Hold:
 
 # Who is in which hold: for entering again. Weak: a hold that nobody has is in nobody's way.
 holds_by_caller: weakref.WeakValueDictionary[Entrance, Hold] = weakref.WeakValueDictionary()
-os.register_at_fork(after_in_child=holds_by_caller.clear)
+in_child(holds_by_caller.clear)

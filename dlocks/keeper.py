@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import connections
 
 from dlocks import clock
+from dlocks.forks import in_child
 
 if TYPE_CHECKING:
     from dlocks.backends.base import BaseBackend
@@ -165,7 +165,7 @@ class Keeper:
     def __init__(self) -> None:
         self._reset()
         self._inherited: list[Any] = []
-        os.register_at_fork(after_in_child=self._forked)
+        in_child(self._forked)
         atexit.register(self.close)
 
     def _reset(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import secrets
 import sys
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dlocks import clock
 from dlocks.backends.base import HEARD_FOR, KEPT_FOR, BaseBackend, Claim, Grant, Listener, Message, Place
 from dlocks.exceptions import LockBackendError
+from dlocks.forks import in_child
 
 logger = logging.getLogger("dlocks")
 
@@ -505,7 +505,7 @@ def _forked() -> None:
         room._reset()
 
 
-os.register_at_fork(after_in_child=_forked)
+in_child(_forked)
 
 
 _room_by_backend: weakref.WeakKeyDictionary[BaseBackend, WaitingRoom] = weakref.WeakKeyDictionary()

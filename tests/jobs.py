@@ -134,6 +134,17 @@ def lock_row(pipe, key, using="default"):
     return "unlocked"
 
 
+def lock_share(pipe, token):
+    """Lock the row of a share with a statement of one's own, until told."""
+    from dlocks.models import LockClaim
+
+    with transaction.atomic():
+        LockClaim.objects.select_for_update().get(version=token)
+        pipe.say("locked")
+        pipe.hear()
+    return "unlocked"
+
+
 def lock_first_claim(pipe, key):
     """Lock the claim that is the first in line with a statement of one's own, until told."""
     from dlocks.models import LockClaim

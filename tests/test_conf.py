@@ -130,6 +130,27 @@ except Exception as error:
     assert done.stdout == "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.\nTrue\n", done.stderr
 
 
+def test_a_system_without_fork_has_locks_too():
+    """As Windows, where only backends that need more cannot be had."""
+    code = """
+import os
+del os.fork, os.register_at_fork
+from django.conf import settings
+settings.configure(INSTALLED_APPS=["dlocks"], DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3",
+                   "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}})
+import django; django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+from dlocks import db_lock
+with db_lock("stock:7") as hold:
+    print(hold.held)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 @dlocks(database="nowhere")
 def test_a_database_that_does_not_exist_is_an_error():
     (found,) = check_settings()

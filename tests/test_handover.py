@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from django.core.signing import BadSignature
 from django.db import connection, transaction
 
-from dlocks import LockBackendError, LockLost, LockTimeout, aresume_hold, db_lock, lock_detached, resume_hold
+from dlocks import LockBackendError, LockLost, LockTimeout, aresume_hold, db_lock, handover, lock_detached, resume_hold
 from dlocks.backends.base import Claim
 from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import backends
@@ -64,6 +65,16 @@ def test_a_process_resumes_what_one_that_is_gone_has_begun(doomed, is_busy):
         assert hold.held
         assert is_busy("export:7")
     assert not is_busy("export:7")
+
+
+def test_the_time_on_its_way_counts_for_max_hold(monkeypatch):
+    text = db_lock("export:7", using="memory", max_hold=60).acquire().detach(within=50)
+    with monkeypatch.context() as later:
+        now = time.time
+        later.setattr(handover.time, "time", lambda: now() + 40)
+        with resume_hold(text) as hold:
+            assert 19 < hold.lock.max_hold <= 20
+            assert hold.remaining <= 20
 
 
 def test_a_process_that_ends_normally_does_not_take_along_what_it_gave_away(doomed, is_busy):

@@ -11,7 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections
 from django.test import override_settings
 
-from dlocks import LockStale, LockTimeout, db_lock, db_rwlock
+from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
 from dlocks.conf import backends
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
@@ -133,6 +133,22 @@ def test_a_reader_whose_lease_is_over_by_the_clock_goes_on(elsewhere):
             elsewhere(db_rwlock("stock:7", using="watching", timeout=2 * TTL).write().acquire)
         hold.renew()
         hold.check()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_share_whose_row_somebody_keeps_does_not_keep_the_others_from_being_renewed(workers, until):
+    (other,) = workers(1)
+    kept, mine = (db_rwlock(key, using="watching").read().acquire() for key in ("stock:7", "stock:8"))
+    other.start(jobs.lock_share, kept.token)
+    assert other.hear() == "locked"
+    until(lambda: not kept.held)
+    time.sleep(0.5)
+    assert mine.held
+    mine.release()
+    other.tell()
+    assert other.hear() == "unlocked"
+    with pytest.raises(LockLost):
+        kept.release()
 
 
 @pytest.mark.parametrize("lock", [watched(), db_rwlock("stock:7", using="watching").read()], ids=["alone", "shared"])

@@ -431,6 +431,27 @@ def test_an_inline_row_that_changed_is_not_deleted(boss, article):
     assert not Comment.objects.exists()
 
 
+def test_a_row_that_is_not_valid_any_more_can_be_deleted_all_the_same():
+    """As in Django: what is wrong with it does not matter then."""
+
+    class Form(VersionedModelForm):
+        class Meta:
+            model = Comment
+            fields = ["text"]
+
+        def clean(self):
+            raise forms.ValidationError("No comment is valid any more.")
+
+    article = Article.objects.create(title="first")
+    Comment.objects.create(article=article, text="old")
+    make = modelformset_factory(Comment, form=Form, formset=VersionedFormSet, can_delete=True, extra=0)
+    data = sent(str(make()), **{"form-0-DELETE": "on"})
+    formset = make(data)
+    assert formset.is_valid(), formset.errors
+    formset.save()
+    assert not Comment.objects.exists()
+
+
 def test_an_inline_row_can_be_added(boss, article):
     url = f"{LIST}{article.pk}/change/"
     data = sent(page(boss.get(url)), **{"comments-0-text": "new"})

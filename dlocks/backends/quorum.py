@@ -12,7 +12,6 @@ with 2 and 2. To make it grow, a grant would have to write its token back to its
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder, new_owner, seconds
 from dlocks.exceptions import LockBackendError, LockStale
+from dlocks.forks import in_child
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def _forked() -> None:
         member._reset()
 
 
-os.register_at_fork(after_in_child=_forked)
+in_child(_forked)
 
 
 @dataclass(slots=True)

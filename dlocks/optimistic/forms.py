@@ -262,7 +262,8 @@ class VersionedFormSetMixin:
 
     def _should_delete_form(self, form: Any) -> bool:
         # Not one that its user has not seen as it is.
-        return super()._should_delete_form(form) and not form.has_error("__all__")  # type: ignore[misc]
+        unseen = any(form.has_error("__all__", code) for code in ("conflict", "version"))
+        return super()._should_delete_form(form) and not unseen  # type: ignore[misc]
 
 
 class VersionedFormSet(VersionedFormSetMixin, BaseModelFormSet):  # type: ignore[type-arg]

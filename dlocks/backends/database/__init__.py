@@ -436,7 +436,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def _renew(self, claims: Sequence[Claim], ttl: float, shared: bool) -> dict[str, float]:
         owners, owner_parameters = self._one_of("owner", [claim.owner for claim in claims])
         if shared:
-            return self._renew_shares(owners, owner_parameters, ttl)
+            return self._renew_shares(claims, owners, owner_parameters, ttl)
         keys, key_parameters = self._one_of("key_resource", [claim.key for claim in claims])
         mine = f"{keys} AND {owners} AND {self._live}"
         parameters = {"ttl": round(ttl * MICROSECONDS), **key_parameters, **owner_parameters}
@@ -446,40 +446,40 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
         if self.observations is not None:
-            return self._renew_each(claims, ttl)
+            mine = f"{KEY} AND owner = %(owner)s AND {self._live}"
+            return self._renew_each(claims, ttl, self.table, "key_resource", mine)
         # Some are lost, or were locked just now: an own transaction may pin the row. What stands, stands.
         left = self.dialect.seconds_until("end_time")
         sql = self._sql(lambda table, where: f"SELECT owner, {left} FROM {table} WHERE {where}", mine)
         return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}
 
-    def _renew_each(self, claims: Sequence[Claim], ttl: float) -> dict[str, float]:
+    def _renew_each(self, claims: Sequence[Claim], ttl: float, table: str, primary: str, mine: str) -> dict[str, float]:
         """Renew one by one where no clock tells what is left: a claim whose row is locked has what it had."""
         left: dict[str, float] = {}
-        mine = f"{KEY} AND owner = %(owner)s AND {self._live}"
+        sql = self._text(self.dialect.update(table, f"end_time = {self._renewed}", mine, primary))
         for claim in claims:
             parameters = {"key": claim.key, "owner": claim.owner, "ttl": round(ttl * MICROSECONDS)}
-            sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
             with self._briefly():
                 if self._count(sql, parameters, locked=lambda: 0) == 1:
                     left[claim.owner] = ttl
                     continue
-            if self._rows(self._text(f"SELECT 1 FROM {{locks}} WHERE {mine}"), parameters):
+            if self._rows(self._text(f"SELECT 1 FROM {table} WHERE {mine}"), parameters):
                 left[claim.owner] = 0.0
         return left
 
-    def _renew_shares(self, owners: str, parameters: Mapping[str, Any], ttl: float) -> dict[str, float]:
+    def _renew_shares(
+        self, claims: Sequence[Claim], owners: str, parameters: Mapping[str, Any], ttl: float
+    ) -> dict[str, float]:
         parameters = {"ttl": round(ttl * MICROSECONDS), **parameters}
         with self._briefly():
             # A transaction that pins one must not keep the others from being renewed.
             mine = f"{owners} AND {self._live_share}"
             sql = self._text(self.dialect.update("{claims}", f"end_time = {self._renewed}", mine, "id"))
             renewed = self._count(sql, parameters, locked=lambda: -1)
+        if renewed == len(claims):
+            return {claim.owner: ttl for claim in claims}
         if self.observations is not None:
-            rows = self._rows(
-                self._text(f"SELECT owner FROM {{claims}} WHERE {owners} AND {self._live_share}"), parameters
-            )
-            # All that stand, or none where one was locked: then they have what they had.
-            return {owner: ttl if renewed == len(rows) else 0.0 for (owner,) in rows}
+            return self._renew_each(claims, ttl, "{claims}", "id", f"owner = %(owner)s AND {self._live_share}")
         left = self.dialect.seconds_until("end_time")
         sql = self._text(f"SELECT owner, {left} FROM {{claims}} WHERE {owners} AND {self._live_share}")
         return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}

@@ -467,13 +467,15 @@ class Line(Statements):
             parameters = {"key": key, "version": version, "ends": ends, "token": head.token}
             if self._count(self._text(sql), parameters) != 1:
                 return False
-            logger.warning("%r was taken from a holder of whom nothing was seen for its ttl and the grace.", key)
             head.status, head.owner, head.free, head.version = "F", "", True, head.token
             head.token += 1
             self._admit(head)
             return True
 
-        return self._step(key, step, busy=lambda: False)
+        if not self._step(key, step, busy=lambda: False):
+            return False
+        logger.warning("%r was taken from a holder of whom nothing was seen for its ttl and the grace.", key)
+        return True
 
     def _heads(self, claims: Sequence[Claim]) -> dict[str, Seen]:
         """Return what is seen of the lock rows by key, and how many stand before the first of the claims of each."""

@@ -40,6 +40,7 @@ from dlocks.backends.database.statements import Statements
 from dlocks.backends.session.sessions import Entry, Session
 from dlocks.backends.session.wires import Row, SessionDiedError, Wire, connect, wire_class
 from dlocks.exceptions import LockBackendError
+from dlocks.forks import in_child
 
 logger = logging.getLogger("dlocks")
 
@@ -993,4 +994,4 @@ def _forked() -> None:
         backend._forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+in_child(_forked)

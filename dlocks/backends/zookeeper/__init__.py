@@ -20,7 +20,6 @@ import atexit
 import json
 import logging
 import math
-import os
 import queue
 import secrets
 import threading
@@ -46,6 +45,7 @@ from dlocks.backends.zookeeper.ensemble import (
 )
 from dlocks.backends.zookeeper.tickets import Line, Ticket, name_for, node_of
 from dlocks.exceptions import LockBackendError
+from dlocks.forks import in_child
 
 logger = logging.getLogger("dlocks")
 
@@ -787,4 +787,4 @@ def _forked() -> None:
         backend._forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+in_child(_forked)
