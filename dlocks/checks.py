@@ -95,7 +95,19 @@ def check_database_backend(backend: DatabaseBackend) -> list[checks.CheckMessage
                     id="dlocks.W003",
                 )
             ]
-    elif connection.vendor != "postgresql":
+    elif connection.vendor == "postgresql":
+        # psycopg's numbers: read uncommitted and read committed; the server's default is the latter.
+        if options.get("isolation_level") not in {None, 1, 2}:
+            return [
+                checks.Warning(
+                    f"Transactions on database {database!r} run at an isolation level above READ COMMITTED, where a"
+                    " snapshot older than the lock hides what its last holder did: locks inside transactions are"
+                    " refused.",
+                    hint=f"Leave out DATABASES[{database!r}]['OPTIONS']['isolation_level'].",
+                    id="dlocks.W003",
+                )
+            ]
+    else:
         return [
             checks.Error(
                 f"DLOCKS[{alias!r}] is on database {database!r} of the kind {connection.vendor!r}.",

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import re
 import string
+import types
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 from asgiref.sync import iscoroutinefunction
+from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpResponse
 from django.utils.translation import gettext as _
 from django.views import View
 
 from dlocks.conf import DEFAULT_ALIAS
+from dlocks.coroutines import in_django_thread
 from dlocks.exceptions import LockTimeout
 from dlocks.locks import Lock
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 V = TypeVar("V", bound=View)
 # What a call gives when the key is busy.
 B = TypeVar("B", covariant=True)
 
 Key = str | Callable[..., str]
+
+WORKS_LATER = (
+    types.GeneratorType,
+    types.AsyncGeneratorType,
+    contextlib._GeneratorContextManager,
+    contextlib._AsyncGeneratorContextManager,
+)
 
 FIELD = re.compile(r"(?P<name>[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]]+\])*")
 
@@ -88,7 +100,7 @@ class LockDecorator(Generic[B]):
                             f"{_name(function)} returned a coroutine, which would have run after the lock was given "
                             "back. Make it an 'async def', or mark it with asgiref.sync.markcoroutinefunction()."
                         )
-                    return result
+                    return _done(function, result)
             except LockTimeout as error:
                 # One of the function's own is not about this lock.
                 if entered or self.busy == "raise":
@@ -100,11 +112,16 @@ class LockDecorator(Generic[B]):
     def _asynchronous(self, function: Callable[..., Any], key_of: Callable[..., str]) -> Callable[..., Any]:
         @functools.wraps(function)
         async def locked(*args: Any, **kwargs: Any) -> Any:
-            lock, entered = self.lock(key_of(*args, **kwargs)), False
+            try:
+                key = key_of(*args, **kwargs)
+            except SynchronousOnlyOperation:
+                # It asks the database, as request.user does.
+                key = await in_django_thread(functools.partial(key_of, *args, **kwargs))
+            lock, entered = self.lock(key), False
             try:
                 async with lock:
                     entered = True
-                    return await function(*args, **kwargs)
+                    return _done(function, await function(*args, **kwargs))
             except LockTimeout as error:
                 if entered or self.busy == "raise":
                     raise
@@ -155,12 +172,23 @@ def locked_view(
         response = HttpResponse(_("Somebody else is at work on this. Try again later."), "text/plain", status)
         if retry_after is True:
             left = error.holder.remaining if error.holder is not None else 0.0
-            response["Retry-After"] = str(max(1, math.ceil(left)))
+            # Not every backend knows it.
+            response["Retry-After"] = str(max(1, math.ceil(left)) if math.isfinite(left) else 1)
         elif retry_after is not False:
             response["Retry-After"] = str(retry_after)
         return response
 
     return LockDecorator(key, busy=busy, timeout=timeout, using=using, **policy)
+
+
+def _done(function: Any, result: T) -> T:
+    """Return the result of a call; raise TypeError for one whose work is still to come."""
+    if isinstance(result, WORKS_LATER):
+        raise TypeError(
+            f"{_name(function)} returned a {type(result).__name__}, which would have worked after the lock was given "
+            "back. Use 'with db_lock(…)' inside of it."
+        )
+    return result
 
 
 def refuse_what_has_no_end(function: Any) -> None:

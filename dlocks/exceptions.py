@@ -33,6 +33,10 @@ class LockTimeout(LockError, TimeoutError):
         self.holder = holder
 
 
+class LockNotAwaitable(LockError):
+    """Somebody else has the lock, and it cannot be waited for where the caller stands. Who only tries finds it busy."""
+
+
 class LockLost(LockError):
     """The hold ended before its holder ended it: exclusion is no longer given."""
 

@@ -20,7 +20,7 @@ from dlocks import checks, clock, history, telemetry  # noqa: F401 (they are the
 from dlocks.backends.base import KEPT_FOR, KEY_LENGTH, UNLIMITED, BaseBackend, Claim, Grant, Holder, Scope, seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.coroutines import acquiring, in_django_thread, waiting_for_a_lock
-from dlocks.exceptions import LockBackendError, LockError, LockTimeout
+from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, LockTimeout
 from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
 from dlocks.keeper import keeper
 from dlocks.signals import lock_acquired, lock_timeout
@@ -373,11 +373,12 @@ class Attempt:
             answer = attempts[0]._ask(acquire, claimed)
         except LockBackendError:
             raise
-        except (LockError, RuntimeError):
+        except (LockError, RuntimeError) as refusal:
             # Refused: nothing was granted, so there is nothing to take back.
             for attempt in attempts:
                 attempt.unknown = False
-            raise
+            if not (isinstance(refusal, LockNotAwaitable) and all(attempt.timeout == 0 for attempt in attempts)):
+                raise
         if answer is None:
             for attempt in attempts:
                 attempt.unknown = False
@@ -604,7 +605,8 @@ class Attempt:
             shared=lock.shared,
             permits=lock.permits,
             beside=other.owner if other is not None else "",
-            holder=f"{_hostname()}:{os.getpid()}:{threading.current_thread().name}",
+            # A name may be made of what came from a command line, or from anywhere.
+            holder=f"{_hostname()}:{os.getpid()}:{_sayable(threading.current_thread().name)}",
             owner_ip=_own_ip(),
         )
 
@@ -747,6 +749,11 @@ def _holder(backend: BaseBackend, key: str) -> Holder | None:
 
 def _database_of(backend: BaseBackend) -> str:
     return getattr(backend, "database", "default")
+
+
+def _sayable(name: str) -> str:
+    """Return a name as every database can keep it."""
+    return name.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "backslashreplace").decode()
 
 
 @functools.cache

@@ -178,6 +178,13 @@ def test_another_isolation_level_in_the_settings_is_warned_of(monkeypatch):
     assert "repeatable read" in found[0].msg
 
 
+@pytest.mark.engine("postgresql")
+@pytest.mark.parametrize(("level", "warned"), [(None, False), (2, False), (3, True), (4, True)])
+def test_on_postgresql_too(level, warned, monkeypatch):
+    monkeypatch.setitem(connection.settings_dict.setdefault("OPTIONS", {}), "isolation_level", level)
+    assert ids(check_settings()) == ({"dlocks.W003"} if warned else set())
+
+
 @pytest.mark.engine("mariadb")
 @pytest.mark.django_db(transaction=True)
 def test_a_table_that_is_not_innodb_is_an_error_and_a_session_s_isolation_a_warning():

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import functools
 import inspect
+import math
 import threading
 from types import SimpleNamespace
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpResponse
 from django.test import RequestFactory
+from django.utils.functional import SimpleLazyObject
 from django.views import View
 
 from dlocks import LockLost, LockTimeout, db_lock, locked_view
+from dlocks.backends.memory import MemoryBackend
 from dlocks.decorators import LockDecorator
 from dlocks.testing import frozen_clock, held_elsewhere, lose
 from tests import pages, typed_usage
@@ -286,6 +293,24 @@ def test_what_is_no_function_is_refused(thing):
         db_lock("a")(thing)
 
 
+def _through(function):
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    "function", [_through(_generator), _through(_async_generator), contextlib.contextmanager(_generator)]
+)
+def test_what_turns_out_to_be_a_generator_is_refused_too(function):
+    """Behind another decorator it does not look like one."""
+    with pytest.raises(TypeError, match=r"would have worked after the lock was given back"):
+        db_lock("a")(function)()
+    assert not db_lock("a").locked()
+
+
 def test_a_function_that_returns_a_coroutine_unawaited_is_refused(is_busy):
     """Its work would have begun when the lock was given back."""
 
@@ -378,6 +403,22 @@ def test_a_busy_view_answers_with_a_status_and_when_to_come_back(status, reason)
         assert response["Content-Type"] == "text/plain"
         assert view(REQUEST, pk=8).status_code == 200
     assert view(REQUEST, pk=7).content == b"done"
+
+
+def test_a_busy_view_answers_where_nobody_knows_how_long_it_takes(monkeypatch):
+    """As behind a session lock of another process, which ends with its session."""
+    holder = MemoryBackend.holder
+    monkeypatch.setattr(
+        MemoryBackend, "holder", lambda self, key: dataclasses.replace(holder(self, key), remaining=math.inf)
+    )
+
+    @locked_view("order:{pk}")
+    def view(request, pk):
+        raise AssertionError
+
+    with held_elsewhere("order:7"):
+        response = view(REQUEST, pk=7)
+    assert (response.status_code, response["Retry-After"]) == (409, "1")
 
 
 @pytest.mark.parametrize(("retry_after", "header"), [(5, "5"), (0, "0"), (False, None)])
@@ -499,6 +540,20 @@ class TestThePage:
         assert page.pay_order(request, pk=7).content == b"paid"
         assert page.OrderView.as_view()(request, pk=7).content == b"changed"
         assert page.InvoiceView.as_view()(request, pk=7).content == b"sent"
+
+    async def test_the_key_of_a_coroutine_may_ask_the_database(self, page):
+        """As the user of a request does, who is loaded when first looked at."""
+
+        def load():
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                return SimpleNamespace(pk=5)
+            raise SynchronousOnlyOperation
+
+        request = RequestFactory().post("/")
+        request.user = SimpleLazyObject(load)
+        assert (await page.export(request)).content == b"exported"
 
     async def test_views_with_coroutines(self, page):
         request = RequestFactory().post("/")

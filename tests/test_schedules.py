@@ -261,6 +261,19 @@ def test_a_command_that_a_signal_ended_gives_128_and_its_number(run_locked, is_b
     assert not is_busy("backup")
 
 
+def test_a_name_that_is_no_text_does_not_keep_the_command_from_running(run_locked):
+    process = run_locked("backup", "--", sys.executable, "-c", "print('ran')", b"\xff\xfe.txt")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "ran\n"), err
+
+
+def test_what_the_backend_refuses_is_told_in_one_line(run_locked):
+    process = run_locked("x" * 253, "--using", "prefixed", *python("print('ran')"))
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert err.startswith("CommandError: With its prefix the key has")
+
+
 def test_a_busy_key_is_status_75_and_the_command_is_not_run(run_locked):
     with held_elsewhere("backup", holder="web-2:77:MainThread"):
         process = run_locked("backup", *python("print('ran')"))

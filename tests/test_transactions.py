@@ -469,6 +469,23 @@ def test_on_sqlite_somebody_s_lease_cannot_be_waited_for_in_a_transaction(using,
     holder.hear()
 
 
+@pytest.mark.engine("sqlite")
+@FAMILY
+def test_on_sqlite_who_only_tries_in_a_transaction_finds_it_busy(using, workers):
+    """There is nothing to wait for, so nothing that cannot be waited for."""
+    (holder,) = workers(1)
+    holder.start(jobs.hold, "stock:7", using=using)
+    holder.hear()
+    with transaction.atomic():
+        assert db_lock("stock:7", using=using).try_acquire() is None
+        assert db_lock("stock:7", "stock:8", using=using).try_acquire() is None
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", using=using, timeout=0).acquire()
+        assert db_lock("stock:7", using=using, timeout=0, busy="skip")(lambda: "done")() is None
+    holder.tell()
+    holder.hear()
+
+
 @SERVERS
 def test_nothing_of_ours_changes_how_the_caller_commits(settings):
     if connection.vendor == "postgresql":

@@ -37,7 +37,7 @@ from dlocks.backends.database.records import Records
 from dlocks.backends.database.several import Several
 from dlocks.backends.database.statements import FREE_BY_CLOCK, GRANT, MICROSECONDS
 from dlocks.backends.database.tending import BATCH, STALE, Tending
-from dlocks.exceptions import LockBackendError, LockError, LockStale
+from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 
 # How often a key that looks free is tried in one attempt.
 FREE_TRIES = 3
@@ -428,7 +428,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         if row is not None and row.stale and not claim.takeover:
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
-            raise LockError(
+            raise LockNotAwaitable(
                 f"{claim.key!r} is held by {self.holder(claim.key)}, and cannot be waited for inside a transaction: "
                 "SQLite has one writer, so its holder could never give it back. Take the lock before the transaction."
             )

@@ -88,6 +88,11 @@ class Command(BaseCommand):
             raise CommandError(str(error), returncode=status or 1) from error
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
+        except (ValueError, RuntimeError) as error:
+            # What a backend refuses, as a key too long with its prefix.
+            if entered:
+                raise
+            raise CommandError(str(error)) from error
         except OSError as error:
             raise CommandError(
                 f"{command[0]!r} cannot be run: {error.strerror}",
