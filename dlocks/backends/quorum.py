@@ -12,6 +12,7 @@ with 2 and 2. To make it grow, a grant would have to write its token back to its
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
+from dlocks import clock
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder, new_owner, seconds
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.forks import in_child
@@ -163,6 +165,7 @@ class QuorumBackend(BaseBackend):
         self._terms: dict[str, Term] = {}
         self._found: list[Member] = []
         self._finding = threading.Lock()
+        self._pid = os.getpid()
 
     @property
     def renew_every(self) -> float:  # type: ignore[override]
@@ -174,7 +177,7 @@ class QuorumBackend(BaseBackend):
         members = self.members()
         self._forget()
         term = self._terms.setdefault(claim.owner, Term())
-        sent = time.monotonic()
+        sent = clock.now()
         answers = self._ask(members, lambda member: self._take(member, claim, term), self._suffices)
         grants = [grant for grant in answers.said.values() if grant is not None]
         if len(grants) >= self.majority:
@@ -202,7 +205,7 @@ class QuorumBackend(BaseBackend):
         mine = [claim for claim in claims if claim.owner in terms]
         if not mine:
             return {}
-        sent = time.monotonic()
+        sent = clock.now()
 
         def extend(member: Member) -> Mapping[str, float]:
             asked = {claim.owner: self._at(member, claim, terms[claim.owner]) for claim in mine}
@@ -222,7 +225,7 @@ class QuorumBackend(BaseBackend):
             elif len(answers.said) - len(left) > len(self.of) - self.majority:
                 self._end(claim, term)
             else:
-                result[claim.owner] = max(0.0, term.ends - time.monotonic())
+                result[claim.owner] = max(0.0, term.ends - clock.now())
         return result
 
     def recount(self, claim: Claim, count: int) -> bool:
@@ -269,6 +272,11 @@ class QuorumBackend(BaseBackend):
         """Return the members, or say by name which of them cannot be one."""
         from dlocks.conf import backends
 
+        if self._found:
+            return self._found
+        if self._pid != os.getpid():
+            # In a fork, of whose parent another thread may have it.
+            self._pid, self._finding = os.getpid(), threading.Lock()
         with self._finding:
             if not self._found:
                 places: dict[str, str] = {}
@@ -347,7 +355,7 @@ class QuorumBackend(BaseBackend):
 
     def _forget(self) -> None:
         if len(self._terms) >= TERMS:
-            now = time.monotonic()
+            now = clock.now()
             for owner, term in list(self._terms.items()):
                 if 0 < term.ends < now:
                     with suppress(KeyError):

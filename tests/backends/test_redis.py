@@ -299,6 +299,42 @@ def test_a_request_that_arrives_after_its_claim_was_given_up_comes_to_nothing(ba
     assert backend.acquire(claim())
 
 
+def test_a_place_in_line_that_is_asked_for_after_its_claim_was_given_up_is_none(backend):
+    other, late = claim(), claim()
+    assert backend.acquire(other)
+    assert not backend.release(late)
+    backend.queue(late)
+    assert backend.waiting("key") == 0
+    assert backend.release(other)
+    assert backend.acquire(claim())
+
+
+def test_a_hold_is_not_handed_to_a_successor_that_was_given_up(backend):
+    one, successor = claim(), claim()
+    assert backend.acquire(one)
+    assert not backend.release(successor)
+    assert backend.exchange(one, successor) is None
+    assert one.owner in backend.renew([one])
+    assert backend.release(one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"url": "redis://h:6379?db=1"}, {"url": "redis://h:6379?db=2"}),
+        ({"url": "unix:///r.sock?db=1"}, {"url": "unix:///r.sock?db=2"}),
+        (
+            {"url": "redis://mymaster", "sentinels": ["redis://a:26379"]},
+            {"url": "redis://mymaster", "sentinels": ["redis://b:26379"]},
+        ),
+    ],
+)
+def test_different_places_are_told_apart(one, other):
+    """Or a hold in one would be entered where one in the other is asked for."""
+    assert RedisBackend("one", **one).identity != RedisBackend("other", **other).identity
+    assert RedisBackend("one", **one).identity == RedisBackend("same", **one).identity
+
+
 def test_a_script_that_redis_forgot_is_sent_again(server, backend):
     mine = [claim(f"key {number}") for number in range(3)]
     for one in mine:

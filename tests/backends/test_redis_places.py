@@ -114,6 +114,28 @@ def test_a_node_that_gives_no_answer_is_an_error_in_bounded_time_and_the_others_
         eventually(lambda: _is_whole(client.cluster("info")))
 
 
+def test_a_node_that_gives_no_answer_keeps_no_hold_on_the_others_from_being_renewed(empty):
+    options = {"url": f"redis://127.0.0.1:{empty[0].port}", "cluster": True, "socket_timeout": 0.3}
+    backend = RedisBackend("cluster", **options)
+    claims = [Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)]
+    for claim in claims:
+        assert backend.acquire(claim)
+    empty[2].process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        left = backend.renew(claims)
+        assert time.monotonic() - began < 10.0
+        assert {claim.owner for claim in claims} == left.keys(), "none of them is known to be lost"
+        assert set(left.values()) == {0.0, 30.0}
+    finally:
+        empty[2].process.send_signal(signal.SIGCONT)
+    with redis.Redis(port=empty[0].port, decode_responses=True) as client:
+        eventually(lambda: _is_whole(client.cluster("info")))
+    eventually(lambda: set(backend.renew(claims).values()) == {30.0})
+    for claim in claims:
+        assert backend.release(claim)
+
+
 @pytest.fixture
 def watched(start):
     """A master, its replica, and a Sentinel that knows both."""

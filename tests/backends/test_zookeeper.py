@@ -604,6 +604,46 @@ def test_a_person_can_take_a_key_away(backend, person, root, until):
         until(lambda: not hold.held)
 
 
+def test_no_share_is_had_beside_a_hold_that_was_taken_away(server, backend, person, root):
+    """Somebody else may have come since, and has the key alone."""
+    mine, theirs = claim(), claim()
+    assert backend.acquire(mine)
+    (name,) = nodes(person, root)
+    person.delete(f"{root}/key/{name}")
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    assert other.acquire(theirs)
+    share = claim(shared=True, beside=mine.owner)
+    assert backend.acquire(share) is None
+    assert len(nodes(person, root)) == 1
+    assert other.release(theirs)
+    other.disconnect()
+
+
+def test_what_is_renewed_when_its_time_is_over_is_not_taken_away_and_what_is_taken_away_not_renewed(
+    server, person, root
+):
+    """As by a process that goes on after a pause, where the two come at once."""
+    late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    mine, left, done = claim(ttl=0.4), {}, threading.Event()
+    end = late._end
+
+    def end_after_a_renewal(entry):
+        left.update(late.renew([mine]))
+        end(entry)
+        done.set()
+
+    late._end = end_after_a_renewal
+    assert late.acquire(mine)
+    assert done.wait(10)
+    theirs = claim()
+    assert not left or other.acquire(theirs) is None
+    assert left or other.acquire(theirs)
+    late._end = end
+    late.disconnect()
+    other.disconnect()
+
+
 def test_nodes_of_keys_that_nobody_wants_any_more_go(backend, person, root, until):
     with ExitStack() as holds:
         for number in range(5):

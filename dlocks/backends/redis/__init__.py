@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -77,10 +78,12 @@ class RedisBackend(BaseBackend):
         self.settle = seconds("settle", settle)
         self._client: Any = None
         self._making = threading.Lock()
+        self._pid = os.getpid()
 
     @property
     def identity(self) -> str:
-        return f"redis {self._address}"
+        # Sentinels everywhere call their master "mymaster".
+        return " ".join(["redis", str(self._address), *sorted(map(str, self._sentinels))])
 
     # The waist.
 
@@ -109,7 +112,12 @@ class RedisBackend(BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         calls = [(claim.key, claim.owner, (_milliseconds(claim.ttl),)) for claim in claims]
         answers = self._run_all(scripts.RENEW, calls)
-        return {claim.owner: claim.ttl for claim, renewed in zip(claims, answers, strict=True) if renewed}
+        return {
+            # What could not be asked for has what it had.
+            claim.owner: 0.0 if isinstance(renewed, Exception) else claim.ttl
+            for claim, renewed in zip(claims, answers, strict=True)
+            if renewed
+        }
 
     def recount(self, claim: Claim, count: int) -> bool:
         return bool(self._run(scripts.RECOUNT, claim, count))
@@ -162,7 +170,11 @@ class RedisBackend(BaseBackend):
     def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
         calls = [(claim.key, claim.owner, (int(heard),)) for claim in claims]
         answers = self._run_all(scripts.LOOK, calls)
-        return {claim.owner: _place(found) for claim, found in zip(claims, answers, strict=True) if found}
+        return {
+            claim.owner: Place(ahead=1) if isinstance(found, Exception) else _place(found)
+            for claim, found in zip(claims, answers, strict=True)
+            if found
+        }
 
     def move_on(self, key: str) -> bool:
         return bool(self._run_all(scripts.MOVE_ON, [(key, "", ())])[0])
@@ -190,14 +202,18 @@ class RedisBackend(BaseBackend):
         return self._asked(run)
 
     def _run_all(self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]) -> list[Any]:
-        """Run a script for each key, owner and arguments: in one trip, but on a cluster."""
+        """
+        Run a script for each key, owner and arguments: in one trip, but on a cluster.
+
+        There the answers of nodes that could not be asked are errors, unless no node could be.
+        """
         words = [self._words(*call) for call in calls]
 
         def run(client: Any) -> list[Any]:
+            if self._cluster:
+                return _evaluate_each(client, script, words)
             # The first one sees to it that the script is there.
             answers = [_evaluate(client, script, words[0])]
-            if self._cluster:
-                return answers + [_evaluate(client, script, these) for these in words[1:]]
             with client.pipeline(transaction=False) as pipeline:
                 for these in words[1:]:
                     pipeline.evalsha(script.sha, *these)
@@ -226,6 +242,9 @@ class RedisBackend(BaseBackend):
 
     def _connected(self) -> Any:
         if self._client is None:
+            if self._pid != os.getpid():
+                # In a fork, of whose parent another thread may have it.
+                self._pid, self._making = os.getpid(), threading.Lock()
             with self._making:
                 if self._client is None:
                     self._client = client(
@@ -283,6 +302,25 @@ def _evaluate(client: Any, script: scripts.Script, words: Sequence[Any]) -> Any:
     except redis.exceptions.NoScriptError:
         # To send it is to load it.
         return client.eval(script.text, *words)
+
+
+def _evaluate_each(client: Any, script: scripts.Script, words: Sequence[Sequence[Any]]) -> list[Any]:
+    """Run a script for each on its node of a cluster; raise only where no node gave an answer."""
+    answers: list[Any] = []
+    # A node that is silent is waited for once.
+    silent: dict[Any, Exception] = {}
+    for these in words:
+        node = None
+        try:
+            node = client.get_node_from_key(these[1])
+            answers.append(silent.get(node) or _evaluate(client, script, these))
+        except TROUBLE as error:
+            if node is not None:
+                silent[node] = error
+            answers.append(error)
+    if all(isinstance(answer, Exception) for answer in answers):
+        raise answers[0]
+    return answers
 
 
 def _place(found: Sequence[Any]) -> Place:

@@ -24,14 +24,16 @@ class Address:
         try:
             parts = urlsplit(url)
             self.host, self.port = parts.hostname or "localhost", parts.port or 6379
-            database = parts.path.strip("/")
             if parts.scheme not in SCHEMES:
                 raise ValueError(url)
-            if parts.scheme == "unix":
-                self.place = parts.path
-            else:
-                self.place = f"{self.host}:{self.port}/{int(database or 0)}"
             keywords = dict(redis.connection.parse_url(url))  # type: ignore[no-untyped-call]
+            # Of the URL's query, if it is there.
+            database = int(keywords.get("db") or 0)
+            if parts.scheme == "unix":
+                self.place = parts.path + (f"/{database}" if database else "")
+            else:
+                int(parts.path.strip("/") or 0)
+                self.place = f"{self.host}:{self.port}/{database}"
         except ValueError:
             # Without its own words, which may quote half a password.
             raise ValueError(

@@ -196,6 +196,7 @@ EXCHANGE = Script(
     + """
 local successor, ttl = ARGV[4], tonumber(ARGV[5])
 if not (holds(me) or holds(successor)) then return false end
+if redis.call('ZSCORE', gone, successor) then return false end
 redis.call('SET', lock, successor, 'PX', ttl + grace)
 return write(successor, ARGV[6], ARGV[7], ttl)
 """
@@ -207,6 +208,8 @@ QUEUE = Script(
     + """
 local current = redis.call('GET', lock)
 if current == me then return {'ask'} end
+-- It comes late, and was given up already.
+if redis.call('ZSCORE', gone, me) then return {'ask'} end
 local number = redis.call('ZSCORE', line, me)
 if not number then
   if not current and not first() then return {'ask'} end

@@ -85,6 +85,8 @@ class Entry:
     told: bool = False
     # Given back, but its key stays taken until the end.
     kept: bool = False
+    # It is being given back since its time was over: nothing that is answered from here on makes it go on.
+    ending: bool = False
     # In no table any more: its node is gone, or will be.
     gone: bool = False
     count: int = 1
@@ -233,13 +235,13 @@ class ZooKeeperBackend(BaseBackend):
                 for (claim, entry), stat in zip(asked, stats, strict=True):
                     if stat is None or isinstance(stat, ZookeeperError):
                         self._forget(entry)
-                    else:
+                    elif not entry.ending:
                         entry.ends_at = now + claim.ttl
                         self._tend_from(entry)
         return {
             owner: min(entry.ends_at, self.ensemble.certain_until) - now
             for owner, (_, entry) in held.items()
-            if not entry.gone
+            if not (entry.gone or entry.ending)
         }
 
     def recount(self, claim: Claim, count: int) -> bool:
@@ -331,7 +333,7 @@ class ZooKeeperBackend(BaseBackend):
 
     def _held(self, claim: Claim) -> Entry | None:
         entry = self._entries.get(claim.owner)
-        return None if entry is None or entry.token is None else entry
+        return None if entry is None or entry.token is None or entry.ending else entry
 
     def _grant(self, entry: Entry, token: int) -> Grant:
         now = clock.now()
@@ -339,7 +341,7 @@ class ZooKeeperBackend(BaseBackend):
             entry.ends_at = now + entry.claim.ttl
             self._tend_from(entry)
             # Nothing is left of it where the session has ended just then.
-            left = -math.inf if entry.gone else self.ensemble.certain_until - now
+            left = -math.inf if entry.gone or entry.ending else self.ensemble.certain_until - now
         return Grant(token, left if left < entry.claim.ttl else None)
 
     def _lease(self, claim: Claim) -> float:
@@ -609,7 +611,7 @@ class ZooKeeperBackend(BaseBackend):
     def _stand(self, entry: Entry, line: Line) -> bool:
         """Note how a claim stands in a line; return whether it has to watch another node than it does."""
         with self._mutex:
-            if entry.gone:
+            if entry.gone or entry.ending:
                 return False
             place = line.place(entry.ticket)
             if entry.ticket is None or place is None:
@@ -617,6 +619,9 @@ class ZooKeeperBackend(BaseBackend):
                 self._forget(entry)
                 return False
             in_the_way = line.in_the_way(entry.ticket)
+            if entry.beside is not None and all(ticket.number != entry.beside[1] for ticket in line.tickets):
+                # The hold beside which it is to be has been taken away, and somebody else may have come since.
+                return False
             if in_the_way is None:
                 # Beside a hold of the same caller, it has the token of that one: others may have come in between.
                 entry.token = entry.number if entry.beside is None else entry.beside[0]
@@ -632,6 +637,8 @@ class ZooKeeperBackend(BaseBackend):
 
     def _stir(self, entry: Entry, event: Any) -> None:
         # In kazoo's own thread: the node that was watched has gone, or the connection.
+        if entry.gone:
+            return
         entry.watched = ""
         entry.stirred.set()
         if entry.told:
@@ -706,6 +713,11 @@ class ZooKeeperBackend(BaseBackend):
         return entry.ends_at + self.grace if entry.token is not None else math.inf
 
     def _end(self, entry: Entry) -> None:
+        with self._mutex:
+            if entry.gone or self._ends(entry) > clock.now():
+                # Renewed or granted meanwhile, as this process goes on that was stopped.
+                return
+            entry.ending = True
         try:
             self._leave(entry, patience=SOON, had=True)
         except LockBackendError as error:
