@@ -333,11 +333,13 @@ def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothin
 
 def test_an_interrupt_at_any_line_of_resuming_a_hold_leaves_it_to_be_resumed_or_free(is_free):
     for number in range(0, 600, 3):
-        text = db_lock("stock:7").acquire().detach(within=60)
+        text, resumed = db_lock("stock:7").acquire().detach(within=60), []
         with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
-            resume_hold(text).release()
+            resumed.append(resume_hold(text))
         if interrupter.where is None:
+            resumed.pop().release()
             break
+        assert not resumed
         with contextlib.suppress(LockLost):
             resume_hold(text).release()
         assert is_free(), interrupter.where

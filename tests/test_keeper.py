@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from django.db import connection, connections, transaction
 
-from dlocks import LockBackendError, LockLost, clock, db_lock, lock_lost
+from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, lock_lost
 from dlocks.backends.base import Grant
 from dlocks.conf import backends
 from dlocks.keeper import keeper
@@ -253,9 +253,24 @@ def test_a_grant_that_arrives_after_its_lease_is_given_back_and_tried_again(monk
         return grant
 
     monkeypatch.setattr(backend, "acquire", late_once)
-    with db_lock("stock:7", using="memory", ttl=10) as hold:
+    with db_lock("stock:7", using="memory", ttl=10, timeout=30) as hold:
         assert hold.remaining == pytest.approx(10)
     assert late == []
+
+
+def test_the_time_to_wait_is_counted_from_the_beginning_also_where_there_is_no_line(monkeypatch, turned_clock):
+    tries = []
+
+    def busy(claim):
+        tries.append(turned_clock.time)
+        turned_clock.turn(0.8)
+
+    began = turned_clock.time
+    monkeypatch.setattr(backends["memory"], "acquire", busy)
+    monkeypatch.setattr(clock, "rest", lambda bell, seconds: turned_clock.turn(seconds))
+    with pytest.raises(LockTimeout):
+        db_lock("stock:7", using="memory", timeout=1.0).acquire()
+    assert max(tries) <= began + 1.0
 
 
 def test_a_renewal_counts_from_before_it_was_sent(turned_clock):
