@@ -760,7 +760,7 @@ def test_who_forks_while_others_wait_disturbs_nobody(threads, in_line, until):
 def test_a_share_from_the_line_is_entered_again_renewed_and_fenced_as_any_hold(
     using, kind, in_line, threads, elsewhere
 ):
-    policy = {"using": using, "ttl": 2.0}
+    policy = {"using": using, "ttl": 4.0}
     lock = db_semaphore("stock:7", permits=1, **policy) if kind == "permit" else db_rwlock("stock:7", **policy).read()
     before = db_lock("stock:7", using=using).acquire()
     ready, done, holds = threading.Event(), threading.Event(), []
@@ -780,7 +780,7 @@ def test_a_share_from_the_line_is_entered_again_renewed_and_fenced_as_any_hold(
     assert ready.wait(30)
     assert holds[0].token > before.token
     # Longer than the short lease from the line, and than the ttl.
-    time.sleep(2.5)
+    time.sleep(4.5)
     assert holds[0].held
     assert elsewhere(db_lock("stock:7", using=using, timeout=0).try_acquire) is None
     done.set()
