@@ -35,7 +35,7 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
             yield
             return
         if hold.is_over:
-            raise hold.lost_error()
+            raise hold._told_lost()
         # A savepoint around may take the writing back, though the row stays locked. First of what is done on commit.
         here = Mark.here(connection)
         pin = Mark.of_lock(connection)

@@ -412,7 +412,8 @@ class Hold:
             return False
         if self.scope == "transaction":
             return self.held
-        return self._count > 0 or self.held
+        # One that is left, in a transaction, is kept for its at_least from whoever comes, also from this caller.
+        return self._count > 0 or (self.held and self.age >= self.lock.at_least)
 
     def enter(self) -> bool:
         """Count one entry more, and ask whether the key is still this hold's; return False when it has ended."""

@@ -149,7 +149,7 @@ def test_a_row_that_could_not_be_locked_is_renewed_as_before(row, using, monkeyp
     def fail(claim, database):
         raise LockBackendError("Somebody else has had the row for too long.")
 
-    hold = db_lock("stock", using=using, ttl=0.6).acquire()
+    hold = db_lock("stock", using=using).acquire()
     with transaction.atomic():
         with monkeypatch.context() as patched:
             patched.setattr(backend, "pin", fail)
