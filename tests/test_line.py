@@ -1437,12 +1437,20 @@ def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere):
         loop = asyncio.new_event_loop()
         waits = loop.create_task(db_lock("stock:7", timeout=None).aacquire())
         loop.run_until_complete(wait_for_it())
+        # That of Django's thread, which ends with the loop.
+        loop.run_until_complete(sync_to_async(connections.close_all)())
         loop.close()
         # Or Python tells of it as it is collected.
         waits._log_destroy_pending = False
 
+    def waiting():
+        try:
+            return backends["default"].waiting("stock:7")
+        finally:
+            connections.close_all()
+
     async def wait_for_it():
-        while not await asyncio.to_thread(lambda: backends["default"].waiting("stock:7")):
+        while not await asyncio.to_thread(waiting):
             await asyncio.sleep(0.01)
 
     with db_lock("stock:7"):
