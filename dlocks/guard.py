@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,9 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
         try:
             _pin(hold, database)
         except LockError:
-            # It was not.
-            hold.pinned_in.remove(pin)
+            # It was not. Where the connection was lost, the keeper may have found that by itself.
+            with suppress(ValueError):
+                hold.pinned_in.remove(pin)
             raise
         yield
         here.at_commit.append(partial(hold.committed, _pin(hold, database)))

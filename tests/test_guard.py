@@ -159,6 +159,19 @@ def test_a_row_that_could_not_be_locked_is_renewed_as_before(row, using, monkeyp
     hold.release()
 
 
+def test_that_the_database_could_not_be_asked_is_told_though_the_keeper_saw_the_pin_end_first(row, monkeypatch):
+    with db_lock("stock") as hold:
+
+        def fail(claim, database):
+            hold.pinned_in.clear()
+            raise LockBackendError("The connection was lost.")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(backends["default"], "pin", fail)
+            with pytest.raises(LockBackendError, match="was lost"), hold.atomic():
+                pass
+
+
 def test_a_slow_callback_that_the_block_has_registered_makes_no_loss_of_the_hold(row, using):
     lost = []
     with db_lock("stock", using=using, ttl=0.5, renew=False, on_lost=lost.append) as hold:

@@ -106,7 +106,7 @@ class Tending(Line):
         """
         Forget the shares of a key that ended, and its claims of which nothing was heard for long; the line moves on.
 
-        Return how many of each, of a thousand; none where the key is locked by a transaction.
+        Return how many of each; none where the key is locked by a transaction.
         """
 
         def step(head: Head | None) -> tuple[int, int]:
