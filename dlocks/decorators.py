@@ -20,7 +20,7 @@ from django.views import View
 
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.coroutines import in_django_thread
-from dlocks.exceptions import LockTimeout
+from dlocks.exceptions import LockNotAwaitable, LockTimeout
 from dlocks.locks import Lock
 
 P = ParamSpec("P")
@@ -101,11 +101,11 @@ class LockDecorator(Generic[B]):
                             "back. Make it an 'async def', or mark it with asgiref.sync.markcoroutinefunction()."
                         )
                     return _done(function, result)
-            except LockTimeout as error:
+            except (LockTimeout, LockNotAwaitable) as error:
                 # One of the function's own is not about this lock.
                 if entered or self.busy == "raise":
                     raise
-                return None if self.busy == "skip" else self.busy(error, *args, **kwargs)
+                return None if self.busy == "skip" else self.busy(_as_timeout(lock, error), *args, **kwargs)
 
         return locked
 
@@ -122,10 +122,10 @@ class LockDecorator(Generic[B]):
                 async with lock:
                     entered = True
                     return _done(function, await function(*args, **kwargs))
-            except LockTimeout as error:
+            except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":
                     raise
-                result = None if self.busy == "skip" else self.busy(error, *args, **kwargs)
+                result = None if self.busy == "skip" else self.busy(_as_timeout(lock, error), *args, **kwargs)
                 return await result if inspect.isawaitable(result) else result
 
         return locked
@@ -179,6 +179,13 @@ def locked_view(
         return response
 
     return LockDecorator(key, busy=busy, timeout=timeout, using=using, **policy)
+
+
+def _as_timeout(lock: Lock, error: LockTimeout | LockNotAwaitable) -> LockTimeout:
+    """Return what a function for busy keys is called with, also where the key could not be waited for."""
+    if isinstance(error, LockTimeout):
+        return error
+    return LockTimeout(str(error), key=lock.key, timeout=0.0, holder=error.holder)
 
 
 def _done(function: Any, result: T) -> T:

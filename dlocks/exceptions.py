@@ -34,7 +34,16 @@ class LockTimeout(LockError, TimeoutError):
 
 
 class LockNotAwaitable(LockError):
-    """Somebody else has the lock, and it cannot be waited for where the caller stands. Who only tries finds it busy."""
+    """
+    Somebody else has the lock, and it cannot be waited for where the caller stands: inside a transaction on SQLite.
+
+    Who only tries, with ``timeout=0``, finds it busy.
+    """
+
+    def __init__(self, message: str, *, key: str, holder: Holder | None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.holder = holder
 
 
 class LockLost(LockError):

@@ -92,7 +92,7 @@ class Mark:
 
 class Written:
     """
-    What was written in a connection's transaction, and whether that has taken it back.
+    What was written in a connection's transaction, by ``models``, and whether that has taken it back.
 
     It is an entry among what is to be done on commit, as a ``Mark`` is; the first, so that the others find it done.
     """
@@ -100,6 +100,7 @@ class Written:
     def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str]) -> None:
         self._connection = weakref.ref(connection)
         self._committed = False
+        self.models: set[Any] = set()
         self.__qualname__ = type(self).__name__
         connection.run_on_commit.insert(0, cast("Any", (savepoints, self, True)))
 
@@ -107,15 +108,26 @@ class Written:
         self._committed = True
 
     @classmethod
-    def here(cls, connection: BaseDatabaseWrapper) -> Self | None:
+    def here(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
         """Note a write; return None where no rollback can come, or Django would not tell of it, or nobody is left."""
         if why_untold(connection) is not None or len(list(_own_blocks(connection))) < len(connection.atomic_blocks):
             return None
         savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
         for found, written, *_ in connection.run_on_commit[:1]:
             if isinstance(written, cls) and found == savepoints:
+                break
+        else:
+            written = cls(connection, savepoints)
+        written.models.add(model)
+        return written
+
+    @classmethod
+    def around(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
+        """Return the last write to a model that what is read here may show, and a rollback would take back."""
+        for _savepoints, written, *_ in connection.run_on_commit:
+            if isinstance(written, cls) and model in written.models:
                 return written
-        return cls(connection, savepoints)
+        return None
 
     @property
     def was_undone(self) -> bool:

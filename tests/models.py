@@ -115,3 +115,9 @@ class Robot(Machine):
     """The fence is in the parent's table."""
 
     arms = models.IntegerField(default=2)
+
+
+class Crane(FencedModel, Place):
+    """The fence is in the child's table; the parent has none."""
+
+    steps = models.IntegerField(default=0)

@@ -292,6 +292,37 @@ def test_what_was_not_touched_is_known_whatever_its_kind(article, author):
     assert sent(str(form))["author"] == ""
 
 
+class TagsForm(ArticleForm):
+    tags = forms.JSONField(required=False)
+    chosen = forms.TypedMultipleChoiceField(choices=[(1, "a"), (2, "b")], coerce=int, required=False)
+
+
+def test_another_order_is_a_change_where_the_order_is_the_value(article):
+    initial = {"tags": ["a", "b", {"x": 1, "y": 2}], "chosen": [1, 2]}
+    for tags, chosen, touched in (
+        ('["b", "a", {"x": 1, "y": 2}]', ["1", "2"], ["Tags"]),
+        ('["a", "b", {"x": 1, "y": "2"}]', ["1", "2"], ["Tags"]),
+        ('["a", "b", {"y": 2, "x": 1}]', ["2", "1"], []),
+    ):
+        text = str(TagsForm(instance=Article.objects.get(), initial=initial))
+        data = sent(text, tags=tags, chosen=chosen)
+        Article.objects.update(title=tags)
+        later = {"tags": "theirs", "chosen": []}
+        form = TagsForm(QueryDict(urlencode(data, doseq=True)), instance=Article.objects.get(), initial=later)
+        assert not form.is_valid()
+        assert [one.label for one in form.conflict.differences if one.is_touched] == touched
+
+
+def test_line_ends_as_browsers_send_them_are_no_change():
+    article = Article.objects.create(title="first", body="x\ny ")
+    data = sent(str(ArticleForm(instance=article)), title="mine", body="x\r\ny")
+    Article.objects.update(body="theirs\nz")
+    form = ArticleForm(data, instance=Article.objects.get())
+    assert not form.is_valid()
+    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [("Title", True), ("Body", False)]
+    assert form["body"].value() == "theirs\nz"
+
+
 def formset_of(data=None):
     factory = modelformset_factory(Article, ArticleForm, formset=VersionedFormSet, extra=0, can_delete=True)
     return factory(data, queryset=Article.objects.order_by("pk"))

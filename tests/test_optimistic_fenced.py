@@ -12,8 +12,9 @@ from django.db import models, transaction
 
 from dlocks import LockError, StaleToken, db_lock
 from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
+from dlocks.optimistic.fenced import FencedQuerySet
 from tests import jobs
-from tests.models import Machine, Robot
+from tests.models import Crane, Machine, Place, Robot
 
 pytestmark = pytest.mark.django_db
 
@@ -226,6 +227,46 @@ def test_querysets_write_with_a_token_all_rows_or_none(model):
     assert set(Machine.objects.values_list("state", "steps", "fence")) == {("bulk", 1, 10)}
     new.filter(state="bulk").delete()
     assert not Machine.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("write", ["update", "delete"])
+def test_a_row_that_begins_to_match_on_the_way_is_not_written_without_its_token(write, monkeypatch):
+    Machine.objects.create(state="new")
+    second = Machine.objects.create(state="old")
+    fence = FencedQuerySet._fence
+
+    def then_another_writes(rows, token):
+        written = fence(rows, token)
+        Machine.objects.claim(second.pk, 1)
+        models.QuerySet(Machine).filter(pk=second.pk).update(state="new")
+        return written
+
+    rows = Machine.objects.fenced(2).filter(state="new")
+    with monkeypatch.context() as patch:
+        patch.setattr(FencedQuerySet, "_fence", lambda rows, token: (patch.undo(), then_another_writes(rows, token))[1])
+        assert (rows.update(steps=22) if write == "update" else rows.delete()[0]) == 1
+    assert stored(second.pk) == ("new", 0, 1)
+
+
+@pytest.mark.parametrize("model", [Crane, Robot])
+def test_a_row_that_a_newer_holder_has_deleted_is_not_brought_back(model):
+    row = model.objects.create()
+    row.claim(1)
+    model.objects.fenced(2).filter(pk=row.pk).delete()
+    with pytest.raises(StaleToken, match="is gone"):
+        row.save()
+    assert not model.objects.exists()
+    assert not Place.objects.exists()
+
+
+def test_a_queryset_is_read_anew_after_its_write(machine):
+    rows = Machine.objects.fenced(1).filter(state="new")
+    assert [row.steps for row in rows] == [0]
+    rows.update(steps=9)
+    assert [row.steps for row in rows] == [9]
+    rows.delete()
+    assert not rows
 
 
 def test_an_older_token_is_no_hindrance_to_other_rows():

@@ -14,7 +14,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, IntegrityError, connection, connections, models, transaction
 from django.db.migrations.state import ModelState, ProjectState
 from django.db.models import F
-from django.db.models.signals import post_save, pre_save
+from django.db.models.signals import post_save, pre_delete, pre_save
 
 from dlocks import LockError, StaleVersion
 from dlocks.optimistic import VersionedManager, VersionedModel, VersionedQuerySet, VersionField, microseconds
@@ -400,6 +400,113 @@ def test_what_was_read_again_before_the_rollback_is_stale_too():
         with pytest.raises(StaleVersion):
             article.save()
         article.refresh_from_db()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("model", [Article, Report, Page])
+@pytest.mark.parametrize("read", ["get", "refresh_from_db", "select_related"])
+def test_what_was_read_of_a_write_that_is_rolled_back_is_stale(model, read, monkeypatch):
+    field = "text" if model is Page else "title"
+    monkeypatch.setattr(Page._meta.get_field("lock_version"), "start", 1)
+    mine = model.objects.create(pk="7" if model is Page else 7)
+    if read == "select_related" and model is Article:
+        Comment.objects.create(article=mine)
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        model.objects.update(**{field: "undone"})
+        if read == "refresh_from_db":
+            mine.refresh_from_db()
+        elif read == "select_related" and model is Article:
+            mine = Comment.objects.select_related("article").get().article
+        else:
+            mine = model.objects.get()
+        raise ZeroDivisionError
+    theirs = model.objects.get()
+    setattr(theirs, field, "theirs")
+    theirs.save()
+    for write in (mine.save, mine.delete):
+        with pytest.raises(StaleVersion):
+            write()
+    assert getattr(model.objects.get(), field) == "theirs"
+    mine.refresh_from_db()
+    mine.save()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_was_read_in_a_transaction_is_not_stale_for_the_writes_of_others(article):
+    other = Page.objects.create(slug="7")
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        Page.objects.update(text="undone")
+        article = Article.objects.get()
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            other.refresh_from_db()
+            raise ZeroDivisionError
+        other.save()
+        raise ZeroDivisionError
+    article.save()
+    with transaction.atomic():
+        Article.objects.update(title="done")
+        article = Article.objects.get()
+    article.save()
+    assert stored(Article, article.pk) == 4
+
+
+def test_a_version_that_was_not_loaded_is_not_made_up_by_full_clean(article, another):
+    mine = Article.objects.defer("version").get()
+    another.save()
+    mine.title = "mine"
+    mine.full_clean()
+    with pytest.raises(RuntimeError, match="loaded without its version"):
+        mine.save()
+    article.refresh_from_db()
+    article.full_clean()
+    article.save()
+
+
+def test_a_queryset_is_read_anew_after_its_update(article):
+    Article.objects.update(author=Counter.objects.create(name="Ann"))
+    report = Report.objects.create(pages=1)
+    for rows in (Article.objects.filter(author__name="Ann"), Report.objects.filter(pk=report.pk)):
+        assert len(rows) == 1
+        rows.update(title="new")
+        assert rows[0].title == "new"
+        rows[0].save()
+
+
+@KINDS
+@pytest.mark.parametrize("verb", ["save", "check_version", "touch"])
+def test_a_row_can_be_written_by_a_receiver_of_its_deletion(model, field, verb):
+    instance = model.objects.create()
+
+    def note(instance, **kwargs):
+        getattr(instance, verb)()
+
+    pre_delete.connect(note, sender=model)
+    try:
+        stale = model.objects.get()
+        model.objects.update(**{field: "7"})
+        with pytest.raises(StaleVersion):
+            stale.delete()
+        instance.refresh_from_db()
+        instance.delete()
+    finally:
+        pre_delete.disconnect(note, sender=model)
+    assert not model.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_deletion_that_fails_leaves_the_instance_as_it_was(article):
+    def fail(instance, **kwargs):
+        instance.save()
+        raise ZeroDivisionError
+
+    pre_delete.connect(fail, sender=Article)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            article.delete()
+    finally:
+        pre_delete.disconnect(fail, sender=Article)
+    article.save()
+    assert stored(Article, article.pk) == article.version == 2
 
 
 @pytest.mark.django_db(transaction=True)

@@ -9,7 +9,7 @@ import pytest
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import Client, TestCase, TransactionTestCase, override_settings
 
-from dlocks import LockBackendError, LockError, LockLost, LockTimeout, db_lock
+from dlocks import LockBackendError, LockError, LockLost, LockNotAwaitable, LockTimeout, db_lock, locked_view
 from dlocks.conf import backends
 from dlocks.keeper import keeper
 from dlocks.models import LockState, ResourceLock
@@ -465,6 +465,8 @@ def test_on_sqlite_somebody_s_lease_cannot_be_waited_for_in_a_transaction(using,
             db_lock("stock:7", using=using, timeout=30).acquire()
         assert not isinstance(caught.value, (LockTimeout, LockBackendError))
         assert time.monotonic() - started < 5
+        assert caught.value.key == "stock:7"
+        assert str(holder.process.pid) in caught.value.holder.holder
     holder.tell()
     holder.hear()
 
@@ -482,6 +484,26 @@ def test_on_sqlite_who_only_tries_in_a_transaction_finds_it_busy(using, workers)
         with pytest.raises(LockTimeout):
             db_lock("stock:7", using=using, timeout=0).acquire()
         assert db_lock("stock:7", using=using, timeout=0, busy="skip")(lambda: "done")() is None
+    holder.tell()
+    holder.hear()
+
+
+@pytest.mark.engine("sqlite")
+def test_on_sqlite_what_is_decorated_finds_a_key_busy_that_it_cannot_wait_for(workers):
+    def whose(error, *args):
+        return type(error), error.key, error.holder.holder
+
+    (holder,) = workers(1)
+    holder.start(jobs.hold, "stock:7")
+    holder.hear()
+    with transaction.atomic():
+        assert db_lock("stock:7", timeout=3, busy="skip")(lambda: "done")() is None
+        kind, key, who = db_lock("stock:7", timeout=3, busy=whose)(lambda: "done")()
+        assert (kind, key) == (LockTimeout, "stock:7")
+        assert str(holder.process.pid) in who
+        assert locked_view("stock:7", timeout=3)(lambda request: "done")(None).status_code == 409
+        with pytest.raises(LockNotAwaitable):
+            db_lock("stock:7", timeout=3, busy="raise")(lambda: "done")()
     holder.tell()
     holder.hear()
 

@@ -68,12 +68,16 @@ class FencedQuerySet(models.QuerySet[Any]):
         if "fence" in kwargs:
             raise ValueError("The fence is written by fenced(hold).update(), and cannot be updated to a value.")
         with self._fenced() as rows:
-            return super(FencedQuerySet, rows).update(**kwargs)
+            updated = super(FencedQuerySet, rows).update(**kwargs)
+        self._result_cache = None
+        return updated
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """Delete all rows. Raise StaleToken, and delete nothing, when one of them has a newer token."""
         with self._fenced() as rows:
-            return super(FencedQuerySet, rows).delete()
+            deleted = super(FencedQuerySet, rows).delete()
+        self._result_cache = None
+        return deleted
 
     def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
         """Update the fields of all instances, with the token; see update()."""
@@ -150,7 +154,8 @@ class _Fenced:
         except BaseException as error:
             self.atomic.__exit__(type(error), error, error.__traceback__)
             raise
-        return self.rows.filter(fence__lte=self.token)
+        # Those that were written above, and are locked: others may have begun to match since.
+        return self.rows.filter(fence=self.token)
 
     def __exit__(self, *error: object) -> None:
         self.atomic.__exit__(*cast("Any", error))
@@ -249,10 +254,16 @@ class FencedModel(models.Model):
     ) -> None:
         using = using or router.db_for_write(type(self), instance=self)
         is_update = self._is_pk_set() and not (raw or force_insert)  # type: ignore[attr-defined]
-        if is_update and (not self._state.adding or force_update or update_fields):
+        state: Any = self._state
+        if is_update and (not state.adding or force_update or update_fields):
             self._need_token()
-        with refusable(self, using, StaleToken):
-            super().save_base(raw, force_insert, force_update, using, update_fields)
+        # A row that was read is there, or has been deleted; it is not to be inserted again.
+        state.was_read = is_update and not state.adding and not is_copy(self, using)
+        try:
+            with refusable(self, using, StaleToken):
+                super().save_base(raw, force_insert, force_update, using, update_fields)
+        finally:
+            state.was_read = False
 
     def _save_table(
         self,
@@ -267,6 +278,9 @@ class FencedModel(models.Model):
             # Never Django's UPDATE of whatever has the key.
             force_insert = True
         state: Any = self._state
+        if force_insert and self._is_fenced(cls) and getattr(state, "was_read", False):
+            # Its parent was gone, and has just been inserted.
+            raise StaleToken(type(self), self.pk, self._need_token(), None)
         state.is_raw = raw
         try:
             return super()._save_table(raw, cls, force_insert, force_update, using, update_fields)  # type: ignore[misc]

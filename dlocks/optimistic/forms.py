@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cached_property
@@ -196,10 +197,19 @@ def _canonical(field: forms.Field, value: Any) -> str:
     if isinstance(value, models.Model):
         key = getattr(field, "to_field_name", None)
         return str(value.serializable_value(key) if key else value.pk)
+    if isinstance(field, forms.JSONField):
+        return json.dumps(value, sort_keys=True, cls=field.encoder, default=str)
     if isinstance(value, (list, tuple, set, models.QuerySet)):
-        return repr(sorted(_canonical(field, one) for one in value))
+        several = [_canonical(field, one) for one in value]
+        # Of chosen ones the order means nothing.
+        chosen = isinstance(field, (forms.MultipleChoiceField, forms.ModelMultipleChoiceField))
+        return repr(sorted(several) if chosen or isinstance(value, set) else several)
     if isinstance(value, datetime) and value.tzinfo is not None:
         return value.astimezone(UTC).isoformat()
+    if isinstance(value, str):
+        # As browsers send what they have been given, and as fields clean it.
+        value = value.replace("\r\n", "\n").replace("\r", "\n")
+        return str(value.strip() if getattr(field, "strip", False) else value)
     return "" if value is None else str(value)
 
 

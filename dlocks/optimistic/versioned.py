@@ -10,7 +10,7 @@ from typing import Any
 from asgiref.sync import sync_to_async
 from django.core import checks
 from django.core.exceptions import FieldDoesNotExist
-from django.db import connections, models, router, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, models, router, transaction
 from django.db.models.functions import Greatest
 from django.db.models.query_utils import DeferredAttribute
 from django.utils.translation import gettext_lazy as _
@@ -99,9 +99,9 @@ def version_field(model: type[models.Model]) -> VersionField:
     raise FieldDoesNotExist(f"{model._meta.label} has no VersionField.")
 
 
-def note_written(instances: Iterable[models.Model], using: str) -> None:
+def note_written(model: type[models.Model], instances: Iterable[models.Model], using: str) -> None:
     """Note where instances whose versions were counted up just now were written: a rollback takes that back."""
-    written = Written.here(connections[using])
+    written = Written.here(connections[using], version_field(model).model._meta.concrete_model)
     for instance in instances:
         state: Any = instance._state
         state.written = written
@@ -157,8 +157,13 @@ class VersionedQuerySet(models.QuerySet[Any]):
         self._for_write = True
         # The version may be in a parent's table: two statements.
         with transaction.atomic(using=self.db, savepoint=False):
+            # Who reads the rows after this, in the same transaction, has what a rollback takes back.
+            note_written(self.model, [], self.db)
             rows = self._locked(field.model._meta.concrete_model)
-            return super(VersionedQuerySet, rows).update(**kwargs, **{field.name: models.F(field.name) + 1})
+            updated = super(VersionedQuerySet, rows).update(**kwargs, **{field.name: models.F(field.name) + 1})
+        # As Django does: what was read before is older now.
+        self._result_cache = None
+        return updated
 
     def _locked(self, owner: Any) -> Any:
         """Return the rows, locked where the statement that writes them does not look at all conditions itself."""
@@ -206,7 +211,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
             raise StaleVersion(self.model, stale[0], held[stale[0]], found.get(stale[0]), stale) from None
         for obj in objs:
             setattr(obj, field.attname, held[obj._get_pk_val(model._meta)] + 1)
-        note_written(objs, self.db)
+        note_written(self.model, objs, self.db)
         return updated
 
     def bulk_create(
@@ -238,7 +243,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
                     # Django does not tell which row it is.
                     setattr(obj, field.attname, field.get_default())
         else:
-            note_written(objs, self.db)
+            note_written(self.model, objs, self.db)
         return objs
 
     def only(self, *fields: Any) -> Any:
@@ -343,9 +348,7 @@ class VersionedModel(models.Model):
         fields = None if fields is None else list(fields)
         if self._is_read_whole(from_queryset) if fields is None else not {field.name, attname}.isdisjoint(fields):
             super().refresh_from_db(using, fields, from_queryset)
-            state: Any = self._state
-            if (written := getattr(state, "written", None)) is not None and written.was_undone:
-                state.written = None
+            self._note_read()
             return
         held = self.__dict__.get(attname)
         try:
@@ -362,6 +365,27 @@ class VersionedModel(models.Model):
             return deferring and not names
         loaded = {name for field in self._meta.concrete_fields for name in (field.name, field.attname)}
         return not deferring or not names & (loaded - self.get_deferred_fields())
+
+    def _note_read(self) -> None:
+        """Note whether what has just been read may have been written in the same transaction, which may be undone."""
+        state: Any = self._state
+        connection = connections[state.db]
+        owner = version_field(type(self)).model._meta.concrete_model
+        state.written = Written.around(connection, owner) if connection.run_on_commit else None
+
+    @classmethod
+    def from_db(cls, db: str | None, *args: Any, **kwargs: Any) -> Any:
+        instance: Any = super().from_db(db, *args, **kwargs)
+        if connections[db or DEFAULT_DB_ALIAS].run_on_commit:
+            instance._note_read()
+        return instance
+
+    def clean_fields(self, exclude: Collection[str] | None = None) -> None:
+        field = version_field(type(self))
+        if field.attname not in self.__dict__:
+            # It would be read, and kept as if it were that of the other values.
+            exclude = {*(exclude or ()), field.name}
+        super().clean_fields(exclude)
 
     async def atouch(self, using: str | None = None) -> None:
         await sync_to_async(self.touch)(using=using)
@@ -380,7 +404,15 @@ class VersionedModel(models.Model):
             rows: Any = field.model._base_manager.using(using).filter(pk=self._get_pk_val(field.model._meta))
             if not rows.filter(**{field.attname: held})._update([(field, None, held + 1)]):
                 raise StaleVersion(type(self), self.pk, held, self._found_version(using))
-            return super().delete(using=using, keep_parents=keep_parents)
+            state: Any = self._state
+            written = getattr(state, "written", None)
+            # For what receivers of pre_delete do with it.
+            setattr(self, field.attname, held + 1)
+            try:
+                return super().delete(using=using, keep_parents=keep_parents)
+            finally:
+                setattr(self, field.attname, held)
+                state.written = written
 
     def save_base(
         self,
@@ -439,7 +471,7 @@ class VersionedModel(models.Model):
         finally:
             state.is_raw = False
         if self._is_versioned(cls) and not (updated and self.__dict__.get(attname) == state.version_before[0]):
-            note_written([self], using)  # type: ignore[arg-type]
+            note_written(type(self), [self], using)  # type: ignore[arg-type]
         if cls is self._meta.concrete_model:
             state.__dict__.pop("version_before", None)
         return updated

@@ -428,9 +428,12 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         if row is not None and row.stale and not claim.takeover:
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
+            holder = self.holder(claim.key)
             raise LockNotAwaitable(
-                f"{claim.key!r} is held by {self.holder(claim.key)}, and cannot be waited for inside a transaction: "
-                "SQLite has one writer, so its holder could never give it back. Take the lock before the transaction."
+                f"{claim.key!r} is held by {holder}, and cannot be waited for inside a transaction: SQLite has one "
+                "writer, so its holder could never give it back. Take the lock before the transaction.",
+                key=claim.key,
+                holder=holder,
             )
 
     def _renew(self, claims: Sequence[Claim], ttl: float, shared: bool) -> dict[str, float]:
