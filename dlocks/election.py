@@ -122,6 +122,7 @@ class LeaderElection:
 
     def run(self) -> None:
         """Campaign and lead until ``stop()`` is called; a backend that cannot be asked is asked again and again."""
+        self._refuse_coroutines()
         self._begin()
         retries = _retries()
         try:
@@ -140,6 +141,7 @@ class LeaderElection:
 
     def start(self) -> None:
         """Run in a thread of its own."""
+        self._refuse_coroutines()
         thread = threading.Thread(target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True)
         self._begin(thread)
         try:
@@ -209,6 +211,11 @@ class LeaderElection:
 
     # Inside.
 
+    def _refuse_coroutines(self) -> None:
+        for function in (self.on_elected, self.on_deposed):
+            if inspect.iscoroutinefunction(function):
+                raise TypeError(f"{function!r} is a coroutine function, which nobody would await here: use arun().")
+
     def _begin(self, runner: threading.Thread | None = None) -> None:
         with self._mutex:
             if self._runner is not None and not (runner is None and self._runner is threading.current_thread()):
@@ -253,7 +260,7 @@ class LeaderElection:
         try:
             try:
                 if self.on_elected is not None:
-                    self.on_elected(hold)
+                    _refuse_coroutine(self.on_elected(hold))
                 while self.is_leader:
                     self._rest(hold.remaining)
             except Exception as error:  # noqa: BLE001 (logged there)
@@ -280,7 +287,7 @@ class LeaderElection:
         logger.info("Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token)
         if self.on_deposed is not None:
             try:
-                self.on_deposed(hold)
+                _refuse_coroutine(self.on_deposed(hold))
             except Exception:
                 logger.exception("on_deposed of %r failed", self.name)
 
@@ -337,6 +344,8 @@ class LeaderElection:
                 work.add_done_callback(lambda _: bell.set())
             while self.is_leader and (work is None or not work.done() or _returned(work)):
                 await _arest(bell, hold.remaining)
+            if self.is_leader and work is not None and work.cancelled():
+                failed = self._failed(hold, RuntimeError("It was cancelled, and not by the election."))
         except Exception as error:  # noqa: BLE001 (logged there)
             failed = self._failed(hold, error)
         finally:
@@ -370,6 +379,12 @@ class LeaderElection:
             logger.exception("on_deposed of %r failed", self.name)
         if cancelled is not None:
             raise cancelled
+
+
+def _refuse_coroutine(result: object) -> None:
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"{result!r} was returned, which nobody awaits here: use arun().")
 
 
 def _returned(work: asyncio.Future[Any]) -> bool:

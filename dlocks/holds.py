@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from django.db import connections
+from django.utils.asyncio import async_unsafe
 
 from dlocks import clock, privacy
 from dlocks.backends.base import BaseBackend, Claim, Grant
@@ -47,6 +48,12 @@ SOONEST_RENEWAL = 0.02
 HANDED_OVER = "it was handed over"
 
 Caller = threading.Thread | asyncio.Task[Any]
+# Refused before anything is done, so that the other verb can do it.
+not_in_a_coroutine = async_unsafe(
+    "This would stop the event loop: in a coroutine it is 'async with', or a verb with an 'a', as in"
+    " 'await hold.arelease()'."
+)
+
 # Whose hold, of which backend, on which key, and whether it is shared.
 Entrance = tuple[Caller, str, str, bool]
 
@@ -174,12 +181,14 @@ class Hold:
 
     # What its holder can do.
 
+    @not_in_a_coroutine
     def check(self) -> None:
         """Ask the backend whether the key is still this hold's; raise LockLost when not."""
         if not self._keeps or not self._confirmed(self._count):
             self.lose("the backend says it is no longer this hold's" if self._keeps else self.why_not())
             raise self._told_lost()
 
+    @not_in_a_coroutine
     def renew(self) -> None:
         """Extend the lease to its ttl from now; raise LockLost when it is gone. In a transaction there is no lease."""
         if self.scope == "transaction" or self.pinned:
@@ -204,6 +213,7 @@ class Hold:
             # Otherwise it was written by the caller's transaction, which may take it back.
             self.note_answer(sent, left[self.owner])
 
+    @not_in_a_coroutine
     def release(self, *, failed: bool = False) -> None:
         """
         Leave once; the last to leave gives the key back. To leave again does nothing.
@@ -257,6 +267,7 @@ class Hold:
 
         return await in_django_thread(call, only_there=True)
 
+    @not_in_a_coroutine
     def detach(self, *, within: float | None = None) -> str:
         """Give the hold away, to the process that resumes it by the text returned; see ``dlocks.handover``."""
         from dlocks.handover import detach
@@ -442,10 +453,14 @@ class Hold:
             raise
         return True
 
-    def abandon(self) -> None:
-        """Forget a hold that its caller never learned of; the claim behind it is given up by the lock."""
-        self._count = 0
-        self._end()
+    def abandon(self) -> bool:
+        """
+        Forget a hold that its caller never learned of; the claim behind it is given up by the lock.
+
+        Return whether its end is still to be told.
+        """
+        self._count, self._failed = 0, True
+        return self._end() and self._lost is None
 
     def undo_entry(self, count: int) -> None:
         """Go back to the count from before an entry that its caller never learned of."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,7 @@ from dlocks.coroutines import acquiring, in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, LockTimeout
 from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
 from dlocks.keeper import keeper
-from dlocks.signals import lock_acquired, lock_timeout
+from dlocks.signals import lock_acquired, lock_released, lock_timeout
 from dlocks.transactions import warn_of_old_snapshots
 from dlocks.waiting import Waiter, delays, room_of
 
@@ -35,6 +37,8 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("dlocks")
+
+GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 class _FromSettings:
@@ -109,6 +113,8 @@ class Lock:
             raise ValueError(f"permits must be 1 or more and at most {UNLIMITED}, not {self.permits}")
         if self.on_lost is not None and not callable(self.on_lost):
             raise TypeError(f"on_lost must be callable, not {type(self.on_lost).__name__}")
+        if inspect.iscoroutinefunction(self.on_lost):
+            raise TypeError("on_lost cannot be a coroutine function: it is called in a thread, where nobody awaits it.")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -141,7 +147,7 @@ class Lock:
         depth = len(entered)
         try:
             hold = self.acquire()
-            entered.append(_Entry(self, hold, hold.count, entered))
+            entered.append(_Entry(self, hold, hold.count, entered, _generator()))
             return hold
         except BaseException:
             del entered[depth:]
@@ -153,11 +159,11 @@ class Lock:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         entry = None
         try:
-            entry = self._innermost()
+            entry = self._innermost(_generator())
             entry.hold.leave(error)
             entry.forget()
         except BaseException as trouble:
-            entry = entry or self._innermost()
+            entry = entry or self._innermost(_generator())
             # Interrupted, perhaps before anything was done, or by what a signal's handler raised: leave all the same.
             if not isinstance(trouble, LockError) and entry.there and entry.hold.count >= entry.count:
                 with suppress(Exception):
@@ -189,11 +195,11 @@ class Lock:
     async def __aenter__(self) -> Hold:
         hold = await self.aacquire()
         entered = _entered.setdefault(current_caller(), [])
-        entered.append(_Entry(self, hold, hold.count, entered))
+        entered.append(_Entry(self, hold, hold.count, entered, _generator()))
         return hold
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        entry = self._innermost()
+        entry = self._innermost(_generator())
         entry.forget()
         await entry.hold.aleave(error)
 
@@ -263,26 +269,32 @@ class Lock:
             raise ValueError(f"With its prefix the key has {len(key)} characters; {KEY_LENGTH} is the most: {key!r}")
         return key
 
-    def _innermost(self) -> _Entry:
-        for entry in reversed(_entered.get(current_caller(), [])):
-            if entry.lock is self:
+    def _innermost(self, generator: int | None) -> _Entry:
+        """Return the block that ends now: in its generator, or else the last one that this caller has begun."""
+        mine = [entry for entry in reversed(_entered.get(current_caller(), [])) if entry.lock is self]
+        for entry in mine:
+            if entry.generator == generator:
                 return entry
         # A generator that was left in the middle is closed by whoever finds it: asyncio has a task of its own for that.
         blocks: dict[Any, list[_Entry]] = _entered.data  # type: ignore[attr-defined]
         others = [entry for entered in list(blocks.values()) for entry in list(entered) if entry.lock is self]
-        if len(others) == 1:
-            return others[0]
+        for entry in others if generator is not None else ():
+            if entry.generator == generator:
+                return entry
+        if mine or len(others) == 1:
+            return (mine or others)[0]
         raise RuntimeError(f"The block of {self.key!r} ends in another thread or task than it began in.")
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One block that a caller is in: its lock and hold, and the hold's count inside it."""
+    """One block that a caller is in: its lock and hold, the hold's count inside it, and the generator that it is in."""
 
     lock: Lock
     hold: Hold
     count: int
     entered: list[_Entry]
+    generator: int | None
 
     @property
     def there(self) -> bool:
@@ -292,6 +304,13 @@ class _Entry:
     def forget(self) -> None:
         if self.there:
             self.entered.remove(self)
+
+
+def _generator() -> int | None:
+    """Return what tells the generator, sync or async, whose block begins or ends; None where it is another's."""
+    # Its frame is the same as long as the block lasts, whoever goes on with it or closes it.
+    frame = sys._getframe(2)
+    return id(frame) if frame.f_code.co_flags & GENERATORS else None
 
 
 class Trying(Protocol):
@@ -344,6 +363,10 @@ class Attempt:
 
     def once(self) -> Hold | None:
         """Try once."""
+        if self.claim is not None and self._kept_for() == 0:
+            # What this caller has left itself can be entered by now, and would be waited for in vain.
+            self.give_up()
+            self.claim = None
         if self.claim is None and (mine := self.begin()) is not None:
             return mine
         claim = self.claim or self._claim()
@@ -396,6 +419,17 @@ class Attempt:
 
     def pause(self) -> float | None:
         """Return how long to wait before the next try, None for ever; raise LockTimeout when the time is over."""
+        pause, kept = self._pause(), self._kept_for()
+        return pause if kept is None else kept if pause is None else min(pause, kept)
+
+    def _kept_for(self) -> float | None:
+        """Return for how long what the caller has left, in a transaction, is kept from itself; None: there is none."""
+        mine = holds_by_caller.get((self.caller, self.backend.identity, self.key, self.lock.shared))
+        if mine is None or mine.count or not mine.in_transactions or not mine.held:
+            return None
+        return max(0.0, mine.lock.at_least - mine.age)
+
+    def _pause(self) -> float | None:
         left = None if self.timeout is None else self.began + self.timeout - clock.now()
         claim = self.claim if self.backend.supports_queue else None
         if self.waiter is None and claim is not None and claim.fair and (left is None or left > 0):
@@ -449,8 +483,7 @@ class Attempt:
             room_of(self.backend).leave(waiter)
         if self.claim is None or not (self.unknown or waiter is not None):
             return
-        if self.hold is not None:
-            self.hold.abandon()
+        ended = self.hold is not None and self.hold.abandon()
         release = functools.partial(self.backend.release, self.claim, failed=True)
         try:
             if waiter is not None:
@@ -460,6 +493,8 @@ class Attempt:
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
         self.unknown, self.waiter = False, None
+        if ended:
+            lock_released.send_robust(Lock, hold=self.hold)
 
     def _better_in_line(self, claim: Claim) -> bool:
         """Whether to stand in line before asking at all: others did so a moment ago."""
@@ -520,8 +555,11 @@ class Attempt:
         waited = clock.now() - self.began if self.paused else 0.0
         self.hold = Hold(self.lock, self.backend, claim, grant, self.caller, sent, waited)
         entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)
-        self.hold.entered_as.append(entrance)
-        holds_by_caller[entrance] = self.hold
+        mine = holds_by_caller.get(entrance)
+        if mine is None or not (mine.lock.reentrant and mine.enterable):
+            # Otherwise this is one beside it, and that is the one to be entered again.
+            self.hold.entered_as.append(entrance)
+            holds_by_caller[entrance] = self.hold
         if claim.scope == "lease":
             keeper.keep(self.hold)
         if self.waiter is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlocks import clock
 from dlocks.exceptions import LockBackendError, LockError
-from dlocks.holds import Caller, Hold
+from dlocks.holds import Caller, Hold, not_in_a_coroutine
 from dlocks.locks import Attempt, Lock, check_key
 from dlocks.transactions import open_connections
 from dlocks.waiting import delays
@@ -146,12 +146,14 @@ class MultiHold(Hold):
         """How many callers stand in line for the keys now; see ``Hold``."""
         return sum(hold.waiting for hold in self.holds)
 
+    @not_in_a_coroutine
     def check(self) -> None:
         """Ask the backend whether all keys are still this hold's; raise LockLost when not."""
         if not (self.held and self._is_alike and self._ask(self.backend.check_all, self._claims)):
             for hold in self.holds:
                 hold.check()
 
+    @not_in_a_coroutine
     def renew(self) -> None:
         """Extend all leases to their ttl from now; raise LockLost when one is gone."""
         if self.held and self._is_alike and self.scope == "lease" and not self.pinned:
@@ -163,6 +165,7 @@ class MultiHold(Hold):
             for hold in self.holds:
                 hold.renew()
 
+    @not_in_a_coroutine
     def release(self, *, failed: bool = False) -> None:
         """Leave each key once, as ``Hold.release()`` does; what is wrong with one does not keep the others."""
         inside = self._inside

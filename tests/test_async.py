@@ -15,7 +15,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections
 from django.test import AsyncClient
 
-from dlocks import LockTimeout, aresume_hold, db_lock
+from dlocks import LockTimeout, aresume_hold, db_lock, db_semaphore
 from dlocks.conf import backends
 from dlocks.holds import holds_by_caller
 from dlocks.keeper import keeper
@@ -435,6 +435,82 @@ async def test_a_generator_that_is_left_in_the_middle_gives_back():
     while await db_lock("stock:7", using="memory").alocked() and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     assert not await db_lock("stock:7", using="memory").alocked()
+
+
+async def test_a_generator_that_is_left_gives_back_though_others_are_in_a_block_of_the_same_lock():
+    permits = db_semaphore("downloads", 2, timeout=5)
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def stream():
+        async with permits:
+            yield 1
+            yield 2
+
+    async def client():
+        async for _ in stream():
+            break
+
+    async def other():
+        async with permits as hold:
+            entered.set()
+            await go.wait()
+            await hold.acheck()
+
+    task = asyncio.create_task(other())
+    await entered.wait()
+    await asyncio.create_task(client())
+    # The one that was left is free again.
+    async with permits:
+        pass
+    go.set()
+    await task
+
+
+async def test_of_two_generators_each_ends_its_own_block():
+    permits = db_semaphore("downloads", 5, reentrant=False)
+
+    async def stream():
+        async with permits as hold:
+            yield hold
+            await hold.acheck()
+
+    first, second = stream(), stream()
+    holds = [await anext(first), await anext(second)]
+    await first.aclose()
+    assert [hold.held for hold in holds] == [False, True]
+    async for _ in second:
+        pytest.fail("there is only one")
+    assert not holds[1].held
+
+
+def test_generators_begun_in_several_threads_end_their_own_blocks(elsewhere):
+    permits = db_semaphore("downloads", 5, reentrant=False)
+
+    def rows():
+        with permits as hold:
+            yield hold
+
+    begun = [rows() for _ in range(3)]
+    holds = [elsewhere(next, one) for one in begun]
+    for number, one in enumerate(begun):
+        one.close()
+        assert [hold.held for hold in holds] == [other > number for other in range(3)]
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+async def test_a_verb_for_threads_is_refused_in_a_coroutine_and_the_other_one_does_it(using, keys):
+    hold = await db_lock(*keys, using=using).aacquire()
+    for use in (hold.check, hold.renew, hold.release, lambda: hold.__enter__().__exit__(None, None, None)):
+        with pytest.raises(SynchronousOnlyOperation, match="await hold.arelease"):
+            use()
+    if len(keys) == 1:
+        with pytest.raises(SynchronousOnlyOperation):
+            hold.detach()
+    assert hold.held
+    await hold.arelease()
+    assert not hold.held
+    assert not await db_lock("stock:7", using=using).alocked()
 
 
 def test_a_generator_that_another_thread_closes_gives_back(elsewhere):

@@ -421,6 +421,45 @@ async def test_an_error_of_the_work_is_logged_and_the_lead_given_back(caplog, mo
     await running
 
 
+async def test_work_that_is_cancelled_by_others_is_a_failure_too(caplog, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE", 0.7)
+    at = []
+    leading = asyncio.Event()
+
+    async def work(hold):
+        at.append(time.monotonic())
+        if len(at) == 1:
+            raise asyncio.CancelledError
+        leading.set()
+
+    one = LeaderElection("scheduler", using="memory", on_elected=work)
+    with caplog.at_level(logging.ERROR, "dlocks"):
+        running = asyncio.create_task(one.arun())
+        await leading.wait()
+    assert "not by the election" in caplog.text
+    assert at[1] - at[0] > 0.65, "others have a chance"
+    one.stop()
+    await running
+
+
+def test_coroutines_are_refused_where_nobody_awaits_them(elections, caplog, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE", 0.01)
+
+    async def work(hold):
+        pytest.fail("nobody awaits it")
+
+    for arguments in ({"on_elected": work}, {"on_deposed": work}):
+        one = LeaderElection("scheduler", using="memory", **arguments)
+        for begin in (one.run, one.start):
+            with pytest.raises(TypeError, match="arun"):
+                begin()
+    with caplog.at_level(logging.ERROR, "dlocks"):
+        one = elections("scheduler", on_elected=lambda hold: work(hold), on_deposed=lambda hold: one.stop())
+        assert one.stop()
+    with pytest.raises(TypeError, match="on_lost"):
+        db_lock("a", on_lost=work)
+
+
 # Processes, on the database.
 
 DATABASE = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])

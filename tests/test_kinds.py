@@ -141,6 +141,21 @@ def test_who_enters_again_takes_no_further_permit_unless_it_wants_one():
     second.release()
 
 
+def test_a_permit_taken_beside_it_leaves_the_first_one_to_be_entered_again(elsewhere):
+    mine, another = db_semaphore("pool", 2, timeout=0), db_semaphore("pool", 2, timeout=0, reentrant=False)
+    with mine as hold:
+        with another as second:
+            assert second is not hold
+            with mine as again:
+                assert again is hold
+        other = elsewhere(db_semaphore("pool", 2, timeout=0).acquire)
+        with mine as again:
+            assert again is hold
+        other.release()
+    with another, mine as hold, mine as again:
+        assert again is hold
+
+
 def test_permits_must_be_a_number_above_zero():
     for wrong in (0, -1, True, 2.5, "3", 2**31):
         with pytest.raises((ValueError, TypeError)):

@@ -360,6 +360,28 @@ def test_every_key_is_signalled():
     assert heard == [("acquired", "a"), ("acquired", "b"), ("released", "a"), ("released", "b")]
 
 
+def test_a_key_that_is_given_up_again_is_signalled_as_released(elsewhere):
+    heard = []
+
+    def acquired(hold, **_):
+        heard.append(("acquired", hold.key))
+
+    def released(hold, **_):
+        heard.append(("released", hold.key))
+
+    give_back = lend("b", elsewhere, ttl=20)
+    lock_acquired.connect(acquired)
+    lock_released.connect(released)
+    try:
+        with pytest.raises(LockTimeout):
+            db_lock("a", "b", timeout=0.2).acquire()
+    finally:
+        lock_acquired.disconnect(acquired)
+        lock_released.disconnect(released)
+    give_back()
+    assert heard == [("acquired", "a"), ("released", "a")]
+
+
 def test_who_waits_long_does_not_lose_what_it_has_already(elsewhere, until):
     give_back = lend("b", elsewhere, ttl=20)
     got = []

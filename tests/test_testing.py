@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ import pytest
 from django.db import transaction
 from django.test import SimpleTestCase, TestCase, override_settings
 
-from dlocks import LockError, LockLost, LockTimeout, clock, db_lock, lock_lost
+from dlocks import LockError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore, lock_lost
 from dlocks.backends.database import DatabaseBackend
 from dlocks.backends.dummy import DummyBackend
 from dlocks.backends.memory import MemoryBackend
@@ -87,6 +88,26 @@ def test_an_expired_lease_is_found_out_and_not_told(using):
         with pytest.raises(LockLost):
             use()
     assert told == [hold]
+
+
+@database
+@pytest.mark.parametrize("end", [expire, lose])
+@pytest.mark.parametrize(
+    "lock",
+    [db_semaphore("a", 2), db_rwlock("a").read(), db_rwlock("a").write(), db_lock("a", "b")],
+    ids=["semaphore", "read", "write", "several"],
+)
+def test_a_lease_of_every_kind_can_be_ended(lock, end):
+    told = []
+    hold = dataclasses.replace(lock, on_lost=told.append).acquire()
+    end(hold)
+    assert bool(told) == (end is lose)
+    for use in (hold.check, hold.release):
+        with pytest.raises(LockLost):
+            use()
+    assert told == [hold]
+    with db_lock("a", timeout=0):
+        pass
 
 
 @database

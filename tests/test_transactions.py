@@ -509,6 +509,24 @@ def test_on_sqlite_what_is_decorated_finds_a_key_busy_that_it_cannot_wait_for(wo
 
 
 @SERVERS
+def test_a_lease_that_was_left_can_be_entered_again_when_its_at_least_is_over():
+    with transaction.atomic():
+        with db_lock("stock:7", scope="lease", at_least=1) as hold:
+            pass
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", scope="lease", timeout=0).acquire()
+        with db_lock("stock:7", scope="lease", timeout=30) as again:
+            assert again is hold
+            assert hold.age >= 1
+        with db_lock("stock:8", scope="lease", at_least=1) as hold:
+            pass
+        with db_lock("stock:7", "stock:8", scope="lease", timeout=None) as both:
+            assert hold in both.holds
+            assert hold.age >= 1
+    keeper.catch_up()
+
+
+@SERVERS
 def test_nothing_of_ours_changes_how_the_caller_commits(settings):
     if connection.vendor == "postgresql":
         names = ["synchronous_commit", "lock_timeout", "statement_timeout", "transaction_isolation"]

@@ -21,6 +21,7 @@ from dlocks.exceptions import LockError
 from dlocks.holds import Hold, holds_by_caller
 from dlocks.keeper import keeper
 from dlocks.locks import Lock
+from dlocks.multi import MultiHold
 
 NAMES = {"memory": "dlocks.backends.memory.MemoryBackend", "dummy": "dlocks.backends.dummy.DummyBackend"}
 # Options that every backend has.
@@ -92,7 +93,7 @@ def expire(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
     """
     Let the lease of a hold, or of the hold that this process has on a key, have run out unnoticed.
 
-    Nobody is told: ``hold.check()``, the next renewal or the end of the block will find out.
+    Nobody is told: ``hold.check()`` or the next renewal will find out, or the end of the block once somebody has it.
     """
     hold = _live(hold, using)
     _end_lease(hold.backend, hold.claim)
@@ -107,6 +108,10 @@ def lose(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
     """
     hold = _live(hold, using)
     _end_lease(hold.backend, hold.claim)
+    if hold.claim.shared:
+        # Its place is free: that there is nobody in it is enough.
+        hold.lose(f"{HOLDER} took it over, for a test")
+        return
     thief = Claim(key=hold.claim.key, ttl=LONG_AGO, holder=HOLDER, owner_ip=HOLDER_IP)
     _take(hold.backend, thief)
     hold.backend.release(thief)
@@ -173,6 +178,10 @@ def _end_lease(backend: BaseBackend, claim: Claim) -> None:
             entry = backend._live(claim)
             if entry is not None:
                 entry.ends_at = backend.time() - LONG_AGO
+    elif isinstance(backend, DatabaseBackend) and claim.shared:
+        sql = "UPDATE {claims} SET end_time = {idle} WHERE owner = %(owner)s AND version IS NOT NULL"
+        if not backend._count(backend._text(sql), {"owner": claim.owner, "idle": -round(LONG_AGO * MICROSECONDS)}):
+            raise RuntimeError(f"{claim.key!r} is not held by {claim.holder} any more.")
     elif isinstance(backend, DatabaseBackend):
         ended = backend._write(
             claim, "end_time = {idle}", f"{KEY} AND owner = %(owner)s", {"idle": -round(LONG_AGO * MICROSECONDS)}
@@ -190,6 +199,9 @@ def _live(hold: Hold | str, using: str) -> Hold:
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
         hold = found[0]
+    if isinstance(hold, MultiHold):
+        # That the first is lost is that all are.
+        hold = hold.holds[0]
     if hold.scope != "lease" or not hold.held:
         raise RuntimeError(
             f"{hold!r} is no lease that could end: a transaction keeps its locks. Take it outside of the transaction, "
