@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import json
+import math
 import os
 import random
 import secrets
@@ -642,6 +643,79 @@ def test_what_is_renewed_when_its_time_is_over_is_not_taken_away_and_what_is_tak
     late._end = end
     late.disconnect()
     other.disconnect()
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_who_asks_for_a_claim_that_is_just_being_taken_back_is_granted_nothing_and_asks_again(
+    server, root, until, certain
+):
+    """As a process that goes on after a pause, when the time of what it was granted in line is over."""
+    late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
+    mine, begun, go_on = claim(ttl=0.4), threading.Event(), threading.Event()
+    leave = late._leave
+
+    def leave_slowly(entry, **how):
+        begun.set()
+        assert go_on.wait(30)
+        return leave(entry, **how)
+
+    assert late.acquire(mine)
+    late._leave = leave_slowly
+    try:
+        assert begun.wait(10)
+        if not certain:
+            late.ensemble.certain_until = -math.inf
+        assert late.acquire(mine) is None
+        assert late.queue(mine) is None
+        assert late.look([mine]) == {}
+    finally:
+        go_on.set()
+    until(lambda: mine.owner not in late._entries)
+    assert late.acquire(mine)
+    assert late.release(mine)
+    late.disconnect()
+
+
+@pytest.fixture
+def answered_late(backend):
+    """Return a context in which the session is not certain any more when the answers come."""
+    ask = backend.ensemble.ask
+
+    def ask_slowly(*requests, **how):
+        answers = ask(*requests, **how)
+        backend.ensemble.certain_until = clock.now()
+        return answers
+
+    @contextmanager
+    def answered_late():
+        backend.ensemble.ask = ask_slowly
+        yield
+        backend.ensemble.ask = ask
+
+    return answered_late
+
+
+def test_a_key_is_not_granted_for_no_time_at_all(backend, person, root, answered_late):
+    mine = claim()
+    with answered_late():
+        assert backend.acquire(mine) is None
+    assert nodes(person, root) == []
+    assert backend.acquire(mine)
+    with answered_late():
+        backend.holder("key")
+        assert backend.acquire(mine) is None
+    assert nodes(person, root) == []
+
+
+def test_who_has_the_key_by_the_line_for_no_time_at_all_asks_for_it(backend, answered_late):
+    mine = claim()
+    with answered_late():
+        place = backend.queue(mine)
+        assert (place.grant, place.ask) == (None, True)
+        place = backend.look([mine])[mine.owner]
+        assert (place.grant, place.ask) == (None, True)
+    assert backend.acquire(mine).lease > 0
+    assert backend.release(mine)
 
 
 def test_nodes_of_keys_that_nobody_wants_any_more_go(backend, person, root, until):

@@ -197,22 +197,24 @@ class ZooKeeperBackend(BaseBackend):
 
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
-        if entry is not None and entry.waiting:
+        if entry is not None and (entry.waiting or entry.ending):
             return None
         if entry is not None and entry.token is not None:
-            if self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2 or self.recount(claim, entry.count):
-                return self._grant(entry, entry.token)
-            return self.acquire(claim)
-        if entry is None:
-            entry = self._entry(claim)
-            if claim.key in self._crowded and self._is_busy(entry):
-                return None
-        if not self._join(entry):
-            # The session ended just then; the next one has not.
-            return self.acquire(claim)
-        if entry.token is not None:
-            self._crowded.pop(claim.key, None)
-            return self._grant(entry, entry.token)
+            certain = self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
+            if not certain and not self.recount(claim, entry.count):
+                return self.acquire(claim)
+        else:
+            if entry is None:
+                entry = self._entry(claim)
+                if claim.key in self._crowded and self._is_busy(entry):
+                    return None
+            if not self._join(entry):
+                # The session ended just then; the next one has not.
+                return self.acquire(claim)
+            if entry.token is not None:
+                self._crowded.pop(claim.key, None)
+        if (grant := self._grant(entry)) is not None:
+            return grant
         self._crowd(claim.key)
         self._leave(entry, patience=SOON, had=False)
         return None
@@ -335,14 +337,16 @@ class ZooKeeperBackend(BaseBackend):
         entry = self._entries.get(claim.owner)
         return None if entry is None or entry.token is None or entry.ending else entry
 
-    def _grant(self, entry: Entry, token: int) -> Grant:
+    def _grant(self, entry: Entry) -> Grant | None:
+        """Return what a claim has, or None where it has nothing: not its turn yet, or nothing left of it."""
         now = clock.now()
         with self._mutex:
+            left = self.ensemble.certain_until - now
+            if entry.token is None or entry.gone or entry.ending or left <= 0:
+                return None
             entry.ends_at = now + entry.claim.ttl
             self._tend_from(entry)
-            # Nothing is left of it where the session has ended just then.
-            left = -math.inf if entry.gone or entry.ending else self.ensemble.certain_until - now
-        return Grant(token, left if left < entry.claim.ttl else None)
+        return Grant(entry.token, left if left < entry.claim.ttl else None)
 
     def _lease(self, claim: Claim) -> float:
         return min(claim.ttl, self.ensemble.session_timeout * zookeeper.CERTAIN)
@@ -507,6 +511,8 @@ class ZooKeeperBackend(BaseBackend):
         if claim.scope != "lease":
             return None
         entry = self._entries.get(claim.owner)
+        if entry is not None and entry.ending:
+            return None
         if entry is None:
             entry = self._entry(claim, waiting=True)
         entry.told = entry.told or bool(channel)
@@ -516,7 +522,7 @@ class ZooKeeperBackend(BaseBackend):
         if entry.token is not None:
             if number is None:
                 self._crowded.pop(claim.key, None)
-            return Place(grant=self._grant(entry, entry.token), ask=True, here=not channel)
+            return Place(grant=self._grant(entry), ask=True, here=not channel)
         self._crowd(claim.key)
         return Place(ask=entry.gone, ahead=entry.ahead, number=None if entry.gone else 1, here=not channel)
 
@@ -548,11 +554,12 @@ class ZooKeeperBackend(BaseBackend):
             entry.heard_at = clock.now()
         self._see(entries, SOON)
         return {
+            # Where nothing is certain to be left of what it has, it asks.
             entry.claim.owner: Place(number=1, ahead=entry.ahead)
             if entry.token is None
-            else Place(grant=self._grant(entry, entry.token))
+            else Place(grant=self._grant(entry), ask=True)
             for entry in entries
-            if not entry.gone
+            if not (entry.gone or entry.ending)
         }
 
     def waiting(self, key: str) -> int:
