@@ -493,6 +493,21 @@ def test_a_server_that_takes_the_connection_and_says_nothing_is_passed_by(server
             hold.check()
 
 
+def test_a_connection_on_which_a_server_that_starts_never_says_anything_is_given_up_soon(server, configured):
+    """… before those who wait are told that it cannot be asked, however long a session lasts."""
+    with proxied(server) as proxy, socket.create_server(("127.0.0.1", 0)) as silent:
+        configured(proxy.port, session_timeout=50.0, connect_timeout=40.0)
+        backend = backends["zookeeper"]
+        with lock() as hold:
+            proxy._target = silent.getsockname()[1]
+            proxy.cut_all()
+            with silent.accept()[0]:
+                proxy._target = server.port
+                began = time.monotonic()
+                assert backend.holder("key").token == hold.token
+                assert time.monotonic() - began < zookeeper.PATIENCE / 2
+
+
 def test_a_claim_of_which_the_reply_was_lost_is_found_again(server, configured, person, root):
     with proxied(server) as proxy:
         configured(proxy.port)

@@ -49,6 +49,10 @@ REFUSED = (NoAuthError, AuthFailedError, InvalidACLError)
 # then: so much of the session's timeout is certain from when the leader was heard of.
 CERTAIN = 2 / 3
 
+# How long a connection is waited for, however long a session lasts: a server that starts may take one on which it never
+# says anything, and those who wait would be told that it cannot be asked when it has long been there.
+LONGEST = 3.0
+
 # What kazoo's client may be told besides.
 KEYWORDS = frozenset(inspect.signature(KazooClient).parameters) - {
     "hosts", "timeout", "client_id", "handler", "auth_data", "default_acl", "read_only", "kwargs",
@@ -199,7 +203,7 @@ class Ensemble:
                 raise self._unanswered(None) from ConnectionLoss()
 
     def _start(self) -> Any:
-        longest = min(self.patience, self._asked_for / 3) / len(self.hosts)
+        longest = min(min(self.patience, self._asked_for / 3) / len(self.hosts), LONGEST)
         handler = Handler(longest)
         client = KazooClient(
             **{
