@@ -10,10 +10,11 @@ import traceback
 import pytest
 import redis
 from django.test import SimpleTestCase
+from redis.crc import key_slot
 
 from dlocks import LockBackendError, db_lock
 from dlocks.backends.base import Claim
-from dlocks.backends.redis import RedisBackend
+from dlocks.backends.redis import RedisBackend, name_of
 from dlocks.conf import backends
 from dlocks.testing import BackendContract
 from tests import jobs
@@ -132,6 +133,52 @@ def test_a_node_that_gives_no_answer_keeps_no_hold_on_the_others_from_being_rene
     with redis.Redis(port=empty[0].port, decode_responses=True) as client:
         eventually(lambda: _is_whole(client.cluster("info")))
     eventually(lambda: set(backend.renew(claims).values()) == {30.0})
+    for claim in claims:
+        assert backend.release(claim)
+
+
+def test_a_cluster_that_gives_no_answer_is_an_error_in_bounded_time_however_many_keys_there_are(empty):
+    options = {"url": f"redis://127.0.0.1:{empty[0].port}", "cluster": True, "socket_timeout": 0.3}
+    backend = RedisBackend("cluster", **options)
+    claims = [Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(40)]
+    assert backend.renew(claims) == {}
+    for node in empty:
+        node.process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(LockBackendError):
+            backend.renew(claims)
+        assert time.monotonic() - began < 20.0
+    finally:
+        for node in empty:
+            node.process.send_signal(signal.SIGCONT)
+    for node in empty:
+        with redis.Redis(port=node.port, decode_responses=True) as client:
+            eventually(lambda client=client: _is_whole(client.cluster("info")))
+
+
+def test_a_key_whose_slot_is_just_moving_keeps_no_other_key_of_its_node_from_being_renewed(empty):
+    backend = RedisBackend("cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True)
+    claims = [Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)]
+    for claim in claims:
+        assert backend.acquire(claim)
+    moving, *others = claims
+    slot = key_slot(name_of(moving.key).encode())
+    with contextlib.ExitStack() as stack:
+        nodes = {node.port: stack.enter_context(redis.Redis(port=node.port, decode_responses=True)) for node in empty}
+        source = nodes.pop(backend._client.get_node_from_key(name_of(moving.key)).port)
+        target, _ = nodes.values()
+        target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.cluster("myid"))
+        # From here on it asks to try again: it has some of the names of this key, and not all.
+        source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.cluster("myid"))
+        try:
+            left = backend.renew(claims)
+        finally:
+            for node in (source, target):
+                node.execute_command("CLUSTER SETSLOT", slot, "STABLE")
+        assert left.pop(moving.owner) == 0.0
+        assert left == {claim.owner: 30.0 for claim in others}
+    assert set(backend.renew(claims).values()) == {30.0}
     for claim in claims:
         assert backend.release(claim)
 

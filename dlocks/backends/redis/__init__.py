@@ -35,6 +35,15 @@ MICROSECONDS = 1_000_000
 
 # redis-py's own base class does not cover the errors of a cluster.
 TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
+# What goes for all keys of a node, or of the cluster. A slot that is just moving, say, is the trouble of its own keys.
+SILENT = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.RedisClusterException,
+    OSError,
+)
+OF_A_SLOT = redis.exceptions.SlotNotCoveredError
 
 
 class RedisBackend(BaseBackend):
@@ -315,7 +324,7 @@ def _evaluate_each(client: Any, script: scripts.Script, words: Sequence[Sequence
             node = client.get_node_from_key(these[1])
             answers.append(silent.get(node) or _evaluate(client, script, these))
         except TROUBLE as error:
-            if node is not None:
+            if node is not None and isinstance(error, SILENT) and not isinstance(error, OF_A_SLOT):
                 silent[node] = error
             answers.append(error)
     if all(isinstance(answer, Exception) for answer in answers):
