@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
@@ -10,6 +14,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from dlocks import LockError, LockLost, db_lock
+from dlocks.conf import backends
 from tests import jobs
 from tests.models import Counter
 
@@ -180,3 +185,34 @@ def error_of_acquiring(pipe, key, **policy):
     except Exception as error:
         return str(error)
     return None
+
+
+def fork_in_the_middle_of_a_question(pipe, key, *, using):
+    """Fork while another thread is inside the client of a Redis cluster; return a token, and what the child had."""
+    with db_lock(key, using=using) as held:
+        token = held.token
+    inside, forked = threading.Event(), threading.Event()
+
+    def ask():
+        # Every question takes it, for a moment: in its place, one that is just being asked.
+        with backends[using]._client.nodes_manager._lock:
+            inside.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert inside.wait(10)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with db_lock(key, using=using) as held:
+            os.write(writing, str(held.token).encode())
+        os._exit(0)
+    forked.set()
+    thread.join()
+    there, _, _ = select.select([reading], [], [], 20)
+    granted = os.read(reading, 100).decode() if there else "nothing, since it hangs"
+    if not there:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return token, granted

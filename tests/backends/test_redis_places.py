@@ -18,6 +18,7 @@ from dlocks.backends.redis import RedisBackend, name_of
 from dlocks.conf import backends
 from dlocks.testing import BackendContract
 from tests import jobs
+from tests.backends import cluster_jobs
 from tests.servers import Redis, Sentinel, free_port
 
 BACKEND = "dlocks.backends.redis.RedisBackend"
@@ -181,6 +182,14 @@ def test_a_key_whose_slot_is_just_moving_keeps_no_other_key_of_its_node_from_bei
     assert set(backend.renew(claims).values()) == {30.0}
     for claim in claims:
         assert backend.release(claim)
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_asks_though_another_thread_of_its_parent_was_asking_just_then(empty, aliases):
+    url = f"redis://127.0.0.1:{empty[0].port}"
+    parent = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}})()
+    token, granted = parent.call(cluster_jobs.fork_in_the_middle_of_a_question, "key", using="cluster")
+    assert int(granted) > token
 
 
 @pytest.fixture

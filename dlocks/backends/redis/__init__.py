@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -30,6 +30,7 @@ from dlocks.backends.base import KEPT_FOR, BaseBackend, Claim, Grant, Holder, Li
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connecting import Address, client
 from dlocks.exceptions import LockBackendError, LockStale
+from dlocks.forks import in_child
 
 MICROSECONDS = 1_000_000
 
@@ -85,9 +86,12 @@ class RedisBackend(BaseBackend):
         self._cluster = cluster
         self.socket_timeout = seconds("socket_timeout", socket_timeout, above_zero=True)
         self.settle = seconds("settle", settle)
+        self._reset()
+        _backends.add(self)
+
+    def _reset(self) -> None:
         self._client: Any = None
         self._making = threading.Lock()
-        self._pid = os.getpid()
 
     @property
     def identity(self) -> str:
@@ -251,9 +255,6 @@ class RedisBackend(BaseBackend):
 
     def _connected(self) -> Any:
         if self._client is None:
-            if self._pid != os.getpid():
-                # In a fork, of whose parent another thread may have it.
-                self._pid, self._making = os.getpid(), threading.Lock()
             with self._making:
                 if self._client is None:
                     self._client = client(
@@ -265,6 +266,12 @@ class RedisBackend(BaseBackend):
         who = "the Redis cluster" if self._cluster else "Redis"
         where = f"{self._address.host!r} of the Sentinels" if self._sentinels else str(self._address)
         return LockBackendError(f"DLOCKS[{self.alias!r}]: {who} at {where} could not be asked: {error}")
+
+    def _forked(self) -> None:
+        if self._client is not None:
+            # Another thread of the parent may have been inside of it, and have had what it guards itself with.
+            _inherited.append(self._client)
+        self._reset()
 
 
 class RedisListener(Listener):
@@ -350,3 +357,16 @@ def _place(found: Sequence[Any]) -> Place:
 def _milliseconds(value: float) -> int:
     # Rather one more than one less.
     return max(1, math.ceil(value * 1000))
+
+
+_backends: weakref.WeakSet[RedisBackend] = weakref.WeakSet()
+# The parent's clients: to collect them is to close them, which may wait for what they guard themselves with, for ever.
+_inherited: list[Any] = []
+
+
+def _forked() -> None:
+    for backend in list(_backends):
+        backend._forked()
+
+
+in_child(_forked)
