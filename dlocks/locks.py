@@ -410,7 +410,8 @@ class Attempt:
     def accept(self, grant: Grant, sent: float) -> Hold | None:
         """Return the hold that was granted, or None where it was over before the answer came."""
         claim = self.claim or self._claim()
-        if claim.scope == "lease" and clock.now() >= sent + claim.ttl:
+        lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
+        if claim.scope == "lease" and clock.now() >= sent + lease:
             # The answer came when the lease it told of was over.
             self.give_up()
             self.claim = self._claim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -299,6 +300,23 @@ def test_a_last_try_is_made_exactly_at_the_deadline(monkeypatch, turned_clock):
     pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
     assert all(0 < pause <= 0.25 + 1e-6 for pause in pauses)
     assert len(set(pauses)) > len(pauses) // 2
+
+
+@pytest.mark.parametrize("lease", [None, 2.0])
+@pytest.mark.usefixtures("memory_locks")
+def test_a_grant_whose_lease_is_over_before_it_is_read_is_no_grant(lease, frozen_lock_clock, monkeypatch):
+    backend, late = backends["default"], [lease or 30.0, 0.0]
+    acquire = backend.acquire
+
+    def slowly(claim):
+        grant = acquire(claim)
+        frozen_lock_clock._now += late.pop(0)
+        return dataclasses.replace(grant, lease=lease)
+
+    monkeypatch.setattr(backend, "acquire", slowly)
+    with db_lock("stock:7", ttl=30) as hold:
+        assert hold.held
+        assert not late
 
 
 def test_a_waiter_for_ever_goes_on(monkeypatch, turned_clock):
