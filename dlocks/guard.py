@@ -28,6 +28,11 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
     connection = connections[database]
     if not connection.get_autocommit() and (why := why_untold(connection)) is not None:
         raise RuntimeError(f"{hold.key!r} cannot guard this transaction. {why}.")
+    if hold.scope == "transaction" and connection is not hold._connection:
+        raise RuntimeError(
+            f"{hold.key!r} belongs to a transaction on {hold.backend.database!r}, which ends by itself: it cannot guard"
+            f" another one on {database!r}. Take the lock before the transactions, or write on that alias."
+        )
     with transaction.atomic(using=database, **atomic):
         if hold.scope == "transaction":
             # The row is this transaction's already.
@@ -49,7 +54,8 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
                 hold.pinned_in.remove(pin)
             raise
         yield
-        here.at_commit.append(partial(hold.committed, _pin(hold, database)))
+        if not connection.needs_rollback:
+            here.at_commit.append(partial(hold.committed, _pin(hold, database)))
 
 
 def _pin(hold: Hold, database: str) -> float:

@@ -90,6 +90,8 @@ class Hold:
         self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._count = 1
+        # Whether all of its entries are content that it is left at their end, and not with the transaction.
+        self.leaves_at_exit = lock.release_at == "exit"
         # How many blocks of its own it is in: 'with hold'.
         self._blocks = 0
         self._ended = False
@@ -117,6 +119,7 @@ class Hold:
         if self.scope == "transaction":
             self._connection = connections[backend.database]
             self._mark = Mark.here(self._connection)
+            self._mark.keys.add((backend.identity, claim.key))
 
     def __repr__(self) -> str:
         return f"<Hold {self.key!r} token={self.token} count={self._count} {'held' if self.held else 'ended or lost'}>"
@@ -287,7 +290,7 @@ class Hold:
                     self._ask(self.backend.release, self.claim, failed=True)
             raise self.lost_error()
         if count > 0:
-            if not self._confirmed(count):
+            if not self._is_undone and not self._confirmed(count):
                 self.lose("the backend says it is no longer this hold's")
                 raise self.lost_error()
         elif not self._leave_in_transactions() and self._end():
@@ -426,7 +429,12 @@ class Hold:
         # One that is left, in a transaction, is kept for its at_least from whoever comes, also from this caller.
         return self._count > 0 or (self.held and self.age >= self.lock.at_least)
 
-    def enter(self) -> bool:
+    @property
+    def is_left(self) -> bool:
+        """Whether it is kept, to the end of transactions, for nobody who is inside of it."""
+        return self._count == 0 and self.in_transactions and self.held
+
+    def enter(self, lock: Lock) -> bool:
         """Count one entry more, and ask whether the key is still this hold's; return False when it has ended."""
         with self._mutex:
             # Counted before asking: from here on nobody gives the key back behind this caller's back.
@@ -435,6 +443,8 @@ class Hold:
             if self._count == 0:
                 # Left in a transaction, and entered anew: the blocks of before are of no account.
                 self._blocks = 0
+                self.leaves_at_exit = True
+            self.leaves_at_exit = self.leaves_at_exit and lock.release_at == "exit"
             self._count += 1
             count = self._count
             # What it was left in before is of no account until it is left again.
@@ -484,6 +494,13 @@ class Hold:
     def _keeps(self) -> bool:
         """Whether to ask the backend at all: it is held, or a transaction keeps it though its lease is over."""
         return self.held or (not self.is_over and self.pinned)
+
+    @property
+    def _is_undone(self) -> bool:
+        """Whether what has been done under it, in this thread's transaction, is about to be rolled back."""
+        if self.scope == "transaction":
+            return bool(self._connection.needs_rollback)
+        return any(mark.stands and not mark.is_elsewhere and mark.is_undone for mark in list(self.pinned_in))
 
     def _confirmed(self, count: int) -> bool:
         """Ask the backend whether the key is still this hold's, and have it note the count."""
@@ -644,7 +661,7 @@ class Hold:
         if self.scope == "transaction":
             return False
         marks = [mark for mark in list(self.pinned_in) if mark.stands]
-        if self.lock.release_at != "exit":
+        if not self.leaves_at_exit:
             marks += [mark for mark in map(Mark.whole, open_connections()) if mark not in marks]
         elif not marks and self.backend.lease_refused() is not None:
             # What is written here its rollback would take back.

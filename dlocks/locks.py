@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast, overload
 
+from django.db import connections
 from django.utils.asyncio import async_unsafe
 
 from dlocks import checks, clock, history, telemetry  # noqa: F401 (they are there, installed or not)
@@ -26,7 +27,7 @@ from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, Loc
 from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
 from dlocks.keeper import keeper
 from dlocks.signals import lock_acquired, lock_released, lock_timeout
-from dlocks.transactions import warn_of_old_snapshots
+from dlocks.transactions import Mark, warn_of_old_snapshots
 from dlocks.waiting import Waiter, delays, room_of
 
 if TYPE_CHECKING:
@@ -426,7 +427,7 @@ class Attempt:
     def _kept_for(self) -> float | None:
         """Return for how long what the caller has left, in a transaction, is kept from itself; None: there is none."""
         mine = holds_by_caller.get((self.caller, self.backend.identity, self.key, self.lock.shared))
-        if mine is None or mine.count or not mine.in_transactions or not mine.held:
+        if mine is None or not mine.is_left:
             return None
         return max(0.0, mine.lock.at_least - mine.age)
 
@@ -590,8 +591,13 @@ class Attempt:
                 f"{self.lock.key!r} belongs to this thread's transaction already: a lease beside it could only wait "
                 "for that transaction to end."
             )
+        if hold.scope == "lease" and self.lock.scope == "transaction":
+            raise RuntimeError(
+                f"{self.lock.key!r} is held by this caller as a lease already, and would not belong to the transaction:"
+                " begin that with 'with hold.atomic()' of the lease, or leave out scope='transaction'."
+            )
         self.entering, self.count_before = hold, hold.count
-        return hold.enter()
+        return hold.enter(self.lock)
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
@@ -605,12 +611,13 @@ class Attempt:
                 "holder came back."
             )
         other = holds_by_caller.get((self.caller, backend.identity, self.key, not lock.shared))
-        if other is not None and not (other.enterable and other.count):
+        if other is not None and not (other.is_left or (other.enterable and other.count)):
             other = None
         if other is not None and not lock.shared:
+            kept = " (it is kept until the transaction ends)" if other.is_left else ""
             raise RuntimeError(
-                f"{lock.key!r} is shared by this caller, who cannot have it alone before giving its share back: two "
-                "who tried that would wait for each other. Take it alone from the start."
+                f"{lock.key!r} is shared by this caller, who cannot have it alone before giving its share back{kept}: "
+                "two who tried that would wait for each other. Take it alone from the start."
             )
         in_transaction = backend.in_transaction()
         scope = lock.scope
@@ -629,6 +636,11 @@ class Attempt:
         if scope == "lease":
             if (why := backend.lease_refused()) is not None:
                 raise RuntimeError(f"{lock.key!r} cannot be leased here. {why}")
+            if in_transaction and Mark.keeps(connections[_database_of(backend)], (backend.identity, self.key)):
+                raise RuntimeError(
+                    f"{lock.key!r} is kept by this thread's transaction until that ends: a lease or a share beside it"
+                    " could only wait for that."
+                )
             warn_of_old_snapshots(lock.key)
         ttl = backend.ttl if isinstance(lock.ttl, _FromSettings) else float(lock.ttl)
         if lock.max_hold is not None:

@@ -205,7 +205,7 @@ class MultiHold(Hold):
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
         leaves_nothing = self.backend.lease_refused() is None and not any(hold.pinned for hold in holds)
-        if self.lock.release_at != "exit":
+        if not all(hold.leaves_at_exit for hold in holds):
             leaves_nothing = leaves_nothing and not any(open_connections())
         if self._is_alike and (self.scope == "transaction" or leaves_nothing):
             together = [hold for hold in holds if hold.end_with_others(failed=failed)]

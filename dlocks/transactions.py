@@ -28,6 +28,8 @@ class Mark:
         self._savepoints = savepoints
         self._block = block
         self.at_commit: list[Callable[[], object]] = []
+        # What is locked here, as ``keeps()`` asks for it.
+        self.keys: set[Any] = set()
         # Django names by it what fails after a commit.
         self.__qualname__ = type(self).__name__
         connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
@@ -83,6 +85,16 @@ class Mark:
     @property
     def alias(self) -> str:
         return self._connection.alias
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether the transaction is to be rolled back, and nothing can be asked in it any more."""
+        return self._connection.needs_rollback
+
+    @classmethod
+    def keeps(cls, connection: BaseDatabaseWrapper, key: Any) -> bool:
+        """Return whether something is locked in the connection's transaction, by a hold that may have ended."""
+        return any(isinstance(mark, cls) and key in mark.keys for _, mark, *_ in connection.run_on_commit)
 
     @property
     def is_elsewhere(self) -> bool:

@@ -132,6 +132,22 @@ def test_a_hold_goes_on_in_the_transaction_around_a_guarded_part_that_is_rolled_
     assert lost == []
 
 
+def test_a_guarded_part_that_is_to_be_rolled_back_is_so_and_the_hold_goes_on(row, using):
+    with db_lock("stock", using=using) as hold:
+        with hold.atomic():
+            Counter.objects.update(value=5)
+            transaction.set_rollback(True)
+        assert row() == 7
+        with hold.atomic(), db_lock("stock", using=using):
+            Counter.objects.update(value=6)
+            transaction.set_rollback(True)
+        assert row() == 7
+        hold.check()
+        with hold.atomic():
+            Counter.objects.update(value=8)
+    assert row() == 8
+
+
 def test_a_guarded_part_that_is_rolled_back_lengthens_no_lease(row, using):
     with db_lock("stock", using=using, ttl=5.0, renew=False) as hold:
         with transaction.atomic():

@@ -9,7 +9,17 @@ import pytest
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 from django.test import Client, TestCase, TransactionTestCase, override_settings
 
-from dlocks import LockBackendError, LockError, LockLost, LockNotAwaitable, LockTimeout, db_lock, locked_view
+from dlocks import (
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockNotAwaitable,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    locked_view,
+)
 from dlocks.conf import backends
 from dlocks.keeper import keeper
 from dlocks.models import LockState, ResourceLock
@@ -506,6 +516,74 @@ def test_on_sqlite_what_is_decorated_finds_a_key_busy_that_it_cannot_wait_for(wo
             db_lock("stock:7", timeout=3, busy="raise")(lambda: "done")()
     holder.tell()
     holder.hear()
+
+
+def test_who_relies_on_a_transaction_is_told_where_the_caller_has_a_lease():
+    with db_lock("stock:7") as hold:
+        with transaction.atomic():
+            with pytest.raises(RuntimeError, match=r"hold.atomic\(\)"):
+                db_lock("stock:7", scope="transaction").acquire()
+        assert hold.held
+        hold.check()
+
+
+@SERVERS
+def test_one_entry_that_belongs_to_the_transaction_keeps_the_lease_to_its_end(is_busy, until):
+    for keys in (("stock:7",), ("stock:7", "stock:8")):
+        with transaction.atomic():
+            with db_lock(*keys, scope="lease", release_at="exit"), db_lock(*keys):
+                pass
+            assert is_busy("stock:7")
+        until(lambda: not is_busy("stock:7"))
+        with transaction.atomic():
+            with db_lock(*keys, scope="lease", release_at="exit"), db_lock(*keys, release_at="exit"):
+                pass
+            assert not is_busy("stock:7")
+
+
+@SERVERS
+def test_what_could_only_wait_for_the_caller_itself_is_refused_at_once(is_busy):
+    catalogue, policy = db_rwlock("catalogue", timeout=None), {"timeout": None}
+
+    def one_after_the_other(first, second):
+        with first:
+            pass
+        with second:
+            pass
+
+    def one_in_the_other(first, second):
+        with first, second:
+            pass
+
+    for first, second in (
+        (catalogue.read(), catalogue.write()),
+        (catalogue.write(), catalogue.read()),
+        (db_lock("stock:7", **policy), db_lock("stock:7", scope="lease", **policy)),
+        (db_lock("stock:7", **policy), db_semaphore("stock:7", 3, **policy)),
+    ):
+        for take in (one_after_the_other, one_in_the_other):
+            with transaction.atomic(), pytest.raises(RuntimeError, match="could only wait|shared by this caller|alr"):
+                take(first, second)
+            keeper.catch_up()
+            take(first, second) if take is one_after_the_other else None
+    # What was rolled back is not kept.
+    with transaction.atomic():
+        with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:9"):
+            raise ZeroDivisionError
+        if connection.vendor == "postgresql":
+            with db_lock("stock:9", scope="lease", **policy):
+                pass
+    keeper.catch_up()
+
+
+def test_a_nested_block_in_what_is_to_be_rolled_back_ends_in_peace(is_busy):
+    with transaction.atomic():
+        with db_lock("stock:7"):
+            with db_lock("stock:7"):
+                Counter.objects.create(name="undone")
+                transaction.set_rollback(True)
+    assert not Counter.objects.exists()
+    assert not is_busy("stock:7")
 
 
 @SERVERS
