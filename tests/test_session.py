@@ -120,6 +120,17 @@ def sessions_on_server():
         return {pid for (pid,) in cursor.fetchall()}
 
 
+def is_free_elsewhere(key="stock:7"):
+    """Return whether a session of the server that is not this process's could have the key for itself now."""
+    name = backends["session"]._name(key)
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name])
+        else:
+            cursor.execute("SELECT GET_LOCK(%s, 0), RELEASE_LOCK(%s)", [name, name])
+        return bool(cursor.fetchone()[0])
+
+
 # Excluding.
 
 
@@ -348,14 +359,7 @@ def test_who_gives_up_while_another_thread_tries_for_it_leaves_the_key_to_others
         monkeypatch.setattr(backend, "_ask_for", come_between)
         assert not backend.look([waiter]).get(waiter.owner, None)
         assert gave_up == [False]
-        with connection.cursor() as cursor:
-            name = backend._name("stock:7")
-            if connection.vendor == "postgresql":
-                cursor.execute("SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name])
-                assert cursor.fetchone() == (True, True)
-            else:
-                cursor.execute("SELECT GET_LOCK(%s, 0), RELEASE_LOCK(%s)", [name, name])
-                assert cursor.fetchone() == (1, 1)
+        assert is_free_elsewhere()
 
 
 @POSTGRESQL
@@ -379,11 +383,68 @@ def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch,
     threads(lambda: (grants.append(backend.acquire(second)), come.set()))
     assert come.wait(10)
     assert grants[0] is not None
-    with connection.cursor() as cursor:
-        name = backend._name("stock:7")
-        cursor.execute("SELECT pg_try_advisory_lock(%s)", [name])
-        assert cursor.fetchone() == (False,), "a writer elsewhere is kept out"
+    assert not is_free_elsewhere()
     assert backend.release(second)
+
+
+@pytest.fixture
+def left_by_the_first(monkeypatch, backend):
+    """Return a second reader, before whose question is sent the first one, on whose share he was to stand, leaves."""
+    reader, second = claim(shared=True), claim(shared=True, ttl=60.0)
+    assert backend.acquire(reader)
+    kind = type(backend._main.wire)
+    send, left = kind.send, []
+
+    def send_late(self, statement, value):
+        # His ttl is longer than what the session was told.
+        if statement == "idle":
+            left.append(backend.release(reader))
+        send(self, statement, value)
+
+    monkeypatch.setattr(kind, "send", send_late)
+    yield second
+    assert left == [True]
+
+
+@POSTGRESQL
+def test_who_stays_as_the_first_reader_leaves_takes_the_key_along_when_he_leaves(left_by_the_first, backend):
+    assert backend.acquire(left_by_the_first)
+    assert not is_free_elsewhere()
+    assert backend.release(left_by_the_first)
+    assert is_free_elsewhere()
+
+
+@POSTGRESQL
+def test_who_comes_as_the_first_reader_leaves_passes_no_writer_by(left_by_the_first, backend, threads, in_line):
+    written = threading.Event()
+
+    def write():
+        with connection.cursor() as cursor:
+            name = backend._name("stock:7")
+            cursor.execute("SELECT pg_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name])
+        written.set()
+
+    threads(write)
+    in_line(1)
+    assert backend.acquire(left_by_the_first) is None
+    assert written.wait(10)
+
+
+@POSTGRESQL
+def test_who_cannot_ask_as_the_first_reader_leaves_leaves_the_key_to_others(left_by_the_first, backend, monkeypatch):
+    kind = type(backend._main.wire)
+    answer = kind.answer
+
+    def refuse(self):
+        answer(self)
+        monkeypatch.setattr(kind, "answer", answer)
+        raise LockBackendError("out of shared memory")
+
+    monkeypatch.setattr(kind, "answer", refuse)
+    with pytest.raises(LockBackendError):
+        backend.acquire(left_by_the_first)
+    backend.release(left_by_the_first)
+    assert is_free_elsewhere()
 
 
 @POSTGRESQL

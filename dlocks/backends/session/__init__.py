@@ -323,7 +323,6 @@ class SessionBackend(Statements, BaseBackend):
                 self._crowd(entry.claim.key)
                 return None
             self._entries[entry.claim.owner] = entry
-        joins = not entry.counted
         try:
             grant = self._ask_for(entry, session)
         except LockBackendError:
@@ -333,7 +332,7 @@ class SessionBackend(Statements, BaseBackend):
         if grant is None:
             with self._mutex:
                 self._crowd(entry.claim.key)
-            self._take_back(entry, joined=joins)
+            self._take_back(entry)
         return grant
 
     def _reserve(self, entry: Entry, session: Session) -> bool:
@@ -344,10 +343,11 @@ class SessionBackend(Statements, BaseBackend):
         if not session.admits(claim, entry.name):
             return False
         # To a session that has the key the server would give it again, whoever waits.
-        entry.counted = not claim.shared or not any(
+        entry.joins = claim.shared and any(
             other.claim.shared and other.token is not None and not other.leaving
             for other in session.at.get(entry.name, ())
         )
+        entry.counted = not entry.joins
         session.add(entry)
         # If the answer is never seen, it ends by itself.
         entry.ends_at = clock.now() + claim.ttl
@@ -355,7 +355,7 @@ class SessionBackend(Statements, BaseBackend):
 
     def _ask_for(self, entry: Entry, session: Session) -> Grant | None:
         self._allow_idle(session, entry.claim)
-        statement = "join" if not entry.counted else "try shared" if entry.claim.shared else "try"
+        statement = "join" if entry.joins else "try shared" if entry.claim.shared else "try"
         with session.mutex:
             # Whoever gives it up says so before he has the session.
             if not entry.leaving:
@@ -369,7 +369,7 @@ class SessionBackend(Statements, BaseBackend):
 
     def _forget_if_refused(self, entry: Entry) -> None:
         with self._mutex:
-            if not entry.asked and entry.token is None and not entry.leaving and entry.counted:
+            if not entry.asked and entry.token is None and not entry.leaving and not entry.joins:
                 self._forget(entry)
 
     def _answered(self, entry: Entry, row: Row | None) -> None:
@@ -377,14 +377,13 @@ class SessionBackend(Statements, BaseBackend):
         if row is not None and row[0] is not None:
             self._granted(entry, row)
 
-    def _take_back(self, entry: Entry, *, joined: bool) -> None:
+    def _take_back(self, entry: Entry) -> None:
         """Forget a claim that was not granted."""
         with self._mutex:
-            if not (joined and entry.counted):
+            if not (entry.joins and entry.counted):
                 self._forget(entry)
                 return
-            # The share that it would have stood on was given back meanwhile, and is its own now.
-            entry.token = 0
+        # The share that it would have stood on was given back meanwhile, and is its own now.
         self._give_back(entry)
 
     def _granted(self, entry: Entry, row: Row) -> None:
@@ -434,7 +433,7 @@ class SessionBackend(Statements, BaseBackend):
         if not entry.claim.shared:
             return True
         with self._mutex:
-            if entry.token is None or not entry.counted:
+            if not entry.counted or (entry.token is None and not entry.joins):
                 return False
             for other in session.at.get(entry.name, ()):
                 if other.claim.shared and not other.counted and not other.leaving:
@@ -756,26 +755,28 @@ class SessionBackend(Statements, BaseBackend):
             line.popleft()
             if not line:
                 del self._line[entry.name]
-        joins = not entry.counted
         try:
             if self._ask_for(entry, main) is not None:
                 return True
         except LockBackendError:
             self._back_to_line(entry, main)
             raise
-        if joins and entry.counted and not entry.leaving:
-            self._take_back(entry, joined=True)
-        else:
-            self._back_to_line(entry, main)
+        self._back_to_line(entry, main)
         return False
 
     def _back_to_line(self, entry: Entry, main: Session) -> None:
         with self._mutex:
-            # Or else whoever gives it up sees to all of that.
-            if not entry.gone and not entry.leaving and not entry.asked and entry.token is None:
+            if entry.gone or entry.leaving or entry.asked or entry.token is not None:
+                # Whoever gives it up sees to all of that.
+                return
+            if not (entry.joins and entry.counted):
                 main.remove(entry)
-                entry.session, entry.waiting, entry.counted, entry.ends_at = None, True, True, math.inf
+                entry.session, entry.waiting, entry.ends_at = None, True, math.inf
+                entry.joins, entry.counted = False, True
                 self._line.setdefault(entry.name, deque()).appendleft(entry)
+                return
+        # Not without giving back what has become its own meanwhile.
+        self._give_back(entry)
 
     # Sessions.
 

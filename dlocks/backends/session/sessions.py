@@ -29,6 +29,8 @@ class Entry:
     count: int = 1
     # Whether the engine has counted it; a share may stand on another's of the same session.
     counted: bool = True
+    # Whether it was asked for as one that stands on another's, whose count may be its own since.
+    joins: bool = False
     since: float = 0.0
     ends_at: float = float("inf")
     # Whether the thread that watches the sessions tells of its turn.
