@@ -17,6 +17,8 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self._armed = threading.Event()
         self.swallowed = threading.Event()
+        # While set, the server's replies are kept back; they come through afterwards.
+        self.late = threading.Event()
         # While set, nothing comes through, and nobody is told so; afterwards the connections of that time are ended.
         self.cut = threading.Event()
         self._closed = False
@@ -77,6 +79,8 @@ class Proxy:
                     # The statement is done, and committed: its reply goes no further.
                     self.swallowed.set()
                     break
+                while self.late.is_set() and not self._closed:
+                    time.sleep(0.01)
                 if self._withheld():
                     break
                 client.sendall(data)

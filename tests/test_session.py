@@ -22,9 +22,11 @@ from django.test import override_settings
 
 from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.base import Claim
+from dlocks.backends.session import sessions
 from dlocks.checks import check_settings, check_tables
 from dlocks.conf import backends
 from tests import jobs
+from tests.proxy import Proxy
 from tests.servers import PgBouncer
 from tests.settings import PORT
 
@@ -85,6 +87,16 @@ def threads():
         assert not thread.is_alive()
     if errors:
         raise errors[0]
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """Return a proxy between this process's sessions and the server; the test's own connection is a direct one."""
+    connection.ensure_connection()
+    proxy = Proxy(int(PORT))
+    monkeypatch.setitem(connection.settings_dict, "PORT", str(proxy.port))
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture
@@ -444,6 +456,47 @@ def test_who_cannot_ask_as_the_first_reader_leaves_leaves_the_key_to_others(left
     with pytest.raises(LockBackendError):
         backend.acquire(left_by_the_first)
     backend.release(left_by_the_first)
+    assert is_free_elsewhere()
+
+
+@pytest.fixture
+def let_go_late(proxy, monkeypatch, backend, until):
+    """Return a function that gives a claim back, of which the server's answer comes too late to be waited for."""
+    # No other question is on its way then.
+    monkeypatch.setattr(backend, "renew_every", 60.0)
+
+    def release(mine):
+        with monkeypatch.context() as patched:
+            patched.setattr(sessions, "PATIENCE", 0.3)
+            proxy.late.set()
+            for _ in range(2):
+                with pytest.raises(LockBackendError, match="has not answered"):
+                    backend.release(mine)
+        until(is_free_elsewhere)
+        proxy.late.clear()
+        monkeypatch.setattr(backend, "renew_every", 0.5)
+
+    return release
+
+
+def test_a_key_that_was_given_back_is_free_as_soon_as_the_answer_is_there(let_go_late, backend, until):
+    mine = claim(ttl=300.0)
+    assert backend.acquire(mine)
+    let_go_late(mine)
+    until(lambda: backend.acquire(claim(owner="the next one")))
+
+
+@POSTGRESQL
+def test_who_gives_back_and_is_answered_late_takes_nobody_else_s_share_along(let_go_late, backend, until):
+    first, second = claim(shared=True, ttl=3.0), claim(shared=True)
+    assert backend.acquire(first)
+    let_go_late(first)
+    assert backend.acquire(second)
+    # Whoever does it: its time is over soon.
+    until(lambda: first.owner not in backend._entries)
+    assert not backend.release(first)
+    assert not is_free_elsewhere()
+    assert backend.release(second)
     assert is_free_elsewhere()
 
 

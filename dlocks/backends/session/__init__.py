@@ -411,39 +411,48 @@ class SessionBackend(Statements, BaseBackend):
             session, entry.leaving = entry.session, True
         if session is None:
             return False
-        freed = True
         try:
             if entry.token is None:
                 # Perhaps the answer was not seen.
                 session.settle_in_time()
             if self._is_engine_s(entry, session):
-                row = session.ask("free shared" if entry.claim.shared else "free", entry.name)
-                freed = bool(row and row[0] is not None and int(row[0]))
+                with session.mutex:
+                    # It may have been asked before, and be answered late: asked twice, it would free another's share.
+                    session.settle_in_time()
+                    if entry.freed is None:
+                        statement = "free shared" if entry.claim.shared else "free"
+                        session.ask(statement, entry.name, partial(self._freed, entry))
         except SessionDiedError as error:
             self._bury(session, error)
             return False
-        with self._mutex:
-            self._forget(entry)
         if self._line:
             self._advance(connecting=False)
-        return freed and entry.token is not None
+        return entry.freed is not False and entry.token is not None
 
     def _is_engine_s(self, entry: Entry, session: Session) -> bool:
-        """Return whether the engine has to be told that a claim is given back; or else let another share have it."""
-        if not entry.claim.shared:
-            return True
+        """Return whether the engine has to be told that a claim is given back; or else forget it, here and now."""
         with self._mutex:
-            if not entry.counted or (entry.token is None and not entry.joins):
-                return False
-            for other in session.at.get(entry.name, ()):
-                if other.claim.shared and not other.counted and not other.leaving:
-                    entry.counted, other.counted = False, True
+            if entry.claim.shared and not entry.freeing:
+                others = [one for one in session.at.get(entry.name, ()) if not one.counted and not one.leaving]
+                has_count = entry.counted and (entry.token is not None or entry.joins)
+                if has_count and others:
+                    # There is a share that stands on it.
+                    entry.counted, others[0].counted = False, True
+                if not has_count or others:
+                    self._forget(entry)
                     return False
+            entry.freeing = True
             return True
+
+    def _freed(self, entry: Entry, row: Row | None) -> None:
+        with self._mutex:
+            entry.freed = bool(row and row[0] is not None and int(row[0]))
+            self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
         """Take a claim out of all tables; the mutex is held."""
-        self._entries.pop(entry.claim.owner, None)
+        if self._entries.get(entry.claim.owner) is entry:
+            del self._entries[entry.claim.owner]
         entry.gone = True
         if entry in self._kept:
             self._kept.remove(entry)

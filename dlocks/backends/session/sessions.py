@@ -39,6 +39,9 @@ class Entry:
     kept: bool = False
     # Whether it is being given back, or given up: nothing more is asked for it, and no other share stands on it.
     leaving: bool = False
+    # Whether it is the engine that is told so, from when on nobody takes its count over; and what that has answered.
+    freeing: bool = False
+    freed: bool | None = None
     # Whether a question for it is on its way, to which the answer has not been seen.
     asked: bool = False
     # Given up before it was sent.
