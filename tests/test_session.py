@@ -132,6 +132,17 @@ def sessions_on_server():
         return {pid for (pid,) in cursor.fetchall()}
 
 
+@contextlib.contextmanager
+def taken_elsewhere(key="stock:7"):
+    """Have a session of the server that is not this process's hold the key."""
+    name = backends["session"]._name(key)
+    with connection.cursor() as cursor:
+        is_postgresql = connection.vendor == "postgresql"
+        cursor.execute("SELECT pg_advisory_lock(%s)" if is_postgresql else "SELECT GET_LOCK(%s, 10)", [name])
+        yield
+        cursor.execute("SELECT pg_advisory_unlock(%s)" if is_postgresql else "SELECT RELEASE_LOCK(%s)", [name])
+
+
 def is_free_elsewhere(key="stock:7"):
     """Return whether a session of the server that is not this process's could have the key for itself now."""
     name = backends["session"]._name(key)
@@ -519,6 +530,87 @@ def test_a_server_that_falls_silent_is_trusted_for_the_ttl_and_keeps_no_other_le
             os.kill(pid, signal.SIGCONT)
     with pytest.raises(LockLost):
         held.release()
+
+
+@override_settings(
+    DLOCKS={"session": {"BACKEND": "dlocks.backends.session.SessionBackend", "OPTIONS": {"ttl": 3.0, "linger": 60}}}
+)
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_holder_who_was_answered_late_and_is_cut_off_stops_believing_before_another_one_has_the_key(
+    waited, proxy, threads, in_line, until
+):
+    """The server counts from when it has answered, not from when that was read."""
+    lock().acquire().release()
+    holds, acquired, done = [], threading.Event(), threading.Event()
+
+    def hold():
+        holds.append(lock(timeout=30).acquire())
+        acquired.set()
+        done.wait(60)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(done.set)
+        if waited:
+            with taken_elsewhere():
+                threads(hold)
+                in_line(1)
+                proxy.late.set()
+        else:
+            proxy.late.set()
+            threads(hold)
+        until(lambda: not is_free_elsewhere())
+        # Most of the ttl.
+        time.sleep(2.0)
+        proxy.late.clear()
+        assert acquired.wait(30)
+        proxy.cut.set()
+        until(is_free_elsewhere, 20)
+        assert not holds[0].held
+    proxy.close()
+    with pytest.raises(LockLost):
+        holds[0].release()
+
+
+async def test_who_comes_late_for_his_turn_believes_in_it_for_no_longer_than_he_has_it(
+    in_line, elsewhere, until, is_busy
+):
+    first = await lock().aacquire()
+    task = asyncio.ensure_future(lock(ttl=2.0, renew=False).aacquire())
+    await asyncio.to_thread(in_line, 1)
+    # From here on this keeps the loop busy.
+    elsewhere(first.release)
+    until(lambda: any(entry.token for entry in list(backends["session"]._entries.values())))
+    elsewhere(time.sleep, 1.5)
+    held = await task
+    assert held.held
+    until(lambda: not is_busy(using="session"))
+    assert not held.held
+    with pytest.raises(LockLost):
+        await held.arelease()
+
+
+def test_a_turn_for_which_nobody_came_in_time_is_not_his_while_it_is_given_back(monkeypatch, backend, threads):
+    late = claim(ttl=0.3)
+    kind = type(backend._main_session().wire)
+    send, ends, go_on = kind.send, threading.Event(), threading.Event()
+
+    def send_late(self, statement, value):
+        if statement == "free" and not ends.is_set():
+            ends.set()
+            go_on.wait(10)
+        send(self, statement, value)
+
+    monkeypatch.setattr(kind, "send", send_late)
+    missed = backend.acquire(late)
+    assert ends.wait(10)
+    grants = []
+    thread = threads(lambda: grants.append(backend.acquire(late)))
+    thread.join(0.2)
+    go_on.set()
+    thread.join(30)
+    assert grants[0].token > missed.token
+    assert not is_free_elsewhere()
+    assert backend.release(late)
 
 
 def test_check_finds_out_at_once():

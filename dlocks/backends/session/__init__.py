@@ -76,6 +76,7 @@ class SessionBackend(Statements, BaseBackend):
     keeps_places: ClassVar[bool] = False
     knows_takeovers: ClassVar[bool] = False
     tells_here: ClassVar[bool] = True
+    tells_leases: ClassVar[bool] = False
     supports_fencing: ClassVar[bool] = False
     supports_permits: ClassVar[bool] = False
 
@@ -169,11 +170,11 @@ class SessionBackend(Statements, BaseBackend):
         with self._mutex:
             for claim in claims:
                 entry = self._entries.get(claim.owner)
-                if entry is None or entry.token is None or entry.ends_at <= sent:
+                if entry is None or entry.token is None or entry.session is None or entry.ends_at <= sent:
                     continue
-                if entry.session is not None:
-                    entry.ends_at = max(entry.ends_at, entry.session.stood_at + claim.ttl)
-                left[claim.owner] = min(entry.ends_at - sent, claim.ttl)
+                sure_until = self._sure_until(entry, entry.session, claim.ttl)
+                entry.ends_at = max(entry.ends_at, sure_until)
+                left[claim.owner] = min(max(0.0, sure_until - sent), claim.ttl)
                 self._tend_from(entry)
         return left
 
@@ -359,7 +360,7 @@ class SessionBackend(Statements, BaseBackend):
         with session.mutex:
             # Whoever gives it up says so before he has the session.
             if not entry.leaving:
-                entry.asked = True
+                entry.asked, entry.asked_at = True, clock.now()
                 try:
                     session.ask(statement, entry.name, partial(self._answered, entry))
                 except LockBackendError:
@@ -375,7 +376,8 @@ class SessionBackend(Statements, BaseBackend):
     def _answered(self, entry: Entry, row: Row | None) -> None:
         entry.asked = False
         if row is not None and row[0] is not None:
-            self._granted(entry, row)
+            with self._mutex:
+                self._granted(entry, row)
 
     def _take_back(self, entry: Entry) -> None:
         """Forget a claim that was not granted."""
@@ -387,24 +389,41 @@ class SessionBackend(Statements, BaseBackend):
         self._give_back(entry)
 
     def _granted(self, entry: Entry, row: Row) -> None:
+        """Note a grant; the mutex is held."""
         entry.token = int(row[0])
         entry.since = time.time()
+        # For whoever comes for it; for how long it is certain is another matter.
         entry.ends_at = clock.now() + entry.claim.ttl
-        if entry.ends_at < self._tends_at:
-            with self._mutex:
-                self._tend_from(entry)
+        self._tend_from(entry)
+
+    @staticmethod
+    def _sure_until(entry: Entry, session: Session, ttl: float) -> float:
+        """Return until when the server does not take a claim's key away, for all that is known here."""
+        # It counts its patience from what it heard last, and its answer to that may have been read much later.
+        return max(entry.asked_at, session.stood_at) + ttl
 
     def _acquire_again(self, entry: Entry) -> Grant | None:
-        session = entry.session
+        claim, session = entry.claim, entry.session
         if entry.waiting and session is not None:
             self._settle(session)
-        if entry.token is not None and self._entries.get(entry.claim.owner) is entry:
-            return Grant(entry.token)
-        if entry.waiting or entry.session is None:
+        if entry.waiting or session is None:
             return None
-        # Asked before, and the answer was not seen: it is taken back, and asked for again.
+        if entry.token is not None and self._sure_until(entry, session, claim.ttl) - clock.now() < claim.ttl / 3:
+            # It has waited for long.
+            try:
+                self._ask_whether_it_stands(session)
+            except SessionDiedError as error:
+                self._bury(session, error)
+        with self._mutex:
+            now = clock.now()
+            stands = self._entries.get(claim.owner) is entry and not entry.leaving and entry.ends_at > now
+            if entry.token is not None and stands:
+                sure_until = self._sure_until(entry, session, claim.ttl)
+                entry.ends_at = max(entry.ends_at, sure_until)
+                return Grant(entry.token, sure_until - now)
+        # Asked before, and the answer was not seen, or nobody has come for it in time: it is asked for again.
         self._give_back(entry)
-        return self.acquire(entry.claim)
+        return self.acquire(claim)
 
     def _give_back(self, entry: Entry) -> bool:
         with self._mutex:
@@ -527,6 +546,7 @@ class SessionBackend(Statements, BaseBackend):
             if entry is None:
                 continue
             if entry.token is not None:
+                # For how long it is told to whoever asks.
                 places[claim.owner] = Place(grant=Grant(entry.token))
             else:
                 polled = entry.session is None and entry.name not in self._foremost
@@ -615,7 +635,7 @@ class SessionBackend(Statements, BaseBackend):
                         self._free.append(session)
                         return
                     session.add(entry)
-                entry.since = clock.now()
+                entry.asked_at = clock.now()
                 # It may have been asked just now whether it stands.
                 session.settle_in_time()
                 session.start(
@@ -658,7 +678,7 @@ class SessionBackend(Statements, BaseBackend):
             row = None
         if row is None and session is not None:
             self._make_sure_of_nothing(entry, session)
-        elif session is not None and clock.now() - entry.since >= session.wire.idle:
+        elif session is not None and clock.now() - entry.asked_at >= session.wire.idle:
             # A process that was stopped may read a grant whose session has been ended since, for its silence.
             try:
                 self._ask_whether_it_stands(session)
@@ -671,10 +691,10 @@ class SessionBackend(Statements, BaseBackend):
             if row is None:
                 self._forget(entry)
                 return
-            if clock.now() - entry.since < AT_ONCE:
+            if clock.now() - entry.asked_at < AT_ONCE:
                 # Nobody was in the way.
                 self._crowded.pop(entry.claim.key, None)
-        self._granted(entry, row)
+            self._granted(entry, row)
 
     def _make_sure_of_nothing(self, entry: Entry, session: Session) -> None:
         """Give back a key for which it was waited in vain: the engine may have given it just before it was told."""

@@ -31,7 +31,10 @@ class Entry:
     counted: bool = True
     # Whether it was asked for as one that stands on another's, whose count may be its own since.
     joins: bool = False
+    # When the question was sent by which it was granted, and when that was, by the calendar.
+    asked_at: float = 0.0
     since: float = 0.0
+    # When it is given back, if nobody renews it.
     ends_at: float = float("inf")
     # Whether the thread that watches the sessions tells of its turn.
     watched: bool = False
