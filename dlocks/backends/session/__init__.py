@@ -470,9 +470,11 @@ class SessionBackend(Statements, BaseBackend):
 
     def _forget(self, entry: Entry) -> None:
         """Take a claim out of all tables; the mutex is held."""
-        if self._entries.get(entry.claim.owner) is entry:
-            del self._entries[entry.claim.owner]
+        if entry.gone:
+            # Its owner, and its session, may be another one's by now.
+            return
         entry.gone = True
+        self._entries.pop(entry.claim.owner, None)
         if entry in self._kept:
             self._kept.remove(entry)
         if (line := self._line.get(entry.name)) is not None:
