@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 import os
 import socket
 import sys
@@ -444,8 +445,9 @@ class Attempt:
                 self.paused = True
                 return delay
         elif left is None or left > 0:
-            if not self.waiter.seated:
-                # It was its turn at once, but the row was locked when it asked, say.
+            if not self.waiter.seated or self.waiter.woken:
+                # Its turn has come, but the row was locked when it asked, say, or it came too late: back to its place.
+                self.waiter.woken = 0.0
                 room_of(self.backend).seat(self.waiter)
             return left
         elif self._granted_at_last(self.waiter):
@@ -509,7 +511,8 @@ class Attempt:
     def _stand_in_line(self, claim: Claim) -> bool:
         """Take a place in the line; return whether there is something to try at once."""
         room = room_of(self.backend)
-        self.waiter = waiter = Waiter(claim, self.ring, self.caller)
+        until = math.inf if self.timeout is None else self.began + self.timeout
+        self.waiter = waiter = Waiter(claim, self.ring, self.caller, until)
         if self.here and self.backend.tells_here:
             place = self._outside(functools.partial(self.backend.queue, claim))
             if place is not None and place.here:

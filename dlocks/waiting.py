@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import secrets
 import sys
@@ -37,6 +38,8 @@ TOLD_WITHIN = 0.1
 LOOKS_FOR = 10.0
 # For how long the room waits for a caller's thread that listens to stop.
 EARS_PATIENCE = 1.5
+# Who has not left so long after its time is over is heard of no more, and passed over.
+OVERDUE = 1.0
 # How long a room without anybody keeps its connection: less than a DROP DATABASE waits for it to go.
 LINGER = 0.5
 
@@ -70,10 +73,14 @@ class Waiter:
     that its lease is counted from: by the time it is read, the others may have moved on.
     """
 
-    def __init__(self, claim: Claim, wake: Callable[[], object], caller: object = None) -> None:
+    def __init__(
+        self, claim: Claim, wake: Callable[[], object], caller: object = None, until: float = math.inf
+    ) -> None:
         self.claim = claim
         self.wake = wake
         self.caller = caller
+        # When its time is over. If its thread or loop is too busy to notice, others must not wait for it.
+        self.until = until
         self.sent = clock.now()
         self.clock = 0.0
         self.given: tuple[Grant, float] | None = None
@@ -85,7 +92,7 @@ class Waiter:
         # When it has to be looked at next, at the latest.
         self.look_at = 0.0
         self.left = False
-        # When it was woken, if it was not seen to wait since.
+        # When it was woken, if it has not gone on to wait since.
         self.woken = 0.0
         # Whether the key may become free without anybody being told.
         self.silent = False
@@ -98,6 +105,10 @@ class Waiter:
         """Whether it is a task whose loop was closed, as by one who does not wait for it: it will never go on."""
         return isinstance(self.caller, asyncio.Task) and self.caller.get_loop().is_closed()
 
+    @property
+    def is_overdue(self) -> bool:
+        return clock.now() > self.until + OVERDUE
+
     def told(self, place: Place, sent: float) -> bool:
         """Note how the claim stands, as answered to what was sent then; return whether the caller has to be woken."""
         self.number = place.number or self.number
@@ -107,7 +118,8 @@ class Waiter:
         elif place.clock:
             self.sent, self.clock = sent, place.clock
         asks = place.grant is not None or place.ask
-        self.woken = clock.now() if asks else 0.0
+        if asks:
+            self.woken = clock.now()
         return asks
 
     def heard(self, message: Message) -> None:
@@ -396,7 +408,11 @@ class WaitingRoom:
         sent = clock.now()
         with self._mutex:
             # Who was woken just now is about to leave.
-            waiters = [one for one in self._waiters.values() if one.seated and one.woken <= sent - HEARD_EVERY]
+            waiters = [
+                one
+                for one in self._waiters.values()
+                if one.seated and one.woken <= sent - HEARD_EVERY and not one.is_overdue
+            ]
         if not waiters:
             return float("inf")
         place = listener.calm([waiter.claim for waiter in waiters])
@@ -436,7 +452,7 @@ class WaitingRoom:
             # is due soon is looked at along: they came one by one, and would be looked at so for ever.
             all_of_them = self._seated or self._looks or not self.channel
             self._seated = False
-            seated = {owner: waiter for owner, waiter in self._waiters.items() if waiter.seated}
+            seated = {owner: one for owner, one in self._waiters.items() if one.seated and not one.is_overdue}
             due = any(waiter.look_at <= sent for waiter in seated.values())
             waiters = {
                 owner: waiter
@@ -456,7 +472,8 @@ class WaitingRoom:
             if place is None:
                 # Passed over and forgotten, since nothing was heard of it: back to its place.
                 with waiter.mutex:
-                    if waiter.left:
+                    if waiter.left or waiter.woken:
+                        # Nor back to its place before it goes on: its turn has come, and it has not taken it.
                         continue
                     sent_again = clock.now()
                     place = self.backend.queue(waiter.claim, self.channel, waiter.number) or Place(soon=0.0)
@@ -473,7 +490,7 @@ class WaitingRoom:
     def _soonest(self) -> float:
         """Return in how many seconds the first of the waiters has to be looked at."""
         with self._mutex:
-            look_at = [waiter.look_at for waiter in self._waiters.values() if waiter.seated]
+            look_at = [one.look_at for one in self._waiters.values() if one.seated and not one.is_overdue]
         return min(look_at, default=float("inf")) - clock.now()
 
     def _came_unheard(self, waiter: Waiter, place: Place, sent: float) -> bool:

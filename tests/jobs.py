@@ -673,6 +673,27 @@ def share_under_guard(pipe, key, **policy):
     return "ended"
 
 
+def hang_in_line(pipe, key, tasks, **policy):
+    """Have tasks wait for a key in a loop that stands still until told; return what became of them."""
+    import asyncio
+
+    from dlocks.models import LockClaim
+
+    async def wait():
+        async with db_lock(key, **policy):
+            return "had it"
+
+    async def hang():
+        waiting = [asyncio.create_task(wait()) for _ in range(tasks)]
+        while await LockClaim.objects.filter(key_resource=key).acount() < tasks:
+            await asyncio.sleep(0.01)
+        pipe.say("waiting")
+        pipe.hear()
+        return [type(one).__name__ for one in await asyncio.gather(*waiting, return_exceptions=True)]
+
+    return asyncio.run(hang())
+
+
 def write_by_second_alias(pipe, key, **policy):
     """Write in hold.atomic() through another alias of the same database; return why a third one is refused."""
     from django.db import connections
@@ -693,11 +714,15 @@ def write_by_second_alias(pipe, key, **policy):
                 with db_lock(key, **policy) as again:
                     assert again.token == held.token
             held.check()
-            try:
-                with held.atomic(using="elsewhere"):
-                    return "not refused"
-            except RuntimeError as error:
-                return str(error)
+            refused = []
+            with transaction.atomic(), db_lock("of the transaction") as of_it:
+                for hold, using in ((held, "elsewhere"), (of_it, "second")):
+                    try:
+                        with hold.atomic(using=using):
+                            return "not refused"
+                    except RuntimeError as error:
+                        refused.append(str(error))
+            return refused
     finally:
         connections["second"].close()
 

@@ -296,7 +296,9 @@ def test_a_second_alias_of_the_same_database_is_guarded_and_another_database_is_
     time.sleep(1.5)
     assert db_lock("stock").try_acquire() is None
     worker.tell()
-    assert "'elsewhere' is another one" in worker.hear()
+    another, of_a_transaction = worker.hear()
+    assert "'elsewhere' is another one" in another
+    assert "cannot guard another one on 'second'" in of_a_transaction
     assert row() == 3
 
 

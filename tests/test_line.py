@@ -1502,3 +1502,22 @@ def test_a_turn_that_comes_to_nothing_at_first_is_not_lost(monkeypatch, threads)
     monkeypatch.setattr(backend, "acquire", busy)
     with db_lock("stock:7", timeout=5) as hold:
         assert hold.waited < 2
+
+
+@pytest.mark.parametrize("timeout", [2.0, None])
+def test_callers_who_do_not_react_keep_the_key_from_others_once_and_not_for_ever(timeout, workers, until):
+    (stuck,) = workers(1)
+    with db_lock("stock:7") as hold:
+        stuck.start(jobs.hang_in_line, "stock:7", 3, timeout=timeout)
+        assert stuck.hear() == "waiting"
+        until(lambda: hold.waiting == 3)
+    lock = db_lock("stock:7", timeout=60)
+    with lock as hold:
+        # Each of them may keep it until it is known that he does not come for it.
+        assert hold.waited < 20
+    for _ in range(5):
+        with lock as hold:
+            assert hold.waited < 2
+    stuck.tell()
+    # Who comes late may find it free.
+    assert set(stuck.hear()) <= ({"LockTimeout", "str"} if timeout else {"str"})
