@@ -1,9 +1,10 @@
 """hold.atomic(): what commits was done under the lock, or it does not commit."""
 
+import threading
 import time
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, connection, connections, transaction
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
 from dlocks.conf import backends
@@ -273,6 +274,40 @@ def test_a_guarded_share_keeps_nobody_waiting_who_does_not_want_its_key(row, wor
     holder.tell()
     assert holder.hear() == "ended"
     db_lock("stock", timeout=5).acquire().release()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_two_threads_that_guard_by_the_same_share_wait_for_each_other_but_not_without_a_bound(row, monkeypatch):
+    """As by a lock that is not shared."""
+    monkeypatch.setattr("dlocks.backends.database.PERSISTENT_FOR", 0.5)
+    hold = db_rwlock("stock").read().acquire()
+    inside, leave = threading.Event(), threading.Event()
+
+    def guard():
+        try:
+            with hold.atomic():
+                inside.set()
+                leave.wait(20)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=guard)
+    thread.start()
+    assert inside.wait(20)
+    try:
+        with pytest.raises(LockBackendError, match="'stock' .* is locked by another transaction"), hold.atomic():
+            pass
+        monkeypatch.setattr("dlocks.backends.database.PERSISTENT_FOR", 20)
+        timer = threading.Timer(0.5, leave.set)
+        timer.start()
+        with hold.atomic():
+            Counter.objects.update(value=8)
+        assert row() == 8
+        timer.join()
+    finally:
+        leave.set()
+        thread.join(30)
+        hold.release()
 
 
 def test_a_lock_that_is_not_in_the_database_cannot_guard_it():

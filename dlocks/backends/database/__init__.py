@@ -35,7 +35,7 @@ from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.prepared import Reply
 from dlocks.backends.database.records import Records
 from dlocks.backends.database.several import Several
-from dlocks.backends.database.statements import FREE_BY_CLOCK, GRANT, MICROSECONDS
+from dlocks.backends.database.statements import FREE_BY_CLOCK, GRANT, IN_LINE, MICROSECONDS
 from dlocks.backends.database.tending import BATCH, STALE, Tending
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 
@@ -203,17 +203,23 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _pin(self, claim: Claim) -> bool:
         # Written, not only locked: a row lock is not seen by the other nodes of a Galera cluster.
-        parameters = {"key": claim.key, "owner": claim.owner, "ttl": round(claim.ttl * MICROSECONDS)}
+        parameters: dict[str, Any] = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "ttl": round(claim.ttl * MICROSECONDS),
+        }
         if claim.shared:
             # Whoever looks for shares that ended passes over one that is locked.
-            mine = "owner = %(owner)s AND version > 0"
-            return (
-                self._count(self._text(f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE {mine}"), parameters)
-                == 1
-            )
-        mine = f"{KEY} AND owner = %(owner)s AND status = 'P'"
-        sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
-        return bool(self._insist(lambda: self._count(sql, parameters), claim.key, mine, parameters))
+            table, primary, mine = "{claims}", "id", f"owner = %(owner)s AND NOT {IN_LINE}"
+            if (row := self._row_of(claim)) is not None:
+                # For MySQL and MariaDB, which at REPEATABLE READ find it by its owner only by locking the gap before
+                # that too: nobody whose owner falls in there could go into line, for whichever key.
+                mine += " AND id = %(id)s"
+                parameters["id"] = row[0]
+        else:
+            table, primary, mine = "{locks}", "key_resource", f"{KEY} AND owner = %(owner)s AND status = 'P'"
+        sql = self._text(self.dialect.update(table, f"end_time = {self._renewed}", mine, primary))
+        return bool(self._insist(lambda: self._count(sql, parameters), claim.key, mine, parameters, table=table))
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         # Of the successor too: of an exchange whose reply was lost.
@@ -509,11 +515,12 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         where: str,
         parameters: Mapping[str, Any],
         *,
+        table: str = "{locks}",
         taken_over: bool = False,
     ) -> int | None:
         """Write the holder's own row, which others lock for moments; return None where it is the holder's no more."""
         began = time.monotonic()
-        looking = self._text(f"SELECT {self.dialect.seconds_until('end_time')} FROM {{locks}} WHERE {where}")
+        looking = self._text(f"SELECT {self.dialect.seconds_until('end_time')} FROM {table} WHERE {where}")
         for number in itertools.count():
             if written := write():
                 return written
