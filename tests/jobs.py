@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -665,9 +665,22 @@ def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
     return "written", ""
 
 
-def share_under_guard(pipe, key, **policy):
+@contextmanager
+def isolated(level):
+    """Have this thread's transactions at a level of isolation."""
+    connection = connections["default"]
+    scope = "SESSION CHARACTERISTICS AS" if connection.vendor == "postgresql" else "SESSION"
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET {scope} TRANSACTION ISOLATION LEVEL {level}")
+    try:
+        yield
+    finally:
+        connection.close()
+
+
+def share_under_guard(pipe, key, *, level="READ COMMITTED", **policy):
     """Share a key, and stay in hold.atomic() until told."""
-    with db_rwlock(key, **policy).read() as hold, hold.atomic():
+    with db_rwlock(key, **policy).read() as hold, isolated(level), hold.atomic():
         pipe.say(hold.token)
         pipe.hear()
     return "ended"

@@ -2,14 +2,16 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from django.db import IntegrityError, connection, connections, transaction
+from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
 from dlocks.conf import backends
 from dlocks.models import LockClaim, ResourceLock
-from tests import jobs
+from tests import jobs, rows
 from tests.models import Counter
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -274,6 +276,81 @@ def test_a_guarded_share_keeps_nobody_waiting_who_does_not_want_its_key(row, wor
     holder.tell()
     assert holder.hear() == "ended"
     db_lock("stock", timeout=5).acquire().release()
+
+
+@pytest.fixture(params=["READ COMMITTED", "REPEATABLE READ"])
+def guard_share(request, row, workers):
+    """
+    Return a function that has a transaction of another process keep a share of "stock"; it returns the token.
+
+    Once at each of the levels that a project may run its database at.
+    """
+    (holder,) = workers(1)
+
+    def keep():
+        holder.start(jobs.share_under_guard, "stock", level=request.param)
+        return holder.hear()
+
+    with jobs.isolated(request.param):
+        if connection.vendor == "mysql":
+            with connection.cursor() as cursor:
+                # A statement that waits at all is one too many, and 50 seconds are longer than a test.
+                cursor.execute("SET innodb_lock_wait_timeout = 5")
+        yield keep
+    holder.tell()
+    assert holder.hear() == "ended"
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_guarded_share_keeps_nobody_from_a_key_whose_readers_have_died(guard_share):
+    rows.free("price")
+    for number in range(3):
+        rows.stale_share("price", 1001 + number)
+    guard_share()
+    began = time.monotonic()
+    db_lock("price", timeout=4).acquire().release()
+    assert time.monotonic() - began < 4
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_guarded_share_keeps_no_reader_of_another_key_in_line(guard_share):
+    rows.free("price")
+    waiting = [rows.waits("price", shared=True).pk for _ in range(3)]
+    guard_share()
+    # The last one before the share's in the order of the owners, which are drawn by lot.
+    waiting.append(rows.waits("price", shared=True, owner=rows.OWNER[:16] + "f" * 16).pk)
+    backends["default"].move_on("price")
+    admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000).order_by("pk")
+    tokens = list(admitted.values_list("version", flat=True))
+    assert len(tokens) == 4
+    assert tokens == sorted(set(tokens)), "in the order of the line"
+    assert ResourceLock.objects.filter(pk="price", shares=4, waiters=0, version=tokens[-1]).exists()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_guarded_share_keeps_no_claim_of_another_key_from_being_counted_or_forgotten(guard_share):
+    rows.held("price")
+    for _ in range(3):
+        rows.waits("price", counted=False)
+        rows.dead("price")
+    ResourceLock.objects.filter(pk="price").update(waiters=0)
+    guard_share()
+    assert backends["default"].tidy("price") == (0, 3)
+    assert rows.now("price").waiters == 3
+    assert LockClaim.objects.filter(key_resource="price", counted=True).count() == 3
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_person_can_end_shares_and_take_out_claims_beside_a_share_that_is_guarded(guard_share):
+    rows.free("stock")
+    tokens = [rows.shares("stock", 1001 + number).version for number in range(3)]
+    # Not heard of, but not for so long that they are forgotten by themselves.
+    places = [rows.claim("stock", timezone.now() - timedelta(seconds=1)).pk for _ in range(3)]
+    guarded = guard_share()
+    backend = backends["default"]
+    assert [backend.end_share("stock", token) for token in tokens] == [True] * 3
+    assert [backend.take_out("stock", place) for place in places] == [True] * 3
+    assert not backend.end_share("stock", guarded)
 
 
 @pytest.mark.engine("postgresql", "mariadb")

@@ -6,6 +6,7 @@ Parameters are named, since the engines want them in different orders. ``{after}
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
@@ -114,7 +115,11 @@ class Dialect:
         """Return the statement that locks the rows that are not locked by another transaction, and writes them."""
         raise NotImplementedError
 
-    def delete(self, table: str, where: str) -> str:
+    def update_these(self, table: str, assignments: str, ids: Iterable[str], where: str) -> str:
+        """Return the statement that writes the rows of these ids, which are names of parameters, and waits for them."""
+        return f"UPDATE {table} SET {assignments} WHERE id IN ({', '.join(f'%({id})s' for id in ids)}) AND {where}"
+
+    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
         """Return the statement that deletes the rows that are not locked by another transaction."""
         raise NotImplementedError
 
@@ -233,10 +238,10 @@ class PostgreSQL(Dialect):
     def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
         return f"UPDATE {table} SET {assignments} WHERE {self._picked(table, where, primary)}"
 
-    def delete(self, table: str, where: str) -> str:
-        return f"DELETE FROM {table} WHERE {self._picked(table, where)}"
+    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
+        return f"DELETE FROM {table} WHERE {self._picked(table, where, primary)}"
 
-    def _picked(self, table: str, where: str, primary: str = "key_resource") -> str:
+    def _picked(self, table: str, where: str, primary: str) -> str:
         # An array keeps the plan on the primary key, for one row and for many.
         return f"{primary} = ANY (ARRAY(SELECT {primary} FROM {table} WHERE {where} FOR UPDATE SKIP LOCKED))"
 
@@ -289,17 +294,25 @@ class MySQL(Dialect):
     def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
         return f"UPDATE {self._picked(table, where, primary)} SET {assignments}"
 
-    def delete(self, table: str, where: str) -> str:
-        return f"DELETE {table} FROM {self._picked(table, where)}"
+    def update_these(self, table: str, assignments: str, ids: Iterable[str], where: str) -> str:
+        # Joined: for a list in WHERE a small table is read from end to end, and every locked row of it is waited for.
+        picks = " UNION ALL ".join(f"SELECT %({id})s AS picked" for id in ids)
+        return f"UPDATE ({picks}) AS picks {self._joined(table, 'id')} SET {assignments} WHERE {where}"
 
-    def _picked(self, table: str, where: str, primary: str = "key_resource") -> str:
+    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
+        return f"DELETE {table} FROM {self._picked(table, where, primary)}"
+
+    def _picked(self, table: str, where: str, primary: str) -> str:
         # LIMIT keeps the subquery from being merged, which would change the table that it reads.
         where = where.replace(KEY, AS_A_RANGE)
         index = " FORCE INDEX (PRIMARY)" if primary == "key_resource" else ""
         return (
             f"(SELECT {primary} AS picked FROM {table}{index} WHERE {where} LIMIT 1000000"
-            f" FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON {primary} = picked"
+            f" FOR UPDATE SKIP LOCKED) AS picks {self._joined(table, primary)}"
         )
+
+    def _joined(self, table: str, primary: str) -> str:
+        return f"STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON {primary} = picked"
 
     # A short transaction sent as one packet: a client that is stopped in the middle of it cannot keep the key. An
     # UPDATE of joined tables would write them by way of a temporary one, at five times the cost.
@@ -422,7 +435,7 @@ class SQLite(Dialect):
     def update(self, table: str, assignments: str, where: str, primary: str = "key_resource") -> str:
         return f"UPDATE {table} SET {assignments} WHERE {where}"
 
-    def delete(self, table: str, where: str) -> str:
+    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
         return f"DELETE FROM {table} WHERE {where}"
 
     def is_contention(self, error: DatabaseError) -> bool:

@@ -763,13 +763,14 @@ class Line(Statements):
         self._fence_off(head)
         first, last = admitted[0]["id"], admitted[-1]["id"]
         ids, parameters = self._one_of("id", [claim["id"] for claim in admitted])
-        sql = self._text(
-            # Tokens in the order of the line.
-            f"{self.dialect.patiently}UPDATE {{claims}} SET version = %(token)s + id - %(first)s,"
-            f" begin_time = {{now}}, hold_count = 1, end_time = {self.dialect.after_column('patience')}"
-            f" WHERE {ids} AND end_time > {{now}}"
+        # Tokens in the order of the line.
+        assignments = (
+            "version = %(token)s + id - %(first)s, begin_time = {now}, hold_count = 1,"
+            f" end_time = {self.dialect.after_column('patience')}"
         )
-        if self._count(sql, parameters | {"token": head.token, "first": first}) != len(admitted):
+        sql = self.dialect.update_these("{claims}", assignments, parameters, "end_time > {now}")
+        numbered = parameters | {"token": head.token, "first": first}
+        if self._count(self._text(self.dialect.patiently + sql), numbered) != len(admitted):
             # Some have left the line just now.
             there = self._rows(self._text(f"SELECT id FROM {{claims}} WHERE {ids} AND NOT {IN_LINE}"), parameters)
             admitted = [claim for claim in admitted if (claim["id"],) in there]
@@ -804,25 +805,13 @@ class Line(Statements):
             self._change(head, shares=shares)
         return shares
 
-    def _pick_claims(self, where: str, parameters: Mapping[str, Any], *, locking: str | None = None) -> list[int]:
+    def _delete_claims(self, where: str, parameters: Mapping[str, Any]) -> int:
         """
-        Lock the first claims of a condition, those that no other transaction has, and return their numbers.
+        Delete the claims of a condition that no other transaction has; return how many.
 
-        One that is locked is just written, or a share that ``hold.atomic()`` keeps. A statement that writes by the
-        condition itself would wait for it; on MariaDB and MySQL even for one that it only finds on its way.
+        One that is locked is just written, or a share that ``hold.atomic()`` keeps.
         """
-        sql = f"SELECT id FROM {{claims}} WHERE {where} ORDER BY id LIMIT {AT_ONCE}{locking or self.dialect.for_update}"
-        return [number for (number,) in self._rows(self._text(sql), parameters)]
-
-    def _delete_claims(self, where: str, parameters: Mapping[str, Any], *, locking: str | None = None) -> int:
-        """Delete the claims of a condition that no other transaction has; return how many."""
-        deleted = 0
-        while found := self._pick_claims(where, parameters, locking=locking):
-            ids, numbers = self._one_of("id", found)
-            deleted += self._count(self._text(f"DELETE FROM {{claims}} WHERE {ids}"), numbers)
-            if len(found) < AT_ONCE:
-                break
-        return deleted
+        return self._count(self._text(self.dialect.delete("{claims}", where, "id")), parameters)
 
     def _end_silent_shares(self, key: str, observations: Observations) -> None:
         asked_at = clock.now()
@@ -840,9 +829,9 @@ class Line(Statements):
         of_key = f"{KEY} AND {IN_LINE}"
         self._delete_claims(f"{of_key} AND end_time <= {self.dialect.after('forgotten')}", parameters)
         # Who was not heard of is in nobody's way; who is heard of again counts again.
-        if found := self._pick_claims(f"{of_key} AND counted <> (end_time > {{now}})", parameters):
-            ids, numbers = self._one_of("id", found)
-            self._count(self._text(f"UPDATE {{claims}} SET counted = (end_time > {{now}}) WHERE {ids}"), numbers)
+        heard = "(end_time > {now})"
+        sql = self.dialect.update("{claims}", f"counted = {heard}", f"{of_key} AND counted <> {heard}", "id")
+        self._count(self._text(sql), parameters)
         count = self._rows(self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"), parameters)
         self._change(head, waiters=int(count[0][0]))
 

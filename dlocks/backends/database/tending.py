@@ -77,20 +77,24 @@ class Tending(Line):
         return self._take_away(key, f"id = %(number)s AND {IN_LINE} AND end_time <= {{now}}", {"number": number})
 
     def _take_away(self, key: str, where: str, parameters: dict[str, int]) -> bool:
-        of_key = {"key": key, **parameters}
+        """Delete the one claim of a condition."""
 
         def step(head: Head | None) -> bool:
-            locking = self.dialect.for_update_patiently
-            if head is None or not self._delete_claims(f"{KEY} AND {where}", of_key, locking=locking):
+            # By its id: by the condition others would be waited for on the way to it.
+            mine = f"SELECT id FROM {{claims}} WHERE id = %(id)s AND {where}{self.dialect.for_update_patiently}"
+            if head is None or not self._rows(self._text(mine), found):
                 return False
+            self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), found)
             self._count_rows(head)
             self._admit(head)
             return True
 
         # First a look, since a step would make a lock row that is not there.
-        if not self._rows(self._text(f"SELECT version FROM {{claims}} WHERE {KEY} AND {where}"), of_key):
-            return False
-        return self._step(key, step, busy=lambda: False)
+        sql = self._text(f"SELECT id FROM {{claims}} WHERE {KEY} AND {where}")
+        for (number,) in self._rows(sql, {"key": key, **parameters}):
+            found = {"id": number, **parameters}
+            return self._step(key, step, busy=lambda: False)
+        return False
 
     def purge_one(self, key: str, version: int, idle_for: float) -> bool:
         """
