@@ -1521,3 +1521,26 @@ def test_callers_who_do_not_react_keep_the_key_from_others_once_and_not_for_ever
     stuck.tell()
     # Who comes late may find it free.
     assert set(stuck.hear()) <= ({"LockTimeout", "str"} if timeout else {"str"})
+
+
+@SERVERS
+def test_who_looks_after_keys_that_transactions_have_waits_for_none_of_them(workers, monkeypatch):
+    """There may be many, and nobody listens meanwhile."""
+    keys = ["stock:7", "stock:8"]
+    holders = workers(len(keys))
+    for holder, key in zip(holders, keys, strict=True):
+        holder.start(jobs.hold_in_transaction, key)
+        holder.hear()
+    backend, claims = backends["default"], [claim(key) for key in keys]
+    for one in claims:
+        backend.queue(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(line.time, "sleep", lambda seconds: pytest.fail("it waits"))
+        for heard in (True, False):
+            places = backend.look(claims, heard=heard)
+            assert [places[one.owner].grant for one in claims] == [None, None]
+    for one in claims:
+        backend.release(one)
+    for holder in holders:
+        holder.tell()
+        holder.hear()

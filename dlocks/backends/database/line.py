@@ -70,8 +70,9 @@ TOGETHER_AT_MOST = 100
 # How long a thread lets another one of its process go into line first.
 ENTRANCE_PATIENCE = 1.0
 
-# How long, on PostgreSQL, the lock row is waited for by who gives a key back, and by who looks after a line behind it.
-GIVING_BACK_WAITS, HANDING_ON_WAITS = "200ms", "20ms"
+# How long, on PostgreSQL, the lock row is waited for by who gives a key back, by who looks after a line behind it, and
+# by who looks after many.
+GIVING_BACK_WAITS, HANDING_ON_WAITS, PASSING_WAITS = "200ms", "20ms", "1ms"
 
 ENDED_SHARE = f"NOT {IN_LINE} AND end_time <= {{grace}}"
 
@@ -402,7 +403,7 @@ class Line(Statements):
                 places[owner] = self._place(claim, head, numbers[owner])
         self._move_on_where_free([by_owner[owner] for owner in numbers], heads, places)
         for key in alone:
-            self._step(key, self._count_in, busy=lambda: None)
+            self._step(key, self._count_in, busy=lambda: None, looks=0)
         return places
 
     def _glance(self, claims: Sequence[Claim]) -> dict[str, Place]:
@@ -426,7 +427,8 @@ class Line(Statements):
             if head is not None and self._is_gone(head, [claim for claim in claims if claim.key == key]):
                 self._end_silent(key, head.version, head.ends)
             elif head is None or head.free:
-                granted = self._moved_on(key)
+                # In passing: nobody listens meanwhile, and there may be many keys that transactions have.
+                granted = self._moved_on(key, in_passing=True)
                 silent = granted is None
                 places |= {one.owner: one.place for one in granted or () if one.owner in places}
             if silent and self.dialect.wake:
@@ -515,13 +517,13 @@ class Line(Statements):
         text = dialect.hand_over.replace("{row_wait}", row_wait).replace("{patiently}", dialect.for_update_patiently)
         return self._text(text.replace("{condition}", condition).replace("{if_taken}", if_taken))
 
-    def _hand_on(self, key: str) -> bool:
+    def _hand_on(self, key: str, *, row_wait: str = HANDING_ON_WAITS) -> bool:
         """Hand a key that was given back to the first in line, in one trip; return False if that was not to do."""
         if not self.dialect.hand_over or self.in_transaction():
             return False
         parameters = {"key": key, "owner": "", "status": "S", **self._times()}
         free = "status <> 'P' AND end_time <= {now}"
-        sql = self._handing_over(free, self.dialect.if_taken, row_wait=HANDING_ON_WAITS)
+        sql = self._handing_over(free, self.dialect.if_taken, row_wait=row_wait)
         rows, _ = self._packet(sql, parameters)
         return any(taken for taken, *_ in rows or ())
 
@@ -676,12 +678,13 @@ class Line(Statements):
 
     # Pieces of a step.
 
-    def _moved_on(self, key: str) -> list[Granted] | None:
+    def _moved_on(self, key: str, *, in_passing: bool = False) -> list[Granted] | None:
         """Let the line move on; return who had the key, or None where a transaction has it."""
-        if self._hand_on(key):
+        if self._hand_on(key, row_wait=PASSING_WAITS if in_passing else HANDING_ON_WAITS):
             # To whom, the next look tells.
             return []
-        return self._step(key, lambda head: self._admit(head) if head else None, busy=list)
+        looks = 0 if in_passing else CONTENTION_TRIES
+        return self._step(key, lambda head: self._admit(head) if head else None, busy=list, looks=looks)
 
     def _admit(self, head: Head) -> list[Granted]:
         """Grant the key to the first in line, or to the first ones that may share it; tell them on commit."""
@@ -1003,28 +1006,30 @@ class Line(Statements):
         *,
         busy: Callable[[], T],
         waits: bool = False,
+        looks: int = CONTENTION_TRIES,
     ) -> T:
         """
         Do one step: lock the row of a key and call ``work`` with it, in a transaction.
 
-        It is called with None when another transaction has the row; where the step ``waits``, and the engine can do
-        that for a bounded time, it has waited for its turn before. ``busy`` answers where that time was over, where
+        It is called with None when another transaction has the row, and still had after so many ``looks``; where the
+        step ``waits``, and the engine can do that for a bounded time, it has waited for its turn before. ``busy``
+        answers where that time was over, where
         SQLite's one writer was not to be had in time, or another transaction kept a claim that the step writes.
         """
         connection = self.connection
         ours = not self.in_transaction()
-        tries, looks, reconnected = 0, 0, False
+        tries, looked, reconnected = 0, 0, False
         while True:
             session = connection.connection
             try:
                 with self._briefly(), transaction.atomic(using=self.database):
                     locking = self.dialect.for_update_in_turn if waits else self.dialect.for_update
-                    return work(self._lock(key, locking, patiently=looks < CONTENTION_TRIES, bounded=ours))
+                    return work(self._lock(key, locking, patiently=looked < looks, bounded=ours))
             except _AbsentError:
                 self._create(key)
             except _LockedError:
-                looks += 2
-                time.sleep(random.uniform(0, 0.0005 * looks**2))  # noqa: S311 (jitter)
+                looked += 2
+                time.sleep(random.uniform(0, 0.0005 * looked**2))  # noqa: S311 (jitter)
             except (Error, LockBackendError) as trouble:
                 error = trouble.__cause__ if isinstance(trouble, LockBackendError) else trouble
                 if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
