@@ -29,7 +29,7 @@ from dlocks import (
     db_semaphore,
     history,
 )
-from dlocks.backends.base import Claim
+from dlocks.backends.base import KEPT_FOR, Claim
 from dlocks.conf import backends
 from dlocks.waiting import room_of
 from tests.servers import die_with_parent
@@ -968,6 +968,29 @@ def count_several(pipe, directory, keys, *, seed, seconds, scope, **policy):
                 path.write_text(f"{value + 1} {held.tokens[key]}")
                 added[key] += 1
     return added
+
+
+def acquire_after_another(pipe, key, **policy):
+    """Wait for a key that somebody has, say so when in line for it, and keep it until it is renewed for long."""
+    backend = backends[policy["using"]]
+
+    def look():
+        while not backend.waiting(key):
+            time.sleep(0.01)
+        connections.close_all()
+        pipe.say("in line")
+
+    threading.Thread(target=look).start()
+    token = acquire(pipe, key, **policy)
+    # The first lease is a short one.
+    while _kept[-1].remaining < KEPT_FOR:
+        time.sleep(0.01)
+    return token
+
+
+def clear(pipe, key, token):
+    """Take a key from its holder, as a person does."""
+    return backends["default"].clear(key, token)
 
 
 def acquire_several(pipe, keys, **policy):

@@ -27,9 +27,10 @@ class Proxy:
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self._acceptor.start()
 
-    def swallow(self, text: bytes) -> None:
-        """Swallow the reply to the next request that has this text in it."""
+    def swallow(self, text: bytes, until: threading.Event | None = None) -> None:
+        """Swallow the reply to the next request that has this text in it; tell its sender nothing until then."""
         self._text = text
+        self._until = until
         self.swallowed.clear()
         self._armed.set()
 
@@ -78,6 +79,8 @@ class Proxy:
                 if marked.is_set():
                     # The statement is done, and committed: its reply goes no further.
                     self.swallowed.set()
+                    if self._until is not None:
+                        self._until.wait(60)
                     break
                 while self.late.is_set() and not self._closed:
                     time.sleep(0.01)

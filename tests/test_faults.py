@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes.util
 import glob
 import os
+import threading
 import time
 
 import pytest
@@ -227,6 +228,78 @@ def test_an_acquire_whose_reply_is_lost_ends_held_by_its_caller(using, server, o
         assert other.call(jobs.try_once, key, using=using) > token
     finally:
         proxy.close()
+
+
+HELD = pytest.mark.parametrize("held", ["alone", "from the line", "with another"])
+
+
+def take(held, worker, other, key, using):
+    """Have the worker take a key in one of the ways on which it depends how it is given back; return its token."""
+    if held == "alone":
+        return worker.call(jobs.acquire, key, using=using)
+    if held == "with another":
+        return worker.call(jobs.acquire_several, [key, f"with {key}"], using=using)[key]
+    # Who has waited for it thinks that more do.
+    other.start(jobs.hold, key, using=using)
+    other.hear()
+    worker.start(jobs.acquire_after_another, key, using=using)
+    assert worker.hear() == "in line"
+    other.tell()
+    assert other.hear() == "released"
+    token = worker.hear()
+    # Whoever looks after the line may have the row for a moment.
+    deadline = time.monotonic() + 20
+    while "dlocks-waiting" in worker.call(jobs.threads):
+        assert time.monotonic() < deadline
+    return token
+
+
+@FAMILY
+@HELD
+def test_a_release_whose_reply_is_lost_is_a_release_though_somebody_else_has_the_key_by_now(
+    using, held, server, on_server
+):
+    proxy, taken = Proxy(server.port), threading.Event()
+    try:
+        worker, other = on_server(proxy.port), on_server()
+        key = f"taken {using} {held}"
+        first = take(held, worker, other, key, using)
+        if using == "insert":
+            proxy.swallow(b"DELETE", until=taken)
+        elif held == "from the line":
+            proxy.swallow(b"taken AS" if ENGINE == "postgresql" else b"COMMIT", until=taken)
+        else:
+            proxy.swallow(b"hold_count = 0", until=taken)
+        worker.start(jobs.release_all)
+        assert proxy.swallowed.wait(10)
+        later = other.call(jobs.acquire, key, using=using)
+        taken.set()
+        assert isinstance(later, int), (later, worker.hear())
+        assert later > first
+        assert worker.hear() == ["released"]
+        assert other.call(jobs.check) == "held"
+        assert other.call(jobs.release_all) == ["released"]
+    finally:
+        taken.set()
+        proxy.close()
+
+
+@FAMILY
+@HELD
+def test_a_key_that_was_taken_away_is_told_to_its_holder_though_its_session_is_lost_too(using, held, on_server):
+    """To send the release again says no more than that somebody else has the key."""
+    worker, other = on_server(), on_server()
+    key = f"taken away {using} {held}"
+    first = take(held, worker, other, key, using)
+    assert other.call(jobs.clear, key, first)
+    assert other.call(jobs.acquire, key, using=using) > first
+    # Longer than one question about it takes under load.
+    time.sleep(0.5)
+    assert other.call(jobs.kill_other_sessions) >= 1
+    assert worker.call(jobs.release_all) == ["LockLost"]
+    assert other.call(jobs.check) == "held"
+    assert other.call(jobs.release_all) == ["released"]
+    assert isinstance(other.call(jobs.try_once, f"with {key}", using=using), int)
 
 
 @FAMILY

@@ -24,7 +24,6 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from django.db import transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks import clock
@@ -166,6 +165,12 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 # It is given back by that.
                 return True
             return self._release_on_commit(claim, failed=failed, keep=keep)
+        session, began = self._session(), clock.now()
+        if self._release(claim, failed=failed, keep=keep):
+            return True
+        return not claim.shared and self._was_given_back([claim], session, began)
+
+    def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         if not claim.shared:
             crowded = not keep and claim.key in self._crowded
             if crowded and self._hand_over(claim, failed=failed):
@@ -649,31 +654,20 @@ class InsertBackend(DatabaseBackend):
         return self._granted(sql, self._parameters(claim))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        if claim.scope == "transaction":
-            # A row deleted by an open transaction would make everybody's insert wait, so it goes after the commit.
-            if self.connection.in_atomic_block and not keep:
-                transaction.on_commit(partial(self._delete, claim), using=self.database, robust=True)
-            return super().release(claim, failed=failed, keep=keep)
-        if not keep and self._delete(claim):
+        # A row deleted by an open transaction would make everybody's insert wait, so it goes after the commit.
+        if claim.scope == "transaction" and self.connection.in_atomic_block and not keep:
+            transaction.on_commit(partial(self._delete, claim), using=self.database, robust=True)
+        return super().release(claim, failed=failed, keep=keep)
+
+    def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
+        if claim.scope == "lease" and not keep and self._delete(claim):
             self._crowded.discard(claim.key)
             return True
-        return super().release(claim, failed=failed, keep=keep)
+        return super()._release(claim, failed=failed, keep=keep)
 
     def _delete(self, claim: Claim) -> bool:
         # Only once the clock has passed the token, or the next row could be given the same one.
         sql = self._sql(
             self.dialect.delete, f"{KEY} AND owner = %(owner)s AND version < {{ticks}} AND waiters = 0 AND shares = 0"
         )
-        parameters = {"key": claim.key, "owner": claim.owner}
-        sent = 0
-
-        def delete(connection: BaseDatabaseWrapper, in_transaction: bool) -> int:
-            nonlocal sent
-            sent += 1
-            return self._execute(connection, in_transaction, sql, parameters).changed
-
-        if self._run(delete) == 1:
-            return True
-        # The reply to the first may have been lost, and the row with it.
-        gone = self._sql(lambda table: f"SELECT COUNT(*) FROM {table} WHERE {KEY}")
-        return sent > 1 and int(self._rows(gone, parameters)[0][0]) == 0
+        return self._count(sql, {"key": claim.key, "owner": claim.owner}) == 1

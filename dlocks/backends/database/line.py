@@ -284,7 +284,7 @@ class Line(Statements):
         sql = self.dialect.queue.replace("{rows}", " UNION ALL ".join(rows_of_values))
         sql = self._text(sql.replace("{columns}", names).replace("{owners}", owners))
         for number_of_try in range(QUEUE_TRIES):
-            rows, _ = self._packet(sql, parameters, often=len(rows_of_values) == 1)
+            rows = self._packet(sql, parameters, often=len(rows_of_values) == 1)
             if rows is None:
                 return None
             if not rows or rows[0][2]:
@@ -326,7 +326,7 @@ class Line(Statements):
             return False
         parameters = {"key": claim.key, "owner": claim.owner, "status": "F" if failed else "S", **self._times()}
         sql = self._handing_over("owner = %(owner)s AND status = 'P'", row_wait=GIVING_BACK_WAITS)
-        rows, sent = self._packet(sql, parameters)
+        rows = self._packet(sql, parameters)
         for taken, waiters, *_ in rows or ():
             if not waiters:
                 self._crowded.discard(claim.key)
@@ -334,9 +334,7 @@ class Line(Statements):
                 # They came after this statement had begun, share the key, or were not heard of.
                 self._moved_on(claim.key)
             return True
-        # The reply to the first may have been lost, and the key is somebody else's since.
-        mine = self._text(f"SELECT 1 FROM {{locks}} WHERE {KEY} AND owner = %(owner)s")
-        return sent > 1 and self._row_of(claim) is None and not self._rows(mine, parameters)
+        return False
 
     def _queue(self, claim: Claim, channel: str, number: int | None) -> Place | None:
         def step(head: Head | None) -> tuple[Place, list[Granted]]:
@@ -524,7 +522,7 @@ class Line(Statements):
         parameters = {"key": key, "owner": "", "status": "S", **self._times()}
         free = "status <> 'P' AND end_time <= {now}"
         sql = self._handing_over(free, self.dialect.if_taken, row_wait=row_wait)
-        rows, _ = self._packet(sql, parameters)
+        rows = self._packet(sql, parameters)
         return any(taken for taken, *_ in rows or ())
 
     def move_on(self, key: str) -> bool:
@@ -961,17 +959,14 @@ class Line(Statements):
 
     # Steps.
 
-    def _packet(self, sql: str, parameters: Mapping[str, Any], *, often: bool = True) -> tuple[Any, int]:
+    def _packet(self, sql: str, parameters: Mapping[str, Any], *, often: bool = True) -> Any:
         """
         Send what is a step in one trip; ``often`` says whether to prepare it where the engine does.
 
-        Return the rows of its last statement, None where the row is locked, and how often it was sent.
+        Return the rows of its last statement, or None where the row is locked.
         """
-        sent = 0
 
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
-            nonlocal sent
-            sent += 1
             if connection.vendor != "mysql":
                 execute = self._execute if often else self._by_cursor
                 return execute(connection, in_transaction, sql, parameters).rows
@@ -994,7 +989,7 @@ class Line(Statements):
                     connection.close()
                     raise
 
-        return self._run(send, locked=lambda: None), sent
+        return self._run(send, locked=lambda: None)
 
     def _times(self) -> dict[str, int]:
         return {"grace": self._grace, "heard": round(HEARD_FOR * MICROSECONDS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dlocks import clock
 from dlocks.backends.base import Claim, Grant
 from dlocks.backends.database.dialects import MySQL
 from dlocks.backends.database.statements import GRANT, Statements
@@ -72,6 +73,7 @@ class Several(Statements):
 
     def release_all(self, claims: Sequence[Claim], *, failed: bool = False) -> bool:
         dialect = self.dialect
+        session, began = self._session(), clock.now()
         assignments = f"status = %(status)s, hold_count = 0, end_time = {dialect.after('keep')}"
         wanted, returning = "owner = %(owner)s", ""
         if claims[0].scope == "transaction":
@@ -84,7 +86,9 @@ class Several(Statements):
                 returning = self.dialect.forgettable
         sql, parameters = self._all_or_none(claims, assignments, wanted)
         parameters |= {"status": "F" if failed else "S", "keep": 0}
-        return self._changes_all(claims, sql + self._text(returning), parameters)
+        if self._changes_all(claims, sql + self._text(returning), parameters):
+            return True
+        return self._was_given_back(claims, session, began)
 
     def _changes_all(self, claims: Sequence[Claim], sql: str, parameters: Mapping[str, Any]) -> bool:
         if any(claim.shared for claim in claims):

@@ -14,6 +14,8 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
+from dlocks import clock
+from dlocks.backends.base import Claim
 from dlocks.backends.database.dialects import Dialect, dialect_of
 from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.prepared import NotPreparedError, PreparedStatements, Reply
@@ -266,6 +268,36 @@ class Statements:
         time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
         return True
 
+    def _session(self) -> Any:
+        """Return what is another one once the session was lost, and Django has connected anew."""
+        connection = self.connection
+        try:
+            connection.ensure_connection()
+        except Error as error:
+            raise self._failure(error) from error
+        return connection.connection
+
+    def _was_given_back(self, claims: Sequence[Claim], session: Any, began: float) -> bool:
+        """
+        Tell whether a release that finds the keys with others has given them back itself, and its reply was lost.
+
+        That can be where it ``began`` in another session: its statements were sent again, and the first ones may have
+        been executed or not. Each grant, and each clearing by a person, draws its version from the clock. So one that
+        came before the release began has taken the key away, and what was done under the claim was perhaps not done
+        alone. Until one that came later the key was the claim's own: then all was done alone, whichever of the two has
+        ended it.
+        """
+        if self._session() is session:
+            return False
+        owners = {claim.key: claim.owner for claim in claims}
+        keys, parameters = self._one_of("key_resource", list(owners))
+        sql = f"SELECT key_resource, owner, status, {{ticks}} - version FROM {{locks}} WHERE {keys}"
+        rows = self._rows(self._text(sql), parameters)
+        # Read after the reply: no grant since the beginning is as old.
+        since = (clock.now() - began) * MICROSECONDS
+        # A row that is gone tells no moment, only that nobody has the key: it may as well have gone by this release.
+        return all(status != "P" if owner == owners[key] else age <= since for key, owner, status, age in rows)
+
     def _failure(self, error: Error) -> LockBackendError:
         what = f"Database {self.database!r} could not be asked about a lock: {type(error).__name__}: {error}"
         # 42P01, 1146, and SQLite's words
@@ -281,11 +313,7 @@ class Statements:
         if connection.vendor != "sqlite" or self.in_transaction(connection):
             yield
             return
-        try:
-            connection.ensure_connection()
-        except Error as error:
-            raise self._failure(error) from error
-        raw = connection.connection
+        raw = self._session()
         ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
         raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
         try:
