@@ -268,11 +268,13 @@ async def test_a_turn_that_was_slept_through_is_nobody_s_hold(monkeypatch, worke
     assert first.hear() == "released"
     token = second.hear()
     going.set()
-    until(lambda: elsewhere(backend.waiting, "stock:7") == 1)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.5):
             await asyncio.shield(task)
     assert not task.done(), "held by two"
+    # Now that it goes on, it has its place back.
+    while not elsewhere(backend.waiting, "stock:7"):
+        await asyncio.sleep(0.01)
     second.tell()
     assert second.hear() == "released"
     hold = await task
