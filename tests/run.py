@@ -82,7 +82,8 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
             reader.join()
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     print(*failures, sep="\n", end="\n" if failures else "")
-    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed", flush=True)
+    again = f", {counts['rerun']} came too late and ran again" if counts["rerun"] else ""
+    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed{again}", flush=True)
     return statuses
 
 
