@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ T = TypeVar("T")
 # How long Django's thread is given to begin, while a thread of this process waits for a lock.
 PATIENCE = 0.05
 
-# Tasks on their way to a hold.
-acquiring: set[object] = set()
+# Tasks on their way to a hold. Not for longer than they are there: one whose loop was closed never leaves.
+acquiring: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _waiting: set[threading.Thread] = set()
 _spare: ThreadPoolExecutor

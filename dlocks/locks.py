@@ -256,6 +256,9 @@ class Lock:
                     return hold
                 pause = await in_django_thread(attempt.pause, only_there=attempt.in_transaction)
                 await clock.arest(bell, pause)
+        except GeneratorExit:
+            # Its loop was closed, and nothing can be waited for. The room gives its place up.
+            raise
         except BaseException:
             await in_django_thread(attempt.give_up, only_there=attempt.in_transaction)
             raise
@@ -350,6 +353,7 @@ class Attempt:
         self.delays = delays(self.timeout)
         self.claim: Claim | None = None
         self.hold: Hold | None = None
+        self.asked = False
         # Whether a request may have been granted without our knowing.
         self.unknown = False
         # Standing in line.
@@ -392,7 +396,7 @@ class Attempt:
     def ask_for(attempts: Sequence[Attempt], acquire: Callable[[A], T | None], claimed: A) -> T | None:
         """Ask the backend for what these attempts claim, and note with each whether it may have been granted."""
         for attempt in attempts:
-            attempt.unknown = True
+            attempt.asked = attempt.unknown = True
         answer: T | None = None
         try:
             answer = attempts[0]._ask(acquire, claimed)
@@ -444,6 +448,10 @@ class Attempt:
             if delay is not None:
                 self.paused = True
                 return delay
+            if claim is not None and not self.asked:
+                # It was to stand in line first, and came too late for that: nobody has said yet that the key is held.
+                self.paused = True
+                return 0.0
         elif left is None or left > 0:
             if not self.waiter.seated or self.waiter.woken:
                 # Its turn has come, but the row was locked when it asked, say, or it came too late: back to its place.

@@ -464,10 +464,11 @@ class WaitingRoom:
         if not waiters:
             return self._soonest(), 0
         places = self.backend.look([waiter.claim for waiter in waiters.values()], heard=heard)
+        answered = clock.now()
         nearest = sys.maxsize
         for owner, waiter in waiters.items():
             place = places.get(owner)
-            if place is not None and self._came_unheard(waiter, place, sent):
+            if place is not None and self._came_unheard(waiter, place, answered):
                 self._looks_until = clock.now() + LOOKS_FOR
             if place is None:
                 # Passed over and forgotten, since nothing was heard of it: back to its place.
@@ -493,11 +494,12 @@ class WaitingRoom:
             look_at = [one.look_at for one in self._waiters.values() if one.seated and not one.is_overdue]
         return min(look_at, default=float("inf")) - clock.now()
 
-    def _came_unheard(self, waiter: Waiter, place: Place, sent: float) -> bool:
+    def _came_unheard(self, waiter: Waiter, place: Place, answered: float) -> bool:
         """Whether a claim's turn came, or will come, without a message."""
         if place.grant is None or place.grant.lease is None or waiter.woken:
             return place.silent
-        granted_at = sent + place.grant.lease - min(waiter.claim.ttl, KEPT_FOR)
+        # At the latest.
+        granted_at = answered + place.grant.lease - min(waiter.claim.ttl, KEPT_FOR)
         return granted_at + TOLD_WITHIN < self._listened_at
 
     def _fail(self, error: LockBackendError, ends: threading.Thread | None = None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import signal
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -504,6 +507,46 @@ def test_timeouts_at_the_moment_of_the_hand_over_lose_nobody_and_leave_nothing(t
         assert all(thread.results[0] in {"served", "timeout"} for thread in waiting)
         with db_lock("stock:7", timeout=0.5):
             pass
+
+
+@pytest.mark.engine("postgresql")
+def test_a_slow_answer_is_no_sign_that_nobody_tells(in_line, threads, monkeypatch):
+    """The key moves on while the question is on its way: nothing was there to hear when last the room listened."""
+    backend, asked, go_on = backends["default"], threading.Event(), threading.Event()
+    monkeypatch.setattr(room_of(backend), "_looks_until", 0.0)
+    look = type(backend).look
+
+    def slow(self, claims, *, heard=True):
+        asked.set()
+        go_on.wait(30)
+        return look(self, claims, heard=heard)
+
+    hold = db_lock("stock:7").acquire()
+    waits = threads(lambda: db_lock("stock:7").acquire().release())
+    in_line(1)
+    monkeypatch.setattr(type(backend), "look", slow)
+    assert asked.wait(30)
+    hold.release()
+    time.sleep(0.3)
+    go_on.set()
+    waits.join(30)
+    assert room_of(backend)._looks_until == 0.0
+
+
+def test_no_key_is_said_to_be_busy_that_was_not_asked_for(monkeypatch):
+    """Others waited for it a moment ago, so one stands in line at once; and comes too late for that."""
+    backends["default"]._crowded.add("stock:7")
+    better_in_line, hints = Attempt._better_in_line, []
+
+    def slow(self, claim):
+        hints.append(better_in_line(self, claim))
+        time.sleep(0.25 if hints[-1] else 0.0)
+        return hints[-1]
+
+    monkeypatch.setattr(Attempt, "_better_in_line", slow)
+    with db_lock("stock:7", timeout=0.2) as hold:
+        assert hold.waited >= 0.2
+    assert hints == [True, False]
 
 
 # The order.
@@ -1433,7 +1476,7 @@ def test_a_key_whose_row_is_kept_by_others_for_seconds_is_given_back_all_the_sam
     assert not is_busy("stock:7")
 
 
-def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere):
+def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere, until):
     """As by who runs a loop until something is done, and does not look what else goes on in it."""
 
     def leave_one_waiting():
@@ -1445,6 +1488,7 @@ def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere):
         loop.close()
         # Or Python tells of it as it is collected.
         waits._log_destroy_pending = False
+        left.append(weakref.ref(waits))
 
     def waiting():
         try:
@@ -1456,9 +1500,12 @@ def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere):
         while not await asyncio.to_thread(waiting):
             await asyncio.sleep(0.01)
 
+    left: list[weakref.ref[asyncio.Task[Any]]] = []
     with db_lock("stock:7"):
         elsewhere(leave_one_waiting)
         in_line(0)
+    # Nor in that of this process's memory; that it cannot wait for anything as it goes is no error.
+    until(lambda: gc.collect() is not None and left[0]() is None)
     began = time.monotonic()
     with db_lock("stock:7", timeout=10):
         assert time.monotonic() - began < 1.0
