@@ -45,6 +45,9 @@ RENEW_SOON = 0.1
 # How soon a renewal that came to nothing is tried again at the earliest.
 SOONEST_RENEWAL = 0.02
 
+# How long the end of a transaction waits for the keeper, where that gives a lease back which was left in it.
+SETTLING_PATIENCE = 5.0
+
 HANDED_OVER = "it was handed over"
 
 Caller = threading.Thread | asyncio.Task[Any]
@@ -109,6 +112,8 @@ class Hold:
         self.renew_at = min(due, self._granted_at + backend.renew_every)
         # The open transactions in which the lease was left, and at the end of which it is given back.
         self._left_in: list[Mark] = []
+        # Set when that has been done, by the thread that came first to it.
+        self._settled: threading.Event | None = None
         # The transactions of hold.atomic() that keep the key, whatever the clocks say.
         self.pinned_in: list[Mark] = []
         # Its places in holds_by_caller.
@@ -586,18 +591,28 @@ class Hold:
         if not self._ended and self._lost is None and clock.now() >= self._deadline:
             self.lose(self.why_not())
 
-    def settle(self) -> None:
-        """Give back a lease that was left in transactions, once all of them have ended."""
+    def settle(self, patience: float = SETTLING_PATIENCE) -> None:
+        """Give back a lease that was left in transactions, once all of them have ended; or wait for who is about it."""
         with self._mutex:
-            if self._count or self._ended or not self._left_in or any(mark.stands for mark in self._left_in):
-                return
-            self._left_in = []
-            self._ended = True
-        keeper.drop(self)
+            stays = self._count or self._ended or not self._left_in or any(mark.stands for mark in self._left_in)
+            settled = self._settled
+            if not stays:
+                self._left_in = []
+                self._ended = True
+                self._settled = settled = threading.Event()
+        if settled is None:
+            return
+        if stays:
+            # The keeper may have seen the end of the transaction first.
+            settled.wait(patience)
+            return
         try:
+            keeper.drop(self)
             self.give_back()
         except LockError as trouble:
             logger.warning("%s", trouble)
+        finally:
+            settled.set()
 
     def lose(self, why: str) -> None:
         """Mark the hold as lost and tell so, once."""

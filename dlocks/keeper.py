@@ -401,7 +401,7 @@ class Keeper:
 
     def _settle(self, desk: Desk, hold: Hold) -> None:
         try:
-            hold.settle()
+            hold.settle(patience=0.0)
         finally:
             desk.settling.discard(hold)
 

@@ -54,7 +54,7 @@ class Browser:
         """
         context = _start().new_context(base_url=self.address, reduced_motion="reduce", **options)
         self._contexts.append(context)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         context.on("weberror", lambda error: self._troubles.append(f"error in the page: {error.error}"))
         context.on("console", self._hear)
         if client is not None:
@@ -90,7 +90,7 @@ class Thread:
             if path is None:
                 raise FileNotFoundError("chromium is not installed: apt-get install chromium")
             self._playwright = sync_playwright().start()
-            expect.set_options(timeout=20_000)
+            expect.set_options(timeout=60_000)
             self._chromium = self._playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         return self._chromium
 

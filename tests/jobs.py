@@ -334,7 +334,7 @@ def hold_timed(pipe, key, **policy):
 def hold_here_and_elsewhere(pipe, key, ttl, **policy):
     """Hold a key on the server and one in memory; say when the loss of the first is told; return how the other is."""
     told = queue.SimpleQueue()
-    other = db_lock("elsewhere", using="memory", ttl=1.5).acquire()
+    other = db_lock("elsewhere", using="memory", ttl=3.0).acquire()
     held = db_lock(key, ttl=ttl, on_lost=lambda hold: told.put(time.monotonic()), **policy).acquire()
     pipe.say(held.token)
     pipe.say(told.get(timeout=30))

@@ -43,7 +43,7 @@ DATABASES = {
 DATABASES = {"default": DATABASES[ENGINE], **json.loads(os.environ.get("DLOCKS_TEST_DATABASES", "{}"))}
 
 PESSIMISTIC = "dlocks.backends.database.PessimisticBackend"
-WATCHING = {"expiry": "observed", "ttl": 1.0, "grace": 0.2}
+WATCHING = {"expiry": "observed", "ttl": 2.0, "grace": 0.2}
 DLOCKS = {
     "default": {"BACKEND": PESSIMISTIC},
     "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},

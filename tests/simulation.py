@@ -380,6 +380,12 @@ class Simulation:
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         rooms = dict(zip(self.backends, self.rooms, strict=True))
+        with keeper._mutex:
+            # A test before this one may have left the real keeper's thread in a sleep.
+            thread, keeper._thread = keeper._thread, None
+            keeper._changed.notify()
+        if thread is not None:
+            thread.join()
         originals = clock.now, locks.room_of, Keeper._wake
         clock.now = lambda: self.time
         locks.room_of = lambda backend: rooms[backend]

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from django.db import OperationalError, connections
 from django.test import Client
 
 from dlocks import LockTimeout, db_lock
+from dlocks.conf import backends
 from example_project.shop import services, views
 from example_project.shop.models import Product, Sale
 from example_project.shop.sale import Round
@@ -133,16 +135,19 @@ def test_conflicts_end_with_the_time(product, monkeypatch):
         buy(product.pk, "first", ROW, timeout=0.01)
 
 
-def test_who_had_to_wait_is_told_so(product, elsewhere):
+def test_who_had_to_wait_is_told_so(product, elsewhere, until):
     hold = elsewhere(db_lock(f"stock:{product.pk}").acquire)
 
     def release():
         try:
+            until(lambda: backends["default"].waiting(f"stock:{product.pk}") == 1)
+            # Longer than what is called a wait.
+            time.sleep(0.05)
             hold.release()
         finally:
             connections.close_all()
 
-    later = threading.Timer(0.1, release)
+    later = threading.Thread(target=release)
     later.start()
     purchase = buy(product.pk, "first")
     later.join()

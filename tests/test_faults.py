@@ -167,7 +167,7 @@ def test_a_server_that_is_down_is_told_apart_from_a_busy_key(using, server, on_s
     server.stop()
     started = time.monotonic()
     assert worker.call(jobs.acquire, key, using=using) == "LockBackendError"
-    assert time.monotonic() - started < 10
+    in_time(time.monotonic() - started, 10.0)
     server.start()
     assert isinstance(worker.call(jobs.try_once, key, using=using), int)
 
@@ -176,7 +176,7 @@ def test_a_server_that_is_down_is_told_apart_from_a_busy_key(using, server, on_s
 def test_a_release_to_a_server_that_is_down_is_a_clear_error_and_the_lease_ends(using, server, on_server):
     holder, other = on_server(), on_server()
     key = f"released {using}"
-    first = holder.call(jobs.acquire, key, using=using, ttl=2.0)
+    first = holder.call(jobs.acquire, key, using=using, ttl=6.0)
     server.crash()
     assert holder.call(jobs.release_all) == ["LockBackendError"]
     server.start()
@@ -330,8 +330,8 @@ def test_a_holder_that_is_cut_off_stops_believing_before_another_one_has_the_key
         granted, token = other.call(jobs.wait_quietly, key, using=using, timeout=20)
         believed = holder.hear()
         assert since < believed < granted
-        assert granted - since <= 2.0 + 1.0
         assert token > first
+        in_time(granted - since, 2.0 + 1.0)
     finally:
         proxy.cut.clear()
         proxy.close()
@@ -343,13 +343,15 @@ def test_a_holder_that_is_cut_off_is_told_in_time_and_keeps_what_it_has_elsewher
     proxy = Proxy(server.port)
     try:
         holder = on_server(proxy.port)
-        holder.start(jobs.hold_here_and_elsewhere, f"told {using}", using=using, ttl=2.0)
+        holder.start(jobs.hold_here_and_elsewhere, f"told {using}", using=using, ttl=4.0)
         holder.hear()
         proxy.cut.set()
         since = time.monotonic()
-        assert since < holder.hear() <= since + 2.0 + 1.0
+        told = holder.hear()
+        assert since < told
         # The other was renewed meanwhile: its ttl has gone by.
         assert holder.hear() == "held"
+        in_time(told - since, 4.0 + 1.0)
     finally:
         proxy.cut.clear()
         proxy.close()
@@ -405,14 +407,18 @@ def test_a_database_clock_that_steps_by_less_than_the_grace_gives_no_second_hold
     try:
         holder, waiter = doomed(**environment(server)), doomed(**environment(server))
         policy = {"using": "default" if grace else "brisk"}
-        holder.call(jobs.try_once, "clock", **policy)
+        for process in holder, waiter:
+            process.call(jobs.try_once, "clock", **policy)
         holder.start(jobs.hold_timed, "clock", ttl=1.2, renew=False, **policy)
         before, _, first = holder.hear()
         steps.write_text("+0.4")
         granted, token = waiter.call(jobs.wait_quietly, "clock", timeout=20, **policy)
         assert token > first
         # The first holder believes in its hold for its ttl, from before it asked.
-        assert (granted - before < 1.2) == overlaps
+        if overlaps:
+            in_time(granted - before, 1.2)
+        else:
+            assert granted - before >= 1.2
     finally:
         server.stop()
         server.start()

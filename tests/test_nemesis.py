@@ -25,6 +25,7 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed():
 
 
 @pytest.mark.engine("postgresql")
+@pytest.mark.timeout(400)
 def test_the_nemesis_finds_what_is_wrong():
     """No lock at all, and one bug of each kind: what the other tests of it rest on."""
     with server_for("postgresql", clock=True) as server:

@@ -245,7 +245,7 @@ def test_a_transaction_scope_outside_of_one_is_refused_with_the_way_out(django_a
 
 
 def test_at_least_keeps_the_key_beyond_the_commit(is_busy, until):
-    with transaction.atomic(), db_lock("job", at_least=0.4):
+    with transaction.atomic(), db_lock("job", at_least=3.0):
         pass
     assert is_busy("job")
     until(lambda: not is_busy("job"))
@@ -384,6 +384,25 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_commit(usin
         assert is_busy(using=using)
     assert not is_busy(using=using)
     assert not hold.held
+
+
+@SERVERS
+def test_it_is_given_back_when_the_block_of_the_transaction_has_ended_whoever_does_it(is_busy, monkeypatch):
+    """The keeper sees the end of the transaction first where something else that waits for it takes its time."""
+    release, begun = type(backends["default"]).release, threading.Event()
+
+    def slow(self, *args, **kwargs):
+        begun.set()
+        time.sleep(0.3)
+        return release(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(backends["default"]), "release", slow)
+    with transaction.atomic():
+        transaction.on_commit(lambda: begun.wait(30))
+        with db_lock("stock:7", scope="lease"):
+            pass
+    monkeypatch.undo()
+    assert not is_busy()
 
 
 @SERVERS
