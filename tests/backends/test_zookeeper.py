@@ -571,6 +571,28 @@ def test_who_gives_up_while_the_servers_are_silent_leaves_nothing_behind(start, 
         assert nodes(person, backend.root) == []
 
 
+def test_a_claim_that_is_not_heard_of_is_passed_over_though_another_one_may_have_left_a_node(server, configured, until):
+    """… which is looked for as long as it may come to be: twice as long as the session lasts."""
+    with proxied(server) as proxy:
+        configured(proxy.port, session_timeout=40.0, connect_timeout=20.0)
+        backend = backends["zookeeper"]
+        holder, silent, waits = claim(), claim(), claim()
+        assert backend.acquire(holder)
+        backend.ensemble.patience = 0.5
+        proxy.cut.set()
+        with pytest.raises(LockBackendError):
+            lock("another").acquire()
+        proxy.cut.clear()
+        backend.ensemble.patience = 20.0
+        for one in (silent, waits):
+            assert backend.queue(one).number
+        until(lambda: backend.look([waits]) and backend.waiting("key") == 1, seconds=20)
+        assert backend._orphans
+        assert backend.release(holder)
+        until(lambda: backend.look([waits])[waits.owner].grant)
+        assert backend.release(waits)
+
+
 def test_who_runs_out_of_time_leaves_the_line(process, backend, person, root):
     holder = process()
     holder.start(jobs.hold, "key", using="zookeeper")

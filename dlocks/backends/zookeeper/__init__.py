@@ -699,6 +699,9 @@ class ZooKeeperBackend(BaseBackend):
                     self._tends_at = min([self._ends(entry) for entry in tended], default=now + LINGER)
                     self._tends_at = max(now, min(self._tends_at, now + TEND_EVERY))
                     self._changed.wait(self._tends_at - now)
+                else:
+                    # From here on too it is told from this whether this process was stopped.
+                    self._tends_at = now + TEND_EVERY if orphans else now
             for entry in over:
                 self._end(entry)
             for entry in orphans:
