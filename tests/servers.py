@@ -61,6 +61,7 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None:
             self.stop()
+        give_back(self.port)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def initialize(self) -> None:
@@ -402,6 +403,7 @@ class GaleraNode(MariaDB):
         # Nothing of it is needed any more.
         if self.process is not None:
             self.crash()
+        give_back(self.group, self.transfer)
         super().__exit__()
 
 
@@ -582,10 +584,12 @@ class ZooKeeperMember(ZooKeeper):
     def ensemble(cls, number: int = 3) -> Iterator[list[ZooKeeperMember]]:
         """Start so many servers together, since none is ready without the others."""
         settings: dict[str, Any] = {**BRISK, "initLimit": 50, "syncLimit": 10}
-        for one in range(1, number + 1):
-            settings[f"server.{one}"] = f"127.0.0.1:{free_port()}:{free_port()}"
-        members = [cls(**settings) for _ in range(number)]
         with contextlib.ExitStack() as stack:
+            for one in range(1, number + 1):
+                ports = free_port(), free_port()
+                stack.callback(give_back, *ports)
+                settings[f"server.{one}"] = "127.0.0.1:{}:{}".format(*ports)
+            members = [cls(**settings) for _ in range(number)]
             for one, member in enumerate(members):
                 stack.callback(member.__exit__)
                 member.number = one + 1
@@ -603,9 +607,28 @@ SERVERS: dict[str, type[Server]] = {"postgresql": PostgreSQL, "mariadb": MariaDB
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """
+    Return a port that nobody else is given until ``give_back()``, or the end of this process.
+
+    A socket is bound to it that never listens. So the system has it neither for those who ask for any port, nor for
+    those who connect from any; but a server that reuses addresses, as all of these do, listens on it all the same, and
+    again after a restart.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port = int(probe.getsockname()[1])
+    _given[port] = probe
+    return port
+
+
+def give_back(*ports: int) -> None:
+    for port in ports:
+        if (probe := _given.pop(port, None)) is not None:
+            probe.close()
+
+
+_given: dict[int, socket.socket] = {}
 
 
 def answers(port: int) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.servers import ZooKeeper, asked
+import socket
+
+import pytest
+
+from tests.servers import Redis, ZooKeeper, asked
 
 
 def test_redis_answers(redis_server):
@@ -14,3 +18,12 @@ def test_zookeeper_answers_and_ends(start):
     assert b"Mode: standalone" in asked(server.port, b"srvr")
     server.stop()
     assert asked(server.port, b"srvr") == b""
+
+
+def test_a_server_that_is_down_finds_its_port_as_it_left_it(start):
+    server = start(Redis())
+    server.crash()
+    with socket.socket() as another, pytest.raises(OSError, match="in use"):
+        another.bind(("127.0.0.1", server.port))
+    server.start()
+    assert asked(server.port, b"PING\r\n").startswith(b"+PONG")

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any, Self
 
-from tests.servers import Server, free_port
+from tests.servers import Server, free_port, give_back
 
 NAME = "nemesis"
 
@@ -259,6 +259,7 @@ class Pooler:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        give_back(self.port)
 
     def _answers(self) -> bool:
         import psycopg
