@@ -507,7 +507,8 @@ class Sentinel(Redis):
             "".join(f"{name} {value}\n" for name, value in self.options.items() if name != "appendonly")
             + f"port {self.port}\nbind 127.0.0.1\ndir {self.data}\n"
             f"sentinel monitor dlocks 127.0.0.1 {self.watched} 1\n"
-            "sentinel down-after-milliseconds dlocks 500\nsentinel failover-timeout dlocks 2000\n"
+            # Long enough that a machine which stands still for a moment is not taken for a master that died.
+            "sentinel down-after-milliseconds dlocks 3000\nsentinel failover-timeout dlocks 2000\n"
         )
         if self.account is not None:
             shutil.chown(self.file, self.account)

@@ -28,6 +28,7 @@ from tests import jobs
 from tests.models import Machine
 from tests.proxy import Proxy
 from tests.servers import Redis
+from tests.timing import in_time
 
 BACKEND = "dlocks.backends.redis.RedisBackend"
 SECRET = "open-sesame"
@@ -111,15 +112,17 @@ def test_a_waiter_is_told_of_its_turn_on_its_own_channel(backend):
     other.close()
 
 
-def test_a_killed_holder_blocks_the_others_for_its_ttl_and_the_grace(server, aliases):
+def test_a_killed_holder_blocks_the_others_for_its_ttl_and_the_grace(server, aliases, until):
     process = aliases(redis=alias(server.port, ttl=1.0))
     victim, waiter = process(), process()
     token = victim.call(jobs.acquire, "key", using="redis")
     waiter.start(jobs.wait_quietly, "key", using="redis", timeout=30)
+    # Only once it stands in line, and not while it starts.
+    until(lambda: backends["redis"].waiting("key") == 1, seconds=30)
     victim.kill()
     granted, later = waiter.hear()
     assert later > token
-    assert granted - victim.killed_at <= 1.0 + 0.5 + 1.0
+    in_time(granted - victim.killed_at, 1.0 + 0.5 + 1.0)
 
 
 def test_a_stopped_holder_learns_that_it_has_lost_the_key(server, aliases):
@@ -212,7 +215,7 @@ def test_a_hold_is_handed_over_to_another_process(server, aliases):
 
 
 def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(backend):
-    backend.acquire(claim(ttl=0.2))
+    backend.acquire(claim(ttl=1.0))
     waits = claim(takeover=False)
     backend.queue(waits)
     while not backend.holder("key").stale:
@@ -268,21 +271,22 @@ def test_a_key_that_a_person_deletes_is_free_and_its_holder_is_told(server, alia
         hold.renew()
 
 
-def test_a_user_of_redis_needs_no_more_rights_than_the_page_says(server, aliases, elsewhere):
+def test_a_user_of_redis_needs_no_more_rights_than_the_page_says(server, aliases, until):
     from tests.pages import DOCS
 
     (line,) = re.findall(r"An ACL needs (.*?) too\.", (DOCS / "how-to/redis.md").read_text(), re.DOTALL)
     rights = re.findall(r"`([~&+][^`]*)`", line)
     with redis.Redis(port=server.port) as client:
         client.execute_command("ACL SETUSER", "dlocks", "reset", "on", f">{SECRET}", *rights)
+        # One that has just started would grant nothing yet, and it counts in whole seconds.
+        until(lambda: client.info("server")["uptime_in_seconds"] >= 1)
     aliases(redis={"BACKEND": BACKEND, "OPTIONS": {"url": f"redis://dlocks:{SECRET}@127.0.0.1:{server.port}/0"}})
     backends["redis"].settle = 0.1
     lock = db_lock("key", using="redis", timeout=20)
     hold = lock.acquire()
     thread = threading.Thread(target=lambda: lock.acquire().release())
     thread.start()
-    while backends["redis"].waiting("key") != 1:
-        time.sleep(0.01)
+    until(lambda: backends["redis"].waiting("key") == 1)
     hold.renew()
     hold.release()
     thread.join(20)
@@ -396,7 +400,7 @@ def test_a_place_in_line_whose_reply_is_lost_is_one_place(proxied, backend):
 def test_a_redis_that_gives_no_answer_is_an_error_in_bounded_time(start, aliases):
     """Stopped, it takes connections and says nothing. It is not taken for 'somebody else has it'."""
     server = start(Redis())
-    aliases(redis=alias(server.port, socket_timeout=0.3, ttl=1.0))
+    aliases(redis=alias(server.port, socket_timeout=1.0, ttl=1.0))
     lock = db_lock("key", using="redis", timeout=30)
     lock.acquire().release()
     server.process.send_signal(signal.SIGSTOP)
@@ -406,7 +410,7 @@ def test_a_redis_that_gives_no_answer_is_an_error_in_bounded_time(start, aliases
             with pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 127.0.0.1:\d+/0 could not be"):
                 lock.acquire()
             # One question, and the giving up of it.
-            assert time.monotonic() - began < 3.0
+            in_time(time.monotonic() - began, 6.0)
     finally:
         server.process.send_signal(signal.SIGCONT)
     # What was asked for meanwhile, and could not be taken back, ends by itself.
@@ -558,7 +562,7 @@ def test_wrong_credentials_are_an_error_that_names_the_alias_and_no_secret(secre
 
 def test_a_secret_is_shown_nowhere(start, aliases, caplog):
     server = start(Redis(requirepass=SECRET))
-    aliases(redis=alias(server.port, SECRET, socket_timeout=0.5))
+    aliases(redis=alias(server.port, SECRET))
     with caplog.at_level(logging.DEBUG):
         with db_lock("key", using="redis") as hold:
             told = [repr(hold), repr(backends["redis"]), backends["redis"].identity, repr(vars(backends["redis"]))]

@@ -20,6 +20,7 @@ from dlocks.testing import BackendContract
 from tests import jobs
 from tests.backends import cluster_jobs
 from tests.servers import Redis, Sentinel, free_port
+from tests.timing import in_time
 
 BACKEND = "dlocks.backends.redis.RedisBackend"
 SECRET = "open-sesame"
@@ -106,7 +107,7 @@ def test_a_node_that_gives_no_answer_is_an_error_in_bounded_time_and_the_others_
                 granted += 1
             except LockBackendError:
                 failed += 1
-            assert time.monotonic() - began < 10.0
+            in_time(time.monotonic() - began, 10.0)
         assert granted
         assert failed
     finally:
@@ -126,7 +127,7 @@ def test_a_node_that_gives_no_answer_keeps_no_hold_on_the_others_from_being_rene
     try:
         began = time.monotonic()
         left = backend.renew(claims)
-        assert time.monotonic() - began < 10.0
+        in_time(time.monotonic() - began, 10.0)
         assert {claim.owner for claim in claims} == left.keys(), "none of them is known to be lost"
         assert set(left.values()) == {0.0, 30.0}
     finally:
@@ -149,7 +150,7 @@ def test_a_cluster_that_gives_no_answer_is_an_error_in_bounded_time_however_many
         began = time.monotonic()
         with pytest.raises(LockBackendError):
             backend.renew(claims)
-        assert time.monotonic() - began < 20.0
+        in_time(time.monotonic() - began, 20.0)
     finally:
         for node in empty:
             node.process.send_signal(signal.SIGCONT)
@@ -195,7 +196,8 @@ def test_a_fork_asks_though_another_thread_of_its_parent_was_asking_just_then(em
 @pytest.fixture
 def watched(start):
     """A master, its replica, and a Sentinel that knows both."""
-    master = start(Redis())
+    # By default the first copy is put off by 5 s, since more replicas might come.
+    master = start(Redis(**{"repl-diskless-sync-delay": 0}))
     replica = start(Redis(replicaof=f"127.0.0.1 {master.port}"))
     sentinel = start(Sentinel(master.port))
     with redis.Redis(port=sentinel.port, decode_responses=True) as client:
