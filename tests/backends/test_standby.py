@@ -150,7 +150,9 @@ def test_work_guarded_by_a_lease_that_the_failover_lost_is_not_committed(using, 
     pair = pair(synchronous=False)
     holder, other = process(pair), process(pair)
     holder.call(cluster_jobs.prepare)
-    eventually(lambda: pair.standby.execute("SELECT to_regclass('tests_counter') IS NOT NULL") == [(True,)])
+    # All tables have to be there, those of dlocks too.
+    ((written,),) = pair.primary.execute("SELECT pg_current_wal_lsn()")
+    eventually(lambda: pair.standby.execute(f"SELECT pg_last_wal_replay_lsn() >= '{written}'") == [(True,)])
     pair.link.cut.set()
     holder.start(cluster_jobs.guard_when_told, "key", "first", ttl=60, using=using)
     token = holder.hear()
