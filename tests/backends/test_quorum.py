@@ -27,6 +27,7 @@ from dlocks.testing import BackendContract
 from tests import jobs
 from tests.models import Counter
 from tests.servers import MariaDB, PostgreSQL, Redis
+from tests.timing import in_time
 
 QUORUM = "dlocks.backends.quorum.QuorumBackend"
 MEMORY = "dlocks.backends.memory.MemoryBackend"
@@ -64,6 +65,8 @@ class OfMany:
 
     def make_backend(self, grace=0.0, **options):
         members = self.members(grace=grace)
+        # Nobody here stays away: who is slow is waited for.
+        options = {"node_timeout": 10.0, **options}
         changed = override_settings(DLOCKS={**members, "quorum": quorum_of(members, **options)})
         changed.enable()
         self.addCleanup(changed.disable)
@@ -116,7 +119,8 @@ class TestOfRedises(OfMany, BackendContract, SimpleTestCase):
 def redlock(five, aliases):
     """The quorum, with its members by number; ``process`` starts another process of the same settings."""
     members = {f"redis{number}": redis_alias(server) for number, server in enumerate(five)}
-    process = aliases(**members, quorum=quorum_of(members, node_timeout=0.5))
+    # Longer than a machine stands still. Where a member gives no answer, the test says how long that one is waited for.
+    process = aliases(**members, quorum=quorum_of(members, node_timeout=10.0))
 
     return SimpleNamespace(
         backend=backends["quorum"], members=[backends[alias] for alias in members], servers=five, process=process
@@ -142,6 +146,7 @@ def test_losing_two_of_five_works_and_losing_three_is_could_not_ask(how, redlock
         else:
             server.process.send_signal(signal.SIGSTOP)
 
+    redlock.backend.node_timeout = 2.0
     lock = db_lock("key", using="quorum", timeout=0)
     for server in redlock.servers[:2]:
         lose(server)
@@ -158,12 +163,12 @@ def test_losing_two_of_five_works_and_losing_three_is_could_not_ask(how, redlock
     ) as raised:
         lock.acquire()
     # It was asked and given up, each within node_timeout: nobody waited for the answer that did not come.
-    assert time.monotonic() - began < 5.0
+    in_time(time.monotonic() - began, 10.0)
     assert "redis2" in str(raised.value)
 
 
 def test_a_hold_on_members_that_are_lost_ends_by_its_deadline(redlock):
-    hold = db_lock("key", using="quorum", ttl=1.0).acquire()
+    hold = db_lock("key", using="quorum", ttl=3.0).acquire()
     for server in redlock.servers[:3]:
         server.crash()
     with pytest.raises(LockBackendError):
@@ -187,6 +192,7 @@ def test_what_was_not_granted_is_given_up_also_where_no_answer_came_from(redlock
     for member in redlock.members[:3]:
         assert member.acquire(other)
     redlock.members[4].holder("key")
+    redlock.backend.node_timeout = 2.0
     redlock.servers[4].process.send_signal(signal.SIGSTOP)
     assert redlock.backend.acquire(claim()) is None
     redlock.servers[4].process.send_signal(signal.SIGCONT)
@@ -203,13 +209,14 @@ def test_a_vote_that_is_split_does_not_wait_for_members_that_owe_answers(redlock
     for member, server in zip(redlock.members[:2], redlock.servers, strict=False):
         member.socket_timeout = 60.0
         server.process.send_signal(signal.SIGSTOP)
+    redlock.backend.node_timeout = 2.0
     assert redlock.backend.acquire(claim("other"))
     redlock.backend.node_timeout = 60.0
     rival = claim()
     assert redlock.members[4].acquire(rival)
     began = time.monotonic()
     assert redlock.backend.acquire(claim()) is None
-    assert time.monotonic() - began < 30.0
+    in_time(time.monotonic() - began, 30.0)
     redlock.members[4].release(rival)
     eventually(lambda: not any(member.holder("key") for member in redlock.members[2:]))
 
@@ -286,7 +293,7 @@ def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(redlock):
 
 
 class ShortMemory(MemoryBackend):
-    """Answers for a second at a time, as ZooKeeper does for the time of its session."""
+    """Answers for four seconds at a time, as ZooKeeper does for the time of its session."""
 
     renew_every = 0.3
     answers = True
@@ -302,19 +309,20 @@ class ShortMemory(MemoryBackend):
         return {claim.owner: self._shortened(claim) for claim in claims if claim.owner in left}
 
     def _shortened(self, claim):
-        self._entries[claim.key].ends_at = self.time() + 1.0
-        return 1.0
+        self._entries[claim.key].ends_at = self.time() + 4.0
+        return 4.0
 
 
-def test_nobody_believes_to_hold_for_longer_than_a_majority_answers_for(settings):
+def test_nobody_believes_to_hold_for_longer_than_a_majority_answers_for(settings, until):
     members = {
         f"memory{number}": {"BACKEND": f"{__name__}.ShortMemory", "OPTIONS": {"grace": 0}} for number in range(3)
     }
-    settings.DLOCKS = {**members, "quorum": quorum_of(members), "other": quorum_of(members, node_timeout=1.0)}
+    settings.DLOCKS = {**members, "quorum": quorum_of(members), "other": quorum_of(members, node_timeout=10.0)}
     hold = db_lock("key", using="quorum", ttl=30).acquire()
-    assert 0.5 < hold.remaining <= 1.0
+    first = hold._deadline
+    assert 1.0 < hold.remaining <= 4.0
     # Renewed before that is over, however long the ttl.
-    time.sleep(1.5)
+    until(lambda: hold._deadline > first + 4.0)
     assert hold.held
     for alias in members:
         backends[alias].answers = False
@@ -394,7 +402,7 @@ def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_pat
     }
     environment = {
         "DLOCKS_TEST_DATABASES": json.dumps(databases),
-        "DLOCKS_TEST_ALIASES": json.dumps({**members, "quorum": quorum_of(members, node_timeout=2.0)}),
+        "DLOCKS_TEST_ALIASES": json.dumps({**members, "quorum": quorum_of(members, node_timeout=10.0)}),
     }
     crowd = [doomed(**environment) for _ in range(2)]
     crowd[0].call(jobs.migrate_databases, *databases)
