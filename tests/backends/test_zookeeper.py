@@ -38,6 +38,7 @@ from tests import jobs, pages
 from tests.backends import zookeeper_jobs
 from tests.proxy import Proxy
 from tests.servers import BRISK, ZooKeeper, ZooKeeperMember, asked, free_port
+from tests.timing import in_time
 
 BACKEND = "dlocks.backends.zookeeper.ZooKeeperBackend"
 # As the protocol numbers this request.
@@ -233,7 +234,7 @@ def test_a_killed_holder_s_key_is_free_when_its_session_has_ended(server, config
     granted, later = waiter.hear()
     assert later > token
     # Two seconds, and two of the server's ticks.
-    assert granted - victim.killed_at <= 2.0 + 0.4 + 1.0
+    in_time(granted - victim.killed_at, 2.0 + 0.4 + 1.0)
 
 
 def test_a_stopped_holder_is_told_of_its_loss_when_it_goes_on(server, configured):
@@ -289,18 +290,20 @@ def test_a_process_gives_back_what_it_holds_when_it_ends(server, person, root):
 # Sessions.
 
 
-def test_a_session_that_ends_is_told_at_once(server, configured):
+def test_a_session_that_ends_is_told_at_once(server, configured, until):
     """Not at the next renewal, which is seconds away."""
     configured(server.port, session_timeout=60.0)
     told = threading.Event()
-    began = time.monotonic()
     hold = lock(ttl=60, on_lost=lambda hold: told.set()).acquire()
     backend = backends["zookeeper"]
-    time.sleep(0.3)
+    first = hold._deadline
+    # The first renewal comes soon, or has come; the one after it is the one that is not waited for.
+    until(lambda: hold._deadline > first, seconds=30)
     renewed = hold._deadline
+    began = time.monotonic()
     end_session(backend, server)
-    assert told.wait(5)
-    assert time.monotonic() - began < backend.renew_every
+    assert told.wait(30)
+    in_time(time.monotonic() - began, backend.renew_every)
     assert not hold.held
     assert hold._deadline == renewed
     with pytest.raises(LockLost, match="session with ZooKeeper has ended"):
@@ -408,13 +411,14 @@ async def test_tasks_that_wait_while_their_session_ends_stand_in_line_anew(serve
 def test_a_hold_is_not_held_for_longer_than_the_servers_keep_its_session(start, configured, until):
     """… though its ttl is longer, when they can not be asked any more."""
     server = start(ZooKeeper(**BRISK))
-    configured(server.port, session_timeout=3.0, connect_timeout=0.5)
+    configured(server.port, session_timeout=3.0, connect_timeout=20.0)
     hold = lock(ttl=60).acquire()
+    backends["zookeeper"].ensemble.patience = 0.5
     server.process.send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
+    stopped = clock.now()
     try:
         until(lambda: not hold.held)
-        assert time.monotonic() - stopped < 3.0
+        assert hold._deadline < stopped + 3.0
         with pytest.raises(LockLost):
             hold.check()
     finally:
@@ -505,7 +509,7 @@ def test_a_connection_on_which_a_server_that_starts_never_says_anything_is_given
                 proxy._target = server.port
                 began = time.monotonic()
                 assert backend.holder("key").token == hold.token
-                assert time.monotonic() - began < zookeeper.PATIENCE / 2
+                in_time(time.monotonic() - began, zookeeper.PATIENCE / 2)
 
 
 def test_a_claim_of_which_the_reply_was_lost_is_found_again(server, configured, person, root):
@@ -552,16 +556,18 @@ def test_a_release_of_which_the_reply_was_lost_is_one(server, configured, person
 def test_who_gives_up_while_the_servers_are_silent_leaves_nothing_behind(start, configured, until):
     # It may not delete the node of the key just then.
     server = start(ZooKeeper(**{**BRISK, "java": ("-Xmx128m",)}))
-    configured(server.port, session_timeout=20.0, connect_timeout=0.4)
+    configured(server.port, session_timeout=20.0, connect_timeout=20.0)
     with lock():
         pass
+    # Not before: a server that has just started takes its time for the first session.
+    backends["zookeeper"].ensemble.patience = 0.4
     server.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     try:
         for _ in range(2):
             with pytest.raises(LockBackendError, match="zookeeper"):
                 lock().acquire()
-        assert time.monotonic() - began < 6
+        in_time(time.monotonic() - began, 6.0)
     finally:
         server.process.send_signal(signal.SIGCONT)
     with client_of(server.port) as person:
@@ -663,7 +669,7 @@ def test_what_is_renewed_when_its_time_is_over_is_not_taken_away_and_what_is_tak
     """As by a process that goes on after a pause, where the two come at once."""
     late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
-    mine, left, done = claim(ttl=0.4), {}, threading.Event()
+    mine, left, done = claim(ttl=2.0), {}, threading.Event()
     end = late._end
 
     def end_after_a_renewal(entry):
@@ -672,11 +678,13 @@ def test_what_is_renewed_when_its_time_is_over_is_not_taken_away_and_what_is_tak
         done.set()
 
     late._end = end_after_a_renewal
+    assert other.acquire(claim("warm"))
     assert late.acquire(mine)
     assert done.wait(10)
     theirs = claim()
-    assert not left or other.acquire(theirs) is None
-    assert left or other.acquire(theirs)
+    # Where the question was not answered in time, it is told of what was left before: nothing.
+    renewed = left.get(mine.owner, 0.0) > 0
+    assert (other.acquire(theirs) is None) == renewed
     late._end = end
     late.disconnect()
     other.disconnect()
@@ -688,7 +696,7 @@ def test_who_asks_for_a_claim_that_is_just_being_taken_back_is_granted_nothing_a
 ):
     """As a process that goes on after a pause, when the time of what it was granted in line is over."""
     late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
-    mine, begun, go_on = claim(ttl=0.4), threading.Event(), threading.Event()
+    mine, begun, go_on = claim(ttl=2.0), threading.Event(), threading.Event()
     leave = late._leave
 
     def leave_slowly(entry, **how):
@@ -783,6 +791,8 @@ def test_holders_and_waiters_outlive_a_restart_of_the_server(start, configured, 
     process = configured(server.port, session_timeout=50.0, connect_timeout=40.0)
     path, crowd = counter(tmp_path), [process() for _ in range(3)]
     for one in crowd:
+        # However long the server takes to start.
+        one.call(zookeeper_jobs.be_patient, 60.0)
         one.start(jobs.count_through_trouble, str(path), "count", times=90, using="zookeeper", timeout=60)
     for one in crowd:
         assert one.hear() == "a third"
@@ -813,7 +823,7 @@ def test_three_servers_do_without_one_and_not_without_two(configured, until):
         for ask in (lock("other").acquire, lambda: backend.holder("other")):
             with pytest.raises(LockBackendError, match=r"DLOCKS\['zookeeper'\].*could not be asked"):
                 ask()
-        assert time.monotonic() - began < 30
+        in_time(time.monotonic() - began, 30.0)
         for one in (leader, other):
             one.process = one._spawn(one.command())
         for one in (leader, other):
@@ -952,7 +962,7 @@ def test_servers_that_are_not_there_are_told_in_bounded_time(configured):
         began = time.monotonic()
         with pytest.raises(LockBackendError, match=r"ZooKeeper of DLOCKS\['zookeeper'\] \(127.0.0.1:\d+\) could not"):
             ask()
-        assert time.monotonic() - began < 3
+        in_time(time.monotonic() - began, 3.0)
 
 
 async def test_a_task_is_told_of_servers_that_are_not_there(configured):

@@ -6,6 +6,12 @@ import time
 from pathlib import Path
 
 from dlocks import LockError, LockLost, db_lock
+from dlocks.backends import zookeeper
+
+
+def be_patient(pipe, seconds):
+    """Keep those who wait for so long from the news that the servers cannot be asked."""
+    zookeeper.PATIENCE = seconds
 
 
 def hold_until_lost(pipe, key, **policy):
