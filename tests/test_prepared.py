@@ -6,20 +6,28 @@ import asyncio
 import os
 import signal
 import threading
+import time
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockBackendError, db_lock
+from dlocks import LockBackendError, LockTimeout, db_lock
 from dlocks.backends.database.prepared import PREPARED_AT, PREPARED_AT_MOST, PreparedStatements
 from dlocks.conf import backends
+from dlocks.models import LockClaim
+from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     pytest.mark.engine("postgresql"),
 ]
+
+# A statement is under way, as libpq counts it.
+ACTIVE = 1
 
 
 def prepared():
@@ -166,21 +174,136 @@ def kill(pid):
     connection.close()
 
 
-def test_an_interrupt_on_the_way_leaves_nothing_half_said():
-    """A Ctrl-C while the answer is waited for: the session is given up, and the next statement has its own answer."""
+class TimeLimitExceededError(Exception):
+    """As Celery's handler of SIGUSR1 raises its own."""
+
+
+@pytest.fixture(params=[KeyboardInterrupt, TimeLimitExceededError])
+def interrupt(request, until):
+    """
+    Return a function that interrupts this thread when a statement of it is on its way to the server.
+
+    ``then`` is called half a second later: so long whoever gives up too early has time for that.
+    """
+    main, threads = threading.main_thread().ident, []
+
+    def limit(*_):
+        raise TimeLimitExceededError
+
+    def interrupt(then=lambda: None):
+        pgconn = connection.connection.pgconn
+
+        def run():
+            until(lambda: pgconn.transaction_status == ACTIVE)
+            time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT if request.param is KeyboardInterrupt else signal.SIGUSR1)
+            time.sleep(0.5)
+            then()
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    interrupt.kind = request.param
+    before = signal.signal(signal.SIGUSR1, limit)
+    yield interrupt
+    for thread in threads:
+        thread.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def stopped():
+    """Return a function that stops the server's process of this session, and returns what resumes it."""
+    resumes = []
+
+    def stop():
+        pid = connection.connection.info.backend_pid
+        resume = partial(os.kill, pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGSTOP)
+        resumes.append(resume)
+        return resume
+
+    yield stop
+    for resume in resumes:
+        with suppress(ProcessLookupError):
+            resume()
+
+
+def is_over(pid):
+    """Tell whether the server has ended a session that was given up; or nobody has given it up."""
+    with connection.cursor() as cursor:
+        # A cursor's session is none the worse for a Ctrl-C, and goes on.
+        cursor.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid()", [pid])
+        return cursor.fetchone() is None
+
+
+@pytest.mark.parametrize("times", [PREPARED_AT, 1])
+def test_an_interrupt_on_the_way_leaves_nothing_half_said(interrupt, until, times):
+    """A Ctrl-C while the answer is waited for: the server ends it, and the next statement has its own answer."""
     use(PREPARED_AT + 3)
-    statements = PreparedStatements.of(connection, through_a_pooler=False)
+    backend, pid = backends["default"], connection.connection.info.backend_pid
     sql = "SELECT pg_sleep(%(seconds)s)::text, 5"
-    for _ in range(PREPARED_AT):
-        statements.execute(sql, {"seconds": 0})
-    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        statements.execute(sql, {"seconds": 30})
-    timer.join()
-    assert not connection.is_usable()
-    connection.close()
+    for _ in range(times):
+        backend._rows(sql, {"seconds": 0})
+    interrupt()
+    with pytest.raises(interrupt.kind):
+        backend._rows(sql, {"seconds": 30})
+    until(lambda: is_over(pid))
     use(3)
+
+
+@pytest.mark.parametrize("times", [PREPARED_AT + 3, 1])
+def test_a_grant_that_is_on_its_way_at_an_interrupt_is_given_back(interrupt, stopped, until, times):
+    """Also where the server is slow to begin with it: it is no grant that comes after the key was given back."""
+    use(times)
+    pid = connection.connection.info.backend_pid
+    interrupt(then=stopped())
+    with pytest.raises(interrupt.kind):
+        db_lock("stock:7").acquire()
+    until(lambda: is_over(pid))
+    hold = db_lock("stock:7").try_acquire()
+    assert hold is not None
+    hold.release()
+
+
+@pytest.mark.parametrize("times", [PREPARED_AT + 3, 1])
+def test_a_claim_that_is_on_its_way_at_an_interrupt_stays_in_no_line(
+    interrupt, stopped, until, elsewhere, monkeypatch, times
+):
+    held = elsewhere(db_lock("stock:7").acquire)
+    backend = backends["default"]
+    for _ in range(times):
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", timeout=0.001).acquire()
+    pid, queue = connection.connection.info.backend_pid, backend.queue
+
+    def slowly(*arguments):
+        interrupt(then=stopped())
+        return queue(*arguments)
+
+    monkeypatch.setattr(backend, "queue", slowly)
+    with pytest.raises(interrupt.kind):
+        db_lock("stock:7", timeout=30).acquire()
+    until(lambda: is_over(pid))
+    assert not LockClaim.objects.exists()
+    elsewhere(held.release)
+
+
+def test_an_interrupt_waits_for_no_server_that_answers_nothing(interrupt, stopped, monkeypatch):
+    """It is bounded for how long, and another Ctrl-C is the end of that too."""
+    backend, main = backends["default"], threading.main_thread().ident
+    ctrl_c = partial(signal.pthread_kill, main, signal.SIGINT)
+    for patience, then in ((0.5, lambda: None), (60.0, ctrl_c)):
+        monkeypatch.setattr("dlocks.backends.database.prepared.PATIENCE", patience)
+        for _ in range(PREPARED_AT):
+            backend._rows("SELECT 1", {})
+        stopped()
+        interrupt(then=then)
+        began = time.monotonic()
+        with pytest.raises((interrupt.kind, KeyboardInterrupt)):
+            backend._rows("SELECT 1", {})
+        in_time(time.monotonic() - began, 10.0)
+        use(1)
 
 
 def test_an_error_is_the_one_that_the_cursor_gives():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 
-from dlocks.backends.database.prepared import Reply
+from dlocks.backends.database.prepared import Reply, end_interrupted, is_under_way
 
 if TYPE_CHECKING:
     from django.db import DatabaseError
@@ -151,6 +151,9 @@ class Dialect:
         """Tell whether the connection, not the statement, is in disorder, and nobody can use it any more."""
         return False
 
+    def break_off(self, connection: BaseDatabaseWrapper) -> None:
+        """Leave nothing under way, and no answer unread, of a statement outside a transaction that was interrupted."""
+
     def ends_transaction(self, error: DatabaseError) -> bool:
         """Tell whether the server has rolled back the whole transaction: what comes next would be in a new one."""
         return False
@@ -252,6 +255,14 @@ class PostgreSQL(Dialect):
     def is_locked(self, error: DatabaseError) -> bool:
         # lock_not_available
         return getattr(error.__cause__, "sqlstate", None) == "55P03"
+
+    def break_off(self, connection: BaseDatabaseWrapper) -> None:
+        if is_under_way(connection.connection):
+            try:
+                end_interrupted(connection.connection)
+            finally:
+                # So that the next statement connects anew.
+                connection.close()
 
 
 class MySQL(Dialect):
@@ -379,6 +390,10 @@ class MySQL(Dialect):
     def is_out_of_step(self, error: Error) -> bool:
         # commands out of sync: somebody was interrupted before he had read an answer
         return error.args[:1] == (2014,)
+
+    def break_off(self, connection: BaseDatabaseWrapper) -> None:
+        # With mysqlclient perhaps before the answer was read: the next statement would find it.
+        connection.close()
 
     def ends_transaction(self, error: DatabaseError) -> bool:
         # deadlock, and, from a node of a Galera cluster where another one's commit came first, error during commit

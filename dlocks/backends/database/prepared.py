@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import select
+import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
+
+logger = logging.getLogger("dlocks")
 
 # A statement is prepared when a session sends it for the fifth time: most sessions of a web site are shorter.
 PREPARED_AT = 5
 
 # How many statements a session keeps prepared. Those with lists in them are as many as the lists are long.
 PREPARED_AT_MOST = 100
+
+# For how many seconds a statement that was interrupted is waited for, and within them the cancelling of it.
+PATIENCE = 5.0
+CANCEL_PATIENCE = 2.0
 
 # The types of PostgreSQL, by their numbers in its catalogue.
 BOOLEAN, BIGINT, SMALLINT, INTEGER, TEXT, DOUBLE, INET = 16, 20, 21, 23, 25, 701, 869
@@ -60,9 +69,8 @@ class PreparedStatements:
     """
 
     def __init__(self, connection: Any) -> None:
-        from psycopg import errors, pq
+        from psycopg import pq
 
-        self._error = errors.Error
         self._good = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
         self._pgconn: PGconn = connection.pgconn
         self._answers = select.poll()
@@ -143,26 +151,19 @@ class PreparedStatements:
         """Send something, wait for the answer, and return it; raise the driver's error."""
         pgconn, answers = self._pgconn, self._answers
         results: list[PGresult] = []
-        try:
-            send(*arguments)
-            while pgconn.flush():
-                both = select.poll()
-                both.register(pgconn.socket, select.POLLIN | select.POLLOUT)
-                both.poll()
+        send(*arguments)
+        while pgconn.flush():
+            both = select.poll()
+            both.register(pgconn.socket, select.POLLIN | select.POLLOUT)
+            both.poll()
+            pgconn.consume_input()
+        while True:
+            while pgconn.is_busy():
+                answers.poll()
                 pgconn.consume_input()
-            while True:
-                while pgconn.is_busy():
-                    answers.poll()
-                    pgconn.consume_input()
-                if (result := pgconn.get_result()) is None:
-                    break
-                results.append(result)
-        except self._error:
-            raise
-        except BaseException:
-            # Interrupted in the middle of a conversation, which nobody could go on with.
-            pgconn.finish()
-            raise
+            if (result := pgconn.get_result()) is None:
+                break
+            results.append(result)
         result = results[-1]
         if result.status not in self._good:
             self._raise(result)
@@ -198,3 +199,57 @@ class NotPreparedError(Exception):
 _FORGOTTEN = {"26000", "42P05", "0A000"}
 
 _of_connection: weakref.WeakKeyDictionary[Any, PreparedStatements] = weakref.WeakKeyDictionary()
+
+
+def is_under_way(connection: Any) -> bool:
+    """Tell whether a connection of the driver's waits for the answer to a statement."""
+    # psycopg 2, which has no such thing, comes back from libpq only with the answer.
+    if (pgconn := getattr(connection, "pgconn", None)) is None:
+        return False
+    from psycopg import pq
+
+    return bool(pgconn.transaction_status == pq.TransactionStatus.ACTIVE)
+
+
+def end_interrupted(connection: Any) -> None:
+    """
+    End a statement that was interrupted, and its session, with which nobody could go on.
+
+    A server that finds its client gone has executed what it was sent: a grant could be made after it was taken back in
+    another session. So the statement is cancelled, and its end waited for, whichever it is, for ``PATIENCE`` at most.
+    Another interrupt ends that at once. psycopg does so itself, but at a Ctrl-C only, and for its own cursors.
+    """
+    from psycopg import Error
+
+    pgconn = connection.pgconn
+    deadline = time.monotonic() + PATIENCE
+    try:
+        with suppress(Error):
+            # Of what was not sent to its end, the server commits nothing.
+            if not pgconn.flush():
+                # A server that has not read the statement yet takes no notice; it will answer all the same. Where
+                # libpq is older than 17, this takes as long as connecting does.
+                with suppress(Error):
+                    connection.cancel_safe(timeout=CANCEL_PATIENCE)
+                _await_end(pgconn, deadline)
+    finally:
+        pgconn.finish()
+
+
+def _await_end(pgconn: PGconn, deadline: float) -> None:
+    answers = select.poll()
+    answers.register(pgconn.socket, select.POLLIN)
+    while True:
+        while pgconn.is_busy():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                logger.warning(
+                    "PostgreSQL has not ended a statement %g s after it was interrupted. A key that it takes yet"
+                    " is free again when the lease is over.",
+                    PATIENCE,
+                )
+                return
+            answers.poll(left * 1000)
+            pgconn.consume_input()
+        if pgconn.get_result() is None:
+            return

@@ -191,9 +191,15 @@ class Statements:
         if not in_transaction and self.prepare is not False and connection.vendor == "postgresql":
             statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
             if statements is not None:
-                with connection.wrap_database_errors, suppress(NotPreparedError):
-                    if (reply := statements.execute(sql, parameters)) is not None:
-                        return reply
+                try:
+                    with connection.wrap_database_errors, suppress(NotPreparedError):
+                        if (reply := statements.execute(sql, parameters)) is not None:
+                            return reply
+                except Error:
+                    raise
+                except BaseException:
+                    self.dialect.break_off(connection)
+                    raise
         return self._by_cursor(connection, in_transaction, sql, parameters)
 
     def _by_cursor(
@@ -207,10 +213,9 @@ class Statements:
             except Error:
                 raise
             except BaseException:
-                # Interrupted, by a Ctrl-C or by what a handler of a signal raised; with mysqlclient perhaps before the
-                # answer was read: the next statement would find it.
-                if connection.vendor == "mysql" and not in_transaction:
-                    connection.close()
+                # Interrupted, by a Ctrl-C or by what a handler of a signal raised.
+                if not in_transaction:
+                    self.dialect.break_off(connection)
                 raise
             return Reply(rows, int(cursor.rowcount), cursor.lastrowid if connection.vendor == "mysql" else 0)
 
