@@ -13,6 +13,7 @@ from dlocks.conf import backends
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.models import Counter
+from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -194,10 +195,10 @@ def test_that_the_database_could_not_be_asked_is_told_though_the_keeper_saw_the_
 
 def test_a_slow_callback_that_the_block_has_registered_makes_no_loss_of_the_hold(row, using):
     lost = []
-    with db_lock("stock", using=using, ttl=0.5, renew=False, on_lost=lost.append) as hold:
+    with db_lock("stock", using=using, ttl=1.5, renew=False, on_lost=lost.append) as hold:
         with transaction.atomic(), hold.atomic():
             transaction.on_commit(lambda: time.sleep(0.3))
-            time.sleep(0.8)
+            time.sleep(1.8)
         assert hold.held
     assert lost == []
 
@@ -247,10 +248,11 @@ def test_within_a_transaction_the_hold_belongs_to_it_already(row, using):
 
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_share_is_guarded_too(row, elsewhere):
-    lock = db_rwlock("stock", ttl=0.6, timeout=0)
+    lock = db_rwlock("stock", ttl=1.5, timeout=0)
     with lock.read() as hold:
         with hold.atomic():
-            time.sleep(1.6)
+            # Longer than its ttl and the grace.
+            time.sleep(2.5)
             assert elsewhere(lock.write().try_acquire) is None
         assert elsewhere(lock.write().try_acquire) is None
         hold.check()
@@ -259,7 +261,7 @@ def test_a_share_is_guarded_too(row, elsewhere):
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_guarded_share_keeps_nobody_waiting_who_does_not_want_its_key(row, workers, until):
     (holder,) = workers(1)
-    holder.start(jobs.share_under_guard, "stock", ttl=0.5)
+    holder.start(jobs.share_under_guard, "stock", ttl=1.5)
     token = holder.hear()
     began = time.monotonic()
     backend = backends["default"]
@@ -272,7 +274,7 @@ def test_a_guarded_share_keeps_nobody_waiting_who_does_not_want_its_key(row, wor
     # As one who died in line, and of whom nothing was heard for long.
     with pytest.raises(LockTimeout):
         db_lock("stock", timeout=0.2).acquire()
-    assert time.monotonic() - began < 15
+    in_time(time.monotonic() - began, 15)
     holder.tell()
     assert holder.hear() == "ended"
     db_lock("stock", timeout=5).acquire().release()
@@ -403,9 +405,10 @@ def test_two_statements_more_than_the_transaction_itself(row, django_assert_num_
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_second_alias_of_the_same_database_is_guarded_and_another_database_is_refused(row, workers):
     (worker,) = workers(1)
-    worker.start(jobs.write_by_second_alias, "stock", ttl=0.6)
+    worker.start(jobs.write_by_second_alias, "stock", ttl=1.5)
     assert worker.hear() == "inside"
-    time.sleep(1.5)
+    # Longer than its ttl and the grace.
+    time.sleep(2.5)
     assert db_lock("stock").try_acquire() is None
     worker.tell()
     another, of_a_transaction = worker.hear()
@@ -430,7 +433,7 @@ def test_a_key_that_a_second_alias_keeps_goes_with_the_transaction_there(row, ke
 
 def test_in_a_transaction_longer_than_the_ttl_the_hold_is_not_lost(row, until):
     """It cannot be renewed meanwhile, and need not be: nobody takes the key before that transaction has ended."""
-    lock = db_lock("stock", ttl=0.4)
+    lock = db_lock("stock", ttl=1.5)
     with lock as hold:
         with hold.atomic():
             until(lambda: not hold.held)
@@ -445,7 +448,7 @@ def test_in_a_transaction_longer_than_the_ttl_the_hold_is_not_lost(row, until):
 
 
 def test_a_hold_that_is_released_in_its_own_transaction_after_the_ttl_goes_with_the_commit(row, until):
-    hold = db_lock("stock", ttl=0.4).acquire()
+    hold = db_lock("stock", ttl=1.5).acquire()
     with hold.atomic():
         Counter.objects.update(value=3)
         until(lambda: not hold.held)
