@@ -1003,10 +1003,18 @@ def campaign(pipe, name, **policy):
     """Run an election until told to stop; say what it is told, and return when each lead was seen first and last."""
     seen = {}
 
-    def told(what):
-        return lambda hold: pipe.say((what, time.monotonic(), hold.token))
+    def elected(hold):
+        at = time.monotonic()
+        # So that no lead that was told of is over before it was seen.
+        while hold.token not in seen and election.is_leader:
+            time.sleep(0.001)
+        pipe.say(("elected", at, hold.token))
 
-    with LeaderElection(name, on_elected=told("elected"), on_deposed=told("deposed"), **policy) as election:
+    def deposed(hold):
+        pipe.say(("deposed", time.monotonic(), hold.token))
+
+    election = LeaderElection(name, on_elected=elected, on_deposed=deposed, **policy)
+    with election:
         told_to_stop = False
         while not told_to_stop:
             # Asked first, so that what was said before the end is seen once at least.

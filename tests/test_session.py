@@ -22,7 +22,7 @@ from django.test import override_settings
 
 from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.base import Claim
-from dlocks.backends.session import sessions
+from dlocks.backends.session import PING_PATIENCE, sessions
 from dlocks.checks import check_settings, check_tables
 from dlocks.conf import backends
 from tests import jobs
@@ -289,7 +289,10 @@ def test_a_killed_waiter_keeps_nobody_waiting(doomed, workers, in_line):
 
 @pytest.mark.parametrize("policy", [{}, {"renew": False}, {"max_hold": 20}], ids=["renewed", "not renewed", "bounded"])
 @pytest.mark.parametrize("waited", [False, True])
-def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, policy, threads, in_line, elsewhere):
+def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(
+    waited, policy, threads, in_line, elsewhere, until, backend, monkeypatch
+):
+    """At the next ping, which comes every half second, whoever sends it."""
     told = []
     event = threading.Event()
 
@@ -307,10 +310,23 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(waited, 
     # The server's view: which of this process's sessions has it.
     (pid,) = {entry.session.wire.pid for entry in backends["session"]._entries.values()}
     assert held.held
+    ping, gone, overlooked = backend._ping, threading.Event(), []
+
+    def watched(sessions):
+        mine, after, began = list(sessions), gone.is_set(), time.monotonic()
+        ping(mine)
+        # One that took longer has not waited for the answer.
+        if after and time.monotonic() - began < PING_PATIENCE:
+            overlooked.extend(session for session in mine if session.wire.pid == pid and not session.dead)
+
+    monkeypatch.setattr(backend, "_ping", watched)
     ended = time.monotonic()
     end_session(pid)
+    until(lambda: pid not in sessions_on_server())
+    gone.set()
     assert event.wait(10)
-    assert told[0][0] - ended < 1.0
+    assert not overlooked
+    in_time(told[0][0] - ended, 1.0)
     assert told[0][1] is held
     assert not held.held
     with pytest.raises(LockLost):
@@ -329,6 +345,8 @@ def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, ba
             raise LockBackendError("out of shared memory")
         return row
 
+    # No other question is on its way then, which could be the one that is refused.
+    monkeypatch.setattr(backend, "renew_every", 60.0)
     with lock() as held:
         kind = type(backend._main.wire)
         answer = kind.answer
@@ -344,7 +362,7 @@ def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, ba
 
 def test_a_server_that_is_slow_to_answer_loses_nobody_his_hold(monkeypatch, backend, until):
     """Each ping is answered later than a renewal waits for it."""
-    with lock(ttl=1.5) as held:
+    with lock(ttl=4.0) as held:
         kind = type(backend._main.wire)
         wait, send, slow_until = kind.wait, kind.send, {}
 
@@ -359,7 +377,7 @@ def test_a_server_that_is_slow_to_answer_loses_nobody_his_hold(monkeypatch, back
         with monkeypatch.context() as patched:
             patched.setattr(kind, "wait", wait_slowly)
             patched.setattr(kind, "send", send_slowly)
-            time.sleep(4)
+            time.sleep(6)
             assert held.held
 
 
@@ -415,6 +433,8 @@ def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch,
 def left_by_the_first(monkeypatch, backend):
     """Return a second reader, before whose question is sent the first one, on whose share he was to stand, leaves."""
     reader, second = claim(shared=True), claim(shared=True, ttl=60.0)
+    # No other question is on its way then.
+    monkeypatch.setattr(backend, "renew_every", 60.0)
     assert backend.acquire(reader)
     kind = type(backend._main.wire)
     send, left = kind.send, []
@@ -604,6 +624,8 @@ def test_a_turn_for_which_nobody_came_in_time_is_not_his_while_it_is_given_back(
     monkeypatch.setattr(kind, "send", send_late)
     missed = backend.acquire(late)
     assert ends.wait(10)
+    # For the next turn, which lasts as long as this test.
+    monkeypatch.setattr(backend, "grace", 30.0)
     grants = []
     thread = threads(lambda: grants.append(backend.acquire(late)))
     thread.join(0.2)
@@ -770,7 +792,7 @@ def test_a_waiter_whose_time_is_over_leaves_nothing(doomed, in_line, until, else
     assert not backends["session"]._entries
 
 
-def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, elsewhere):
+def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, elsewhere, until):
     """His session may get a cancellation late, so it must not be the next one's, who would lose the key with it."""
     backend = backends["session"]
     monkeypatch.setattr(backend, "places", 1)
@@ -791,7 +813,9 @@ def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, el
     def advance_and_be_granted(**options):
         advance(**options)
         if backend.wait(next_one, 5):
-            granted.append(backend._entries[next_one.owner].token)
+            entry = backend._entries[next_one.owner]
+            until(lambda: entry.token or not backend.wait(next_one, 5))
+            granted.append(entry.token)
 
     monkeypatch.setattr(backend, "_ask_main", ask_after_the_grant)
     monkeypatch.setattr(backend, "_advance", advance_and_be_granted)
@@ -805,13 +829,14 @@ def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, el
         pass
 
 
-def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewhere):
+def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewhere, until):
     """An engine may give the key and then say that the statement was cancelled: the session has it all the same."""
     backend = backends["session"]
     holder = elsewhere(lock().acquire)
     waiting = claim()
     backend.queue(waiting)
-    wire = backend._entries[waiting.owner].session.wire
+    entry = backend._entries[waiting.owner]
+    wire = entry.session.wire
     answer = wire.answer
 
     def cancelled():
@@ -820,7 +845,7 @@ def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewh
 
     monkeypatch.setattr(wire, "answer", cancelled)
     holder.release()
-    backend.wait(waiting, 10)
+    until(lambda: not (backend.wait(waiting, 10) and entry.waiting))
     assert not backend.release(waiting)
     assert not backend._entries
     elsewhere(lambda: lock(timeout=0).acquire().release())
