@@ -349,7 +349,7 @@ def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch, until):
         with pytest.raises(RuntimeError, match="new thread"):
             db_lock("stock:7", using="memory").acquire()
     assert threading.Thread.start is start
-    with db_lock("stock:7", using="memory", ttl=0.6) as hold:
+    with db_lock("stock:7", using="memory", ttl=3) as hold:
         deadline = hold._deadline
         until(lambda: hold._deadline > deadline)
 
@@ -387,7 +387,7 @@ def test_a_desk_whose_thread_could_not_be_started_is_tried_again(desks_fail, unt
 def test_a_desk_that_cannot_be_started_costs_no_other_its_holds(desks_fail, until, settings):
     memory = settings.DLOCKS["memory"]
     settings.DLOCKS = {f"memory {number}": memory for number in range(6)}
-    healthy = [db_lock("stock:7", using=using, ttl=0.9).acquire() for using in settings.DLOCKS]
+    healthy = [db_lock("stock:7", using=using, ttl=2.4).acquire() for using in settings.DLOCKS]
     began = [hold._deadline for hold in healthy]
     until(lambda: all(hold._deadline > deadline for hold, deadline in zip(healthy, began, strict=True)))
     settings.DLOCKS = {**settings.DLOCKS, "new": memory}
