@@ -26,6 +26,13 @@ pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "
 PACKAGE = str(Path(dlocks.__file__).parent)
 
 
+@pytest.fixture(autouse=True)
+def connection_of_its_own(transactional_db):
+    """On SQLite an interrupt may leave the connection with the patience of a moment: it is not for the next test."""
+    yield
+    connection.close()
+
+
 class Interrupter:
     """Raises KeyboardInterrupt, or another, at the n-th line of the package that this thread comes to."""
 
