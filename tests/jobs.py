@@ -459,19 +459,24 @@ def count_through_trouble(pipe, path, key, *, times, **policy):
 
 def kill_other_sessions(pipe):
     """End every other session of the server's, from the server's side."""
-    from django.db import connection
+    from django.db import OperationalError, connection
 
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
                 "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
-                " WHERE pid <> pg_backend_pid() AND datname = current_database()"
+                " WHERE pid <> pg_backend_pid() AND datname = current_database() AND backend_type = 'client backend'"
             )
             return cursor.fetchone()[0]
         cursor.execute("SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND db = DATABASE()")
         sessions = cursor.fetchall()
         for (session,) in sessions:
-            cursor.execute(f"KILL {session}")
+            try:
+                cursor.execute(f"KILL {session}")
+            except OperationalError as error:
+                # It has just ended by itself.
+                if error.args[0] != 1094:
+                    raise
         return len(sessions)
 
 

@@ -167,9 +167,10 @@ def test_a_server_that_is_down_is_told_apart_from_a_busy_key(using, server, on_s
     server.stop()
     started = time.monotonic()
     assert worker.call(jobs.acquire, key, using=using) == "LockBackendError"
-    in_time(time.monotonic() - started, 10.0)
+    took = time.monotonic() - started
     server.start()
     assert isinstance(worker.call(jobs.try_once, key, using=using), int)
+    in_time(took, 10)
 
 
 @FAMILY

@@ -17,6 +17,7 @@ from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS
 from tests.settings import ENGINE
+from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb"),
@@ -74,13 +75,10 @@ class Crowd:
         if pid not in self.alive:
             return
         self.alive.discard(pid)
-        self.cause()
+        now = time.monotonic()
+        self.causes.append((now, now))
         os.kill(pid, signal.SIGKILL)
         self.killed[pid] = time.monotonic()
-
-    def cause(self, seconds=0.0):
-        now = time.monotonic()
-        self.causes.append((now, now + seconds))
 
     def replace(self):
         self.worker.tell("more")
@@ -135,12 +133,6 @@ class Crowd:
         counted = sum(counted for _, counted in left.values())
         # Who was killed may have counted without having noted it.
         assert counted <= value <= counted + len(self.killed)
-        for granted, asked, _, pid in holds:
-            allowed = TTL + 3.0
-            for begin, end in self.causes:
-                if begin < granted and asked < end + TTL + 3.0:
-                    allowed += end - begin + TTL + 0.5
-            assert granted - asked <= allowed, f"{pid} waited for {granted - asked:.1f} s of {allowed:.1f} s"
         waits = sorted(granted - asked for granted, asked, _, _ in holds)
         gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(holds)]
         print(
@@ -151,6 +143,12 @@ class Crowd:
         )
         served = {pid for _, _, _, pid in holds}
         assert self.alive <= served
+        for granted, asked, *_ in holds:
+            allowed = TTL + 3.0
+            for begin, end in self.causes:
+                if begin < granted and asked < end + TTL + 3.0:
+                    allowed += end - begin + TTL + 0.5
+            in_time(granted - asked, allowed)
         return notes, max(gaps)
 
 
@@ -179,7 +177,7 @@ def test_a_kill_costs_the_others_no_more_than_the_lease(who, line_of):
         line_of.kill({"holder": holder, "head": waiting[0], "middle": waiting[len(waiting) // 2]}[who])
         line_of.moves_on()
     _, longest = line_of.check()
-    assert longest <= TTL + 3.0
+    in_time(longest, TTL + 3.0)
 
 
 def test_somebody_at_random_is_killed_each_second(line_of):
@@ -197,17 +195,18 @@ def test_the_head_is_stopped_for_longer_than_its_turn(line_of):
     """It is passed over, and served when it goes on."""
     for _ in range(2):
         waiting, _ = line_of.in_full()
-        line_of.cause(4.0)
+        stopped_at = time.monotonic()
         os.kill(waiting[0], signal.SIGSTOP)
         try:
             line_of.moves_on(2 * WAITERS)
             time.sleep(3.0)
         finally:
             os.kill(waiting[0], signal.SIGCONT)
+            line_of.causes.append((stopped_at, time.monotonic()))
         line_of.moves_on()
     notes, longest = line_of.check()
-    assert longest <= TTL + 3.0
     assert not [note for note in notes if note[1] == "refused"]
+    in_time(longest, TTL + 3.0)
 
 
 @pytest.mark.parametrize("how", ["stop", "crash"])
@@ -292,8 +291,8 @@ def test_a_look_whose_reply_is_lost_costs_a_poll(using, what, through_proxy):
     released = time.monotonic()
     granted, later = waiting.hear()
     assert later > token
-    assert granted - released < 1.5
     assert observer.call(jobs.waiters, key) == (0, 0)
+    in_time(granted - released, 1.5)
 
 
 def test_a_session_that_is_ended_while_it_listens_costs_a_poll(server, doomed):
@@ -308,8 +307,8 @@ def test_a_session_that_is_ended_while_it_listens_costs_a_poll(server, doomed):
     released = time.monotonic()
     granted, later = waiting.hear()
     assert later > token
-    assert granted - released < 1.5
     assert admin.call(jobs.waiters, "session") == (0, 0)
+    in_time(granted - released, 1.5)
 
 
 def test_a_message_that_is_lost_costs_a_poll(server, doomed):
@@ -325,4 +324,4 @@ def test_a_message_that_is_lost_costs_a_poll(server, doomed):
     released = time.monotonic()
     granted, later = waiting.hear()
     assert later > token
-    assert granted - released < 1.0
+    in_time(granted - released, 1.0)
