@@ -16,6 +16,7 @@ from dlocks.keeper import keeper
 from dlocks.transactions import Mark
 from dlocks.waiting import WaitingRoom
 from tests import jobs
+from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -34,7 +35,7 @@ def test_waiters_in_transactions_never_keep_the_real_holder_from_its_row(using, 
         else:
             worker.start(jobs.wait_in_transactions, "stock:7", using=using, seconds=4, timeout=0.05)
     longest = max(worker.hear() or 0 for worker in crowd)
-    assert longest < 2.0
+    in_time(longest, 2.0)
 
 
 @SERVERS
@@ -143,10 +144,11 @@ def test_a_lost_holder_s_exit_does_not_wait_for_the_successor_s_transaction(usin
         successor.start(jobs.hold_in_transaction, "stock:7", using=using, timeout=20)
         successor.hear()
         started = time.monotonic()
-    assert time.monotonic() - started < 5
+    took = time.monotonic() - started
     assert not successor.pipe.poll()
     successor.tell()
     assert successor.hear() == "ended"
+    in_time(took, 5)
 
 
 @SERVERS
@@ -296,9 +298,10 @@ def test_a_key_that_was_waited_for_before_is_refused_at_once_in_sqlite_s_transac
     started = time.monotonic()
     with transaction.atomic(), pytest.raises(LockError, match="cannot be waited for inside a transaction"):
         lock.acquire()
-    assert time.monotonic() - started < 5
+    took = time.monotonic() - started
     holder.tell()
     assert holder.hear() == "released"
+    in_time(took, 5)
 
 
 # The keeper.
