@@ -23,8 +23,9 @@ from django.test import TestCase
 
 from dlocks import LockBackendError, LockStale, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
 from dlocks import waiting as waiting_room
+from dlocks.backends import database
 from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Claim, Message, Place
-from dlocks.backends.database import line
+from dlocks.backends.database import line, statements
 from dlocks.conf import backends
 from dlocks.keeper import keeper
 from dlocks.locks import Attempt
@@ -99,7 +100,7 @@ def test_a_hold_that_is_not_renewed_has_its_whole_ttl_though_it_stood_in_line(us
     holder = db_lock("stock:7", using=using).acquire()
 
     def wait():
-        hold = db_lock("stock:7", using=using, ttl=5, renew=False).acquire()
+        hold = db_lock("stock:7", using=using, ttl=20, renew=False).acquire()
         left = hold.remaining
         hold.release()
         return left
@@ -108,17 +109,29 @@ def test_a_hold_that_is_not_renewed_has_its_whole_ttl_though_it_stood_in_line(us
     in_line(1)
     holder.release()
     thread.join(30)
-    assert thread.results[0] > 4
+    assert thread.results[0] > 15
 
 
 @SERVERS
-def test_a_renewal_that_finds_the_row_locked_is_tried_again_before_the_first_short_lease_ends(in_line, threads):
+def test_a_renewal_that_finds_the_row_locked_is_tried_again_before_the_first_short_lease_ends(
+    in_line, threads, monkeypatch, until
+):
     """A hold from the line begins with a lease of 1.5 s, whatever its ttl, and is renewed within it."""
+    backend, answers = backends["default"], []
+    renew = backend.renew
+
+    def noted(claims):
+        left = renew(claims)
+        answers.extend(left[one.owner] for one in claims if one.key == "stock:7" and one.owner in left)
+        return left
+
     holder = db_lock("stock:7").acquire()
     granted, checked = threading.Event(), threading.Event()
+    holds = []
 
     def wait():
         with db_lock("stock:7", ttl=30) as hold:
+            holds.append(hold)
             granted.set()
             checked.wait(30)
             hold.check()
@@ -126,13 +139,14 @@ def test_a_renewal_that_finds_the_row_locked_is_tried_again_before_the_first_sho
 
     thread = threads(wait)
     in_line(1)
+    monkeypatch.setattr(backend, "renew", noted)
     holder.release()
     assert granted.wait(30)
     with transaction.atomic():
-        # Somebody has the row, for a moment, when the keeper first renews.
+        # Somebody has the row, for a moment, when the keeper first renews; if that has not been before.
         ResourceLock.objects.select_for_update().get(pk="stock:7")
-        time.sleep(0.8)
-    time.sleep(1.2)
+        until(lambda: answers)
+    until(lambda: holds[0].remaining > 15 or not holds[0].held)
     checked.set()
     thread.join(30)
     assert thread.results[0] > 15
@@ -366,6 +380,8 @@ async def test_a_thousand_tasks_that_wait_cost_three_connections_at_most(until):
 async def test_those_who_came_one_by_one_are_looked_at_together(monkeypatch):
     """Where one is told of one's turn, waiters cost a look now and then, and not one each."""
     backend, looks = backends["default"], []
+    # Another test may have had reason to look.
+    monkeypatch.setattr(room_of(backend), "_looks_until", 0.0)
     monkeypatch.setattr(backend, "look", lambda *args, look=backend.look, **kw: looks.append(args) or look(*args, **kw))
     holder = await db_lock("stock:7").aacquire()
 
@@ -393,7 +409,8 @@ def sessions():
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
             )
         else:
             cursor.execute(
@@ -666,8 +683,8 @@ def test_the_end_of_a_transaction_wakes_the_line(using, roll_back, workers, in_l
         assert worker.hear() == "waiting"
         granted, token = worker.hear()
         tokens.append(token)
-        assert granted - ended < 1.5
     assert tokens == sorted(tokens)
+    in_time(granted - ended, 1.5)
 
 
 @SERVERS
@@ -746,8 +763,8 @@ def test_the_connection_of_those_who_waited_is_gone_within_a_second(workers, in_
     waiting.call(jobs.close_connections)
     left = time.monotonic()
     mine = len(waiting.call(jobs.threads))
-    until(lambda: "dlocks-waiting" not in waiting.call(jobs.threads), seconds=1.0)
-    assert time.monotonic() - left < 1.0
+    until(lambda: "dlocks-waiting" not in waiting.call(jobs.threads))
+    in_time(time.monotonic() - left, 1.0)
     assert mine
 
 
@@ -763,15 +780,44 @@ def test_a_waiter_that_comes_when_its_room_is_about_to_close_is_looked_after(els
         hold.release()
         released = time.monotonic()
         thread.join(30)
-        assert thread.results[0] - released < 0.7
+        in_time(thread.results[0] - released, 0.7)
 
 
-def test_who_forks_while_others_wait_disturbs_nobody(threads, in_line, until):
+@pytest.fixture
+def outside_sqlite(monkeypatch):
+    """
+    Return a context manager within which no other thread is inside of SQLite, where this is the engine.
+
+    A process that is forked meanwhile would have a mutex of SQLite's locked for ever.
+    """
+    backend = backends["default"]
+
+    @contextlib.contextmanager
+    def keep_out():
+        if connection.vendor != "sqlite":
+            yield
+            return
+        is_out, gate = threading.Event(), threading.Lock()
+
+        def look(*args, look=backend.look, **options):
+            is_out.set()
+            with gate:
+                return look(*args, **options)
+
+        with monkeypatch.context() as patch, gate:
+            patch.setattr(backend, "look", look)
+            assert is_out.wait(10)
+            yield
+
+    return keep_out
+
+
+def test_who_forks_while_others_wait_disturbs_nobody(threads, in_line, outside_sqlite):
     hold = db_lock("stock:7").acquire()
     thread = threads(lambda: db_lock("stock:7").acquire().release() or time.monotonic())
     in_line(1)
     connection.close()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), outside_sqlite():
         # Python 3.12 and newer warn of it.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -793,7 +839,7 @@ def test_who_forks_while_others_wait_disturbs_nobody(threads, in_line, until):
     hold.release()
     released = time.monotonic()
     thread.join(30)
-    assert thread.results[0] - released < 0.7
+    in_time(thread.results[0] - released, 0.7)
 
 
 # Those who share.
@@ -912,7 +958,7 @@ class InATestCase(TestCase):
 
 
 @SERVERS
-def test_a_database_can_be_dropped_half_a_second_after_somebody_waited(workers, in_line, elsewhere):
+def test_a_database_can_be_dropped_half_a_second_after_somebody_waited(until):
     """As a test runner does at its end; the one who waited is alive still."""
     name = connection.ops.quote_name("dropped")
     with connection.cursor() as cursor:
@@ -923,15 +969,24 @@ def test_a_database_can_be_dropped_half_a_second_after_somebody_waited(workers, 
     try:
         holder.call(jobs.migrate_only)
         answer = holder.call(jobs.wait_and_time_out, "stock:7")
+        left = time.monotonic()
         assert answer == "LockTimeout"
-        time.sleep(0.6)
         with connection.cursor() as cursor:
-            if connection.vendor == "postgresql":
-                cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = 'dropped'")
-            else:
-                cursor.execute("SELECT COUNT(*) FROM information_schema.processlist WHERE db = 'dropped'")
-            assert cursor.fetchone() == (0,)
+
+            def is_unused():
+                if connection.vendor == "postgresql":
+                    cursor.execute(
+                        "SELECT count(*) FROM pg_stat_activity"
+                        " WHERE datname = 'dropped' AND backend_type = 'client backend'"
+                    )
+                else:
+                    cursor.execute("SELECT COUNT(*) FROM information_schema.processlist WHERE db = 'dropped'")
+                return cursor.fetchone() == (0,)
+
+            until(is_unused)
+            took = time.monotonic() - left
             cursor.execute(f"DROP DATABASE {name}")
+        in_time(took, 0.6)
     finally:
         holder.kill()
     assert connections["default"].settings_dict["NAME"] == original
@@ -954,10 +1009,11 @@ def test_who_is_stopped_anywhere_on_its_way_through_the_line_keeps_nobody_else_f
         victim.stop()
         time.sleep(2.7)
         victim.resume()
-    # Its lease, its grace, the turn that it was given, and the bound of a transaction.
-    assert max(worker.hear() for worker in crowd) < 4.0
+    longest = max(worker.hear() for worker in crowd)
     # Not killed in line.
     victim.hear()
+    # Its lease, its grace, the turn that it was given, and the bound of a transaction.
+    in_time(longest, 4.0)
 
 
 def test_a_thread_that_hangs_on_its_way_into_line_keeps_no_other_out(threads, in_line, monkeypatch):
@@ -1082,11 +1138,11 @@ async def test_a_thread_that_listens_hears_for_the_tasks_of_its_process_too(in_l
     await sync_to_async(in_line)(1, "stock:8")
     await held[1].arelease()
     hold = await task
-    assert hold.waited < 10
     await hold.arelease()
     await held[0].arelease()
     await asyncio.to_thread(listening.join, 30)
     assert listening.results == [None]
+    in_time(hold.waited, 10)
 
 
 # Who gives up while a transaction has the row.
@@ -1153,6 +1209,8 @@ def test_the_threads_of_a_process_go_into_line_one_at_a_time(monkeypatch, in_lin
 
         return run
 
+    # Or whoever waits for longer at the entrance goes in beside the one who hangs there.
+    monkeypatch.setattr(line, "ENTRANCE_PATIENCE", 60.0)
     for step in ("_queue", "_queue_together"):
         monkeypatch.setattr(backend, step, noted(getattr(backend, step)))
     with db_lock("stock:7"):
@@ -1507,7 +1565,7 @@ def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere, unt
     until(lambda: gc.collect() is not None and left[0]() is None)
     began = time.monotonic()
     with db_lock("stock:7", timeout=10):
-        assert time.monotonic() - began < 1.0
+        in_time(time.monotonic() - began, 1.0)
 
 
 @SERVERS
@@ -1525,11 +1583,12 @@ def test_a_claim_whose_row_is_kept_by_others_is_passed_over_and_keeps_nobody_wai
     hold.release()
     assert [first.hear(), second.hear()] == ["waiting"] * 2
     second_at, _ = second.hear(20)
-    assert second_at < released_at + 8.0, "it is not heard of for 3 seconds, and then in nobody's way"
     other.tell()
     assert other.hear() == "unlocked"
     first_at, _ = first.hear(20)
     assert first_at > second_at
+    # It is not heard of for 3 seconds, and then in nobody's way.
+    in_time(second_at - released_at, 8.0)
 
 
 @SERVERS
@@ -1550,7 +1609,7 @@ def test_a_turn_that_comes_to_nothing_at_first_is_not_lost(monkeypatch, threads)
     monkeypatch.setattr(backend, "queue", late)
     monkeypatch.setattr(backend, "acquire", busy)
     with db_lock("stock:7", timeout=5) as hold:
-        assert hold.waited < 2
+        in_time(hold.waited, 2)
 
 
 @pytest.mark.parametrize("timeout", [2.0, None])
@@ -1563,10 +1622,10 @@ def test_callers_who_do_not_react_keep_the_key_from_others_once_and_not_for_ever
     lock = db_lock("stock:7", timeout=60)
     with lock as hold:
         # Each of them may keep it until it is known that he does not come for it.
-        assert hold.waited < 20
+        in_time(hold.waited, 20)
     for _ in range(5):
         with lock as hold:
-            assert hold.waited < 2
+            in_time(hold.waited, 2)
     stuck.tell()
     # Who comes late may find it free.
     assert set(stuck.hear()) <= ({"LockTimeout", "str"} if timeout else {"str"})
@@ -1583,8 +1642,10 @@ def test_who_looks_after_keys_that_transactions_have_waits_for_none_of_them(work
     backend, claims = backends["default"], [claim(key) for key in keys]
     for one in claims:
         backend.queue(one)
+    without_sleep = SimpleNamespace(sleep=lambda seconds: pytest.fail("it waits"), monotonic=time.monotonic)
     with monkeypatch.context() as patch:
-        patch.setattr(line.time, "sleep", lambda seconds: pytest.fail("it waits"))
+        for module in (database, line, statements):
+            patch.setattr(module, "time", without_sleep)
         for heard in (True, False):
             places = backend.look(claims, heard=heard)
             assert [places[one.owner].grant for one in claims] == [None, None]
