@@ -611,6 +611,11 @@ class Hold:
             self.give_back()
         except LockError as trouble:
             logger.warning("%s", trouble)
+        except BaseException:
+            # Interrupted, perhaps before the release was sent: nobody else would do it.
+            with suppress(LockError):
+                self._ask(self.backend.release, self.claim, failed=True)
+            raise
         finally:
             settled.set()
 

@@ -257,7 +257,8 @@ class Lock:
                 pause = await in_django_thread(attempt.pause, only_there=attempt.in_transaction)
                 await clock.arest(bell, pause)
         except GeneratorExit:
-            # Its loop was closed, and nothing can be waited for. The room gives its place up.
+            # By who collects a task whose loop was closed, say: nothing can be waited for.
+            attempt.close()
             raise
         except BaseException:
             await in_django_thread(attempt.give_up, only_there=attempt.in_transaction)
@@ -327,6 +328,7 @@ class Trying(Protocol):
     def pause(self) -> float | None: ...
     def waits_here(self, pause: float | None, bell: threading.Event) -> bool: ...
     def give_up(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Attempt:
@@ -507,6 +509,11 @@ class Attempt:
         self.unknown, self.waiter = False, None
         if ended:
             lock_released.send_robust(Lock, hold=self.hold)
+
+    def close(self) -> None:
+        """Have the room give up for it, which cannot do so itself."""
+        if self.waiter is not None:
+            self.waiter.closed = True
 
     def _better_in_line(self, claim: Claim) -> bool:
         """Whether to stand in line before asking at all: others did so a moment ago."""

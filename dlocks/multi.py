@@ -297,6 +297,11 @@ class MultiAttempt:
         for attempt in reversed(self.attempts):
             attempt.give_up()
 
+    def close(self) -> None:
+        """Have the room give up for those that cannot do so themselves."""
+        for attempt in self.attempts:
+            attempt.close()
+
     def _all_at_once(self) -> None:
         """Enter what the caller has, and claim all the rest in one step."""
         rest: list[Attempt] = []

@@ -99,11 +99,13 @@ class Waiter:
         # Whether its own thread waits, and not the room; or listens, if no other one does.
         self.here = False
         self.listens = False
+        # Whether its coroutine was closed in the middle, which leaves nobody to wait for anything.
+        self.closed = False
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is a task whose loop was closed, as by one who does not wait for it: it will never go on."""
-        return isinstance(self.caller, asyncio.Task) and self.caller.get_loop().is_closed()
+        """Whether it will never go on: a task whose loop was closed, as by one who does not wait for it."""
+        return self.closed or (isinstance(self.caller, asyncio.Task) and self.caller.get_loop().is_closed())
 
     @property
     def is_overdue(self) -> bool:

@@ -62,7 +62,7 @@ class Worker:
     def stop(self) -> None:
         """Stop it; on SQLite not in the middle of a write, which would keep everybody else from writing."""
         self._stop()
-        for _ in range(20):
+        for _ in range(5):
             if not _nobody_can_write():
                 return
             self.resume()

@@ -384,7 +384,7 @@ class Simulation:
             # A test before this one may have left the real keeper's thread in a sleep.
             thread, keeper._thread = keeper._thread, None
             keeper._changed.notify()
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             thread.join()
         originals = clock.now, locks.room_of, Keeper._wake
         clock.now = lambda: self.time

@@ -152,11 +152,11 @@ def test_after_the_timeout_none_is_left_taken(using, elsewhere):
         db_lock("a", "b", "c", using=using, timeout=0.3).acquire()
     took = time.monotonic() - started
     assert took >= 0.3
-    in_time(took, 2.0)
     for key in "ac":
         elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
     assert not LockClaim.objects.exists()
     give_back()
+    in_time(took, 2.0)
 
 
 def test_the_timeout_is_for_all_keys_together(elsewhere, monkeypatch):

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockBackendError, LockTimeout, db_lock
@@ -172,6 +172,18 @@ def kill(pid):
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
     connection.close()
+
+
+def test_a_session_that_the_application_has_found_dead_is_replaced_too():
+    """In a statement of its own, before this thread's first lock."""
+    connection.close()
+    connection.ensure_connection()
+    killer = threading.Thread(target=kill, args=[connection.connection.info.backend_pid])
+    killer.start()
+    killer.join()
+    with pytest.raises(OperationalError), connection.cursor() as cursor:
+        cursor.execute("SELECT 1")
+    use(1)
 
 
 class TimeLimitExceededError(Exception):

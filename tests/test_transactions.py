@@ -410,6 +410,24 @@ def test_it_is_given_back_when_the_block_of_the_transaction_has_ended_whoever_do
 
 
 @SERVERS
+def test_an_interrupt_as_it_is_given_back_leaves_nothing_taken(is_busy, monkeypatch):
+    release, asked = type(backends["default"]).release, []
+
+    def interrupted(self, *args, **kwargs):
+        asked.append(args)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return release(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(backends["default"]), "release", interrupted)
+    with pytest.raises(KeyboardInterrupt), transaction.atomic():
+        with db_lock("stock:7", scope="lease"):
+            pass
+    monkeypatch.undo()
+    assert not is_busy()
+
+
+@SERVERS
 def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is_busy, until):
     with transaction.atomic():
         with transaction.atomic():

@@ -216,10 +216,11 @@ def end_interrupted(connection: Any) -> None:
     End a statement that was interrupted, and its session, with which nobody could go on.
 
     A server that finds its client gone has executed what it was sent: a grant could be made after it was taken back in
-    another session. So the statement is cancelled, and its end waited for, whichever it is, for ``PATIENCE`` at most.
-    Another interrupt ends that at once. psycopg does so itself, but at a Ctrl-C only, and for its own cursors.
+    another session. So the statement is cancelled, where that is possible in time, and its end waited for, whichever it
+    is, for ``PATIENCE`` at most. Another interrupt ends that at once. psycopg does so itself, but at a Ctrl-C only, and
+    for its own cursors.
     """
-    from psycopg import Error
+    from psycopg import Error, capabilities
 
     pgconn = connection.pgconn
     deadline = time.monotonic() + PATIENCE
@@ -227,10 +228,11 @@ def end_interrupted(connection: Any) -> None:
         with suppress(Error):
             # Of what was not sent to its end, the server commits nothing.
             if not pgconn.flush():
-                # A server that has not read the statement yet takes no notice; it will answer all the same. Where
-                # libpq is older than 17, this takes as long as connecting does.
-                with suppress(Error):
-                    connection.cancel_safe(timeout=CANCEL_PATIENCE)
+                # A server that has not read the statement yet takes no notice; it will answer all the same. What libpq
+                # had for this before 17 knows no bound, and lets no other thread go on.
+                if capabilities.has_cancel_safe():
+                    with suppress(Error):
+                        connection.cancel_safe(timeout=CANCEL_PATIENCE)
                 _await_end(pgconn, deadline)
     finally:
         pgconn.finish()

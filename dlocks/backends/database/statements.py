@@ -189,7 +189,9 @@ class Statements:
         self, connection: BaseDatabaseWrapper, in_transaction: bool, sql: str, parameters: Mapping[str, Any]
     ) -> Reply:
         if not in_transaction and self.prepare is not False and connection.vendor == "postgresql":
-            statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
+            with connection.wrap_database_errors:
+                # It may find that the connection was lost, in a statement that was not ours.
+                statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
             if statements is not None:
                 try:
                     with connection.wrap_database_errors, suppress(NotPreparedError):
