@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import linecache
 import signal
@@ -67,6 +68,23 @@ class Interrupter:
         return again and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
+def leaves_no_handler(function):
+    """
+    Call a function where it leaves nothing behind of an exception that was being handled.
+
+    CPython 3.11 does not leave an except clause when a tracer raises at its end, where no signal ever comes; and in
+    the middle of one, a call with an argument twice is a KeyError. A generator has a place of its own for it.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        (result,) = (function(*args, **kwargs) for _ in range(1))
+        return result
+
+    return call
+
+
+@leaves_no_handler
 def interrupt_everywhere(enter, is_free, *, step=1):
     """Interrupt at each line in turn, until one run comes through; return how many lines there were."""
     for number in range(0, 3000, step):
@@ -121,6 +139,7 @@ def test_an_interrupt_at_any_line_of_entering_a_block_leaves_nothing(using, is_f
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
+@leaves_no_handler
 def test_an_interrupt_of_an_inner_block_s_end_takes_nothing_from_the_outer_one(kind):
     lock = db_lock("stock:7", using="memory")
     for number in range(300):
@@ -144,6 +163,7 @@ class AlarmError(Exception):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, AlarmError])
 @pytest.mark.parametrize("using", ["memory", "default", "insert"])
+@leaves_no_handler
 def test_an_interrupt_at_any_line_of_leaving_a_block_gives_the_key_back(using, kind, is_free):
     lock = db_lock("stock:7", using=using)
     # The line before the first call in the function: for tracers only, no signal is handled there.
@@ -163,6 +183,7 @@ def test_an_interrupt_at_any_line_of_leaving_a_block_gives_the_key_back(using, k
         pytest.fail("never came through")
 
 
+@leaves_no_handler
 def test_an_interrupt_while_entering_again_leaves_the_count_as_it_was(is_free):
     lock = db_lock("stock:7", using="memory")
     for number in range(200):
@@ -305,6 +326,7 @@ def leaves_no_claim(where, until):
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("scope", ["lease", "shared"])
+@leaves_no_handler
 def test_an_interrupt_at_any_line_of_a_wait_that_comes_to_nothing_leaves_no_place_in_line(scope, held_elsewhere, until):
     """Also while the attempt is being given up."""
     lock = db_lock("stock:7", timeout=0.02, shared=scope == "shared")
@@ -319,6 +341,7 @@ def test_an_interrupt_at_any_line_of_a_wait_that_comes_to_nothing_leaves_no_plac
 
 
 @pytest.mark.timeout(280)
+@leaves_no_handler
 def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothing(held_elsewhere, until, is_free):
     lock = db_lock("stock:7", timeout=30)
     for number in range(0, 3000, 5):
@@ -338,6 +361,7 @@ def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothin
     assert 50 < number < 2990
 
 
+@leaves_no_handler
 def test_an_interrupt_at_any_line_of_resuming_a_hold_leaves_it_to_be_resumed_or_free(is_free):
     for number in range(0, 600, 3):
         text, resumed = db_lock("stock:7").acquire().detach(within=60), []

@@ -22,7 +22,7 @@ from dlocks.models import LockClaim, LockState, ResourceLock
 from dlocks.testing import frozen_clock, override_locks
 from tests import jobs
 from tests.test_cost import explain, million_rows, scans_only_by_primary_key  # noqa: F401 (a fixture)
-from tests.test_interrupt import Interrupter
+from tests.test_interrupt import Interrupter, leaves_no_handler
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -592,6 +592,7 @@ def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
 
 
 @pytest.mark.parametrize("using", ["memory", "default"])
+@leaves_no_handler
 def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, elsewhere):
     lock = db_lock("a", "b", using=using)
     with lock:
