@@ -15,7 +15,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockBackendError, LockTimeout, db_lock
+from dlocks import LockBackendError, LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.database.prepared import PREPARED_AT, PREPARED_AT_MOST, PreparedStatements
 from dlocks.conf import backends
 from dlocks.models import LockClaim
@@ -299,6 +299,34 @@ def test_a_claim_that_is_on_its_way_at_an_interrupt_stays_in_no_line(
     until(lambda: is_over(pid))
     assert not LockClaim.objects.exists()
     elsewhere(held.release)
+
+
+@pytest.mark.parametrize(
+    ("share", "all_of_it"),
+    [
+        (db_rwlock("stock:7").read, db_rwlock("stock:7").write),
+        (partial(db_semaphore, "stock:7", permits=1), partial(db_semaphore, "stock:7", permits=1)),
+    ],
+)
+def test_a_share_that_is_being_committed_at_an_interrupt_is_given_back(
+    interrupt, stopped, until, monkeypatch, share, all_of_it
+):
+    """Django, which cannot tidy up while the COMMIT is on its way, raises an error of its own in its place."""
+    use(1)
+    pid, commit = connection.connection.info.backend_pid, connection.commit
+
+    def slowly():
+        monkeypatch.undo()
+        interrupt(then=stopped())
+        commit()
+
+    monkeypatch.setattr(connection, "commit", slowly)
+    with pytest.raises(interrupt.kind):
+        share().acquire()
+    until(lambda: is_over(pid))
+    hold = all_of_it().try_acquire()
+    assert hold is not None
+    hold.release()
 
 
 def test_an_interrupt_waits_for_no_server_that_answers_nothing(interrupt, stopped, monkeypatch):

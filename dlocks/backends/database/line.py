@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Claim, Grant, Holder, List
 from dlocks.backends.database.dialects import KEY
 from dlocks.backends.database.listening import INTERRUPTED, MySQLListener, PostgreSQLListener
 from dlocks.backends.database.observing import Observations
+from dlocks.backends.database.prepared import is_under_way
 from dlocks.backends.database.statements import (
     CLEAR,
     CONTENTION_TRIES,
@@ -1014,6 +1016,7 @@ class Line(Statements):
         connection = self.connection
         ours = not self.in_transaction()
         tries, looked, reconnected = 0, 0, False
+        handled = sys.exc_info()[1]
         while True:
             session = connection.connection
             try:
@@ -1029,6 +1032,9 @@ class Line(Statements):
                 error = trouble.__cause__ if isinstance(trouble, LockBackendError) else trouble
                 if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
                     raise
+                if is_under_way(connection.connection) and (interrupt := self._hidden_by(error, handled)):
+                    self.dialect.break_off(connection)
+                    raise interrupt from None
                 if isinstance(error, DatabaseError):
                     if self.dialect.is_locked(error):
                         # It was waited for already.
@@ -1047,6 +1053,19 @@ class Line(Statements):
                         reconnected = True
                         continue
                 raise self._failure(error) from error
+
+    def _hidden_by(self, error: BaseException | None, handled: BaseException | None) -> BaseException | None:
+        """
+        Return what interrupted a COMMIT: Django, tidying up while that is on its way, fails with an error of its own.
+
+        ``handled`` is what the caller was handling before, which is in the context of every error.
+        """
+        connection: Any = self.connection
+        while error is not None and error is not handled:
+            if not isinstance(error, (Error, connection.Database.Error)):
+                return error
+            error = error.__context__
+        return None
 
     def _lock(self, key: str, locking: str, *, patiently: bool, bounded: bool) -> Head | None:
         dialect = self.dialect
