@@ -350,6 +350,21 @@ def test_a_script_that_redis_forgot_is_sent_again(server, backend):
     assert backend.release(mine[0])
 
 
+@pytest.mark.parametrize("spoiled", ["a", "b"])
+def test_a_key_that_somebody_overwrites_keeps_no_other_from_being_renewed(server, backend, spoiled):
+    claims = [claim(key) for key in "abc"]
+    for each in claims:
+        assert backend.acquire(each)
+    with redis.Redis(port=server.port) as client:
+        client.set(f"{name_of(spoiled)}:last", "something else")
+    renewed = backend.renew(claims)
+    # What could not be asked for has what it had.
+    assert renewed == {each.owner: 0.0 if each.key == spoiled else each.ttl for each in claims}
+    (refused,) = [each for each in claims if each.key == spoiled]
+    with pytest.raises(LockBackendError, match="WRONGTYPE"):
+        backend.renew([refused])
+
+
 @pytest.fixture
 def proxied(server):
     proxy = Proxy(server.port)

@@ -218,19 +218,23 @@ class RedisBackend(BaseBackend):
         """
         Run a script for each key, owner and arguments: in one trip, but on a cluster.
 
-        There the answers of nodes that could not be asked are errors, unless no node could be.
+        Where some could not be answered, their answers are errors; where none could be, that is raised.
         """
         words = [self._words(*call) for call in calls]
 
         def run(client: Any) -> list[Any]:
             if self._cluster:
                 return _evaluate_each(client, script, words)
-            # The first one sees to it that the script is there.
-            answers = [_evaluate(client, script, words[0])]
+            first: Any
+            try:
+                # The first one sees to it that the script is there.
+                first = _evaluate(client, script, words[0])
+            except redis.ResponseError as error:
+                first = error
             with client.pipeline(transaction=False) as pipeline:
                 for these in words[1:]:
                     pipeline.evalsha(script.sha, *these)
-                return [*answers, *pipeline.execute()]
+                return _unless_all_failed([first, *pipeline.execute(raise_on_error=False)])
 
         return list(self._asked(run)) if words else []
 
@@ -334,6 +338,10 @@ def _evaluate_each(client: Any, script: scripts.Script, words: Sequence[Sequence
             if node is not None and isinstance(error, SILENT) and not isinstance(error, OF_A_SLOT):
                 silent[node] = error
             answers.append(error)
+    return _unless_all_failed(answers)
+
+
+def _unless_all_failed(answers: list[Any]) -> list[Any]:
     if all(isinstance(answer, Exception) for answer in answers):
         raise answers[0]
     return answers
