@@ -29,7 +29,7 @@ from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
 from dlocks.keeper import keeper
 from dlocks.signals import lock_acquired, lock_released, lock_timeout
 from dlocks.transactions import Mark, warn_of_old_snapshots
-from dlocks.waiting import Waiter, delays, room_of
+from dlocks.waiting import FIRST_DELAY, Waiter, delays, room_of
 
 if TYPE_CHECKING:
     from dlocks.decorators import LockDecorator
@@ -358,8 +358,9 @@ class Attempt:
         self.asked = False
         # Whether a request may have been granted without our knowing.
         self.unknown = False
-        # Standing in line.
+        # Standing in line; and whether that came to nothing, and yet its turn may have come.
         self.waiter: Waiter | None = None
+        self.stood_up = False
         # The hold that this attempt enters once more, and its count before.
         self.entering: Hold | None = None
         self.count_before = 0
@@ -455,10 +456,14 @@ class Attempt:
                 self.paused = True
                 return 0.0
         elif left is None or left > 0:
-            if not self.waiter.seated or self.waiter.woken:
+            woken = self.waiter.woken
+            if not self.waiter.seated or woken:
                 # Its turn has come, but the row was locked when it asked, say, or it came too late: back to its place.
                 self.waiter.woken = 0.0
                 room_of(self.backend).seat(self.waiter)
+            if woken:
+                # Most likely for a moment only; and it is not told again.
+                return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
             return left
         elif self._granted_at_last(self.waiter):
             return 0.0
@@ -495,18 +500,19 @@ class Attempt:
         waiter = self.waiter
         if waiter is not None:
             room_of(self.backend).leave(waiter)
-        if self.claim is None or not (self.unknown or waiter is not None):
+        stood = waiter is not None or self.stood_up
+        if self.claim is None or not (self.unknown or stood):
             return
         ended = self.hold is not None and self.hold.abandon()
         release = functools.partial(self.backend.release, self.claim, failed=True)
         try:
-            if waiter is not None:
+            if stood:
                 self._outside(release)
             else:
                 self._ask(release)
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
-        self.unknown, self.waiter = False, None
+        self.unknown, self.stood_up, self.waiter = False, False, None
         if ended:
             lock_released.send_robust(Lock, hold=self.hold)
 
@@ -540,9 +546,7 @@ class Attempt:
         if place is None or (place.ask and place.number is None):
             # There is no standing in line just now, or no need for it.
             room.leave(waiter)
-            self.waiter = None
-            # Perhaps its turn came while it stood up.
-            self.unknown = True
+            self.waiter, self.stood_up = None, True
             return place is not None
         at_once = waiter.told(place, sent)
         # In any case: what it is to try may come to nothing, where somebody looks at the row just then.
@@ -571,7 +575,7 @@ class Attempt:
         return self._hold(claim, grant, sent)
 
     def _hold(self, claim: Claim, grant: Grant, sent: float) -> Hold:
-        self.unknown = True
+        self.unknown, self.stood_up = True, False
         waited = clock.now() - self.began if self.paused else 0.0
         self.hold = Hold(self.lock, self.backend, claim, grant, self.caller, sent, waited)
         entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)

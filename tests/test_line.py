@@ -505,6 +505,96 @@ def test_who_times_out_in_line_leaves_no_place_behind(in_line, elsewhere):
         assert not LockClaim.objects.exists()
 
 
+@pytest.fixture
+def turn_comes_on_the_way(monkeypatch, elsewhere):
+    """Return a function that has a hold given back when a claim is in line, and its thread does not know that yet."""
+    backend = backends["default"]
+    together, rows = backend._queue_together, backend._rows
+
+    def arrange(held):
+        def queue_together(batch):
+            monkeypatch.setattr(backend, "_queue_together", together)
+            # As where others have the lock row at that moment.
+            monkeypatch.setattr(backend, "_queue_counted", lambda *_: None)
+            monkeypatch.setattr(backend, "_rows", rows_after)
+            together(batch)
+
+        def rows_after(sql, parameters):
+            if sql.startswith("SELECT owner, id FROM"):
+                monkeypatch.setattr(backend, "_rows", rows)
+                elsewhere(held.release)
+            return rows(sql, parameters)
+
+        monkeypatch.setattr(backend, "_queue_together", queue_together)
+
+    return arrange
+
+
+@pytest.fixture
+def row_is_locked(workers, monkeypatch):
+    """Return a function that has another process keep the lock row while a method of the backend is called next."""
+    backend, (other,) = backends["default"], workers(1)
+
+    def during(name):
+        method = getattr(backend, name)
+
+        def call(*arguments):
+            monkeypatch.setattr(backend, name, method)
+            other.start(jobs.lock_row, "stock:7")
+            assert other.hear() == "locked"
+            try:
+                return method(*arguments)
+            finally:
+                other.tell()
+                assert other.hear() == "unlocked"
+
+        monkeypatch.setattr(backend, name, call)
+
+    return during
+
+
+@SERVERS
+@pytest.mark.parametrize("method", ["_queue", "acquire"])
+@pytest.mark.parametrize("scope", ["lease", "transaction"])
+def test_who_has_the_key_does_not_stand_in_line_too(
+    scope, method, turn_comes_on_the_way, row_is_locked, threads, elsewhere
+):
+    """Though others had the lock row when it asked what became of its place, or for the key."""
+    turn_comes_on_the_way(elsewhere(db_lock("stock:7").acquire))
+    row_is_locked(method)
+
+    def wait():
+        with transaction.atomic() if scope == "transaction" else contextlib.nullcontext():
+            with db_lock("stock:7", timeout=30, scope=scope):
+                return LockClaim.objects.count()
+
+    thread = threads(wait)
+    thread.join(60)
+    assert thread.results == [0]
+
+
+@pytest.mark.parametrize("scope", ["lease", pytest.param("transaction", marks=SERVERS)])
+def test_who_was_put_into_line_and_never_told_so_leaves_no_place(scope, monkeypatch, elsewhere, threads):
+    """Where the database was too busy for an answer, say, and so at the end of its time."""
+    backend = backends["default"]
+    queue = backend.queue
+    held = elsewhere(db_lock("stock:7").acquire)
+
+    def put(*arguments):
+        queue(*arguments)
+
+    def wait():
+        with pytest.raises(LockTimeout), transaction.atomic() if scope == "transaction" else contextlib.nullcontext():
+            db_lock("stock:7", timeout=0.3, scope=scope).acquire()
+        return LockClaim.objects.count()
+
+    monkeypatch.setattr(backend, "queue", put)
+    thread = threads(wait)
+    thread.join(60)
+    elsewhere(held.release)
+    assert thread.results == [0]
+
+
 def test_timeouts_at_the_moment_of_the_hand_over_lose_nobody_and_leave_nothing(threads):
     """Each of them is served or told that its time is over, and the key is free in the end."""
     for number in range(12):

@@ -96,7 +96,8 @@ class Place:
     How a claim in line stands: granted; or it should ask again by itself; or so many are ``ahead`` of it.
 
     ``soon`` is in how many seconds something may change by the clock alone. ``clock`` is the backend's own, in
-    seconds, when it answered, and ``number`` what gives the place back to a claim that was passed over.
+    seconds, when it answered, and ``number`` what gives the place back to a claim that was passed over: 0 where its
+    turn has come.
     """
 
     grant: Grant | None = None
@@ -340,7 +341,8 @@ class BaseBackend:
         """
         Stand in line with the claim; return its place, or None where there is no standing in line just now.
 
-        A place without a number is none: the key is free, or the claim's already, and it may ask at once.
+        A place where to ask that has no number is none: the key is free. Where the key is kept for the claim, and yet
+        may not be had when it asks, as while others have a row, the number is 0.
 
         ``number`` is that of the place it had before, to have it again. It is told on ``channel`` when it is granted;
         without one, of a backend that ``tells_here``, it asks for a place that is ``here``.

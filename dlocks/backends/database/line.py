@@ -94,6 +94,10 @@ class Head:
     clock: float
 
 
+# The place of a claim whose turn has come.
+MINE = Place(ask=True, number=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a look saw of a lock row: it may be another by now."""
@@ -130,7 +134,7 @@ class Granted:
 
     @property
     def place(self) -> Place:
-        return Place(ask=True) if self.token is None else Place(grant=Grant(self.token, self.lease))
+        return MINE if self.token is None else Place(grant=Grant(self.token, self.lease))
 
 
 class Entering:
@@ -342,11 +346,14 @@ class Line(Statements):
         def step(head: Head | None) -> tuple[Place, list[Granted]]:
             if head is not None and head.owner == claim.owner and not head.free:
                 # It had a place, and its turn has come.
-                return Place(ask=True), []
+                return MINE, []
             row = self._row_of(claim)
             if row is None and head is not None and self._nobody_before(head, claim):
                 self._crowded.discard(claim.key)
                 return Place(ask=True), []
+            if row is None and head is None and self._has_the_key(claim):
+                # Given to it on its way into line.
+                return MINE, []
             if row is None:
                 taken = number is not None and self._rows(
                     self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"), {"number": number}
@@ -924,6 +931,11 @@ class Line(Statements):
         for number, version, seconds in self._rows(sql, {"owner": claim.owner}):
             return number, version, float(seconds)
         return None
+
+    def _has_the_key(self, claim: Claim) -> bool:
+        """Look whether the key was given to a claim, though another transaction has the lock row."""
+        sql = self._text(f"SELECT 1 FROM {{locks}} WHERE {KEY} AND owner = %(owner)s AND NOT {FREE_BY_CLOCK}")
+        return bool(self._rows(sql, {"key": claim.key, "owner": claim.owner, **self._times()}))
 
     def _tell(self, rows: str, parameters: Mapping[str, Any], channel: str, *, reserved: bool = False) -> None:
         """Tell the processes whose claims were granted, when this step is committed."""
