@@ -358,9 +358,8 @@ class Attempt:
         self.asked = False
         # Whether a request may have been granted without our knowing.
         self.unknown = False
-        # Standing in line; and whether that came to nothing, and yet its turn may have come.
+        # Standing in line.
         self.waiter: Waiter | None = None
-        self.stood_up = False
         # The hold that this attempt enters once more, and its count before.
         self.entering: Hold | None = None
         self.count_before = 0
@@ -500,19 +499,20 @@ class Attempt:
         waiter = self.waiter
         if waiter is not None:
             room_of(self.backend).leave(waiter)
-        stood = waiter is not None or self.stood_up
-        if self.claim is None or not (self.unknown or stood):
+        if self.claim is None or not (self.unknown or waiter is not None):
             return
         ended = self.hold is not None and self.hold.abandon()
         release = functools.partial(self.backend.release, self.claim, failed=True)
+        done = False
         try:
-            if stood:
+            if waiter is None or (self.unknown and self._writes_in_transaction()):
+                # What the caller's own transaction was granted: outside of it one could only wait for its end.
+                done = self._ask(release)
+            if waiter is not None and not done:
                 self._outside(release)
-            else:
-                self._ask(release)
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
-        self.unknown, self.stood_up, self.waiter = False, False, None
+        self.unknown, self.waiter = False, None
         if ended:
             lock_released.send_robust(Lock, hold=self.hold)
 
@@ -546,7 +546,7 @@ class Attempt:
         if place is None or (place.ask and place.number is None):
             # There is no standing in line just now, or no need for it.
             room.leave(waiter)
-            self.waiter, self.stood_up = None, True
+            self.waiter, self.unknown = None, place is not None
             return place is not None
         at_once = waiter.told(place, sent)
         # In any case: what it is to try may come to nothing, where somebody looks at the row just then.
@@ -575,7 +575,7 @@ class Attempt:
         return self._hold(claim, grant, sent)
 
     def _hold(self, claim: Claim, grant: Grant, sent: float) -> Hold:
-        self.unknown, self.stood_up = True, False
+        self.unknown = True
         waited = clock.now() - self.began if self.paused else 0.0
         self.hold = Hold(self.lock, self.backend, claim, grant, self.caller, sent, waited)
         entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)
@@ -686,6 +686,12 @@ class Attempt:
     def _can_belong_to_transaction(self) -> bool:
         # A share is not the lock row, which a transaction could keep.
         return self.backend.supports_transactions and (not self.lock.shared or self.backend.keeps_shares())
+
+    def _writes_in_transaction(self) -> bool:
+        """Whether the claim is on the caller's transaction, and that can still do something."""
+        if self.claim is None or self.claim.scope != "transaction":
+            return False
+        return not connections[_database_of(self.backend)].needs_rollback
 
     def _outside(self, function: Callable[[], T]) -> T:
         """Ask about a place in line, which belongs to no transaction."""

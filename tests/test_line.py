@@ -573,26 +573,83 @@ def test_who_has_the_key_does_not_stand_in_line_too(
     assert thread.results == [0]
 
 
-@pytest.mark.parametrize("scope", ["lease", pytest.param("transaction", marks=SERVERS)])
+@SERVERS
+@pytest.mark.parametrize("scope", ["lease", "transaction"])
 def test_who_was_put_into_line_and_never_told_so_leaves_no_place(scope, monkeypatch, elsewhere, threads):
-    """Where the database was too busy for an answer, say, and so at the end of its time."""
+    """Where nobody could look what became of it, say, and so at the end of its time."""
     backend = backends["default"]
-    queue = backend.queue
+    together = backend._queue_together
     held = elsewhere(db_lock("stock:7").acquire)
 
-    def put(*arguments):
-        queue(*arguments)
+    def put(batch):
+        together(batch)
+        batch[0].place = None
 
     def wait():
         with pytest.raises(LockTimeout), transaction.atomic() if scope == "transaction" else contextlib.nullcontext():
             db_lock("stock:7", timeout=0.3, scope=scope).acquire()
         return LockClaim.objects.count()
 
-    monkeypatch.setattr(backend, "queue", put)
+    monkeypatch.setattr(backend, "_queue_together", put)
+    monkeypatch.setattr(backend, "_queue", lambda *_: None)
     thread = threads(wait)
     thread.join(60)
     elsewhere(held.release)
     assert thread.results == [0]
+
+
+@pytest.mark.engine("sqlite")
+def test_who_gives_up_behind_the_one_writer_of_sqlite_waits_for_it_no_longer(threads):
+    """There it could not stand in line, so it has nothing to give back, for which it would have to wait."""
+    with db_lock("stock:7"):
+        pass
+
+    def wait():
+        began = time.monotonic()
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", timeout=0.5).acquire()
+        return time.monotonic() - began
+
+    with transaction.atomic():
+        ResourceLock.objects.filter(pk="other").update(version=1)
+        thread = threads(wait)
+        thread.join(60)
+    in_time(thread.results[0], 3.0)
+
+
+@SERVERS
+def test_an_interrupt_right_after_a_grant_in_a_transaction_gives_it_back_there(threads, elsewhere, monkeypatch):
+    """Outside of it one could only wait for its end."""
+    held = elsewhere(db_lock("stock:7").acquire)
+    backend = backends["default"]
+    hold = Attempt._hold
+
+    def interrupted(self, *arguments):
+        if self.claim.scope == "transaction":
+            raise KeyboardInterrupt
+        return hold(self, *arguments)
+
+    def queue(*arguments):
+        monkeypatch.undo()
+        monkeypatch.setattr(Attempt, "_hold", interrupted)
+        elsewhere(held.release)
+        return backend.queue(*arguments)
+
+    monkeypatch.setattr(backend, "queue", queue)
+
+    def wait():
+        with transaction.atomic():
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                db_lock("stock:7", timeout=30, scope="transaction").acquire()
+            taken = time.monotonic() - began
+        return taken, ResourceLock.objects.get(pk="stock:7").status
+
+    thread = threads(wait)
+    thread.join(60)
+    taken, status = thread.results[0]
+    assert status == "F"
+    in_time(taken, 2.0)
 
 
 def test_timeouts_at_the_moment_of_the_hand_over_lose_nobody_and_leave_nothing(threads):

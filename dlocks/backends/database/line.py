@@ -235,7 +235,11 @@ class Line(Statements):
                 batch = entrance.with_others(mine)
                 if self.dialect.queue and not self.in_transaction():
                     self._queue_together(batch)
-            mine.place = mine.place or self._queue(claim, channel, None)
+            if mine.place is None:
+                mine.place = self._queue(claim, channel, None)
+            if mine.place is None and self.dialect.queue:
+                # It may have been put into line, and have had its turn, before nobody could tell what became of it.
+                mine.place = MINE
             return mine.place
         except BaseException:
             entrance.forget(mine)
@@ -376,7 +380,7 @@ class Line(Statements):
         if result is None:
             return None
         place, granted = result
-        return next((one.place for one in granted if one.owner == claim.owner), place)
+        return next((replace(one.place, number=place.number) for one in granted if one.owner == claim.owner), place)
 
     def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
         if not heard and not any(claim.shared for claim in claims):

@@ -13,6 +13,7 @@ a key that is held is free for somebody else, and tokens grow only as far as the
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import weakref
@@ -33,6 +34,8 @@ from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.forks import in_child
 
 MICROSECONDS = 1_000_000
+
+logger = logging.getLogger("dlocks")
 
 # redis-py's own base class does not cover the errors of a cluster.
 TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
@@ -236,7 +239,12 @@ class RedisBackend(BaseBackend):
                     pipeline.evalsha(script.sha, *these)
                 return _unless_all_failed([first, *pipeline.execute(raise_on_error=False)])
 
-        return list(self._asked(run)) if words else []
+        answers = list(self._asked(run)) if words else []
+        for (key, *_), answer in zip(calls, answers, strict=True):
+            if isinstance(answer, redis.ResponseError):
+                # Its own trouble, and not that of a node.
+                logger.warning("DLOCKS[%r]: %r could not be asked about: %s", self.alias, key, answer)
+        return answers
 
     def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
         name = name_of(key)
