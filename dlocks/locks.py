@@ -503,12 +503,10 @@ class Attempt:
             return
         ended = self.hold is not None and self.hold.abandon()
         release = functools.partial(self.backend.release, self.claim, failed=True)
-        done = False
         try:
-            if waiter is None or (self.unknown and self._writes_in_transaction()):
-                # What the caller's own transaction was granted: outside of it one could only wait for its end.
-                done = self._ask(release)
-            if waiter is not None and not done:
+            if waiter is None:
+                self._ask(release)
+            elif not self._given_back_inside(release):
                 self._outside(release)
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
@@ -687,11 +685,15 @@ class Attempt:
         # A share is not the lock row, which a transaction could keep.
         return self.backend.supports_transactions and (not self.lock.shared or self.backend.keeps_shares())
 
-    def _writes_in_transaction(self) -> bool:
-        """Whether the claim is on the caller's transaction, and that can still do something."""
-        if self.claim is None or self.claim.scope != "transaction":
+    def _given_back_inside(self, release: Callable[[], bool]) -> bool:
+        """Give back what the caller's transaction may have been granted: from outside one would wait for its end."""
+        if self.claim is None or self.claim.scope != "transaction" or not self.unknown:
             return False
-        return not connections[_database_of(self.backend)].needs_rollback
+        if connections[_database_of(self.backend)].needs_rollback:
+            return False
+        with suppress(LockError):
+            return release()
+        return False
 
     def _outside(self, function: Callable[[], T]) -> T:
         """Ask about a place in line, which belongs to no transaction."""
