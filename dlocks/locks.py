@@ -356,10 +356,12 @@ class Attempt:
         self.claim: Claim | None = None
         self.hold: Hold | None = None
         self.asked = False
-        # Whether a request may have been granted without our knowing.
+        # Whether a request may have been granted without our knowing; and whether the last one was.
         self.unknown = False
-        # Standing in line.
+        self.granted = False
+        # Standing in line; and whether it asks once more for what it was told to ask for.
         self.waiter: Waiter | None = None
+        self.asks_again = False
         # The hold that this attempt enters once more, and its count before.
         self.entering: Hold | None = None
         self.count_before = 0
@@ -399,6 +401,7 @@ class Attempt:
         """Ask the backend for what these attempts claim, and note with each whether it may have been granted."""
         for attempt in attempts:
             attempt.asked = attempt.unknown = True
+            attempt.granted = False
         answer: T | None = None
         try:
             answer = attempts[0]._ask(acquire, claimed)
@@ -410,9 +413,8 @@ class Attempt:
                 attempt.unknown = False
             if not (isinstance(refusal, LockNotAwaitable) and all(attempt.timeout == 0 for attempt in attempts)):
                 raise
-        if answer is None:
-            for attempt in attempts:
-                attempt.unknown = False
+        for attempt in attempts:
+            attempt.unknown = attempt.granted = answer is not None
         return answer
 
     def accept(self, grant: Grant, sent: float) -> Hold | None:
@@ -455,14 +457,15 @@ class Attempt:
                 self.paused = True
                 return 0.0
         elif left is None or left > 0:
-            woken = self.waiter.woken
-            if not self.waiter.seated or woken:
-                # Its turn has come, but the row was locked when it asked, say, or it came too late: back to its place.
+            if self.waiter.woken and not self.asks_again:
+                # Its turn has come, but the row was locked when it asked, say: most likely for a moment only.
+                self.asks_again = True
+                return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
+            if not self.waiter.seated or self.waiter.woken:
+                # Still, or it came too late: back to its place.
                 self.waiter.woken = 0.0
                 room_of(self.backend).seat(self.waiter)
-            if woken:
-                # Most likely for a moment only; and it is not told again.
-                return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
+            self.asks_again = False
             return left
         elif self._granted_at_last(self.waiter):
             return 0.0
@@ -686,8 +689,8 @@ class Attempt:
         return self.backend.supports_transactions and (not self.lock.shared or self.backend.keeps_shares())
 
     def _given_back_inside(self, release: Callable[[], bool]) -> bool:
-        """Give back what the caller's transaction may have been granted: from outside one would wait for its end."""
-        if self.claim is None or self.claim.scope != "transaction" or not self.unknown:
+        """Give back what the caller's transaction was granted: from outside one would wait for its end."""
+        if self.claim is None or self.claim.scope != "transaction" or not self.granted:
             return False
         if connections[_database_of(self.backend)].needs_rollback:
             return False

@@ -360,7 +360,7 @@ def test_a_key_that_somebody_overwrites_keeps_no_other_from_being_renewed(server
     renewed = backend.renew(claims)
     # What could not be asked for has what it had.
     assert renewed == {each.owner: 0.0 if each.key == spoiled else each.ttl for each in claims}
-    assert f"{spoiled!r} could not be asked about: WRONGTYPE" in caplog.text
+    assert f"{spoiled!r} could not be renewed: WRONGTYPE" in caplog.text
     (refused,) = [each for each in claims if each.key == spoiled]
     with pytest.raises(LockBackendError, match="WRONGTYPE"):
         backend.renew([refused])

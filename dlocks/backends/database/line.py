@@ -239,7 +239,8 @@ class Line(Statements):
                 mine.place = self._queue(claim, channel, None)
             if mine.place is None and self.dialect.queue:
                 # It may have been put into line, and have had its turn, before nobody could tell what became of it.
-                mine.place = MINE
+                # And if it has neither, the room looks soon.
+                mine.place = replace(MINE, silent=True)
             return mine.place
         except BaseException:
             entrance.forget(mine)

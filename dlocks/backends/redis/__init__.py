@@ -128,6 +128,9 @@ class RedisBackend(BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         calls = [(claim.key, claim.owner, (_milliseconds(claim.ttl),)) for claim in claims]
         answers = self._run_all(scripts.RENEW, calls)
+        for claim, answer in zip(claims, answers, strict=True):
+            if isinstance(answer, redis.ResponseError) and not isinstance(answer, OF_A_SLOT):
+                logger.warning("DLOCKS[%r]: %r could not be renewed: %s", self.alias, claim.key, answer)
         return {
             # What could not be asked for has what it had.
             claim.owner: 0.0 if isinstance(renewed, Exception) else claim.ttl
@@ -239,12 +242,7 @@ class RedisBackend(BaseBackend):
                     pipeline.evalsha(script.sha, *these)
                 return _unless_all_failed([first, *pipeline.execute(raise_on_error=False)])
 
-        answers = list(self._asked(run)) if words else []
-        for (key, *_), answer in zip(calls, answers, strict=True):
-            if isinstance(answer, redis.ResponseError):
-                # Its own trouble, and not that of a node.
-                logger.warning("DLOCKS[%r]: %r could not be asked about: %s", self.alias, key, answer)
-        return answers
+        return list(self._asked(run)) if words else []
 
     def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
         name = name_of(key)
