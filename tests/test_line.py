@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -615,6 +616,60 @@ def test_who_gives_up_behind_the_one_writer_of_sqlite_waits_for_it_no_longer(thr
         thread = threads(wait)
         thread.join(60)
     in_time(thread.results[0], 3.0)
+
+
+@FAMILY
+@pytest.mark.engine("sqlite")
+@pytest.mark.parametrize("lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"])
+def test_who_gives_up_a_place_behind_the_one_writer_of_sqlite_waits_for_it_no_longer(
+    using, lock, in_line, elsewhere, threads
+):
+    """The place cannot be given up then; nobody hears of it any more, and so it is passed over soon."""
+    held = elsewhere(lock("stock:7", ttl=60, using=using).acquire)
+
+    def wait():
+        began = time.monotonic()
+        with pytest.raises(LockTimeout):
+            lock("stock:7", timeout=1.5, using=using).acquire()
+        return time.monotonic() - began
+
+    thread = threads(wait)
+    in_line(1)
+    with transaction.atomic():
+        ResourceLock.objects.filter(pk="other").update(version=1)
+        thread.join(60)
+    elsewhere(held.release)
+    # Long forgotten, or passed over: whichever it is, it is in nobody's way.
+    with db_lock("stock:7", timeout=30, using=using):
+        pass
+    LockClaim.objects.all().delete()
+    in_time(thread.results[0], 1.5 + 2.0)
+
+
+@FAMILY
+@pytest.mark.engine("sqlite")
+@pytest.mark.parametrize("lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"])
+def test_a_key_is_given_back_behind_the_one_writer_of_sqlite_also_by_a_block_that_failed(using, lock, threads):
+    """It was held, and so the writer is waited for."""
+    taken, begun = threading.Event(), threading.Event()
+
+    def fail():
+        hold = lock("stock:7", ttl=60, using=using).acquire()
+        taken.set()
+        assert begun.wait(60)
+        hold.release(failed=True)
+        return hold.waiting, backends["default"].holder("stock:7")
+
+    thread = threads(fail)
+    assert taken.wait(60)
+    with transaction.atomic():
+        ResourceLock.objects.filter(pk="other").update(version=1)
+        begun.set()
+        # For longer than one who gives up waits.
+        thread.join(1.5)
+        assert thread.is_alive()
+    thread.join(60)
+    assert thread.results == [(0, None)]
 
 
 @SERVERS

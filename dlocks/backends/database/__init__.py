@@ -19,6 +19,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -166,8 +167,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 return True
             return self._release_on_commit(claim, failed=failed, keep=keep)
         session, began = self._session(), clock.now()
-        if self._release(claim, failed=failed, keep=keep):
-            return True
+        # Perhaps of who gives up, and has no more than a place in line: then it has no time left.
+        with self._briefly() if failed else nullcontext():
+            if self._release(claim, failed=failed, keep=keep):
+                return True
         return not claim.shared and self._was_given_back([claim], session, began)
 
     def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
@@ -670,4 +673,4 @@ class InsertBackend(DatabaseBackend):
         sql = self._sql(
             self.dialect.delete, f"{KEY} AND owner = %(owner)s AND version < {{ticks}} AND waiters = 0 AND shares = 0"
         )
-        return self._count(sql, {"key": claim.key, "owner": claim.owner}) == 1
+        return self._count(sql, {"key": claim.key, "owner": claim.owner}, locked=lambda: 0) == 1

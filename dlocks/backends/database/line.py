@@ -657,10 +657,16 @@ class Line(Statements):
             left = float(rows[0][0]) if rows else 0.0
             return None if rows else given_back
 
+        def busy() -> bool | None:
+            # Where SQLite's writer is at it, a claim that holds nothing is passed over soon, said or not.
+            if self.dialect.one_writer and failed and self._only_waits(claim):
+                raise LockBackendError(f"The one writer of database {self.database!r} is busy.")
+            return None
+
         began = time.monotonic()
         while time.monotonic() < began + (STOPPED_FOR if left is not None and left <= 0 else PERSISTENT_FOR):
             waits = left is not None and left > 0
-            if (result := self._step(claim.key, step, busy=lambda: None, waits=waits)) is not None:
+            if (result := self._step(claim.key, step, busy=busy, waits=waits)) is not None:
                 return result
             if left is None:
                 # Or a whole crowd would be there again at once.
@@ -674,6 +680,13 @@ class Line(Statements):
         raise LockBackendError(
             f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
         )
+
+    def _only_waits(self, claim: Claim) -> bool:
+        """Tell whether a claim has nothing, or no more than a place in line; False where nobody could look."""
+        with suppress(LockBackendError):
+            row = self._row_of(claim)
+            return not self._has_the_key(claim) if row is None else row[1] is None
+        return False
 
     def _leave_row(self, head: Head | None, claim: Claim, *, keep: float) -> bool:
         """Give up a claim that has a row of its own; return False where it has none any more."""
