@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -670,6 +671,43 @@ def test_a_key_is_given_back_behind_the_one_writer_of_sqlite_also_by_a_block_tha
         assert thread.is_alive()
     thread.join(60)
     assert thread.results == [(0, None)]
+
+
+@pytest.fixture
+def lost_on_the_way(monkeypatch):
+    """Return a function by which the next so many connections are lost on their way to autocommit."""
+    connection.close()
+    kind, losses = type(connections["default"]), []
+    to_autocommit = kind._set_autocommit
+
+    def lose(self, autocommit):
+        if autocommit and losses:
+            losses.pop()
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line_to_server:
+                line_to_server.shutdown(socket.SHUT_RDWR)
+        return to_autocommit(self, autocommit)
+
+    monkeypatch.setattr(kind, "_set_autocommit", lose)
+    yield lambda number: losses.extend([None] * number)
+    connection.close()
+
+
+@SERVERS
+@pytest.mark.parametrize("lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"])
+@pytest.mark.parametrize("losses", [1, 2, 20])
+def test_a_connection_that_is_lost_on_its_way_to_autocommit_leaves_nothing_behind(lost_on_the_way, lock, losses):
+    """Django keeps it, as one in a transaction; what comes after it would fail for that."""
+    lost_on_the_way(losses)
+    hold = None
+    while hold is None:
+        try:
+            hold = lock("stock:7", timeout=0).acquire()
+        except LockBackendError:
+            assert not connection.in_atomic_block
+            assert not backends["default"].in_transaction()
+    with transaction.atomic():
+        assert ResourceLock.objects.filter(pk="stock:7").exists()
+    hold.release()
 
 
 @SERVERS

@@ -1074,6 +1074,7 @@ class Line(Statements):
                         continue
                 # PostgreSQL ends a session that was idle in its transaction for too long by an InternalError.
                 lost = isinstance(error, (OperationalError, InterfaceError))
+                self._drop_half_made(connection)
                 if not reconnected and (lost or (connection.connection is not None and not connection.is_usable())):
                     # Where it was lost in the middle of a transaction, Django has connected anew already.
                     anew = session is None or connection.connection is not session

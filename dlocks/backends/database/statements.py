@@ -259,7 +259,20 @@ class Statements:
                     connection.close()
                     reconnected = True
                     continue
+                self._drop_half_made(connection)
                 raise self._failure(error) from error
+
+    def _drop_half_made(self, connection: BaseDatabaseWrapper) -> None:
+        """
+        Close a connection that failed where no transaction was open, and yet looks as though one were.
+
+        It failed on its way to autocommit. Django would keep it, and take the next atomic() for one inside of a
+        transaction; where that fails at its beginning, the next ones too.
+        """
+        if connection.connection is not None and self.in_transaction(connection):
+            connection.in_atomic_block = False
+            with suppress(Error):
+                connection.close()
 
     def _again(self, error: DatabaseError, tries: int) -> bool:
         """Tell whether what failed so often should be sent again, after the while that this waits."""
@@ -281,6 +294,7 @@ class Statements:
         try:
             connection.ensure_connection()
         except Error as error:
+            self._drop_half_made(connection)
             raise self._failure(error) from error
         return connection.connection
 
