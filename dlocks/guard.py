@@ -33,29 +33,37 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
             f"{hold.key!r} belongs to a transaction on {hold.backend.database!r}, which ends by itself: it cannot guard"
             f" another one on {database!r}. Take the lock before the transactions, or write on that alias."
         )
-    with transaction.atomic(using=database, **atomic):
-        if hold.scope == "transaction":
-            # The row is this transaction's already.
-            hold.check()
-            yield
-            return
-        if hold.is_over:
-            raise hold._told_lost()
-        # A savepoint around may take the writing back, though the row stays locked. First of what is done on commit.
-        here = Mark.here(connection)
-        pin = Mark.of_lock(connection)
-        # Before the row is written: whatever becomes of that, the keeper asks nothing meanwhile.
-        hold.pinned_in.append(pin)
-        try:
-            _pin(hold, database)
-        except LockError:
-            # It was not. Where the connection was lost, the keeper may have found that by itself.
-            with suppress(ValueError):
-                hold.pinned_in.remove(pin)
-            raise
+    try:
+        with transaction.atomic(using=database, **atomic):
+            yield from _pinned(hold, connection, database)
+    finally:
+        # Or else the keeper would think it open where the connection was lost on the way out of it.
+        hold.unpin()
+
+
+def _pinned(hold: Hold, connection: Any, database: str) -> Iterator[None]:
+    if hold.scope == "transaction":
+        # The row is this transaction's already.
+        hold.check()
         yield
-        if not connection.needs_rollback:
-            here.at_commit.append(partial(hold.committed, _pin(hold, database)))
+        return
+    if hold.is_over:
+        raise hold._told_lost()
+    # A savepoint around may take the writing back, though the row stays locked. First of what is done on commit.
+    here = Mark.here(connection)
+    pin = Mark.of_lock(connection)
+    # Before the row is written: whatever becomes of that, the keeper asks nothing meanwhile.
+    hold.pinned_in.append(pin)
+    try:
+        _pin(hold, database)
+    except LockError:
+        # It was not. Where the connection was lost, the keeper may have found that by itself.
+        with suppress(ValueError):
+            hold.pinned_in.remove(pin)
+        raise
+    yield
+    if not connection.needs_rollback:
+        here.at_commit.append(partial(hold.committed, _pin(hold, database)))
 
 
 def _pin(hold: Hold, database: str) -> float:

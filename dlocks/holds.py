@@ -245,7 +245,7 @@ class Hold:
             if count == 0:
                 self._end()
                 with suppress(LockError):
-                    self._ask(self.backend.release, self.claim, failed=True)
+                    self.take_back()
             raise
 
     def atomic(self, *, using: str | None = None, **atomic: Any) -> AbstractContextManager[None]:
@@ -516,7 +516,7 @@ class Hold:
                 return mark.is_elsewhere or bool(self.backend.pin(self.claim, mark.alias))
         return bool(self._ask(self.backend.recount, self.claim, count))
 
-    def _unpin(self) -> None:
+    def unpin(self) -> None:
         """Forget the pins that have ended."""
         for mark in list(self.pinned_in):
             if not mark.stands:
@@ -527,7 +527,7 @@ class Hold:
     def committed(self, sent: float) -> None:
         """Note that a transaction which pinned the key is committed: the lease is whole since its last statement."""
         self.note_answer(sent, self.claim.ttl)
-        self._unpin()
+        self.unpin()
         keeper.look()
 
     @property
@@ -587,7 +587,7 @@ class Hold:
         if self.pinned_in:
             if self.pinned:
                 return
-            self._unpin()
+            self.unpin()
         if not self._ended and self._lost is None and clock.now() >= self._deadline:
             self.lose(self.why_not())
 
@@ -614,7 +614,7 @@ class Hold:
         except BaseException:
             # Interrupted, perhaps before the release was sent: nobody else would do it.
             with suppress(LockError):
-                self._ask(self.backend.release, self.claim, failed=True)
+                self.take_back()
             raise
         finally:
             settled.set()
@@ -705,11 +705,9 @@ class Hold:
 
     def give_back(self, *, done: bool = False) -> None:
         """Tell the backend, unless that is done, that the hold, ended already, is given back."""
-        # Counted from the reply to the acquisition, so not a moment short of the row's begin_time.
-        keep = max(0.0, self.lock.at_least - (clock.now() - self._granted_at)) if self.lock.at_least else 0.0
         broken = self.scope == "transaction" and self._connection.needs_rollback
         try:
-            released = done or self._ask(self.backend.release, self.claim, failed=self._failed, keep=keep)
+            released = done or self._ask(self.backend.release, self.claim, failed=self._failed, keep=self._kept_for())
         except LockBackendError as error:
             if self.scope != "transaction":
                 raise
@@ -727,6 +725,15 @@ class Hold:
             self._ended = True
             raise self.lost_error()
         lock_released.send_robust(type(self.lock), hold=self)
+
+    def take_back(self) -> None:
+        """Tell the backend, perhaps once more, that the hold, ended already, is given back."""
+        self._ask(self.backend.release, self.claim, failed=True, keep=self._kept_for())
+
+    def _kept_for(self) -> float:
+        """Return for how many seconds the key stays taken though it is given back."""
+        # Counted from the reply to the acquisition, so not a moment short of the row's begin_time.
+        return max(0.0, self.lock.at_least - self.age) if self.lock.at_least else 0.0
 
     def _end(self) -> bool:
         with self._mutex:

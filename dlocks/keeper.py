@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections
@@ -84,7 +85,8 @@ class Desk:
         """Call a function here, and return its result."""
         if self.is_current:
             return function()
-        done = threading.Event()
+        # In C: an interrupted Event may stay locked, and the desk would wait for it.
+        done: SimpleQueue[None] = SimpleQueue()
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -94,10 +96,10 @@ class Desk:
             except BaseException as error:  # noqa: BLE001 (it is the caller's)
                 errors.append(error)
             finally:
-                done.set()
+                done.put(None)
 
         self._queue(job)
-        done.wait()
+        done.get()
         if errors:
             raise errors[0]
         return results[0]

@@ -382,7 +382,8 @@ class Attempt:
         claim = self.claim or self._claim()
         if self.waiter is not None and (hold := self._given(claim, self.waiter)) is not None:
             return hold
-        if self._better_in_line(claim):
+        if self._better_in_line(claim) or (self.waiter is not None and self.waiter.seated and not self.waiter.woken):
+            # The line gives the key, with the place in it: one that was asked for would leave the place behind.
             return None
         sent = clock.now()
         grant = self.ask_for([self], self.backend.acquire, claim)
@@ -468,7 +469,9 @@ class Attempt:
             self.asks_again = False
             return left
         elif self._granted_at_last(self.waiter):
-            return 0.0
+            # At once; and then, where the row is locked as it asks, with a pause.
+            delay, self.asks_again = (FIRST_DELAY if self.asks_again else 0.0), True
+            return delay
         holder = None
         with suppress(LockBackendError):
             holder = _holder(self.backend, self.key)
@@ -555,11 +558,17 @@ class Attempt:
         return at_once
 
     def _granted_at_last(self, waiter: Waiter) -> bool:
-        """Look whether the key was given to the claim at the last moment."""
-        sent = clock.now()
-        places = self._outside(functools.partial(self.backend.look, [waiter.claim], heard=False))
-        place = places.get(waiter.claim.owner)
-        return place is not None and place.grant is not None and waiter.told(place, sent)
+        """Look whether the key was given to the claim at the last moment, or is by now."""
+        for _ in range(2):
+            sent = clock.now()
+            places = self._outside(functools.partial(self.backend.look, [waiter.claim], heard=False))
+            place = places.get(waiter.claim.owner)
+            if place is None or place.grant is not None or place.ask:
+                return place is not None and waiter.told(place, sent)
+            if place.ahead:
+                break
+            # The first in line: what is free was handed on, and the next look tells to whom.
+        return False
 
     def _given(self, claim: Claim, waiter: Waiter) -> Hold | None:
         """Return the hold that the line has given to the claim, or None where that has to be asked for."""

@@ -188,7 +188,7 @@ class MultiHold(Hold):
                         hold.release(failed=True)
                     elif count == 1:
                         hold.abandon()
-                        hold._ask(self.backend.release, hold.claim, failed=True)
+                        hold.take_back()
             raise
 
     # Inside.

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
-from django.db import connections
+from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
@@ -77,6 +77,10 @@ class Mark:
         connection = self._connection
         if connection.connection is None or connection.closed_in_transaction:
             return False
+        if not connection.in_atomic_block and connection.commit_on_exit and not self.is_elsewhere:
+            # The connection was lost between the end of the transaction and autocommit, and the list is as it was.
+            # Seen from another thread, it may just be about to commit.
+            return False
         # The set, not the entry: a savepoint's rollback makes the others' entries anew.
         if not any(entry[0] is self._savepoints for entry in connection.run_on_commit):
             return False
@@ -100,6 +104,27 @@ class Mark:
     def is_elsewhere(self) -> bool:
         """Whether the transaction is of another thread."""
         return connections[self.alias] is not self._connection
+
+
+class Commit:
+    """
+    Whether a transaction was committed, by ``done``.
+
+    A callback of ``on_commit()`` raises out of ``atomic()`` as a conflict does, and yet all is written.
+    """
+
+    def __init__(self, using: str | None) -> None:
+        self._using = using
+        self.done = False
+        # Django names by it what fails after a commit.
+        self.__qualname__ = type(self).__name__
+
+    def watch(self) -> None:
+        """Look at the transaction that is open, before it has any callbacks."""
+        transaction.on_commit(self, using=self._using)
+
+    def __call__(self) -> None:
+        self.done = True
 
 
 class Written:

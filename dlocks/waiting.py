@@ -181,7 +181,7 @@ class WaitingRoom:
                 self._ready = threading.Event()
                 self._thread = threading.Thread(target=self._loop, name="dlocks-waiting", daemon=True)
                 self._thread.start()
-        self._ready.wait(1.0)
+        self._ready.wait(max(0.0, min(1.0, waiter.until - clock.now())))
 
     def seat(self, waiter: Waiter) -> None:
         """Look at the waiter's claim in time, now that it stands in line."""

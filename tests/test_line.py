@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.test import TestCase
 
 from dlocks import LockBackendError, LockStale, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
@@ -708,6 +709,82 @@ def test_a_connection_that_is_lost_on_its_way_to_autocommit_leaves_nothing_behin
     with transaction.atomic():
         assert ResourceLock.objects.filter(pk="stock:7").exists()
     hold.release()
+
+
+@FAMILY
+@pytest.mark.engine("mariadb")
+def test_a_lease_is_given_back_though_the_connection_is_lost_on_the_way_out_of_its_transaction(
+    using, lost_on_the_way, elsewhere
+):
+    """Django keeps what was to be done on commit, and the connection, as in a transaction that never ends."""
+    hold = db_lock("stock:7", using=using).acquire()
+    with pytest.raises(OperationalError), hold.atomic():
+        lost_on_the_way(1)
+    assert hold.held
+    hold.check()
+    hold.renew()
+    hold.release()
+    elsewhere(lambda: db_lock("stock:7", using=using, timeout=0).acquire().release())
+
+
+@pytest.mark.engine("mariadb")
+def test_a_connection_that_was_lost_on_the_way_out_of_a_transaction_is_told_of(lost_on_the_way):
+    """As any statement on it would; and a lease needs no connection of the caller's."""
+    with pytest.raises(OperationalError), transaction.atomic():
+        hold = db_lock("stock:7").acquire()
+        lost_on_the_way(1)
+    assert not hold.held
+    with pytest.raises(LockBackendError, match="lost on the way out"):
+        db_lock("stock:8").acquire()
+    with db_lock("stock:8", scope="lease"):
+        pass
+    connection.close()
+    with db_lock("stock:7", timeout=0), db_lock("stock:8", timeout=0):
+        pass
+
+
+@SERVERS
+def test_who_takes_a_key_at_the_end_of_its_time_leaves_no_place_in_line(threads, in_line, monkeypatch):
+    """Or else its release would hand the key to that place, where nobody is."""
+    monkeypatch.setattr(waiting_room.WaitingRoom, "_look", lambda *_, **__: (math.inf, 0))
+
+    def wait():
+        with db_lock("stock:7", timeout=1.5) as hold:
+            return hold.waiting
+
+    with transaction.atomic():
+        db_lock("stock:7").acquire()
+        thread = threads(wait)
+        in_line(1)
+        transaction.set_rollback(True)
+    thread.join(60)
+    assert thread.results == [0]
+    with db_lock("stock:7", timeout=0):
+        pass
+
+
+@pytest.mark.engine("sqlite")
+def test_an_interrupt_leaves_the_patience_of_sqlite_as_it_was(monkeypatch):
+    """The project's own statements wait for the writer as they did."""
+    with db_lock("stock:7"):
+        pass
+    raw = connection.connection
+    ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+
+    class Interrupted:
+        """Interrupted as soon as the shorter patience is set."""
+
+        def execute(self, sql):
+            done = raw.execute(sql)
+            if sql == f"PRAGMA busy_timeout = {statements.SQLITE_PATIENCE_MS}":
+                raise KeyboardInterrupt
+            return done
+
+    backend = backends["default"]
+    monkeypatch.setattr(backend, "_session", Interrupted)
+    with pytest.raises(KeyboardInterrupt), backend._briefly():
+        pass
+    assert raw.execute("PRAGMA busy_timeout").fetchall() == [(usual,)]
 
 
 @SERVERS

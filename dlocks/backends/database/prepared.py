@@ -22,6 +22,10 @@ PREPARED_AT = 5
 # How many statements a session keeps prepared. Those with lists in them are as many as the lists are long.
 PREPARED_AT_MOST = 100
 
+# Characters of a statement that is kept as a text, or prepared: those about thousands of claims are longer, and there
+# are rarely as many again.
+TEXT_AT_MOST = 10_000
+
 # For how many seconds a statement that was interrupted is waited for, and within them the cancelling of it.
 PATIENCE = 5.0
 CANCEL_PATIENCE = 2.0
@@ -125,6 +129,8 @@ class PreparedStatements:
         return self._ask(self._pgconn.send_query_prepared, statement.name, values)
 
     def _prepare(self, sql: str, parameters: Mapping[str, Any]) -> _Statement | None:
+        if len(sql) > TEXT_AT_MOST:
+            return None
         uses = self._uses[sql] = self._uses.get(sql, 0) + 1
         if uses < PREPARED_AT:
             if len(self._uses) > 10 * PREPARED_AT_MOST:

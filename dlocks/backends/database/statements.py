@@ -18,7 +18,7 @@ from dlocks import clock
 from dlocks.backends.base import Claim
 from dlocks.backends.database.dialects import Dialect, dialect_of
 from dlocks.backends.database.observing import Observations
-from dlocks.backends.database.prepared import NotPreparedError, PreparedStatements, Reply
+from dlocks.backends.database.prepared import TEXT_AT_MOST, NotPreparedError, PreparedStatements, Reply
 from dlocks.exceptions import LockBackendError
 
 T = TypeVar("T")
@@ -154,9 +154,10 @@ class Statements:
         text = sql
         for name, fragment in fragments.items():
             text = text.replace(name, fragment)
-        if len(_texts) >= TEXTS_AT_MOST:
-            _texts.clear()
-        _texts[dialect, sql] = text
+        if len(text) <= TEXT_AT_MOST:
+            if len(_texts) >= TEXTS_AT_MOST:
+                _texts.clear()
+            _texts[dialect, sql] = text
         return text
 
     def hearing(self, owners: str) -> str:
@@ -336,8 +337,8 @@ class Statements:
             return
         raw = self._session()
         ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
-        raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
         try:
+            raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
             yield
         finally:
             raw.execute(f"PRAGMA busy_timeout = {usual}")
