@@ -21,7 +21,7 @@ from dlocks import audit, control_room, privacy
 from dlocks.backends.database import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
-from dlocks.models import ClaimState, LockQuerySet, LockState, ResourceLock
+from dlocks.models import ClaimState, LockQuerySet, LockState, ResourceLock, under
 from dlocks.oversight import (
     REASON_LENGTH,
     NotCleared,
@@ -164,7 +164,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         locks: Any = super().get_queryset(request)
         backend = self.backend()
         if backend is not None:
-            locks = locks.using(backend.database)
+            locks = locks.using(backend.database).filter(under(backend.prefix))
         return locks.by_clock().with_line().defer("owner")  # type: ignore[no-any-return]
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
@@ -469,7 +469,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Return each of the targets with what it is now; None where that is not the target any more."""
         backend = self._own_backend()
         targets = list(targets)
-        keys = [target.key for target in targets if "\0" not in target.key]
+        keys = [target.key for target in targets if "\0" not in target.key and target.key.startswith(backend.prefix)]
         numbers: dict[str, list[int]] = {"lock": [], "share": [], "claim": []}
         for target in targets:
             if is_column(target.number):

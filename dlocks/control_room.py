@@ -20,7 +20,7 @@ from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
 from dlocks.backends.base import KEY_LENGTH
-from dlocks.models import ClaimState, HoldRecord, LockClaim, LockState
+from dlocks.models import ClaimState, HoldRecord, LockClaim, LockState, under
 from dlocks.oversight import Shown, address_of, duration, in_row, moment, name_of, printable, state_of, time_left
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ class Room:
 
     @cached_property
     def _ended(self) -> Any:
-        ended = HoldRecord.objects.using(self._busy.db)
+        backend = self.admin.backend()
+        ended = HoldRecord.objects.using(self._busy.db).filter(under("" if backend is None else backend.prefix))
         return ended.filter(key_resource=self.key) if self.key else ended.all()
 
     @cached_property

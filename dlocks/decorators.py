@@ -69,6 +69,9 @@ class LockDecorator(Generic[B]):
         """Return the lock of one call."""
         return Lock(key=key, **self.policy)
 
+    async def alock(self, key: str) -> Lock:
+        return self.lock(key)
+
     @overload
     def __call__(self, function: type[V]) -> type[V]: ...
 
@@ -117,7 +120,7 @@ class LockDecorator(Generic[B]):
             except SynchronousOnlyOperation:
                 # It asks the database, as request.user does.
                 key = await in_django_thread(functools.partial(key_of, *args, **kwargs))
-            lock, entered = self.lock(key), False
+            lock, entered = await self.alock(key), False
             try:
                 async with lock:
                     entered = True
@@ -167,7 +170,7 @@ def locked_view(
     if not isinstance(retry_after, int) or retry_after < 0:
         raise ValueError(f"retry_after must be True, False or a whole number of seconds, not {retry_after!r}")
 
-    def busy(error: LockTimeout, *args: Any, **kwargs: Any) -> HttpResponse:
+    def busy(error: LockTimeout, /, *args: Any, **kwargs: Any) -> HttpResponse:
         # Not who has it: that is nothing for the outside.
         response = HttpResponse(_("Somebody else is at work on this. Try again later."), "text/plain", status)
         if retry_after is True:

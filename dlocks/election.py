@@ -19,7 +19,7 @@ from django.db import connections
 from dlocks import clock
 from dlocks.backends.base import Holder
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.coroutines import in_django_thread
+from dlocks.coroutines import in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.holds import Hold, current_caller
 from dlocks.locks import FROM_SETTINGS, Attempt, Lock, check_key, ring_in
@@ -167,7 +167,9 @@ class LeaderElection:
             return True
         if self._runner is threading.current_thread():
             return self._ended.is_set()
-        return self._ended.wait(timeout)
+        # Perhaps in Django's one thread, where the election would give the lead back.
+        with waiting_for_a_lock():
+            return self._ended.wait(timeout)
 
     def wait(self, seconds: float) -> bool:
         """Wait within ``on_elected``, as long as this process leads; return whether it still does."""

@@ -57,7 +57,8 @@ class Book:
         finished = Finished(
             key=claim.key,
             token=hold.token,
-            holder=claim.holder,
+            # As the other tables have it: not every engine cuts it by itself.
+            holder=claim.holder[:255],
             owner_ip=claim.owner_ip,
             scope=hold.scope,
             shared=claim.shared,

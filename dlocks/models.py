@@ -8,7 +8,8 @@ from zoneinfo import ZoneInfo
 
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models.functions import Coalesce
+from django.db.models.functions import Coalesce, Substr
+from django.db.models.lookups import Exact
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
@@ -112,6 +113,14 @@ class ClockQuerySet(models.QuerySet[Any]):
 
     def _state(self) -> models.Case:
         raise NotImplementedError
+
+
+def under(prefix: str) -> models.Q:
+    """Return the condition that a key begins with a prefix, byte for byte."""
+    if not prefix:
+        return models.Q()
+    # Not startswith, for which SQLite does not tell capitals from small letters.
+    return models.Q(Exact(Substr("key_resource", 1, len(prefix)), models.Value(prefix)))
 
 
 class LockQuerySet(ClockQuerySet):

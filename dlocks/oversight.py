@@ -56,7 +56,7 @@ def reason_of(text: str) -> str:
 
 def shown(backend: DatabaseBackend, key: str) -> Shown | None:
     """Return a lock by its key, with the prefix."""
-    if "\0" in key:
+    if "\0" in key or not key.startswith(backend.prefix):
         return None
     return _locks(backend).filter(pk=key).first()
 
@@ -85,7 +85,8 @@ def _locks(backend: DatabaseBackend) -> Any:
 def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
     """Return the claims on these keys, with the prefix, that share them or stand in line: by key, then in order."""
     found = LockClaim.objects.using(backend.database).by_clock().defer("owner", "channel")
-    return found.filter(key_resource__in=keys).order_by("key_resource", "id")
+    mine = [key for key in keys if key.startswith(backend.prefix)]
+    return found.filter(key_resource__in=mine).order_by("key_resource", "id")
 
 
 def shares(backend: DatabaseBackend, keys: Sequence[str]) -> Any:

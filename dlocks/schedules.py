@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
 from dlocks.backends.base import seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
+from dlocks.coroutines import in_django_thread
 from dlocks.decorators import Key, LockDecorator, Template
 from dlocks.exceptions import LockTimeout
 from dlocks.holds import Hold
@@ -29,6 +31,10 @@ class _OneRun(LockDecorator[None]):
             # One that belonged to the caller's transaction would end with that, and be taken back by its rollback.
             policy["scope"] = "lease"
         return Lock(key=key, ttl=ttl, **policy)
+
+    async def alock(self, key: str) -> Lock:
+        # The caller's transaction, if there is one, is that of Django's thread.
+        return await in_django_thread(partial(self.lock, key))
 
 
 def run_once(

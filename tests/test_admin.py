@@ -20,7 +20,7 @@ from dlocks import LockLost, db_lock
 from dlocks import admin as dlocks_admin
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
-from dlocks.models import ResourceLock
+from dlocks.models import LockClaim, ResourceLock
 from tests import rows
 
 LIST = "/admin/dlocks/resourcelock/"
@@ -603,3 +603,32 @@ def test_a_row_that_a_transaction_has_blocks_no_page_and_no_action(boss, elsewhe
         assert "(in a transaction at this moment" in text
     assert rows.now("a").version == 1000
     assert "1 lock was cleared: a" in told(page(boss.post(LIST, form, follow=True)))
+
+
+@pytest.mark.django_db
+class TestPrefix:
+    """Two projects in one database: each has its own keys, by a prefix."""
+
+    @pytest.fixture(autouse=True)
+    def prefix(self, settings):
+        settings.DLOCKS = {"default": {**settings.DLOCKS["default"], "OPTIONS": {"prefix": "shop:"}}}
+
+    def test_the_keys_of_others_are_not_shown(self, boss):
+        for key in ("shop:1", "SHOP:2", "bank:3"):
+            rows.held(key)
+        text = page(boss.get(LIST))
+        assert "shop:1" in text
+        assert "SHOP:2" not in text
+        assert "bank:3" not in text
+        assert "bank:3" not in page(boss.get(f"{LIST}live/"))
+        assert boss.get(detail("bank:3")).status_code == 302
+        assert page(boss.get(detail("shop:1")))
+
+    def test_the_keys_of_others_are_not_taken(self, boss):
+        rows.held("bank:3")
+        rows.claim("bank:3", rows.FUTURE, version=1000)
+        for version in ("1000", "share:1000"):
+            data = {"action": FORCE, "_selected_action": [dlocks_admin._to_form("bank:3")], "version": [version]}
+            boss.post(LIST, {**data, "reason": "tests", "confirmed": "yes"}, follow=True)
+        assert rows.now("bank:3").status == rows.P
+        assert LockClaim.objects.count() == 1

@@ -405,6 +405,15 @@ def test_a_busy_view_answers_with_a_status_and_when_to_come_back(status, reason)
     assert view(REQUEST, pk=7).content == b"done"
 
 
+def test_a_busy_view_may_have_an_argument_of_any_name():
+    @locked_view("order:{error}")
+    def view(request, error):
+        raise AssertionError
+
+    with held_elsewhere("order:7"):
+        assert view(REQUEST, error=7).status_code == 409
+
+
 def test_a_busy_view_answers_where_nobody_knows_how_long_it_takes(monkeypatch):
     """As behind a session lock of another process, which ends with its session."""
     holder = MemoryBackend.holder

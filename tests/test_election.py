@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connections
 
 from dlocks import LeaderElection, LockBackendError, LockLost, db_lock, election
@@ -158,6 +159,16 @@ async def test_to_run_an_election_that_runs_already_disturbs_it_not():
     with pytest.raises(RuntimeError, match="runs already"):
         await one.arun()
     assert await asyncio.to_thread(one.stop, 5)
+
+
+async def test_an_election_of_this_loop_is_stopped_from_django_s_thread_too():
+    """Where it would give the lead back itself."""
+    one = LeaderElection("scheduler", using="memory")
+    task = asyncio.create_task(one.arun())
+    while not one.is_leader:
+        await asyncio.sleep(0.01)
+    assert await sync_to_async(one.stop)(20)
+    await task
 
 
 def test_a_fork_of_a_leader_does_not_wait_for_what_runs_in_its_parent(elections, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -24,7 +25,7 @@ from dlocks.backends.database.records import Records
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
 from dlocks.keeper import keeper
-from dlocks.models import HoldRecord
+from dlocks.models import HoldRecord, ResourceLock
 from dlocks.testing import lose
 from tests import jobs, rows
 
@@ -68,6 +69,16 @@ def test_a_hold_that_ended_is_a_row(elsewhere):
         cursor.execute(f"SELECT {backends['recorded'].dialect.ticks}")
         now = cursor.fetchone()[0] / 1e6
     assert now - 10 < record.begin_time.timestamp() <= record.end_time.timestamp() < now + 0.1
+
+
+def test_a_holder_with_a_long_name_is_recorded_as_the_row_has_it(monkeypatch):
+    """The thread that runs a command is called as that is."""
+    monkeypatch.setattr(threading.current_thread(), "name", "x" * 300)
+    with db_lock("stock:7", using="recorded"):
+        pass
+    (record,) = records()
+    assert record.holder == ResourceLock.objects.get().holder
+    assert len(record.holder) == 255
 
 
 def test_how_it_ended_is_told():

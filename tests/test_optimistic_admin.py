@@ -16,7 +16,8 @@ from django.contrib.admin import ModelAdmin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.core.files.uploadedfile import SimpleUploadedFile
-from django.db.models.signals import pre_save
+from django.db import transaction
+from django.db.models.signals import post_delete, post_save, pre_save
 from django.forms import modelformset_factory
 from django.http import QueryDict
 from django.test import Client
@@ -616,3 +617,37 @@ def test_a_form_of_ones_own_that_carries_no_version_is_an_error():
     ids = [message.id for message in Plain(Article, admin.site).check()]
     assert ids.count("dlocks.E025") == 2
     assert not [message for message in admin.site.get_model_admin(Article).check() if message.id == "dlocks.E025"]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("what", ["add", "change", "delete", "list"])
+def test_a_callback_that_fails_after_the_commit_is_no_conflict_of_the_edit(boss, what):
+    """Nothing is written a second time, and nobody is told that nothing was."""
+    article = Article.objects.create(title="first")
+    one, address = f"{LIST}{article.pk}/", {"add": f"{LIST}add/", "list": LIST}
+    asked = page(boss.get(address.get(what, f"{one}{what}/"), follow=True))
+    failed = []
+
+    def fail(**kwargs):
+        if not failed:
+            failed.append(True)
+            transaction.on_commit(conflict)
+
+    def conflict():
+        raise StaleVersion(Counter, 1, 1, 2)
+
+    signal = post_delete if what == "delete" else post_save
+    signal.connect(fail, sender=Article)
+    try:
+        with pytest.raises(StaleVersion):
+            if what == "list":
+                boss.post(LIST, sent(asked, **{"form-0-title": "second", "_save": "Save"}))
+            elif what == "delete":
+                token = sign_version(article)
+                boss.post(f"{one}delete/?{urlencode({TOKEN: token})}", {"post": "yes"})
+            else:
+                boss.post(address.get(what, f"{one}{what}/"), sent(asked, title="second"))
+    finally:
+        signal.disconnect(fail, sender=Article)
+    titles = {"add": ["first", "second"], "change": ["second"], "delete": [], "list": ["second"]}
+    assert sorted(Article.objects.values_list("title", flat=True)) == titles[what]

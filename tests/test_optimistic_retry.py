@@ -7,6 +7,7 @@ import time
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import IntegrityError, OperationalError, connection, transaction
+from django.db.models import F
 
 from dlocks import StaleVersion
 from dlocks.optimistic import retry as retry_module
@@ -382,3 +383,23 @@ def test_only_lost_races_are_conflicts():
     assert not is_conflict(OperationalError(1205, "Lock wait timeout exceeded"))
     assert is_conflict(OperationalError(1213, "Deadlock found"))
     assert is_conflict(OperationalError(1020, "Record has changed since last read"))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_is_committed_is_not_run_again_for_a_callback_that_fails(sleeps):
+    """All is written; another run would write it once more."""
+    article = Article.objects.create(views=1)
+
+    def conflict():
+        raise stale()
+
+    @retry_on_conflict()
+    def read():
+        Article.objects.filter(pk=article.pk).update(views=F("views") + 1)
+        transaction.on_commit(conflict)
+
+    with pytest.raises(StaleVersion):
+        read()
+    assert sleeps == []
+    article.refresh_from_db()
+    assert article.views == 2

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
@@ -70,6 +71,41 @@ def test_a_job_that_failed_in_a_transaction_is_not_begun_again_within_at_least()
             assert job() is None
     # After a rollback it is the keeper that gives back.
     keeper.catch_up()
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_coroutine_job_that_was_called_in_a_transaction_is_not_begun_again_within_at_least():
+    """The transaction is that of the thread which the coroutine comes from."""
+    runs = []
+
+    @run_once("nightly", at_least=60)
+    async def job():
+        runs.append("ran")
+
+    for _ in range(2):
+        with transaction.atomic():
+            async_to_sync(job)()
+            transaction.set_rollback(True)
+    keeper.catch_up()
+    assert runs == ["ran"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_interrupt_as_a_job_ends_does_not_begin_it_again_within_at_least(together, monkeypatch, elsewhere):
+    """In whatever way it ends, the key is kept."""
+    backend = backends["default"]
+    release = backend.release
+
+    def interrupted(*arguments, **keywords):
+        monkeypatch.undo()
+        release(*arguments, **keywords)
+        raise KeyboardInterrupt
+
+    keys = ["nightly", "weekly"] if together else ["nightly"]
+    with pytest.raises(KeyboardInterrupt), db_lock(*keys, at_least=60):
+        monkeypatch.setattr(backend, "release", interrupted)
+    for key in keys:
+        assert elsewhere(db_lock(key).try_acquire) is None
 
 
 @pytest.mark.django_db

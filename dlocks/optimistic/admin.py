@@ -9,6 +9,7 @@ from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
 from django.core import checks
 from django.core.signing import BadSignature
+from django.db import router
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.loader import get_template, select_template
 from django.utils.translation import gettext as _
@@ -23,6 +24,7 @@ from dlocks.optimistic.forms import (
     unsign_version,
     version_of,
 )
+from dlocks.transactions import Commit
 
 
 class _CheckForm:
@@ -59,6 +61,8 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         try:
             return super().changeform_view(request, *args, **kwargs)
         except StaleVersion:
+            if _is_committed(request):
+                raise
             # Changed between the form's check and the write, which is rolled back: now the form finds it.
             return super().changeform_view(request, *args, **kwargs)
 
@@ -66,7 +70,7 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         try:
             return super().changelist_view(request, *args, **kwargs)
         except StaleVersion:
-            if "_save" not in request.POST:
+            if "_save" not in request.POST or _is_committed(request):
                 # An action's own, which is not to be done twice.
                 raise
             return super().changelist_view(request, *args, **kwargs)
@@ -108,6 +112,8 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         except BadSignature:
             pass
         except StaleVersion:
+            if _is_committed(request):
+                raise
             self.message_user(
                 request,
                 _("Somebody else has changed this meanwhile, and nothing has been deleted. See whether it should go."),
@@ -118,7 +124,12 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         query[TOKEN] = sign_version(self.get_object(request, unquote(object_id), self._to_field(request)) or shown)
         return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
 
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
+        _watch(request, obj)
+        super().save_model(request, obj, form, change)
+
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
+        _watch(request, obj)
         shown = getattr(request, "_dlocks_shown", version_of(obj))
         if version_of(obj) != shown:
             raise StaleVersion(self.model, obj.pk, shown, version_of(obj))
@@ -128,6 +139,17 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         """Return by which field the address names the object: Django's own view refuses what is not allowed."""
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
         return to_field if to_field and self.to_field_allowed(request, to_field) else None
+
+
+def _watch(request: Any, obj: Any) -> None:
+    """Note whether what the request writes is committed: a callback that fails after that is no conflict of its own."""
+    request._dlocks_commit = commit = Commit(router.db_for_write(type(obj), instance=obj))
+    commit.watch()
+
+
+def _is_committed(request: Any) -> bool:
+    commit = getattr(request, "_dlocks_commit", None)
+    return commit is not None and commit.done
 
 
 class _VersionedInline(_CheckForm):

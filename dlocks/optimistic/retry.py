@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
 
 from dlocks.backends.base import seconds
 from dlocks.exceptions import StaleVersion
-from dlocks.transactions import open_connections, why_untold
+from dlocks.transactions import Commit, open_connections, why_untold
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,10 +86,15 @@ def retry_on_conflict(
             began, attempt = time.monotonic(), 0
             while True:
                 attempt += 1
+                commit = Commit(using)
                 try:
                     with transaction.atomic(using=using):
+                        commit.watch()
                         return function(*args, **kwargs)
-                except Exception as error:  # noqa: BLE001 (delay() raises all but conflicts again)
+                except Exception as error:
+                    if commit.done:
+                        # By a callback of on_commit().
+                        raise
                     pause = delay(attempt, began, error)
                 time.sleep(pause)
 
