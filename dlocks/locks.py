@@ -462,13 +462,13 @@ class Attempt:
                 # Its turn has come, but the row was locked when it asked, say: most likely for a moment only.
                 self.asks_again = True
                 return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
-            if not self.waiter.seated or self.waiter.woken:
+            if not self.waiter.here and (not self.waiter.seated or self.waiter.woken):
                 # Still, or it came too late: back to its place.
                 self.waiter.woken = 0.0
                 room_of(self.backend).seat(self.waiter)
             self.asks_again = False
             return left
-        elif self._granted_at_last(self.waiter):
+        elif left > -KEPT_FOR and self._granted_at_last(self.waiter):
             # At once; and then, where the row is locked as it asks, with a pause.
             delay, self.asks_again = (FIRST_DELAY if self.asks_again else 0.0), True
             return delay

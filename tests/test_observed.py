@@ -67,6 +67,19 @@ def test_a_holder_whose_lease_is_over_by_the_clock_goes_on_and_keeps_others_out(
         hold.check()
 
 
+def test_a_reader_that_does_not_take_over_from_a_dead_holder_waits_for_no_longer_than_its_timeout(doomed):
+    """It is told so when its time is over, though there is something to ask for until somebody clears the key."""
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using="watching")
+    victim.hear()
+    victim.kill()
+    timeout = TTL + GRACE + 0.5
+    began = time.monotonic()
+    with pytest.raises((LockStale, LockTimeout)):
+        db_rwlock("stock:7", using="watching", takeover=False, timeout=timeout).read().acquire()
+    in_time(time.monotonic() - began, timeout + 3.0)
+
+
 def test_one_try_cannot_observe_and_answers_busy(doomed):
     victim = doomed()
     victim.start(jobs.hold, "stock:7", using="watching")

@@ -403,3 +403,16 @@ def test_what_is_committed_is_not_run_again_for_a_callback_that_fails(sleeps):
     assert sleeps == []
     article.refresh_from_db()
     assert article.views == 2
+
+
+@pytest.mark.django_db
+def test_in_a_testcase_there_are_no_callbacks_but_the_function_s_own(django_capture_on_commit_callbacks):
+    """Whose tests count theirs."""
+
+    @retry_on_conflict()
+    def read():
+        transaction.on_commit(int)
+
+    with django_capture_on_commit_callbacks() as callbacks:
+        read()
+    assert callbacks == [int]

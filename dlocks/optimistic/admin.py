@@ -143,8 +143,10 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
 
 def _watch(request: Any, obj: Any) -> None:
     """Note whether what the request writes is committed: a callback that fails after that is no conflict of its own."""
-    request._dlocks_commit = commit = Commit(router.db_for_write(type(obj), instance=obj))
-    commit.watch()
+    if not hasattr(request, "_dlocks_commit"):
+        # The first of several: before the callbacks of all of them.
+        request._dlocks_commit = commit = Commit(router.db_for_write(type(obj)))
+        commit.watch()
 
 
 def _is_committed(request: Any) -> bool:

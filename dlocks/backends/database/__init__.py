@@ -270,7 +270,8 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def transaction_refused(self) -> str | None:
         if not self.connection.in_atomic_block:
-            if self.connection.vendor == "mysql" and not self.connection.is_usable():
+            connection = self.connection
+            if connection.vendor == "mysql" and connection.connection and not connection.is_usable():
                 raise LockBackendError(
                     f"The connection to database {self.database!r} was lost on the way out of a transaction. Close it,"
                     " as Django does at the end of a request: 'connection.close()'."
