@@ -15,6 +15,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 
 from dlocks.forks import in_child
+from dlocks.keeper import leave_pools
 
 T = TypeVar("T")
 
@@ -115,6 +116,7 @@ class _Call(Generic[T]):
 
         def run() -> None:
             try:
+                leave_pools()
                 context.run(self)
             finally:
                 connections.close_all()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, transaction
 
 from dlocks import clock
+from dlocks.backends.database.dialects import refuse_lost
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.transactions import Mark, why_untold
 
@@ -27,6 +28,7 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
     database = _database_for(hold, using)
     connection = connections[database]
     if not connection.get_autocommit() and (why := why_untold(connection)) is not None:
+        refuse_lost(connection)
         raise RuntimeError(f"{hold.key!r} cannot guard this transaction. {why}.")
     if hold.scope == "transaction" and connection is not hold._connection:
         raise RuntimeError(

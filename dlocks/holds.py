@@ -454,6 +454,7 @@ class Hold:
             count = self._count
             # What it was left in before is of no account until it is left again.
             left_in, self._left_in = self._left_in, []
+        keeper.forget_end(self)
         try:
             if not self._keeps:
                 self.lose(self.why_not())
@@ -465,6 +466,8 @@ class Hold:
             with self._mutex:
                 self._count = count - 1
                 self._left_in = left_in
+            if left_in:
+                keeper.await_end(self)
             raise
         return True
 
@@ -692,7 +695,8 @@ class Hold:
         with self._mutex:
             self._left_in = marks
         if marks:
-            keeper.look()
+            # Django drops what is to be done on commit by a rollback, and with that perhaps the last who knows of it.
+            keeper.await_end(self)
         return bool(marks)
 
     def end_with_others(self, *, failed: bool) -> bool:

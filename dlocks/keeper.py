@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -128,6 +129,7 @@ class Desk:
 
     def _loop(self) -> None:
         this = threading.current_thread()
+        leave_pools()
         self._idle_at = clock.now() + LINGER
         while True:
             with self._mutex:
@@ -157,6 +159,20 @@ class Desk:
                 self.connected = []
 
 
+def leave_pools() -> None:
+    """
+    Have Django connect in this thread past its pool of connections.
+
+    Who waits for a lock, or is in a transaction, has one of the pool's; what he waits for must not need another one.
+    """
+    for alias in connections:
+        options = connections.settings[alias].get("OPTIONS", {})
+        if options.get("pool"):
+            connection = connections[alias]
+            # Its own copy: the settings are those of all threads.
+            connection.settings_dict = {**connection.settings_dict, "OPTIONS": {**options, "pool": False}}
+
+
 class Keeper:
     """
     Renews leases in batches, notices what is lost, and speaks to the servers from outside of a transaction.
@@ -174,6 +190,8 @@ class Keeper:
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+        # Those that nobody may have any more, and that are to be given back when a transaction has ended.
+        self._left: set[Hold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._chores: dict[Callable[[], None], tuple[float, Desk]] = {}
         self._desks: dict[str, Desk] = {}
@@ -196,6 +214,16 @@ class Keeper:
             if self._thread is None or not self._thread.is_alive() or hold.due_at < self._wakes_at:
                 self._wake()
 
+    def await_end(self, hold: Hold) -> None:
+        """Look after a hold that was left in a transaction, though its caller forgets it: it is still to be settled."""
+        with self._mutex:
+            self._left.add(hold)
+            self._wake()
+
+    def forget_end(self, hold: Hold) -> None:
+        """Leave a hold to its caller, who has entered it again."""
+        self._left.discard(hold)
+
     def keeps_for(self, caller: Any) -> bool:
         """Return whether a thread or task holds something."""
         with self._mutex:
@@ -205,6 +233,7 @@ class Keeper:
         """Look after a hold no longer."""
         with self._mutex:
             self._holds.discard(hold)
+            self._left.discard(hold)
             idle = not self._holds
         # Not under the lock: from Python 3.12 on an interrupt in a comprehension there would not let go of it.
         for desk in list(self._desks.values()) if idle else ():
@@ -443,8 +472,11 @@ class Keeper:
             try:
                 left = backend.renew(claims)
             except Exception as error:  # noqa: BLE001 (one backend's trouble is not the others')
-                # Not lost: unknown, until the deadline of each.
+                # Not lost: unknown, until the deadline of each. The next try connects anew: a server that answers and
+                # does not write any more, after a failover say, would be asked for ever.
                 logger.warning("Could not renew %d holds: %s", len(claims), error)
+                with suppress(Exception):
+                    connections.close_all()
                 for hold in by_owner.values():
                     hold.put_off_renewal()
                 continue

@@ -19,6 +19,7 @@ from dlocks import clock
 from dlocks.backends.base import HEARD_FOR, KEPT_FOR, BaseBackend, Claim, Grant, Listener, Message, Place
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
+from dlocks.keeper import leave_pools
 
 logger = logging.getLogger("dlocks")
 
@@ -247,6 +248,7 @@ class WaitingRoom:
         this = threading.current_thread()
         listener: Listener | None = None
         try:
+            leave_pools()
             listener = self._listen()
             listens = listener is not None
             failing_since: float | None = None

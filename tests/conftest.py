@@ -133,6 +133,7 @@ def nothing_left_behind():
     left = list(keeper._holds)
     # They are told of once.
     keeper._holds.clear()
+    keeper._left.clear()
     assert not left, "a hold was left"
 
 

@@ -1177,3 +1177,12 @@ def rights(pipe, name):
         return calls[name]()
     except LockBackendError as error:
         return f"LockBackendError: {error}"
+
+
+def lease_in_a_transaction(pipe, key):
+    """Take a lease beside a transaction that has this thread's connection; return how many rows say so."""
+    from dlocks.models import ResourceLock
+
+    with transaction.atomic():
+        with db_lock(key, scope="lease"):
+            return ResourceLock.objects.filter(pk=key, status="P").count()

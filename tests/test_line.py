@@ -736,8 +736,9 @@ def test_a_connection_that_was_lost_on_the_way_out_of_a_transaction_is_told_of(l
     assert not hold.held
     with pytest.raises(LockBackendError, match="lost on the way out"):
         db_lock("stock:8").acquire()
-    with db_lock("stock:8", scope="lease"):
-        pass
+    with db_lock("stock:8", scope="lease") as lease:
+        with pytest.raises(LockBackendError, match="lost on the way out"), lease.atomic():
+            pass
     connection.close()
     with db_lock("stock:7", timeout=0), db_lock("stock:8", timeout=0):
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import threading
 import time
 
@@ -439,6 +441,49 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is
         transaction.set_rollback(True)
     until(lambda: not is_busy())
     assert not hold.held
+
+
+@SERVERS
+def test_a_lease_that_nobody_has_any_more_is_given_back_after_the_rollback_too(is_busy, until):
+    """Django forgets by it what was to be done on commit; a collection of garbage may come before anybody looks."""
+    with transaction.atomic():
+        with db_lock("stock:7", scope="lease"):
+            pass
+        transaction.set_rollback(True)
+    gc.collect()
+    until(lambda: not is_busy())
+    assert not keeper._left
+
+
+@SERVERS
+def test_a_row_that_cannot_be_deleted_after_the_commit_fails_nothing_else(monkeypatch):
+    """Other callbacks are called, and the block ends as what it is: committed."""
+
+    def fail(self, claim):
+        raise LockBackendError("The server is gone.")
+
+    called = []
+    monkeypatch.setattr(type(backends["insert"]), "_delete", fail)
+    with transaction.atomic():
+        with db_lock("stock:7", using="insert"):
+            pass
+        transaction.on_commit(lambda: called.append(True))
+    assert called == [True]
+
+
+@pytest.mark.engine("postgresql")
+def test_a_pool_of_django_s_that_is_used_up_keeps_nobody_from_a_lease(doomed):
+    """What a caller waits for must not need another connection of the pool that he has one of."""
+    there = {name: str(connection.settings_dict[name]) for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
+    options = {"OPTIONS": {"pool": {"min_size": 1, "max_size": 1, "timeout": 3}}}
+    worker = doomed(DLOCKS_TEST_DATABASES=json.dumps({"default": {**there, **options}}))
+    assert worker.call(jobs.lease_in_a_transaction, "stock:7") == 1
+    with db_lock("stock:7"):
+        worker.start(jobs.wait_quietly, "stock:7")
+        deadline = time.monotonic() + 20
+        while backends["default"].waiting("stock:7") == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert worker.hear()
 
 
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")], ids=["one key", "several"])

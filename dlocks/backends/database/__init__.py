@@ -29,7 +29,7 @@ from django.db.utils import Error
 
 from dlocks import clock
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
-from dlocks.backends.database.dialects import KEY
+from dlocks.backends.database.dialects import KEY, refuse_lost
 from dlocks.backends.database.line import PERSISTENT_FOR, STOPPED_FOR, Entrance
 from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.prepared import Reply
@@ -270,12 +270,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def transaction_refused(self) -> str | None:
         if not self.connection.in_atomic_block:
-            connection = self.connection
-            if connection.vendor == "mysql" and connection.connection and not connection.is_usable():
-                raise LockBackendError(
-                    f"The connection to database {self.database!r} was lost on the way out of a transaction. Close it,"
-                    " as Django does at the end of a request: 'connection.close()'."
-                )
+            refuse_lost(self.connection)
             return (
                 f"Autocommit is switched off on {self.database!r}, and Django does not tell when such a transaction "
                 "ends. Use 'with atomic()', or scope='lease'."
@@ -665,7 +660,12 @@ class InsertBackend(DatabaseBackend):
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         # A row deleted by an open transaction would make everybody's insert wait, so it goes after the commit.
         if claim.scope == "transaction" and self.connection.in_atomic_block and not keep:
-            transaction.on_commit(partial(self._delete, claim), using=self.database, robust=True)
+
+            def delete() -> None:
+                # No partial(): Django names what fails after a commit, and that has no name.
+                self._delete(claim)
+
+            transaction.on_commit(delete, using=self.database, robust=True)
         return super().release(claim, failed=failed, keep=keep)
 
     def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:

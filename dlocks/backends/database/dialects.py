@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from django.core.exceptions import ImproperlyConfigured
 
 from dlocks.backends.database.prepared import Reply, end_interrupted, is_under_way
+from dlocks.exceptions import LockBackendError
 
 if TYPE_CHECKING:
     from django.db import DatabaseError
@@ -479,3 +480,13 @@ _DIALECTS: dict[str, Dialect] = {
     "mariadb": MariaDB(),
     "sqlite": SQLite(),
 }
+
+
+def refuse_lost(connection: BaseDatabaseWrapper) -> None:
+    """Raise LockBackendError where autocommit is off for no other reason than that the connection was lost."""
+    # Elsewhere it is a matter of the client alone.
+    if connection.vendor == "mysql" and connection.connection is not None and not connection.is_usable():
+        raise LockBackendError(
+            f"The connection to database {connection.alias!r} was lost on the way out of a transaction. Close it, as"
+            " Django does at the end of a request: 'connection.close()'."
+        )
