@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections
 
 from dlocks import clock
+from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
 
 if TYPE_CHECKING:
@@ -82,8 +83,12 @@ class Desk:
 
         self._queue(safely)
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Call a function here, and return its result."""
+    def run(self, function: Callable[[], T], patience: float | None = None) -> T:
+        """
+        Call a function here, and return its result.
+
+        Raise LockBackendError where there is none after so many seconds; the function is called all the same, then.
+        """
         if self.is_current:
             return function()
         # In C: an interrupted Event may stay locked, and the desk would wait for it.
@@ -100,7 +105,13 @@ class Desk:
                 done.put(None)
 
         self._queue(job)
-        done.get()
+        try:
+            done.get(timeout=patience)
+        except Empty:
+            raise LockBackendError(
+                f"There was no answer in {patience:g} s on a connection outside of the caller's transaction. Have those"
+                " who wait in one all the sessions of a pooler?"
+            ) from None
         if errors:
             raise errors[0]
         return results[0]
@@ -258,10 +269,10 @@ class Keeper:
             self._jobs.append(job)
             self._wake()
 
-    def run(self, function: Callable[[], T], backend: BaseBackend | None = None) -> T:
-        """Call a function at the desk of a backend, where no transaction of the caller's is open; return its result."""
+    def run(self, function: Callable[[], T], backend: BaseBackend | None = None, *, patience: float | None = None) -> T:
+        """Call a function at the desk of a backend, where no transaction of the caller's is open; see ``Desk.run``."""
         # At a desk there is none, and two desks must not wait for each other.
-        return function() if self.is_current else self._desk(backend).run(function)
+        return function() if self.is_current else self._desk(backend).run(function, patience)
 
     def later(self, chore: Callable[[], None], seconds: float, backend: BaseBackend) -> None:
         """Call a function at the desk of a backend after so many seconds, or at exit; asked again before, once."""

@@ -55,6 +55,9 @@ class _FromSettings:
 
 FROM_SETTINGS = _FromSettings()
 
+# For how many seconds who gives up in a transaction waits for an answer from outside of it.
+PATIENCE = 5.0
+
 # What other libraries' locks have, and here the hold has.
 OF_THE_HOLD = {
     "release",
@@ -513,7 +516,7 @@ class Attempt:
             if waiter is None:
                 self._ask(release)
             elif not self._given_back_inside(release):
-                self._outside(release)
+                self._outside(release, patience=PATIENCE)
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
         self.unknown, self.waiter = False, None
@@ -546,7 +549,9 @@ class Attempt:
         waiter.listens = self.here
         room.enter(waiter)
         sent = clock.now()
-        place = self._outside(functools.partial(self.backend.queue, claim, room.channel))
+        # Bounded, since each of those who wait in a transaction may have one of the sessions that the others wait for.
+        patience = None if self.timeout is None else max(0.0, until - sent) + PATIENCE
+        place = self._outside(functools.partial(self.backend.queue, claim, room.channel), patience=patience)
         if place is None or (place.ask and place.number is None):
             # There is no standing in line just now, or no need for it.
             room.leave(waiter)
@@ -561,7 +566,8 @@ class Attempt:
         """Look whether the key was given to the claim at the last moment, or is by now."""
         for _ in range(2):
             sent = clock.now()
-            places = self._outside(functools.partial(self.backend.look, [waiter.claim], heard=False))
+            look = functools.partial(self.backend.look, [waiter.claim], heard=False)
+            places = self._outside(look, patience=PATIENCE)
             place = places.get(waiter.claim.owner)
             if place is None or place.grant is not None or place.ask:
                 return place is not None and waiter.told(place, sent)
@@ -707,10 +713,10 @@ class Attempt:
             return release()
         return False
 
-    def _outside(self, function: Callable[[], T]) -> T:
+    def _outside(self, function: Callable[[], T], *, patience: float | None = None) -> T:
         """Ask about a place in line, which belongs to no transaction."""
         if self.backend.in_transaction() and self.backend.lease_refused() is None:
-            return keeper.run(function, self.backend)
+            return keeper.run(function, self.backend, patience=patience)
         return function()
 
     def _ask(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -837,7 +843,8 @@ def ring_in(loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
 def _holder(backend: BaseBackend, key: str) -> Holder | None:
     """Ask for the holder, from outside of the caller's transaction, which may lock what it looks at."""
     ask = functools.partial(backend.holder, key)
-    return backend.outside(ask) if backend.in_transaction() and backend.lease_refused() is None else ask()
+    outside = backend.in_transaction() and backend.lease_refused() is None
+    return keeper.run(ask, backend, patience=PATIENCE) if outside else ask()
 
 
 def _database_of(backend: BaseBackend) -> str:

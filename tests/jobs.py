@@ -1186,3 +1186,19 @@ def lease_in_a_transaction(pipe, key):
     with transaction.atomic():
         with db_lock(key, scope="lease"):
             return ResourceLock.objects.filter(pk=key, status="P").count()
+
+
+def wait_in_an_open_transaction(pipe, key, **policy):
+    """Wait in vain in a transaction that has its session already; return how that ended, and after how long."""
+    from dlocks.models import ResourceLock
+
+    with transaction.atomic():
+        ResourceLock.objects.exists()
+        pipe.say("open")
+        pipe.hear()
+        began = time.monotonic()
+        try:
+            db_lock(key, **policy).acquire()
+        except LockError as error:
+            transaction.set_rollback(True)
+            return type(error).__name__, time.monotonic() - began

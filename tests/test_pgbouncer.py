@@ -155,3 +155,20 @@ def test_a_holder_behind_the_pooler_that_dies_hands_over_when_its_lease_ends(poo
     until(lambda: backends["default"].waiting("stock:7") == 1)
     holder.kill()
     in_time(waiting.hear()[0] - holder.killed_at, 1.0 + 0.5 + 0.7)
+
+
+def test_those_who_wait_in_transactions_and_have_all_of_its_sessions_give_up_in_the_end(doomed, until):
+    """None of them can ask outside of its transaction; that is told, and not waited for beyond its time."""
+    with PgBouncer(int(PORT), sessions=2) as narrow, db_lock("stock:7", ttl=60):
+        crowd = [doomed(**narrow.environment) for _ in range(2)]
+        for worker in crowd:
+            worker.start(jobs.wait_in_an_open_transaction, "stock:7", timeout=1.0)
+        for worker in crowd:
+            assert worker.hear() == "open"
+        for worker in crowd:
+            worker.tell()
+        for worker in crowd:
+            error, took = worker.hear(60)
+            assert error in {"LockBackendError", "LockTimeout"}
+            in_time(took, 1.0 + 2 * 5.0 + 3.0)
+    until(lambda: backends["default"].waiting("stock:7") == 0)
