@@ -13,7 +13,7 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from dlocks.backends.base import BaseBackend
-from dlocks.keeper import keeper
+from dlocks.keeper import OUTSIDE_PATIENCE, keeper
 
 DEFAULT_ALIAS = "default"
 DEFAULT: dict[str, Any] = {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}
@@ -87,7 +87,9 @@ class BackendHandler:
             backend = backend_class(alias, **options)
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['OPTIONS']: {error}") from error
-        backend.outside = lambda function: keeper.run(function, backend)  # type: ignore[method-assign]
+        backend.outside = lambda function: keeper.run(  # type: ignore[method-assign]
+            function, backend, patience=OUTSIDE_PATIENCE
+        )
         backend.tell_lost = keeper.tell_lost  # type: ignore[method-assign]
         return backend
 

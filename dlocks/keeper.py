@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# For how many seconds who is in a transaction waits for an answer from outside of it, where his time is over: behind a
+# pooler, each of those who wait may have one of the sessions that the others wait for.
+OUTSIDE_PATIENCE = 5.0
+
 logger = logging.getLogger("dlocks")
 
 # How long a private connection stays open when nothing needs it: less than a DROP DATABASE waits for it to go.
@@ -177,11 +181,15 @@ def leave_pools() -> None:
     Who waits for a lock, or is in a transaction, has one of the pool's; what he waits for must not need another one.
     """
     for alias in connections:
-        options = connections.settings[alias].get("OPTIONS", {})
-        if options.get("pool"):
-            connection = connections[alias]
-            # Its own copy: the settings are those of all threads.
-            connection.settings_dict = {**connection.settings_dict, "OPTIONS": {**options, "pool": False}}
+        settings = connections.settings[alias]
+        options = settings.get("OPTIONS") or {}
+        # Other drivers have pools of their own.
+        if options.get("pool") and settings.get("ENGINE", "").endswith("postgresql"):
+            own = {name: value for name, value in options.items() if name != "pool"}
+            # Whoever needs one that cannot be had is told why.
+            with suppress(Exception):
+                # Its own copy: the settings are those of all threads.
+                connections[alias].settings_dict = {**settings, "OPTIONS": own}
 
 
 class Keeper:
@@ -228,7 +236,9 @@ class Keeper:
     def await_end(self, hold: Hold) -> None:
         """Look after a hold that was left in a transaction, though its caller forgets it: it is still to be settled."""
         with self._mutex:
-            self._left.add(hold)
+            # Or else it has been dropped, just now.
+            if not hold.is_over:
+                self._left.add(hold)
             self._wake()
 
     def forget_end(self, hold: Hold) -> None:

@@ -26,7 +26,7 @@ from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.coroutines import acquiring, in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, LockTimeout
 from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
-from dlocks.keeper import keeper
+from dlocks.keeper import OUTSIDE_PATIENCE, keeper
 from dlocks.signals import lock_acquired, lock_released, lock_timeout
 from dlocks.transactions import Mark, warn_of_old_snapshots
 from dlocks.waiting import FIRST_DELAY, Waiter, delays, room_of
@@ -54,9 +54,6 @@ class _FromSettings:
 
 
 FROM_SETTINGS = _FromSettings()
-
-# For how many seconds who gives up in a transaction waits for an answer from outside of it.
-PATIENCE = 5.0
 
 # What other libraries' locks have, and here the hold has.
 OF_THE_HOLD = {
@@ -516,7 +513,7 @@ class Attempt:
             if waiter is None:
                 self._ask(release)
             elif not self._given_back_inside(release):
-                self._outside(release, patience=PATIENCE)
+                self._outside(release, patience=OUTSIDE_PATIENCE)
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
         self.unknown, self.waiter = False, None
@@ -549,8 +546,7 @@ class Attempt:
         waiter.listens = self.here
         room.enter(waiter)
         sent = clock.now()
-        # Bounded, since each of those who wait in a transaction may have one of the sessions that the others wait for.
-        patience = None if self.timeout is None else max(0.0, until - sent) + PATIENCE
+        patience = None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_PATIENCE
         place = self._outside(functools.partial(self.backend.queue, claim, room.channel), patience=patience)
         if place is None or (place.ask and place.number is None):
             # There is no standing in line just now, or no need for it.
@@ -567,7 +563,7 @@ class Attempt:
         for _ in range(2):
             sent = clock.now()
             look = functools.partial(self.backend.look, [waiter.claim], heard=False)
-            places = self._outside(look, patience=PATIENCE)
+            places = self._outside(look, patience=OUTSIDE_PATIENCE)
             place = places.get(waiter.claim.owner)
             if place is None or place.grant is not None or place.ask:
                 return place is not None and waiter.told(place, sent)
@@ -844,7 +840,7 @@ def _holder(backend: BaseBackend, key: str) -> Holder | None:
     """Ask for the holder, from outside of the caller's transaction, which may lock what it looks at."""
     ask = functools.partial(backend.holder, key)
     outside = backend.in_transaction() and backend.lease_refused() is None
-    return keeper.run(ask, backend, patience=PATIENCE) if outside else ask()
+    return keeper.run(ask, backend, patience=OUTSIDE_PATIENCE) if outside else ask()
 
 
 def _database_of(backend: BaseBackend) -> str:

@@ -456,6 +456,16 @@ def test_a_lease_that_nobody_has_any_more_is_given_back_after_the_rollback_too(i
 
 
 @SERVERS
+def test_a_lease_that_was_taken_away_before_it_is_entered_again_is_kept_in_mind_no_longer(elsewhere):
+    with pytest.raises(LockLost), transaction.atomic():
+        with db_lock("stock:7", scope="lease"):
+            pass
+        elsewhere(lambda: ResourceLock.objects.update(owner="another"))
+        db_lock("stock:7", scope="lease").acquire()
+    assert not keeper._left
+
+
+@SERVERS
 def test_a_row_that_cannot_be_deleted_after_the_commit_fails_nothing_else(monkeypatch):
     """Other callbacks are called, and the block ends as what it is: committed."""
 
