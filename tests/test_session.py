@@ -1142,3 +1142,23 @@ def test_could_not_ask_is_not_no(monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "PORT", "1")
     with pytest.raises(LockBackendError, match="No session on database 'default'"):
         lock().acquire()
+
+
+def test_a_silent_holder_whose_key_is_on_its_way_to_the_next_does_not_give_it_back(backend, monkeypatch):
+    """It is taken away by then, and the next one may have it before anybody has noted so."""
+    taken_away, go_on = threading.Event(), threading.Event()
+    end = backend._end
+
+    def slowly(entry):
+        taken_away.set()
+        assert go_on.wait(60)
+        end(entry)
+
+    monkeypatch.setattr(backend, "_end", slowly)
+    claim = Claim(key="stock:7", ttl=0.2, holder="silent")
+    assert backend.acquire(claim)
+    assert taken_away.wait(60)
+    try:
+        assert backend.release(claim) is False
+    finally:
+        go_on.set()

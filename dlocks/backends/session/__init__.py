@@ -214,7 +214,8 @@ class SessionBackend(Statements, BaseBackend):
         if entry.waiting:
             self._cancel(entry)
             return False
-        return self._give_back(entry)
+        # One that nobody renewed may be on its way to the next: then it is not this release that gives it back.
+        return self._give_back(entry) and entry.ends_at != -math.inf
 
     def holder(self, key: str) -> Holder | None:
         name = self._name(key)
