@@ -482,7 +482,7 @@ def test_a_row_that_cannot_be_deleted_after_the_commit_fails_nothing_else(monkey
 
 
 @pytest.mark.engine("postgresql")
-def test_a_pool_of_django_s_that_is_used_up_keeps_nobody_from_a_lease(doomed):
+def test_a_pool_of_django_s_that_is_used_up_keeps_nobody_from_a_lease(doomed, until):
     """What a caller waits for must not need another connection of the pool that he has one of."""
     there = {name: str(connection.settings_dict[name]) for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
     options = {"OPTIONS": {"pool": {"min_size": 1, "max_size": 1, "timeout": 3}}}
@@ -490,9 +490,7 @@ def test_a_pool_of_django_s_that_is_used_up_keeps_nobody_from_a_lease(doomed):
     assert worker.call(jobs.lease_in_a_transaction, "stock:7") == 1
     with db_lock("stock:7"):
         worker.start(jobs.wait_quietly, "stock:7")
-        deadline = time.monotonic() + 20
-        while backends["default"].waiting("stock:7") == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: backends["default"].waiting("stock:7") == 1)
     assert worker.hear()
 
 
