@@ -88,7 +88,7 @@ migrated: $(VENV)/.demo
 	@$(MANAGE) migrate --verbosity 0
 
 test-backends: servers backend-servers $(VENV)/.test-backends
-	@$(BIN)/python -m tests.run sqlite -- tests/backends $(ARGS)
+	@$(BIN)/python -m tests.run $(if $(ARGS),sqlite -- tests/backends $(ARGS),backends)
 
 backend-servers: $(VENV)/.made
 	@PYTHON=$(BIN)/python sh scripts/install_servers.sh backends

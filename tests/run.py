@@ -1,11 +1,14 @@
 """
 Run the suite on real engines: ``python -m tests.run [ENGINE …] [-- PYTEST ARGUMENTS]``.
 
+``backends``, in place of engines, runs the tests of other servers, which they start by themselves.
+
 Starts a throwaway server for each engine, gives pytest its address by the environment, and stops it, also when
 interrupted. Without engines: sqlite, postgresql and mariadb. An engine that cannot be started is a failure.
 
 The suite waits more than it computes. So, unless there are arguments for pytest, each engine's is split into shards
-with servers of their own, and all of them run side by side.
+with servers of their own, and all of them run side by side. What has not ended by then (a driver's call that no signal
+interrupts, say) is aborted, and tells where its threads were.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ from contextlib import nullcontext
 from tests.servers import SERVERS
 
 ENGINES = ("sqlite", "postgresql", "mariadb")
-SHARDS = 2
+SHARDS = {"sqlite": 2, "postgresql": 3, "mariadb": 3, "backends": 3}
+LIMIT = 25 * 60.0
 
 
 def main(arguments: list[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     engines, extra = arguments[:split] or list(ENGINES), arguments[split + 1 :]
-    if unknown := set(engines) - set(ENGINES):
-        print(f"Unknown engine {', '.join(sorted(unknown))}; there are {', '.join(ENGINES)}.", file=sys.stderr)
+    known = ENGINES if extra else tuple(SHARDS)
+    if unknown := set(engines) - set(known):
+        print(f"Unknown engine {', '.join(sorted(unknown))}; there are {', '.join(known)}.", file=sys.stderr)
         return 2
     # A plain kill must stop the servers too. Who is started in the background may have been told to ignore the others,
     # and so would every process of the tests.
@@ -60,13 +65,14 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
                 counts.update({what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", line)})
 
     # The longest first.
-    for engine in sorted(engines, key=ENGINES.index, reverse=True):
-        for part in (f"{number + 1}/{SHARDS}" for number in range(SHARDS)):
-            command = [sys.executable, "-m", "tests.run", engine, "--", "--shard", part]
+    for engine in sorted(engines, key=list(SHARDS).index, reverse=True):
+        for part in (f"{number + 1}/{SHARDS[engine]}" for number in range(SHARDS[engine])):
+            what = ["sqlite", "--", "tests/backends"] if engine == "backends" else [engine, "--"]
+            command = [sys.executable, "-m", "tests.run", *what, "--shard", part]
             processes[f"{engine} {part}"] = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
-    readers = [threading.Thread(target=read, args=item) for item in processes.items()]
+    readers = [threading.Thread(target=read, args=item, daemon=True) for item in processes.items()]
     try:
         for reader in readers:
             reader.start()
@@ -79,7 +85,8 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
         raise
     finally:
         for reader in readers:
-            reader.join()
+            # A process that a test has lost may keep the pipe open.
+            reader.join(30)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     print(*failures, sep="\n", end="\n" if failures else "")
     again = f", {counts['rerun']} came too late and ran again" if counts["rerun"] else ""
@@ -97,7 +104,13 @@ def _run(engine: str, extra: list[str]) -> int:
                 environment = {**os.environ, "DLOCKS_TEST_DIRECTORY": directory, **environment}
                 process = subprocess.Popen([sys.executable, "-m", "pytest", *extra], env=environment)
                 try:
-                    return process.wait()
+                    return process.wait(LIMIT)
+                except subprocess.TimeoutExpired:
+                    # pytest's faulthandler writes the stacks of all threads.
+                    process.send_signal(signal.SIGABRT)
+                    process.wait()
+                    print(f"FAILED {engine}: aborted, not ended after {LIMIT / 60:g} minutes", flush=True)
+                    return 1
                 except BaseException:
                     process.send_signal(signal.SIGINT)
                     try:

@@ -277,7 +277,9 @@ class MariaDB(Server):
             f"--tmpdir={self.directory}",
             f"--socket={self.directory}/socket", f"--pid-file={self.directory}/pid", "--skip-name-resolve",
             "--innodb-flush-log-at-trx-commit=2", "--default-time-zone=+05:30", "--max-connections=200",
-            "--innodb-buffer-pool-size=256M", "--character-set-server=utf8mb4", *self.options,
+            "--innodb-buffer-pool-size=256M", "--character-set-server=utf8mb4",
+            # By default a DROP waits a day for a transaction that has seen the table.
+            "--lock-wait-timeout=60", *self.options,
         ]  # fmt: skip
 
     def is_ready(self) -> bool:

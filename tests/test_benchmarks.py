@@ -12,7 +12,7 @@ from benchmarks.report import Run, Target, write
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.engine("sqlite")
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
 MEASURE = """
 import contextlib, fcntl, json, sys

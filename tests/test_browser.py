@@ -9,6 +9,8 @@ import pytest
 from tests import browser as chromium
 from tests.test_admin import person
 
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+
 
 @pytest.fixture
 def client(transactional_db):

@@ -17,6 +17,9 @@ from tests.test_control_room import HOSTILE, LIVE, ended
 
 # Where "make images" makes the pictures of the documentation anew: those that are there.
 IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
+# What a page does is the same on every engine; what it shows of each is in test_control_room.py.
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1120, "height": 700}
 
 

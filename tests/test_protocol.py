@@ -7,7 +7,7 @@ import pytest
 from tests.protocol import MUTANTS, Found, Rules, search
 
 # There is no database in it: once is enough.
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

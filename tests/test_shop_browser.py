@@ -29,7 +29,7 @@ WATCH = """() => {
     new MutationObserver(look).observe(document.getElementById("sale"), {childList: true});
 }"""
 
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeout(280)]
 
 
 @pytest.fixture(autouse=True)
