@@ -99,7 +99,7 @@ def in_line():
 def test_requests_of_many_clients_in_sync_and_async_views_lose_nothing(uvicorn, counter, workers):
     """The counter is guarded by nothing but the lock; the clients are in several processes."""
     crowd = workers(3)
-    each = 20
+    each = 8
     for worker in crowd:
         worker.start(jobs.visit, uvicorn.port, ["/sync/", "/async/", "/decorated/"], each)
     answers = [answer for worker in crowd for answer in worker.hear()]

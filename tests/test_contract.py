@@ -125,6 +125,7 @@ class TestSession(BackendContract, TransactionTestCase):
         other.disconnect()
 
 
+@pytest.mark.engine("sqlite")
 class TestMemory(BackendContract, TransactionTestCase):
     available_apps = ["dlocks"]
 
@@ -132,6 +133,7 @@ class TestMemory(BackendContract, TransactionTestCase):
         return MemoryBackend("memory", **options)
 
 
+@pytest.mark.engine("sqlite")
 class TestDummy(BackendContract, TransactionTestCase):
     available_apps = ["dlocks"]
 

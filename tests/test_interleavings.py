@@ -31,9 +31,9 @@ def test_waiters_in_transactions_never_keep_the_real_holder_from_its_row(using, 
     crowd = workers(6)
     for number, worker in enumerate(crowd):
         if number % 2:
-            worker.start(jobs.hold_and_time_releases, "stock:7", using=using, seconds=4)
+            worker.start(jobs.hold_and_time_releases, "stock:7", using=using, seconds=2)
         else:
-            worker.start(jobs.wait_in_transactions, "stock:7", using=using, seconds=4, timeout=0.05)
+            worker.start(jobs.wait_in_transactions, "stock:7", using=using, seconds=2, timeout=0.05)
     longest = max(worker.hear() or 0 for worker in crowd)
     in_time(longest, 2.0)
 

@@ -1323,10 +1323,10 @@ def test_who_is_stopped_anywhere_on_its_way_through_the_line_keeps_nobody_else_f
     """Also in the middle of a transaction of the line's own, with the lock row locked."""
     crowd = workers(2)
     victim = doomed()
-    victim.start(jobs.enter_and_leave, "stock:7", seconds=17, using=using, ttl=1.0)
+    victim.start(jobs.enter_and_leave, "stock:7", seconds=8, using=using, ttl=1.0)
     for worker in crowd:
-        worker.start(jobs.longest_wait, "stock:7", seconds=16, using=using, ttl=1.0)
-    for _ in range(5):
+        worker.start(jobs.longest_wait, "stock:7", seconds=7, using=using, ttl=1.0)
+    for _ in range(2):
         time.sleep(random.uniform(0.1, 0.3))
         victim.stop()
         time.sleep(2.7)

@@ -27,7 +27,11 @@ from tests import commands_for_tests, jobs, pages
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    # Jobs and commands have no SQL of their own.
+    pytest.mark.engine("sqlite", "postgresql"),
+]
 
 
 @pytest.fixture(scope="module")

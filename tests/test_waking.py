@@ -182,9 +182,9 @@ def test_no_other_session_of_the_same_account_is_ever_interrupted(workers):
     """Somebody's statement that lasts as long as four processes wait for each other."""
     crowd = workers(4)
     for worker in crowd:
-        worker.start(jobs.longest_wait, "stock:7", seconds=4)
+        worker.start(jobs.longest_wait, "stock:7", seconds=2)
     with connection.cursor() as cursor:
-        for _ in range(4):
+        for _ in range(2):
             cursor.execute("SELECT SLEEP(0.9)")
             assert cursor.fetchone() == (0,)
     for worker in crowd:
