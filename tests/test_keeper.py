@@ -54,6 +54,8 @@ def turned_clock(monkeypatch):
         patch.setattr(backends["memory"], "time", turned)
         patch.setattr(keeper, "keep", lambda hold: None)
         yield turned
+    # A backend that was made meanwhile has that clock for ever: whoever waits next would never see a lease run out.
+    backends.reset()
     # It may have gone to sleep by the turned clock.
     keeper.look()
 
