@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from tests.servers import SERVERS
 
@@ -106,7 +106,10 @@ def _run(engine: str, extra: list[str]) -> int:
                 try:
                     return process.wait(LIMIT)
                 except subprocess.TimeoutExpired:
-                    # pytest's faulthandler writes the stacks of all threads.
+                    # What has failed until then is told, and where that does not end it, the stacks of all threads are.
+                    process.send_signal(signal.SIGINT)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(60)
                     process.send_signal(signal.SIGABRT)
                     process.wait()
                     print(f"FAILED {engine}: aborted, not ended after {LIMIT / 60:g} minutes", flush=True)
