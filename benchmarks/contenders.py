@@ -254,6 +254,41 @@ class RawSQLite(Contender):
         self.connection.execute("COMMIT")
 
 
+class DjangoCursor(Contender):
+    """The limit's two statements through Django's cursor, whose wrappers, log and tests see them."""
+
+    waits = False
+    engine: ClassVar[str]
+    acquire: ClassVar[str]
+    release: ClassVar[str] = "SELECT 1"
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        with connections[self.engine].cursor() as cursor:
+            cursor.execute(self.acquire, ("an owner", key))
+        yield
+        with connections[self.engine].cursor() as cursor:
+            cursor.execute(self.release, (key,) if "%s" in self.release else None)
+            if "%s" not in self.release:
+                cursor.fetchall()
+
+
+class DjangoPostgreSQL(DjangoCursor):
+    name, label, server = "django-postgresql", "Django's cursor: UPDATE, SELECT 1", "postgresql"
+    engine, acquire = "postgresql", RawPostgreSQL.acquire
+
+
+class DjangoMariaDB(DjangoCursor):
+    name, label, server = "django-mariadb", "Django's cursor: UPDATE, SELECT 1", "mariadb"
+    engine, acquire = "mariadb", RawMariaDB.acquire
+
+
+class DjangoSQLite(DjangoCursor):
+    name, label, server = "django-sqlite", "Django's cursor: UPDATE, UPDATE", None
+    engine, acquire = "sqlite", Raw.ACQUIRE.format(end="'2100-01-01'")
+    release = f"UPDATE {TABLE} SET end_time = '2000-01-01' WHERE name = %s"
+
+
 class AdvisoryLock(Contender):
     name, label, server = "advisory", "pg_advisory_lock", "postgresql"
 
@@ -403,6 +438,9 @@ CONTENDERS: dict[str, Contender] = {
         RawMariaDB,
         RawPairMariaDB,
         RawSQLite,
+        DjangoPostgreSQL,
+        DjangoMariaDB,
+        DjangoSQLite,
         AdvisoryLock,
         ForUpdate,
         DBMutexPostgreSQL,
