@@ -110,6 +110,8 @@ DO $$
 DECLARE name text;
 BEGIN
     SET LOCAL session_replication_role = replica;
+    -- As TRUNCATE would, it waits for who is still writing.
+    LOCK TABLE {tables} IN SHARE ROW EXCLUSIVE MODE;
     FOREACH name IN ARRAY ARRAY[{names}] LOOP
         IF pg_relation_size(name::regclass) > 200000 THEN
             EXECUTE 'TRUNCATE ' || name || ' CASCADE';
@@ -135,7 +137,8 @@ def flush_tries_again():
     def patiently(self, sql_list):
         if connection.vendor == "postgresql":
             names = re.findall(r'"\w+"', " ".join(sql_list))
-            sql_list = [FLUSH.format(names=", ".join(f"'{name}'" for name in names))]
+            texts = ", ".join(f"'{name}'" for name in names)
+            sql_list = [FLUSH.format(tables=", ".join(names), names=texts)]
         for _ in range(4):
             try:
                 return flush(self, sql_list)

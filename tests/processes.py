@@ -102,7 +102,11 @@ class Worker:
 
 
 def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        # Ended, and buried already.
+        return "Z"
 
 
 def _nobody_can_write() -> bool:
@@ -128,7 +132,9 @@ def whereabouts() -> list[str]:
     """Return where the threads of all processes that work are: a line for each, the innermost call first."""
     working = [worker for worker in _workers if worker.process.is_alive() and not worker.is_idle]
     for worker in working:
-        os.kill(worker.process.pid, signal.SIGUSR2)
+        # It may have ended just now.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process.pid, signal.SIGUSR2)
     # One that is stopped does not answer.
     time.sleep(0.5 if working else 0)
     lines = []

@@ -346,7 +346,9 @@ def test_an_interrupt_at_any_line_of_a_wait_that_comes_to_nothing_leaves_no_plac
             if interrupter.where is None:
                 break
             leaves_no_claim(f"{interrupter.where}, line {number}", until)
-    assert 50 < number < 2990
+        else:
+            pytest.fail("never came through")
+    assert number > 50
 
 
 @pytest.mark.timeout(280)
@@ -367,7 +369,9 @@ def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothin
         leaves_no_claim(f"{interrupter.where}, line {number}", until)
         assert not list(keeper._holds), interrupter.where
         assert is_free()
-    assert 50 < number < 2990
+    else:
+        pytest.fail("never came through")
+    assert number > 50
 
 
 @leaves_no_handler
@@ -383,4 +387,6 @@ def test_an_interrupt_at_any_line_of_resuming_a_hold_leaves_it_to_be_resumed_or_
         with contextlib.suppress(LockLost):
             resume_hold(text).release()
         assert is_free(), interrupter.where
+    else:
+        pytest.fail("never came through")
     assert number > 30

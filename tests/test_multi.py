@@ -617,6 +617,8 @@ def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, e
             lock.__exit__(None, None, None)
         assert elsewhere(free), f"held after an interrupt at {interrupter.where}, line {number}"
         assert not [hold for hold in list(keeper._holds) if hold.held], interrupter.where
+    else:
+        pytest.fail("never came through")
     assert number > 50
     # What ended is kept alive by the tracebacks alone.
     gc.collect()

@@ -192,12 +192,13 @@ def test_no_increment_is_lost_while_leases_end_by_the_clock_all_the_time(using, 
     crowd = workers(4)
     for worker in crowd:
         worker.start(jobs.count, str(path), "counter", times=12, scope="lease", using=using, timeout=None)
-    stop = threading.Event()
+    stop, steps = threading.Event(), itertools.count()
 
     def step():
         # SQLite has one writer.
         while not stop.wait(0.1 if connection.vendor == "sqlite" else 0.005):
             ran_out()
+            next(steps)
         connections.close_all()
 
     thread = threading.Thread(target=step)
@@ -208,5 +209,6 @@ def test_no_increment_is_lost_while_leases_end_by_the_clock_all_the_time(using, 
         stop.set()
         thread.join()
     assert path.read_text().split()[0] == "48"
+    assert next(steps) > 5
     everybody = list(itertools.chain.from_iterable(tokens))
     assert len(set(everybody)) == len(everybody)

@@ -14,7 +14,7 @@ from dlocks.holds import Hold
 from tests.simulation import Simulation
 
 # There is no database in it: once is enough.
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(600)]
 
 SCHEDULES = st.binary(min_size=20, max_size=120)
 BUSY = {"max_examples": 10_000, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
