@@ -178,15 +178,20 @@ def _pool(django_db_setup):
 def workers(_pool, transactional_db):
     """Return a function that gives so many processes, on this test's database, kept for the next test."""
 
-    def get(number: int) -> list[Worker]:
+    def bury() -> None:
         for worker in [one for one in _pool if not (one.is_idle and one.process.is_alive())]:
             worker.kill()
             _pool.remove(worker)
+
+    def get(number: int) -> list[Worker]:
+        bury()
         while len(_pool) < number:
             _pool.append(Worker())
         return _pool[:number]
 
-    return get
+    yield get
+    # One that a failed test has left in a transaction would keep the tables from being emptied.
+    bury()
 
 
 @pytest.fixture
@@ -218,7 +223,7 @@ def elsewhere():
             finally:
                 connections.close_all()
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(60)
         assert outcome, "the thread did not end"

@@ -315,7 +315,7 @@ def held_elsewhere():
             finally:
                 connections.close_all()
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         assert taken.wait(30)
         try:

@@ -78,7 +78,7 @@ def threads():
             finally:
                 connections.close_all()
 
-        started.append(threading.Thread(target=run))
+        started.append(threading.Thread(target=run, daemon=True))
         started[-1].start()
         return started[-1]
 

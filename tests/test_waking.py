@@ -48,7 +48,7 @@ def threads():
             finally:
                 connections.close_all()
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.results = results
         started.append(thread)
         thread.start()
@@ -221,8 +221,10 @@ def test_who_may_not_wake_a_session_of_another_account_says_so_once_and_the_othe
             cursor.execute("DROP USER another@'127.0.0.1'")
 
 
-def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog):
+def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog, monkeypatch):
     backend = backends["default"]
+    # It is told once.
+    monkeypatch.setattr(backend, "_refused", False)
 
     def refuse(execute, sql, params, many, context):
         if sql.startswith("KILL"):
