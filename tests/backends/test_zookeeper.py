@@ -648,12 +648,17 @@ def test_a_person_can_take_a_key_away(backend, person, root, until):
         until(lambda: not hold.held)
 
 
-def test_no_share_is_had_beside_a_hold_that_was_taken_away(server, backend, person, root):
-    """Somebody else may have come since, and has the key alone."""
+@pytest.mark.parametrize("anew", [False, True])
+def test_no_share_is_had_beside_a_hold_that_was_taken_away(anew, server, backend, person, root):
+    """Somebody else may have come since, and has the key alone; where the key's node was made anew, by one's number."""
     mine, theirs = claim(), claim()
     assert backend.acquire(mine)
     (name,) = nodes(person, root)
     person.delete(f"{root}/key/{name}")
+    if anew:
+        # As the server does after a while, and may have done already.
+        with suppress(NoNodeError):
+            person.delete(f"{root}/key")
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
     assert other.acquire(theirs)
     share = claim(shared=True, beside=mine.owner)

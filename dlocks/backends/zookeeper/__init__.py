@@ -72,8 +72,8 @@ class Entry:
     claim: Claim
     # The node of its key.
     parent: str
-    # The token of the hold beside which it is taken, and the number of that one's ticket.
-    beside: tuple[int, int] | None = None
+    # The token of the hold beside which it is taken, and which ticket is that one's.
+    beside: tuple[int, tuple[int, str]] | None = None
     # What its own node is found by. Not the owner: whoever may look at the nodes must not have that capability.
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
     ticket: Ticket | None = None
@@ -330,7 +330,7 @@ class ZooKeeperBackend(BaseBackend):
         entry = Entry(claim, self._parent(claim.key), waiting=waiting, heard_at=clock.now())
         beside = self._entries.get(claim.beside) if claim.beside and not waiting else None
         if beside is not None and beside.ticket is not None and beside.token is not None:
-            entry.beside = beside.token, beside.ticket.number
+            entry.beside = beside.token, beside.ticket.identity
         return entry
 
     def _held(self, claim: Claim) -> Entry | None:
@@ -359,7 +359,7 @@ class ZooKeeperBackend(BaseBackend):
         """Return whether somebody has the key, or stands in line for it, without leaving anything behind."""
         tickets = self._line(entry.parent).tickets
         if entry.beside is not None:
-            return not any(ticket.number == entry.beside[1] for ticket in tickets)
+            return not any(ticket.identity == entry.beside[1] for ticket in tickets)
         return any(not (ticket.shared and entry.claim.shared) for ticket in tickets)
 
     def _join(self, entry: Entry, patience: float | None = None) -> bool:
@@ -626,7 +626,7 @@ class ZooKeeperBackend(BaseBackend):
                 self._forget(entry)
                 return False
             in_the_way = line.in_the_way(entry.ticket)
-            if entry.beside is not None and all(ticket.number != entry.beside[1] for ticket in line.tickets):
+            if entry.beside is not None and all(ticket.identity != entry.beside[1] for ticket in line.tickets):
                 # The hold beside which it is to be has been taken away, and somebody else may have come since.
                 return False
             if in_the_way is None:

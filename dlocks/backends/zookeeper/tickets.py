@@ -11,16 +11,20 @@ from urllib.parse import quote
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """
-    A node in line. ``number`` is the server's, in the order of arrival.
+    A node in line. ``number`` is the server's, in the order of arrival, anew where the key's node was deleted.
 
-    ``beside`` is the number of the same caller's exclusive ticket, right behind which it stands.
+    ``beside`` are the number and the mark of the same caller's exclusive ticket, right behind which it stands.
     """
 
     name: str
     mark: str
     shared: bool
     number: int
-    beside: int | None = None
+    beside: tuple[int, str] | None = None
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        return self.number, self.mark
 
 
 def node_of(key: str) -> str:
@@ -29,9 +33,10 @@ def node_of(key: str) -> str:
     return quote(key, safe="") if key.strip(".") else key.replace(".", "%2E")
 
 
-def name_for(mark: str, *, shared: bool, beside: int | None = None) -> str:
+def name_for(mark: str, *, shared: bool, beside: tuple[int, str] | None = None) -> str:
     """Return the name of a claim's node, to which the server adds the number."""
-    return f"{mark}.{'shared' if shared else 'alone'}.{'' if beside is None else beside}."
+    place = "" if beside is None else "{}-{}".format(*beside)
+    return f"{mark}.{'shared' if shared else 'alone'}.{place}."
 
 
 class Line:
@@ -68,21 +73,22 @@ class Line:
         if not ticket.shared:
             return self.tickets[place - 1] if place else None
         alone = self._alone[place]
-        return None if alone is None or alone.number == ticket.beside else alone
+        return None if alone is None or alone.identity == ticket.beside else alone
 
 
 def _read(name: str) -> Ticket | None:
     match name.split("."):
         case [mark, ("shared" | "alone") as kind, beside, number]:
             try:
-                return Ticket(name, mark, kind == "shared", int(number), int(beside) if beside else None)
+                place, _, other = beside.rpartition("-")
+                return Ticket(name, mark, kind == "shared", int(number), (int(place), other) if beside else None)
             except ValueError:
                 return None
     return None
 
 
 def _rank(ticket: Ticket) -> int:
-    return ticket.number if ticket.beside is None else ticket.beside
+    return ticket.number if ticket.beside is None else ticket.beside[0]
 
 
 def _since(first: int, number: int) -> int:
