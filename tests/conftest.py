@@ -51,11 +51,11 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run coroutine tests as Django's own test cases do: sync code of theirs runs in this thread."""
+    """Run coroutine tests as Django's own test cases do: sync code of theirs runs in this thread, each in a new loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    async_to_sync(pyfuncitem.obj)(**arguments)
+    async_to_sync(pyfuncitem.obj, force_new_loop=True)(**arguments)
     return True
 
 

@@ -28,7 +28,7 @@ from tests.servers import SERVERS
 
 ENGINES = ("sqlite", "postgresql", "mariadb")
 SHARDS = {"sqlite": 2, "postgresql": 3, "mariadb": 3, "backends": 3}
-LIMIT = 25 * 60.0
+LIMIT = 40 * 60.0
 
 
 def main(arguments: list[str]) -> int:
