@@ -10,6 +10,7 @@ import math
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import struct
@@ -848,6 +849,36 @@ def test_tokens_grow_in_an_ensemble_that_is_built_anew(start, configured):
         backends["zookeeper"].disconnect()
         server.stop()
     assert all(one < other for one, other in pairwise(tokens))
+
+
+def test_tokens_grow_for_a_process_that_was_idle_while_its_ensemble_was_built_anew(
+    start, configured, root, monkeypatch, until
+):
+    """It has no session then that would tell it so."""
+    monkeypatch.setattr(zookeeper, "LINGER", 0.2)
+    server = start(ZooKeeper(**BRISK))
+    configured(server.port)
+    with lock() as hold:
+        before = hold.token
+    until(lambda: not backends["zookeeper"].ensemble.is_open)
+    server.stop()
+    shutil.rmtree(server.data / "version-2")
+    server.start()
+    # Somebody else comes first, and makes the root.
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    one = claim()
+    between = other.acquire(one).token
+    other.disconnect()
+    with lock() as hold:
+        assert before < between < hold.token
+
+
+def test_tokens_grow_though_somebody_deletes_the_root(backend, person, root):
+    with lock() as hold:
+        before = hold.token
+    person.delete(root, recursive=True)
+    with lock() as hold:
+        assert before < hold.token
 
 
 @pytest.mark.timeout(150)

@@ -10,8 +10,9 @@ A process has one session for all its claims. The servers end it when they have 
 ensemble was last heard of. An answer that is lost says nothing about the session; that it has ended only the servers
 can say, and then all holds of it are lost at once.
 
-Tokens are the number of the transaction that created the node (``czxid``), counted from the moment at which the root
-was made, in microseconds: they grow for ever, for an ensemble that is built anew too.
+Tokens are the number of the transaction that created the node (``czxid``), counted from that of the root's own, and
+from the moment at which the root was made, in microseconds: they grow for an ensemble that is built anew too, as long
+as its leaders change less often than once an hour and a quarter on average, by which those numbers grow as much.
 """
 
 from __future__ import annotations
@@ -425,19 +426,19 @@ class ZooKeeperBackend(BaseBackend):
             _ok(answer)
 
     def _find_base(self) -> int:
-        """Return from where tokens are counted: the moment at which the root was made, in microseconds."""
+        """Return from where tokens are counted, such that those of the root's own transaction are the moment of it."""
         for number in range(2, self.root.count("/") + 1):
             above = "/".join(self.root.split("/")[:number])
             self.ensemble.ask(zookeeper.create(above, b"", zookeeper.OPEN_ACL_UNSAFE))
-        moment = str(time.time_ns() // 1000).encode()
-        self.ensemble.ask(zookeeper.create(self.root, moment, self.ensemble.acl))
+        self.ensemble.ask(zookeeper.create(self.root, b"", self.ensemble.acl))
         while True:
             (answer,) = self.ensemble.ask(zookeeper.read(self.root))
             data, stat = _ok(answer)
             if data:
                 break
-            # Somebody has made it by hand.
-            (answer,) = self.ensemble.ask(zookeeper.write(self.root, moment, stat.version))
+            # Where somebody has deleted the root, the tokens of before are known here.
+            base = max(time.time_ns() // 1000 - stat.czxid, self._base or 0)
+            (answer,) = self.ensemble.ask(zookeeper.write(self.root, str(base).encode(), stat.version))
             if not isinstance(answer, BadVersionError):
                 _ok(answer)
         if not data.isdigit():
@@ -688,6 +689,8 @@ class ZooKeeperBackend(BaseBackend):
                     self._tender = None
                     # Whoever comes from here on makes a session of its own.
                     client = self.ensemble.detach()
+                    # Nor is it known what becomes of the ensemble without one.
+                    self._base = None
                     break
                 if now > self._tends_at + HEARD_FOR / 2:
                     # This process was stopped: those who wait could not be heard of.
