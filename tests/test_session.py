@@ -851,6 +851,55 @@ def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewh
     elsewhere(lambda: lock(timeout=0).acquire().release())
 
 
+def test_a_key_whose_return_somebody_cancels_is_free_all_the_same(monkeypatch, elsewhere):
+    """As an administrator may, who ends whatever runs."""
+    hold = lock().acquire()
+    wire = backends["session"]._entries[hold.owner].session.wire
+    monkeypatch.setattr(wire, "send", lambda *_: None)
+    monkeypatch.setattr(wire, "wait", lambda timeout: True)
+    monkeypatch.setattr(wire, "answer", lambda: None)
+    with pytest.raises(LockLost):
+        hold.release()
+    elsewhere(lambda: lock(timeout=5).acquire().release())
+
+
+def test_who_gives_up_cancels_nobody_else_s_statement(elsewhere, until):
+    """After a failover the number of one's session is somebody else's on the server that is asked."""
+    backend = backends["session"]
+    holder = elsewhere(lock().acquire)
+    waiting = claim()
+    backend.queue(waiting)
+    other = connections["default"].copy()
+    other.inc_thread_sharing()
+    running = {
+        "postgresql": "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND state = 'active'",
+        "mysql": "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND command = 'Query'",
+    }[other.vendor]
+
+    def sleeps():
+        with connection.cursor() as mine:
+            mine.execute(running, [number])
+            return mine.fetchone()[0]
+
+    with other.cursor() as cursor:
+        cursor.execute("SELECT " + ("pg_backend_pid()" if other.vendor == "postgresql" else "CONNECTION_ID()"))
+        backend._entries[waiting.owner].session.wire.pid = number = cursor.fetchone()[0]
+        slept = []
+
+        def sleep():
+            cursor.execute("SELECT " + ("1 FROM pg_sleep(2)" if other.vendor == "postgresql" else "SLEEP(2) + 1"))
+            slept.append(cursor.fetchone()[0])
+
+        sleeper = threading.Thread(target=sleep, daemon=True)
+        sleeper.start()
+        until(sleeps)
+        backend.release(waiting)
+        sleeper.join(20)
+    other.close()
+    assert slept == [1]
+    holder.release()
+
+
 async def test_a_cancelled_task_leaves_nothing(in_line):
     held = await lock().aacquire()
     task = asyncio.ensure_future(lock(timeout=None).aacquire())

@@ -465,8 +465,11 @@ class SessionBackend(Statements, BaseBackend):
             return True
 
     def _freed(self, entry: Entry, row: Row | None) -> None:
+        if row is None:
+            # The key is still the session's, and ends with it.
+            raise SessionDiedError("somebody has cancelled its statement")
         with self._mutex:
-            entry.freed = bool(row and row[0] is not None and int(row[0]))
+            entry.freed = row[0] is not None and bool(int(row[0]))
             self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
@@ -737,7 +740,7 @@ class SessionBackend(Statements, BaseBackend):
             with session.mutex:
                 if not session.settle():
                     late = True
-                    self._ask_main("cancel", session.wire.pid)
+                    self._ask_main("cancel", session.wire.identity)
                     # Its other holds are lost with it, so a server that is merely busy gets its time.
                     if not session.settle(CANCEL_PATIENCE):
                         raise SessionDiedError("it did not answer to being cancelled")

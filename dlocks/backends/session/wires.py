@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import select
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -49,6 +50,10 @@ class Wire:
 
     # What the connection was told, at its start, that this number is: a pooler makes one up.
     told: int
+
+    # What another session cancels its statement by: the number alone is somebody else's on another server, and on this
+    # one after a restart.
+    identity: str
 
     def __init__(self, wrapper: BaseDatabaseWrapper, idle: float) -> None:
         self.wrapper = wrapper
@@ -113,6 +118,7 @@ class PostgreSQLWire(Wire):
     in_transactions = True
 
     _TICKS = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
+    _IDENTITY = "concat(pid, ' ', extract(epoch FROM backend_start))"
     _THIS = (
         "locktype = 'advisory' AND objsubid = 1 AND database = (SELECT oid FROM pg_database WHERE datname ="
         " current_database()) AND (classid::bigint << 32 | objid::bigint) = $1::bigint"
@@ -130,7 +136,7 @@ class PostgreSQLWire(Wire):
         ),
         "free": "SELECT pg_advisory_unlock($1::bigint)::int",
         "free shared": "SELECT pg_advisory_unlock_shared($1::bigint)::int",
-        "cancel": "SELECT pg_cancel_backend($1::bigint::int)::int",
+        "cancel": f"SELECT pg_cancel_backend(pid)::int FROM pg_stat_activity WHERE {_IDENTITY} = $1",
         "ping": "SELECT pg_backend_pid() + 0 * $1::bigint",
         "idle": "SELECT set_config('idle_session_timeout', $1::bigint::text, false)",
         "holder": (
@@ -144,12 +150,14 @@ class PostgreSQLWire(Wire):
         if not hasattr(self.raw, "pgconn"):
             raise ImproperlyConfigured("Session locks on PostgreSQL need psycopg 3: install dlocks[postgresql].")
         self.pgconn = self.raw.pgconn
-        (self.pid,) = self.first_row("SELECT pg_backend_pid() + 0")
+        self.pid, self.identity = self.first_row(
+            f"SELECT pid + 0, {self._IDENTITY} FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+        )
         self.told = int(self.pgconn.backend_pid)
 
     def begin(self, name: str) -> None:
         # All in one trip; later nothing may wait for an answer.
-        prepare = "; ".join(f'PREPARE "{name}" (bigint) AS {sql}' for name, sql in self.statements.items())
+        prepare = "; ".join(f'PREPARE "{name}" (text) AS {sql}' for name, sql in self.statements.items())
         try:
             self._check(self.pgconn.exec_(prepare.encode()))
         except (self.raw_errors, SessionDiedError) as error:
@@ -252,7 +260,8 @@ class MySQLWire(Wire):
         # A year: for ever is not known to MariaDB.
         "wait": f"SELECT IF(GET_LOCK('{{0}}', 31536000) = 1, {_TICKS}, NULL)",
         "free": "SELECT RELEASE_LOCK('{0}')",
-        "cancel": "KILL QUERY {0}",
+        # Of nobody where that lock is not known.
+        "cancel": "KILL QUERY IS_USED_LOCK('{0}')",
         "ping": "SELECT CONNECTION_ID() + 0",
         "idle": "SET SESSION wait_timeout = {0}",
         "holder": (
@@ -288,6 +297,8 @@ class MySQLWire(Wire):
                 " dlocks.backends.database.PessimisticBackend."
             )
         endless = "max_statement_time" if "mariadb" in version.lower() else "max_execution_time"
+        self.identity = f"dlocks session {secrets.token_hex(8)}"
+        self.first_row("SELECT GET_LOCK(%s, 0)", self.identity)
         with self.wrapper.cursor() as cursor:
             cursor.execute(
                 f"SET SESSION time_zone = '+00:00', {endless} = 0, wait_timeout = {self.idle_setting(self.idle)}"
