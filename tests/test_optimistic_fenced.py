@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 from django.core.management import call_command
-from django.db import models, transaction
+from django.db import IntegrityError, models, transaction
 
 from dlocks import LockError, StaleToken, db_lock
 from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
@@ -187,6 +187,37 @@ def test_new_rows_need_no_token_and_may_have_one():
     assert stored(made.pk) == ("made", 0, 7)
     with pytest.raises(StaleToken):
         Machine.objects.claim(made.pk, 6)
+
+
+@KINDS
+def test_a_row_that_is_created_with_a_token_refuses_an_older_one_at_once(model):
+    rows = model.objects.fenced(6)
+    created = [rows.create(state="one"), rows.get_or_create(state="two")[0]]
+    if model is Machine:
+        created += rows.bulk_create([Machine(state="three"), Machine(state="four")])
+    assert set(model.objects.values_list("fence", flat=True)) == {6}
+    for row in model.objects.all():
+        with pytest.raises(StaleToken):
+            model.objects.claim(row.pk, 5)
+    # And it is its creator's to write on, until a newer one comes.
+    for one in created:
+        one.steps = 1
+        one.save()
+        model.objects.claim(one.pk, 7)
+        with pytest.raises(StaleToken):
+            one.save()
+
+
+def test_what_may_not_have_been_created_is_not_written_with_the_token():
+    mine = Machine.objects.create(state="there")
+    doubled = Machine(pk=mine.pk, state="other")
+    Machine.objects.fenced(6).bulk_create([doubled], ignore_conflicts=True)
+    with pytest.raises(RuntimeError, match="only with a token"):
+        doubled.save()
+    with pytest.raises(IntegrityError), transaction.atomic():
+        Machine.objects.fenced(6).bulk_create([again := Machine(pk=mine.pk)])
+    assert getattr(again._state, "token", None) is None
+    assert stored(mine.pk) == ("there", 0, 0)
 
 
 def test_a_deleted_row_is_not_inserted_again(machine):

@@ -58,7 +58,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         return await sync_to_async(self.claim)(pk, hold)
 
     def fenced(self, hold: HasToken | int) -> Any:
-        """Return this queryset with the token for its ``update()``, ``bulk_update()`` and ``delete()``."""
+        """Return this queryset with the token for what it updates, deletes and creates."""
         clone: Any = self._chain()  # type: ignore[attr-defined]
         clone._token = token_of(hold)
         return clone
@@ -79,6 +79,16 @@ class FencedQuerySet(models.QuerySet[Any]):
         self._result_cache = None
         return deleted
 
+    def create(self, **kwargs: Any) -> Any:
+        """Insert a row, with the token where there is one; the instance's ``save()`` and ``delete()`` use it."""
+        if self._token is None:
+            return super().create(**kwargs)
+        instance = self.model(**kwargs)
+        instance._state.token = self._token
+        self._for_write = True
+        instance.save(force_insert=True, using=self.db)
+        return instance
+
     def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
         """Update the fields of all instances, with the token; see update()."""
         self._need_token()
@@ -95,10 +105,30 @@ class FencedQuerySet(models.QuerySet[Any]):
         update_fields: Any = None,
         unique_fields: Any = None,
     ) -> list[Any]:
-        """Insert the instances. Raise ValueError for ``update_conflicts``: such an update could not look at tokens."""
+        """
+        Insert the instances, with the token where there is one; see create().
+
+        Raise ValueError for ``update_conflicts``: such an update could not look at tokens.
+        """
         if update_conflicts:
             raise ValueError("bulk_create(update_conflicts=True) would write over rows without looking at tokens.")
-        return super().bulk_create(objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields)
+        objs = list(objs)
+        before = [getattr(instance._state, "token", None) for instance in objs]
+        if self._token is not None:
+            for instance in objs:
+                instance._state.token = self._token
+        created = False
+        try:
+            rows = super().bulk_create(
+                objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+            )
+            created = not ignore_conflicts
+        finally:
+            if not created:
+                # Nobody knows which of the rows are these instances'.
+                for instance, token in zip(objs, before, strict=True):
+                    instance._state.token = token
+        return rows
 
     def _need_token(self) -> int:
         if self._token is None:
