@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run coroutine tests as Django's own test cases do: sync code of theirs runs in this thread, each in a new loop."""
+    """Run coroutine tests as Django does, each in a new loop: sync code of theirs runs in this thread."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}

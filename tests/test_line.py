@@ -346,6 +346,24 @@ def test_a_place_whose_number_was_given_away_again_is_a_new_one(elsewhere):
         backend.release(one)
 
 
+def test_a_place_that_the_server_forgot_is_given_to_nobody_else():
+    """A crash of the server may forget places, and the numbers that were given out: they are brought along."""
+    backend = backends["default"]
+    holder, first, *others = (claim() for _ in range(5))
+    backend.acquire(holder)
+    number = backend.queue(first).number
+    backend.release(first)
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT setval(pg_get_serial_sequence('dlocks_lockclaim', 'id'), %s)", [number + 1])
+    assert backend.queue(first, "", number + 3).number == number + 3
+    numbers = [backend.queue(one).number for one in others]
+    assert numbers == sorted(numbers)
+    assert numbers[0] > number + 3
+    for one in (*others, first, holder):
+        backend.release(one)
+
+
 # Those who wait in one process.
 
 

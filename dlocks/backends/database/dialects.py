@@ -44,6 +44,8 @@ class Dialect:
     fails_alone = False
     # How a row is inserted when it may be there already: the words before INTO and at the end.
     insert_or_ignore = ("INSERT", "ON CONFLICT DO NOTHING")
+    # Sees to it that nobody is given a number in line that somebody has brought along; or else the engine does.
+    give_no_more = ""
     returning = " RETURNING version"
     # How an insert, outside a transaction, is kept from waiting for a transaction that has the row it finds there:
     # words before it, and a term that adds nothing to a number in it.
@@ -161,6 +163,11 @@ class Dialect:
 
 
 class PostgreSQL(Dialect):
+    # Not by setval(), which could take the sequence back behind those who draw numbers meanwhile.
+    give_no_more = (
+        "SELECT COUNT(nextval(sequence)) FROM (SELECT pg_get_serial_sequence('{claims}', 'id')::regclass AS sequence)"
+        " AS of_claims, generate_series(COALESCE(pg_sequence_last_value(sequence), 0) + 1, %(number)s)"
+    )
     now = "clock_timestamp()"
     ticks = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
     show_isolation = "SHOW transaction_isolation"

@@ -364,7 +364,10 @@ class Line(Statements):
                     self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"), {"number": number}
                 )
                 # A crash of the server may forget a place, and give its number away again.
-                self._insert_in_line(claim, channel, None if taken else number, counted=head is not None)
+                kept = None if taken else number
+                if kept is not None and self.dialect.give_no_more:
+                    self._rows(self._text(self.dialect.give_no_more), {"number": kept})
+                self._insert_in_line(claim, channel, kept, counted=head is not None)
                 if head is not None:
                     self._change(head, waiters=head.waiters + 1)
                 row = self._row_of(claim)
