@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
@@ -59,9 +59,15 @@ class _Places(dict[str, str]):
         return self[name]
 
 
-class _Statement(NamedTuple):
-    name: bytes
-    names: tuple[str, ...]
+class _Statement:
+    """A statement by its name at the server, the names of its parameters, and how the columns are read, once known."""
+
+    __slots__ = ("name", "names", "readers")
+
+    def __init__(self, name: bytes, names: tuple[str, ...]) -> None:
+        self.name = name
+        self.names = names
+        self.readers: list[Callable[[bytes], Any]] | None = None
 
 
 class PreparedStatements:
@@ -75,7 +81,8 @@ class PreparedStatements:
     def __init__(self, connection: Any) -> None:
         from psycopg import pq
 
-        self._good = {pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK}
+        # As numbers: to look for one in a set of those costs more than all else that is read of an answer.
+        self._tuples_ok, self._command_ok = int(pq.ExecStatus.TUPLES_OK), int(pq.ExecStatus.COMMAND_OK)
         self._pgconn: PGconn = connection.pgconn
         self._answers = select.poll()
         self._answers.register(self._pgconn.socket, select.POLLIN)
@@ -126,7 +133,16 @@ class PreparedStatements:
             elif value is not None:
                 value = str(value).encode()
             values.append(value)
-        return self._ask(self._pgconn.send_query_prepared, statement.name, values)
+        result = self._ask(self._pgconn.send_query_prepared, statement.name, values)
+        if result.status != self._tuples_ok:
+            return Reply([], result.command_tuples or 0)
+        number = result.ntuples
+        if not number:
+            return Reply([], 0)
+        if (readers := statement.readers) is None:
+            readers = statement.readers = _readers(result)
+        rows = [_row(result, 0, readers)] if number == 1 else [_row(result, row, readers) for row in range(number)]
+        return Reply(rows, number)
 
     def _prepare(self, sql: str, parameters: Mapping[str, Any]) -> _Statement | None:
         if len(sql) > TEXT_AT_MOST:
@@ -139,7 +155,8 @@ class PreparedStatements:
         if len(self._statements) >= PREPARED_AT_MOST:
             return None
         if self._own is None:
-            pid = self._ask(self._pgconn.send_query, b"SELECT pg_backend_pid()").rows[0][0]
+            result = self._ask(self._pgconn.send_query, b"SELECT pg_backend_pid()")
+            (pid,) = _row(result, 0, _readers(result))
             # A pooler makes up the process id that it tells at the start, and the next statement may run elsewhere.
             self._own = pid == self._backend_pid
             if not self._own:
@@ -153,34 +170,26 @@ class PreparedStatements:
         statement = self._statements[sql] = _Statement(name, tuple(places))
         return statement
 
-    def _ask(self, send: Callable[..., None], *arguments: Any) -> Reply:
+    def _ask(self, send: Callable[..., None], *arguments: Any) -> PGresult:
         """Send something, wait for the answer, and return it; raise the driver's error."""
         pgconn, answers = self._pgconn, self._answers
-        results: list[PGresult] = []
         send(*arguments)
         while pgconn.flush():
             both = select.poll()
             both.register(pgconn.socket, select.POLLIN | select.POLLOUT)
             both.poll()
             pgconn.consume_input()
+        result: Any = None
         while True:
             while pgconn.is_busy():
                 answers.poll()
                 pgconn.consume_input()
-            if (result := pgconn.get_result()) is None:
+            if (more := pgconn.get_result()) is None:
                 break
-            results.append(result)
-        result = results[-1]
-        if result.status not in self._good:
+            result = more
+        if result.status not in (self._tuples_ok, self._command_ok):
             self._raise(result)
-        types = [_READ.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
-        rows = []
-        for row in range(result.ntuples):
-            values = [result.get_value(row, column) for column in range(result.nfields)]
-            rows.append(
-                tuple(None if value is None else read(value) for read, value in zip(types, values, strict=True))
-            )
-        return Reply(rows, result.command_tuples or 0)
+        return cast("PGresult", result)
 
     def _raise(self, result: PGresult) -> None:
         from psycopg import OperationalError, errors, pq
@@ -195,6 +204,15 @@ class PreparedStatements:
             self._own = False
             raise NotPreparedError from error
         raise error
+
+
+def _readers(result: PGresult) -> list[Callable[[bytes], Any]]:
+    return [_READ.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
+
+
+def _row(result: PGresult, row: int, readers: list[Callable[[bytes], Any]]) -> tuple[Any, ...]:
+    values = [result.get_value(row, column) for column in range(len(readers))]
+    return tuple([None if value is None else read(value) for read, value in zip(readers, values, strict=True)])
 
 
 class NotPreparedError(Exception):

@@ -190,19 +190,19 @@ class Statements:
         self, connection: BaseDatabaseWrapper, in_transaction: bool, sql: str, parameters: Mapping[str, Any]
     ) -> Reply:
         if not in_transaction and self.prepare is not False and connection.vendor == "postgresql":
-            with connection.wrap_database_errors:
-                # It may find that the connection was lost, in a statement that was not ours.
-                statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
-            if statements is not None:
-                try:
-                    with connection.wrap_database_errors, suppress(NotPreparedError):
-                        if (reply := statements.execute(sql, parameters)) is not None:
-                            return reply
-                except Error:
-                    raise
-                except BaseException:
-                    self.dialect.break_off(connection)
-                    raise
+            try:
+                with connection.wrap_database_errors:
+                    # It may find that the connection was lost, in a statement that was not ours.
+                    statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
+                    if statements is not None and (reply := statements.execute(sql, parameters)) is not None:
+                        return reply
+            except NotPreparedError:
+                pass
+            except Error:
+                raise
+            except BaseException:
+                self.dialect.break_off(connection)
+                raise
         return self._by_cursor(connection, in_transaction, sql, parameters)
 
     def _by_cursor(
