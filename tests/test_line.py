@@ -346,22 +346,72 @@ def test_a_place_whose_number_was_given_away_again_is_a_new_one(elsewhere):
         backend.release(one)
 
 
-def test_a_place_that_the_server_forgot_is_given_to_nobody_else():
-    """A crash of the server may forget places, and the numbers that were given out: they are brought along."""
+@pytest.fixture
+def forgetful():
+    """Return a function that has the server forget the numbers that it has given away, as a crash may."""
+
+    def forget(number):
+        if connection.vendor == "postgresql":
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT setval(pg_get_serial_sequence('dlocks_lockclaim', 'id'), %s)", [number])
+
+    return forget
+
+
+def test_places_that_the_server_forgot_are_nobody_else_s(forgetful):
+    """They are brought along, by number; who comes new is given others, and is not refused."""
     backend = backends["default"]
-    holder, first, *others = (claim() for _ in range(5))
+    holder, *olds = (claim() for _ in range(4))
+    others = [claim() for _ in range(3)]
     backend.acquire(holder)
-    number = backend.queue(first).number
-    backend.release(first)
-    if connection.vendor == "postgresql":
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT setval(pg_get_serial_sequence('dlocks_lockclaim', 'id'), %s)", [number + 1])
-    assert backend.queue(first, "", number + 3).number == number + 3
-    numbers = [backend.queue(one).number for one in others]
-    assert numbers == sorted(numbers)
-    assert numbers[0] > number + 3
-    for one in (*others, first, holder):
+    numbers = [backend.queue(one).number for one in olds]
+    for one in olds:
         backend.release(one)
+    forgetful(numbers[0] - 1 or 1)
+    for one, number in zip(olds, numbers, strict=True):
+        assert backend.queue(one, "", number).number == number
+    new = [backend.queue(one).number for one in others]
+    assert new == sorted(new)
+    assert not set(new) & set(numbers)
+    for one in (*others, *olds, holder):
+        backend.release(one)
+
+
+def test_a_share_is_had_though_its_number_was_brought_along(forgetful):
+    backend = backends["default"]
+    holder, waiting, share = claim(), claim(), claim(key="another", shared=True)
+    backend.acquire(holder)
+    number = backend.queue(waiting).number
+    backend.release(waiting)
+    forgetful(number)
+    assert backend.queue(waiting, "", number + 1).number == number + 1
+    assert backend.acquire(share)
+    for one in (share, waiting, holder):
+        assert backend.release(one) == (one is not waiting)
+
+
+def test_threads_that_come_together_have_places_though_numbers_were_brought_along(forgetful, threads, in_line):
+    """They go into line in one statement."""
+    backend = backends["default"]
+    with db_lock("stock:7") as hold:
+        waiting = claim()
+        number = backend.queue(waiting).number
+        backend.release(waiting)
+        forgetful(number)
+        assert backend.queue(waiting, "", number + 1).number == number + 1
+        had = []
+
+        def take():
+            with db_lock("stock:7", timeout=30) as mine:
+                had.append(mine.token)
+
+        crowd = [threads(take) for _ in range(6)]
+        in_line(7)
+        backend.release(waiting)
+    for one in crowd:
+        one.join(30)
+    assert len(had) == 6
+    assert all(token > hold.token for token in had)
 
 
 # Those who wait in one process.

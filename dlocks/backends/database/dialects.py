@@ -44,8 +44,9 @@ class Dialect:
     fails_alone = False
     # How a row is inserted when it may be there already: the words before INTO and at the end.
     insert_or_ignore = ("INSERT", "ON CONFLICT DO NOTHING")
-    # Sees to it that nobody is given a number in line that somebody has brought along; or else the engine does.
-    give_no_more = ""
+    # The end of an insert that comes to nothing where somebody has brought along the number that it draws: then another
+    # one is drawn. Elsewhere the engine draws none that is less than one it has seen.
+    unless_brought_along = ""
     returning = " RETURNING version"
     # How an insert, outside a transaction, is kept from waiting for a transaction that has the row it finds there:
     # words before it, and a term that adds nothing to a number in it.
@@ -163,11 +164,7 @@ class Dialect:
 
 
 class PostgreSQL(Dialect):
-    # Not by setval(), which could take the sequence back behind those who draw numbers meanwhile.
-    give_no_more = (
-        "SELECT COUNT(nextval(sequence)) FROM (SELECT pg_get_serial_sequence('{claims}', 'id')::regclass AS sequence)"
-        " AS of_claims, generate_series(COALESCE(pg_sequence_last_value(sequence), 0) + 1, %(number)s)"
-    )
+    unless_brought_along = "ON CONFLICT (id) DO NOTHING"
     now = "clock_timestamp()"
     ticks = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
     show_isolation = "SHOW transaction_isolation"
@@ -195,7 +192,7 @@ class PostgreSQL(Dialect):
         " head AS MATERIALIZED (SELECT key_resource, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free"
         " FROM bound, {locks} WHERE key_resource = %(key)s AND (owner NOT IN ({owners}) OR {free_by_clock})"
         " FOR UPDATE OF {locks}),"
-        " mine AS (INSERT INTO {claims} ({columns}) {rows} ON CONFLICT (owner) DO NOTHING RETURNING owner, id),"
+        " mine AS (INSERT INTO {claims} ({columns}) {rows} ON CONFLICT DO NOTHING RETURNING owner, id),"
         " counted AS (UPDATE {locks} SET waiters = waiters + (SELECT COUNT(*) FROM mine) FROM head"
         " WHERE {locks}.key_resource = head.key_resource AND EXISTS (SELECT 1 FROM mine))"
         " SELECT owner, id, 0, {ticks} FROM mine"

@@ -364,10 +364,7 @@ class Line(Statements):
                     self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"), {"number": number}
                 )
                 # A crash of the server may forget a place, and give its number away again.
-                kept = None if taken else number
-                if kept is not None and self.dialect.give_no_more:
-                    self._rows(self._text(self.dialect.give_no_more), {"number": kept})
-                self._insert_in_line(claim, channel, kept, counted=head is not None)
+                self._insert_in_line(claim, channel, None if taken else number, counted=head is not None)
                 if head is not None:
                     self._change(head, waiters=head.waiters + 1)
                 row = self._row_of(claim)
@@ -898,10 +895,20 @@ class Line(Statements):
     def _insert_in_line(
         self, claim: Claim, channel: str, number: int | None, *, counted: bool, version: int | None = None
     ) -> None:
-        names, values, parameters = self._columns(claim, channel, number, counted=counted, version=version)
-        # One in line may be there by now, put there by a thread that was to take it along.
-        before, after = self.dialect.insert_or_ignore if version is None else ("INSERT", "")
-        self._count(self._text(f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"), parameters)
+        while True:
+            names, values, parameters = self._columns(claim, channel, number, counted=counted, version=version)
+            # One in line may be there by now, put there by a thread that was to take it along.
+            before, after = self.dialect.insert_or_ignore
+            if version is not None:
+                before, after = "INSERT", self.dialect.unless_brought_along
+            written = self._count(
+                self._text(f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"), parameters
+            )
+            surely = written or not self.dialect.unless_brought_along
+            if (surely and number is None) or self._row_of(claim) is not None:
+                return
+            # Each try draws another number, and those that were brought along are not more than stand in line.
+            number = None
 
     def _columns(
         self, claim: Claim, channel: str, number: int | None, *, counted: bool, version: int | None = None
