@@ -409,9 +409,10 @@ class Attempt:
         except LockBackendError:
             raise
         except (LockError, RuntimeError) as refusal:
-            # Refused: nothing was granted, so there is nothing to take back.
+            # Refused: nothing was granted, so there is nothing to take back. A lease is not refused by a RuntimeError,
+            # which a signal's handler has raised then.
             for attempt in attempts:
-                attempt.unknown = False
+                attempt.unknown = not (isinstance(refusal, LockError) or attempt.in_transaction)
             if not (isinstance(refusal, LockNotAwaitable) and all(attempt.timeout == 0 for attempt in attempts)):
                 raise
         for attempt in attempts:
