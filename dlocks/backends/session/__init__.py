@@ -465,11 +465,11 @@ class SessionBackend(Statements, BaseBackend):
             return True
 
     def _freed(self, entry: Entry, row: Row | None) -> None:
-        if row is None:
-            # The key is still the session's, and ends with it.
-            raise SessionDiedError("somebody has cancelled its statement")
+        if row is None and entry.session is not None:
+            # By an administrator, say: before it had freed the key, or after.
+            self._make_sure_of_nothing(entry, entry.session)
         with self._mutex:
-            entry.freed = row[0] is not None and bool(int(row[0]))
+            entry.freed = row is None or (row[0] is not None and bool(int(row[0])))
             self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
@@ -703,7 +703,7 @@ class SessionBackend(Statements, BaseBackend):
             self._granted(entry, row)
 
     def _make_sure_of_nothing(self, entry: Entry, session: Session) -> None:
-        """Give back a key for which it was waited in vain: the engine may have given it just before it was told."""
+        """Give back a key whose statement was cancelled: the engine may have given it, or not freed it, before that."""
         try:
             answer = session.ask("free shared" if entry.claim.shared else "free", entry.name)
         except LockBackendError as error:
@@ -740,7 +740,9 @@ class SessionBackend(Statements, BaseBackend):
             with session.mutex:
                 if not session.settle():
                     late = True
-                    self._ask_main("cancel", session.wire.identity)
+                    row = self._ask_main("cancel", session.wire.identity)
+                    if row is not None and row[0] == "0":
+                        raise SessionDiedError("the server does not know it any more")
                     # Its other holds are lost with it, so a server that is merely busy gets its time.
                     if not session.settle(CANCEL_PATIENCE):
                         raise SessionDiedError("it did not answer to being cancelled")
@@ -883,6 +885,7 @@ class SessionBackend(Statements, BaseBackend):
         if row is None:
             return
         if int(row[0]) != session.wire.pid:
+            session.dead = True
             raise SessionDiedError("a pooler in between has given it to somebody else")
         session.stood_at = max(session.stood_at, sent)
 

@@ -121,7 +121,12 @@ class Session:
                     raise SessionDiedError(str(error)) from error
                 raise
             if on_answer is not None:
-                on_answer(self._row)
+                try:
+                    on_answer(self._row)
+                except SessionDiedError:
+                    # Before anybody else can send what would be granted to nobody.
+                    self.dead = True
+                    raise
             return True
 
     @property

@@ -52,7 +52,7 @@ class Wire:
     told: int
 
     # What another session cancels its statement by: the number alone is somebody else's on another server, and on this
-    # one after a restart.
+    # one after a restart. Where the answer is 0 the server knows no such session.
     identity: str
 
     def __init__(self, wrapper: BaseDatabaseWrapper, idle: float) -> None:
@@ -136,7 +136,10 @@ class PostgreSQLWire(Wire):
         ),
         "free": "SELECT pg_advisory_unlock($1::bigint)::int",
         "free shared": "SELECT pg_advisory_unlock_shared($1::bigint)::int",
-        "cancel": f"SELECT pg_cancel_backend(pid)::int FROM pg_stat_activity WHERE {_IDENTITY} = $1",
+        "cancel": (
+            "SELECT COUNT(pg_cancel_backend(pid)) FROM pg_stat_get_activity(split_part($1, ' ', 1)::int)"
+            f" WHERE {_IDENTITY} = $1 AND backend_start IS NOT NULL"
+        ),
         "ping": "SELECT pg_backend_pid() + 0 * $1::bigint",
         "idle": "SELECT set_config('idle_session_timeout', $1::bigint::text, false)",
         "holder": (
@@ -151,7 +154,7 @@ class PostgreSQLWire(Wire):
             raise ImproperlyConfigured("Session locks on PostgreSQL need psycopg 3: install dlocks[postgresql].")
         self.pgconn = self.raw.pgconn
         self.pid, self.identity = self.first_row(
-            f"SELECT pid + 0, {self._IDENTITY} FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+            f"SELECT pg_backend_pid() + 0, (SELECT {self._IDENTITY} FROM pg_stat_get_activity(pg_backend_pid()))"
         )
         self.told = int(self.pgconn.backend_pid)
 
