@@ -873,12 +873,20 @@ def test_tokens_grow_for_a_process_that_was_idle_while_its_ensemble_was_built_an
         assert before < between < hold.token
 
 
-def test_tokens_grow_though_somebody_deletes_the_root(backend, person, root):
+def test_tokens_grow_though_somebody_deletes_the_root(backend, server, person, root):
     with lock() as hold:
-        before = hold.token
+        tokens = [hold.token]
     person.delete(root, recursive=True)
-    with lock() as hold:
-        assert before < hold.token
+    # Another process makes it anew, and the key's node.
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    one = claim()
+    tokens.append(other.acquire(one).token)
+    other.release(one)
+    for _ in range(2):
+        with lock() as hold:
+            tokens.append(hold.token)
+        person.delete(root, recursive=True)
+    assert all(one < other for one, other in pairwise(tokens))
 
 
 @pytest.mark.timeout(150)

@@ -321,6 +321,8 @@ class ZooKeeperBackend(BaseBackend):
         """Close the session of this process, and with it give back all that is held or waited for."""
         self._session_ended(tell=False)
         self.ensemble.close()
+        # Who asked meanwhile may have found it in the session that has ended.
+        self._base = None
 
     # Claims and their nodes.
 
@@ -398,22 +400,27 @@ class ZooKeeperBackend(BaseBackend):
         name = name_for(entry.mark, shared=claim.shared, beside=entry.beside and entry.beside[1])
         data = json.dumps({"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting})
         request = zookeeper.create(f"{entry.parent}/{name}", data.encode(), self.ensemble.acl, in_line=True)
-        answer, names = self.ensemble.ask(request, zookeeper.children(entry.parent), once=True)
+        answer, names, root = self.ensemble.ask(
+            request, zookeeper.children(entry.parent), zookeeper.read(self.root), once=True
+        )
         if isinstance(answer, NoNodeError):
             self._make_parent(entry.parent, claim.key)
             return None
         path, stat = _ok(answer)
-        self._note(entry, path.rpartition("/")[2], stat)
+        self._note(entry, path.rpartition("/")[2], stat, root)
         return _line(names)
 
     def _find(self, entry: Entry) -> None:
         """Look for the node of a claim whose creation was not answered."""
         if (ticket := self._line(entry.parent).marked(entry.mark)) is not None:
-            (stat,) = self.ensemble.ask(zookeeper.exists(f"{entry.parent}/{ticket.name}"))
+            stat, root = self.ensemble.ask(zookeeper.exists(f"{entry.parent}/{ticket.name}"), zookeeper.read(self.root))
             if stat is not None:
-                self._note(entry, ticket.name, stat)
+                self._note(entry, ticket.name, stat, root)
 
-    def _note(self, entry: Entry, name: str, stat: Any) -> None:
+    def _note(self, entry: Entry, name: str, stat: Any, root: Any) -> None:
+        if isinstance(root, ZookeeperError) or root[0] != str(self._base).encode():
+            # Somebody has deleted the root, and another process has made it anew.
+            self._base = None
         entry.number = self._token(stat.czxid)
         (entry.ticket,) = Line([name]).tickets
 
@@ -446,9 +453,10 @@ class ZooKeeperBackend(BaseBackend):
         return int(data)
 
     def _token(self, zxid: int) -> int:
-        if self._base is None:
-            self._base = self._find_base()
-        return self._base + zxid
+        # Another thread may forget it meanwhile.
+        if (base := self._base) is None:
+            base = self._base = self._find_base()
+        return base + zxid
 
     def _leave(self, entry: Entry, *, patience: float | None = None, had: bool | None = None) -> bool:
         """Take the node of a claim away; return whether the claim had the key, which is looked for where unknown."""
