@@ -217,6 +217,7 @@ def test_what_may_not_have_been_created_is_not_written_with_the_token():
     with pytest.raises(IntegrityError), transaction.atomic():
         Machine.objects.fenced(6).bulk_create([again := Machine(pk=mine.pk)])
     assert getattr(again._state, "token", None) is None
+    assert (doubled.fence, again.fence) == (0, 0)
     assert stored(mine.pk) == ("there", 0, 0)
 
 

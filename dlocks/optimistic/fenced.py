@@ -81,9 +81,13 @@ class FencedQuerySet(models.QuerySet[Any]):
 
     def create(self, **kwargs: Any) -> Any:
         """Insert a row, with the token where there is one; the instance's ``save()`` and ``delete()`` use it."""
-        if self._token is None:
+        # The names at the other side of a OneToOneField are refused there.
+        if self._token is None or not self.model._meta._reverse_one_to_one_field_names.isdisjoint(kwargs):
             return super().create(**kwargs)
         instance = self.model(**kwargs)
+        if hasattr(self, "_fetch_mode"):
+            # From Django 6.1 on.
+            instance._state.fetch_mode = self._fetch_mode
         instance._state.token = self._token
         self._for_write = True
         instance.save(force_insert=True, using=self.db)
@@ -113,7 +117,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         if update_conflicts:
             raise ValueError("bulk_create(update_conflicts=True) would write over rows without looking at tokens.")
         objs = list(objs)
-        before = [getattr(instance._state, "token", None) for instance in objs]
+        before = [(getattr(instance._state, "token", None), instance.fence) for instance in objs]
         if self._token is not None:
             for instance in objs:
                 instance._state.token = self._token
@@ -126,8 +130,8 @@ class FencedQuerySet(models.QuerySet[Any]):
         finally:
             if not created:
                 # Nobody knows which of the rows are these instances'.
-                for instance, token in zip(objs, before, strict=True):
-                    instance._state.token = token
+                for instance, (token, fence) in zip(objs, before, strict=True):
+                    instance._state.token, instance.fence = token, fence
         return rows
 
     def _need_token(self) -> int:
