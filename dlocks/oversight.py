@@ -140,6 +140,9 @@ def clear(backend: DatabaseBackend, key: str, version: int, *, stale_only: bool 
         cleared = backend.clear(key, version, stale_only=stale_only)
     if not cleared:
         lock = _unchanged(backend, key, version, stale_only)
+        if stale_only and backend.observations is not None:
+            why = _("stale by the clock only, which is not trusted here: force its release, with a reason")
+            raise NotCleared(why, lock)
         raise NotCleared(_("in a transaction at this moment: try again when that has ended"), lock)
     return lock
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
 from django.db import connection, connections
 from django.test import override_settings
 
@@ -182,6 +183,8 @@ def test_neither_the_command_nor_the_admin_ends_a_lease_by_the_clock(doomed):
         backend = backends["watching"]
         assert sum(backend.reap()) == 0
         assert not backend.clear("stock:7", hold.token, stale_only=True)
+        with pytest.raises(CommandError, match="stale by the clock only, which is not trusted here: force its release"):
+            call_command("clear_lock", "stock:7", "--yes", using="watching")
         hold.check()
 
 
