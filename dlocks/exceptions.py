@@ -61,7 +61,8 @@ class LockStale(LockError):
     def __init__(self, *, key: str, holder: Holder | None) -> None:
         super().__init__(
             f"{key!r} was never given back by {holder or 'its holder'}. takeover=False leaves it to a person: see what "
-            "became of that run, then clear the key: with 'manage.py clear_lock' or in the admin, where it is in a database."
+            "became of that run, then clear the key; where it is in a database, with 'manage.py clear_lock' or in the "
+            "admin."
         )
         self.key = key
         self.holder = holder
