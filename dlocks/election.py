@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import inspect
 import logging
@@ -10,6 +11,7 @@ import os
 import queue
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
@@ -20,7 +22,7 @@ from dlocks import clock
 from dlocks.backends.base import Holder
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.coroutines import in_django_thread, waiting_for_a_lock
-from dlocks.exceptions import LockBackendError, LockError
+from dlocks.exceptions import LockBackendError, LockError, LockLost, StaleToken
 from dlocks.holds import Hold, current_caller
 from dlocks.locks import FROM_SETTINGS, Attempt, Lock, check_key, ring_in
 
@@ -30,6 +32,8 @@ logger = logging.getLogger("dlocks")
 PAUSE = 5.0
 # How long between two questions to a backend that cannot be asked: twice as long each time.
 FIRST_RETRY, LONGEST_RETRY = 0.25, 10.0
+# How long the end of the process waits for one that runs in another thread.
+EXIT_PATIENCE = 5.0
 
 
 class LeaderElection:
@@ -47,7 +51,8 @@ class LeaderElection:
     ``hold.token`` grows with every lead.
 
     ``run()`` blocks, ``start()`` runs it in a thread, as ``with`` does; ``arun()`` is for an event loop. An election
-    runs once: after ``stop()`` it is over.
+    runs once: after ``stop()`` it is over. One that runs in a thread is stopped as the process ends, which waits for
+    ``on_elected`` and ``on_deposed`` five seconds at most.
     """
 
     def __init__(
@@ -84,9 +89,13 @@ class LeaderElection:
         self._mutex = threading.Lock()
         self._ended = threading.Event()
         self._runner: threading.Thread | None = None
+        # Whether the thread that it runs in is one of its own.
+        self._alone = False
         # Unlike an Event it can be rung from a signal handler whatever it interrupts.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ring: Callable[[], object] = functools.partial(self._bell.put, None)
+        # Those of the threads that wait().
+        self._bells_of_work: list[queue.SimpleQueue[None]] = []
 
     def __repr__(self) -> str:
         return f"<LeaderElection {self.name!r} {'leads' if self.is_leader else 'does not lead'}>"
@@ -135,15 +144,19 @@ class LeaderElection:
                 retries = _retries()
                 if self._hold is not None:
                     self._lead(self._hold)
+                    self._see_to_connections()
         finally:
-            self._give_back()
-            self._ended.set()
+            try:
+                self._give_back()
+            finally:
+                self._ended.set()
 
     def start(self) -> None:
         """Run in a thread of its own."""
         self._refuse_coroutines()
         thread = threading.Thread(target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True)
         self._begin(thread)
+        self._alone = True
         try:
             thread.start()
         except BaseException:
@@ -159,6 +172,7 @@ class LeaderElection:
         """
         self._stopping = True
         self._ring()
+        self._ring_work()
         if self._runner is None:
             return True
         if self._pid != os.getpid():
@@ -172,11 +186,22 @@ class LeaderElection:
             return self._ended.wait(timeout)
 
     def wait(self, seconds: float) -> bool:
-        """Wait within ``on_elected``, as long as this process leads; return whether it still does."""
+        """
+        Wait within ``on_elected``, as long as this process leads; return whether it still does.
+
+        Threads of its work may wait too: the end of the lead wakes them all, and a later one is not theirs.
+        """
         deadline = clock.now() + seconds
-        while self.is_leader and (left := deadline - clock.now()) > 0:
-            self._rest(left)
-        return self.is_leader
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bells_of_work.append(bell)
+        try:
+            hold = self._hold
+            while self._hold is hold and self.is_leader and (left := deadline - clock.now()) > 0:
+                with suppress(queue.Empty):
+                    bell.get(timeout=min(left, threading.TIMEOUT_MAX))
+            return self._hold is hold and self.is_leader
+        finally:
+            self._bells_of_work.remove(bell)
 
     def __enter__(self) -> Self:
         self.start()
@@ -194,7 +219,7 @@ class LeaderElection:
         """
         self._begin()
         bell = asyncio.Event()
-        self._ring = functools.partial(self._ring_both, asyncio.get_running_loop(), bell)
+        self._ring = functools.partial(ring_in, asyncio.get_running_loop(), bell)
         retries = _retries()
         try:
             while not self._stopping:
@@ -208,8 +233,10 @@ class LeaderElection:
                 if self._hold is not None:
                     await self._alead(self._hold, bell)
         finally:
-            await in_django_thread(self._give_back)
-            self._ended.set()
+            try:
+                await in_django_thread(self._give_back)
+            finally:
+                self._ended.set()
 
     # Inside.
 
@@ -224,23 +251,35 @@ class LeaderElection:
                 raise RuntimeError(f"The election of {self.name!r} runs already, or is over: make another one.")
             self._runner = runner or threading.current_thread()
             self._pid = os.getpid()
+        _begun.add(self)
 
-    def _ring_both(self, loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
-        """Ring for the coroutine that leads, and for a thread of its work that is in ``wait()``."""
-        ring_in(loop, bell)
-        if self._bell.empty():
-            self._bell.put(None)
+    def _ring_work(self) -> None:
+        """Ring for those in ``wait()``."""
+        for bell in list(self._bells_of_work):
+            bell.put(None)
 
     def _run_in_thread(self) -> None:
         try:
             self.run()
-        except Exception:
+        except BaseException:
             logger.exception("The election of %r ended", self.name)
         finally:
             connections.close_all()
 
+    def _see_to_connections(self) -> None:
+        """Do between leads what Django does between requests, where nobody else does."""
+        for connection in connections.all(initialized_only=True) if self._alone else ():
+            connection.close_if_unusable_or_obsolete()
+
+    def end_at_exit(self) -> None:
+        """Stop as the process ends, if it runs in another thread: it would campaign again as its lead is given back."""
+        runner = self._runner
+        if self._pid == os.getpid() and runner is not None and runner.is_alive() and not self._ended.is_set():
+            self.stop(EXIT_PATIENCE)
+
     def _lost(self, hold: Hold) -> None:
         self._ring()
+        self._ring_work()
 
     def _campaign(self) -> None:
         attempt = Attempt(self._lock, current_caller(), self._ring, wait=True)
@@ -267,6 +306,11 @@ class LeaderElection:
                     self._rest(hold.remaining)
             except Exception as error:  # noqa: BLE001 (logged there)
                 failed = self._failed(hold, error)
+            except SystemExit as error:
+                if not self._alone:
+                    raise
+                # Nothing but this thread would end by it.
+                failed = self._failed(hold, error)
             finally:
                 self._depose(hold)
         finally:
@@ -274,10 +318,11 @@ class LeaderElection:
         if failed:
             self._pause(PAUSE)
 
-    def _failed(self, hold: Hold, error: Exception) -> bool:
-        """Log an error of on_elected; return whether the lead was not lost before."""
-        if isinstance(error, LockError) and not hold.held:
-            # How it learned that it leads no more.
+    def _failed(self, hold: Hold, error: BaseException) -> bool:
+        """Log an error of on_elected; return whether it is not how that learned that it leads no more."""
+        lost = isinstance(error, LockLost) and error.key == hold.key
+        stale = isinstance(error, StaleToken) and error.token == hold.token
+        if (lost or stale) and not hold.held:
             return False
         logger.error("on_elected of %r failed, and the lead is given back", self.name, exc_info=error)
         return True
@@ -285,7 +330,7 @@ class LeaderElection:
     def _depose(self, hold: Hold) -> None:
         self._deposing = True
         # For those who wait(), whom on_deposed may wait for.
-        self._bell.put(None)
+        self._ring_work()
         logger.info("Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token)
         if self.on_deposed is not None:
             try:
@@ -305,10 +350,6 @@ class LeaderElection:
         """Wait for the bell, for so many seconds at most."""
         with suppress(queue.Empty):
             self._bell.get(timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
-            hold = self._hold
-            if self._stopping or self._deposing or (hold is not None and not hold.held):
-                # Others wait for the same: the one who leads, and his work in wait().
-                self._bell.put(None)
 
     def _rest_of(self, seconds: float, error: LockError) -> None:
         logger.warning("Nobody can be elected %r just now: %s", self.name, error)
@@ -361,9 +402,8 @@ class LeaderElection:
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
         self._deposing = True
-        # For those of its threads that wait(); the coroutine itself has a pause before it.
-        if self._bell.empty():
-            self._bell.put(None)
+        # For those of its threads that wait().
+        self._ring_work()
         cancelled: asyncio.CancelledError | None = None
         if work is not None:
             work.cancel()
@@ -407,3 +447,16 @@ def _retries() -> Any:
         # Half of it by chance, so that those who failed together do not come back together.
         yield random.uniform(longest / 2, longest)  # noqa: S311 (jitter)
         longest = min(longest * 2, LONGEST_RETRY)
+
+
+# Those that may have to be stopped as the process ends.
+_begun: weakref.WeakSet[LeaderElection] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    for election in list(_begun):
+        election.end_at_exit()
+
+
+# Before the keeper's, which is registered already.
+atexit.register(_at_exit)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -21,6 +25,7 @@ from tests.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.timing import in_time
 
 TTL = 1.5
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -151,6 +156,128 @@ def test_a_thread_that_waits_as_leader_keeps_nobody_from_stopping(elections):
     for thread in waits:
         thread.join(5)
         assert not thread.is_alive()
+
+
+def test_threads_that_wait_for_the_end_of_a_lead_all_learn_of_it_and_are_not_of_the_next_one(elections, monkeypatch):
+    """However soon the same process leads again: its new work has begun then, with another token."""
+    monkeypatch.setattr(election, "PAUSE", 0.0)
+    waited = queue.SimpleQueue()
+    elected = queue.SimpleQueue()
+    waiting = threading.Barrier(5)
+
+    def work():
+        waiting.wait(10)
+        waited.put(one.wait(60))
+
+    def lead(hold):
+        elected.put(hold)
+        if elected.qsize() == 1:
+            for _ in range(4):
+                threading.Thread(target=work, daemon=True).start()
+            waiting.wait(10)
+            while len(one._bells_of_work) < 4:
+                time.sleep(0.001)
+            raise ZeroDivisionError
+
+    one = elections(on_elected=lead)
+    one.start()
+    assert [waited.get(timeout=20) for _ in range(4)] == [False] * 4
+    while elected.qsize() < 2:
+        time.sleep(0.001)
+
+
+def test_who_exits_in_on_elected_has_failed_and_is_elected_again(elections, heard, caplog, monkeypatch):
+    """As call_command("run_locked") does in the end: it would end a thread of the election without a word."""
+    monkeypatch.setattr(election, "PAUSE", 0.0)
+    left = [SystemExit(3)]
+
+    def lead(hold):
+        heard.put(("one", "elected", hold))
+        if left:
+            raise left.pop()
+
+    one = elections(on_elected=lead)
+    one.start()
+    assert [next_of(heard)[0] for _ in range(2)] == ["one elected"] * 2
+    assert "on_elected of 'scheduler' failed" in caplog.text
+
+
+@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+def test_a_connection_that_its_work_has_broken_is_replaced_before_the_next_lead(elections, heard, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE", 0.0)
+
+    def lead(hold):
+        there = connections["default"]
+        there.ensure_connection()
+        heard.put(("one", "elected", there.connection))
+        if not hasattr(one, "broke"):
+            one.broke = True
+            # As Django notes it when a statement failed.
+            there.errors_occurred = True
+            monkeypatch.setattr(there, "is_usable", lambda: False)
+            raise ZeroDivisionError
+
+    one = elections(on_elected=lead)
+    one.start()
+    (_, broken), (_, whole) = next_of(heard), next_of(heard)
+    assert broken is not whole
+
+
+def test_a_leader_whose_process_ends_is_told_and_leads_no_more(tmp_path):
+    """The lead is given back for good, though what else the process holds takes its time to be given back."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert ended.stdout.split() == ["elected", "deposed", "free"], ended.stderr
+
+
+ENDING = """
+import atexit, time
+from dlocks.conf import backends
+from django.conf import settings
+settings.configure(DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}})
+
+def look():
+    print("free" if backends["default"].holder("leader:x") is None else "taken")
+
+# The last to be called.
+atexit.register(look)
+import django
+django.setup()
+from dlocks import LeaderElection, db_lock
+release = backends["default"].release
+backends["default"].release = lambda *args, **kwargs: (time.sleep(0.01), release(*args, **kwargs))[1]
+holds = [db_lock(str(number)).acquire() for number in range(20)]
+one = LeaderElection("x", on_elected=lambda hold: print("elected"), on_deposed=lambda hold: print("deposed"))
+one.start()
+while not one.is_leader:
+    time.sleep(0.01)
+"""
+
+
+async def test_an_election_that_is_cancelled_twice_is_over_too(monkeypatch):
+    """asyncio.run() cancels what is left once more: stop() in another thread would wait for ever."""
+    one = LeaderElection("twice", using="memory")
+    task = asyncio.create_task(one.arun())
+    while not one.is_leader:
+        await asyncio.sleep(0.001)
+    begun, going_on = threading.Event(), threading.Event()
+    give_back = one._give_back
+
+    def slowly(**options):
+        begun.set()
+        going_on.wait(10)
+        give_back(**options)
+
+    monkeypatch.setattr(one, "_give_back", slowly)
+    task.cancel()
+    await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0)
+    going_on.set()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(one.stop, 5)
 
 
 async def test_to_run_an_election_that_runs_already_disturbs_it_not():
