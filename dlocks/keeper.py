@@ -314,11 +314,18 @@ class Keeper:
         with self._mutex:
             holds = list(self._holds)
         for hold in holds:
-            hold.end_at_exit()
+            self._at_exit(hold.end_at_exit)
         with self._mutex:
             chores = list(self._chores)
         for chore in chores:
-            chore()
+            self._at_exit(chore)
+
+    def _at_exit(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            # One's trouble is not the others'.
+            logger.exception("The keeper of dlocks failed at the end, and goes on")
 
     # The thread.
 
@@ -408,6 +415,10 @@ class Keeper:
         return asked_at + PATIENCE if asked_at is not None and hold.renewable else None
 
     def _look_at(self, hold: Hold) -> None:
+        if hold.is_over:
+            # Whoever ended it was interrupted before it was dropped.
+            self.drop(hold)
+            return
         if hold.to_settle:
             self._have_settled(hold)
             return

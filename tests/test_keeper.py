@@ -627,3 +627,22 @@ def test_the_first_to_enter_a_lost_hold_is_told_and_the_next_starts_anew():
             lock.acquire()
         with lock as inner:
             assert inner.token > outer.token
+
+
+def test_a_hold_whose_end_was_interrupted_keeps_the_keeper_from_nothing(monkeypatch, until):
+    """By a Ctrl-C, say, and somebody keeps the hold: the keeper looked at it again and again."""
+    hold = db_lock("stock:7", using="memory", ttl=0.5).acquire()
+    drop, interrupts = keeper.drop, [KeyboardInterrupt()]
+
+    def interrupted(hold):
+        if interrupts:
+            raise interrupts.pop()
+        drop(hold)
+
+    monkeypatch.setattr(keeper, "drop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hold.release()
+    assert not hold.held
+    until(lambda: hold not in keeper._holds)
+    with db_lock("stock:7", using="memory", timeout=0):
+        pass
