@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from django.core import signing
 
 from dlocks import clock
 from dlocks.backends.base import seconds
 from dlocks.coroutines import in_django_thread
-from dlocks.exceptions import LockLost
+from dlocks.exceptions import LockError, LockLost
 from dlocks.holds import Caller, Hold, current_caller
 from dlocks.keeper import FOREVER
 from dlocks.locks import Attempt, Lock
@@ -35,8 +36,20 @@ def detach(hold: Hold, *, within: float | None = None) -> str:
         seconds("within", within, above_zero=True)
         if (why := hold.backend.ttl_refused(within)) is not None:
             raise ValueError(f"{hold.key!r} cannot be kept for {within:g} s. {why}")
+    was_over = hold.is_over
+    try:
+        return _detached(hold, hold.claim.ttl if within is None else float(within))
+    except BaseException:
+        if hold.is_over and not was_over:
+            # Interrupted in the middle of it: nobody will ever have the text.
+            with suppress(LockError):
+                hold.take_back()
+        raise
+
+
+def _detached(hold: Hold, ttl: float) -> str:
     lock = hold.lock
-    at_least, max_hold = hold.give_away(hold.claim.ttl if within is None else float(within))
+    at_least, max_hold = hold.give_away(ttl)
     told = {
         # What is left of its max_hold is counted from here, in whichever process.
         "at": time.time(),
@@ -79,7 +92,8 @@ async def aresume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = 
         return await in_django_thread(resume)
     except asyncio.CancelledError:
         for hold in resumed:
-            await hold.arelease(failed=True)
+            with suppress(LockError):
+                await hold.arelease(failed=True)
         raise
 
 

@@ -378,3 +378,16 @@ def test_a_hold_is_resumed_though_it_has_to_be_kept_for_as_long_as_it_may_be():
     with resume_hold(hold.detach()) as resumed:
         assert resumed.held
     ResourceLock.objects.all().delete()
+
+
+def test_a_hold_whose_handover_was_interrupted_is_given_back(monkeypatch, elsewhere):
+    """Nobody will ever have the text."""
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dlocks.handover.signing.dumps", interrupted)
+    with pytest.raises(KeyboardInterrupt), db_lock("stock:7") as hold:
+        hold.detach(within=300)
+    monkeypatch.undo()
+    elsewhere(lambda: db_lock("stock:7", timeout=5).acquire().release())
