@@ -108,9 +108,24 @@ def options_of(backend_class: type) -> set[str]:
 backends = BackendHandler()
 
 
-def _setting_changed(*, setting: str, **kwargs: Any) -> None:
-    if setting == "DLOCKS":
-        backends.reset()
+def _setting_changed(*, setting: str, enter: bool | None = None, **kwargs: Any) -> None:
+    if setting != "DLOCKS":
+        return
+    if enter is False:
+        _forget_holds()
+    backends.reset()
+
+
+def _forget_holds() -> None:
+    """End what a test has left behind within the process: the next one, whose backends are others, would enter it."""
+    from dlocks.backends.dummy import DummyBackend
+    from dlocks.backends.memory import MemoryBackend
+    from dlocks.holds import holds_by_caller
+
+    theirs = [one for one in backends._backends.values() if isinstance(one, (MemoryBackend, DummyBackend))]
+    for hold in list(holds_by_caller.values()):
+        if hold.backend in theirs:
+            hold._end()
 
 
 setting_changed.connect(_setting_changed, dispatch_uid="dlocks.conf")

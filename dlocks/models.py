@@ -234,7 +234,10 @@ class ResourceLock(models.Model):
         )
 
     def __str__(self) -> str:
-        return str(self.key_resource)
+        # For the admin, which puts it into titles and its log.
+        from dlocks.oversight import printable
+
+        return printable(str(self.key_resource))
 
 
 class LockClaim(models.Model):

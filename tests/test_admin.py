@@ -267,9 +267,11 @@ class TestPages:
         link = html.unescape(re.search(r'<a href="([^"]+/change/[^"]*)"', text)[1])
         text = page(boss.get(link))
         assert "<script>alert" not in text
+        assert "\u202e" not in re.sub("<input[^>]*>", "", text)
         assert "web-1:4711:MainThread" in text
         act(boss, FORCE, key)
-        page(boss.get(reverse("admin:dlocks_resourcelock_history", args=[quote(key)])))
+        text = page(boss.get(reverse("admin:dlocks_resourcelock_history", args=[quote(key)])))
+        assert "\u202e" not in re.sub("<input[^>]*>", "", text)
 
     @pytest.mark.parametrize("address", ["nope/change/", "a%00b/change/", "nope/history/"])
     def test_a_lock_that_is_not_there(self, viewer, address):

@@ -248,6 +248,30 @@ def test_the_clock_runs_again_afterwards(until):
     until(lambda: clock.now() > before)
 
 
+def test_what_a_class_has_left_behind_is_nothing_to_the_next_one():
+    """Where override_locks() decorates the classes: the next one would enter a hold that excludes nobody any more."""
+    left = []
+
+    @override_locks()
+    class First(SimpleTestCase):
+        def test_it(self):
+            left.append(db_lock("left").acquire())
+
+    @override_locks()
+    class Second(SimpleTestCase):
+        def test_it(self):
+            with db_lock("left") as hold:
+                self.assertEqual(hold.count, 1)
+                self.assertIsNot(hold, left[0])
+                self.assertTrue(db_lock("left").locked())
+
+    for case in (First, Second):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+        assert result.errors + result.failures == []
+    assert not left[0].held
+
+
 # The page, and pytest.
 
 

@@ -18,7 +18,7 @@ from dlocks.backends.database.statements import MICROSECONDS
 from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockError
-from dlocks.holds import Hold, holds_by_caller
+from dlocks.holds import Hold
 from dlocks.keeper import keeper
 from dlocks.locks import Lock
 from dlocks.multi import MultiHold
@@ -58,13 +58,6 @@ class override_locks(override_settings):  # noqa: N801 (as Django's own)
             for alias, conf in backends.settings.items()
         }
         super().__init__(DLOCKS=settings)
-
-    def disable(self) -> None:
-        # What a test has left behind must not be entered by the next one, whose backends are others.
-        left = [hold for hold in holds_by_caller.values() if hold.backend in backends._backends.values()]
-        super().disable()
-        for hold in left:
-            hold._end()
 
 
 @contextmanager

@@ -162,7 +162,8 @@ class _Child:
         self._pass_on()
 
     def _caught(self, number: int, frame: object) -> None:
-        if not self._starts:
+        if not self._starts or (self._process is not None and self._process.returncode is not None):
+            # There is no command yet, or no more: what goes on is the taking or the giving back of the lock.
             sys.exit(BY_SIGNAL + number)
         if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
             return
