@@ -265,35 +265,37 @@ class TimeLimitExceededError(Exception):
 @pytest.mark.engine("mariadb")
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, TimeLimitExceededError])
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+@pytest.mark.parametrize("prepare", [None, False], ids=["directly", "by the cursor"])
 def test_a_signal_before_the_answer_was_read_leaves_nothing_taken_and_no_answer_to_the_next(
-    using, interrupt, monkeypatch, is_free
+    using, prepare, interrupt, monkeypatch, is_free
 ):
     """mysqlclient sees the signal when the statement is done, and its answer is still on the wire."""
-    from MySQLdb.cursors import Cursor
+    from MySQLdb.connections import Connection
 
+    monkeypatch.setattr(backends[using], "prepare", prepare)
     lock = db_lock("stock:7", using=using)
     with lock:
         pass
-    read, number = Cursor._do_get_result, 0
+    read, number = Connection.store_result, 0
     for number in range(20):
         left = number
 
-        def interrupted(cursor, session):
+        def interrupted(session):
             nonlocal left
             left -= 1
             if left < 0:
-                monkeypatch.setattr(Cursor, "_do_get_result", read)
+                monkeypatch.setattr(Connection, "store_result", read)
                 raise interrupt
-            return read(cursor, session)
+            return read(session)
 
-        monkeypatch.setattr(Cursor, "_do_get_result", interrupted)
+        monkeypatch.setattr(Connection, "store_result", interrupted)
         try:
             with lock:
                 pass
         except interrupt:
             assert is_free(using)
         else:
-            monkeypatch.setattr(Cursor, "_do_get_result", read)
+            monkeypatch.setattr(Connection, "store_result", read)
             break
     assert number >= 2
 

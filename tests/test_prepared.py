@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -11,12 +10,11 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockBackendError, LockTimeout, db_lock, db_rwlock, db_semaphore
-from dlocks.backends.database.prepared import PREPARED_AT, PREPARED_AT_MOST, PreparedStatements
+from dlocks.backends.database.prepared import PREPARED_AT, PREPARED_AT_MOST
 from dlocks.conf import backends
 from dlocks.models import LockClaim
 from tests.timing import in_time
@@ -365,11 +363,3 @@ def test_text_arrives_as_it_is_and_what_no_text_can_be_is_refused_as_before():
         assert backend._rows(sql, {"holder": "ä'\\ €"}) == [(5,)]
     with pytest.raises(LockBackendError, match="NUL"):
         backend._rows(sql, {"holder": "a\0b"})
-
-
-def test_in_an_event_loop_it_is_refused_as_django_refuses_it():
-    async def ask():
-        PreparedStatements.of(connection, through_a_pooler=False)
-
-    with pytest.raises(SynchronousOnlyOperation):
-        asyncio.run(ask())

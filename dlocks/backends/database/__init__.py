@@ -30,9 +30,9 @@ from django.db.utils import Error
 from dlocks import clock
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
 from dlocks.backends.database.dialects import KEY, refuse_lost
+from dlocks.backends.database.direct import Reply
 from dlocks.backends.database.line import PERSISTENT_FOR, STOPPED_FOR, Entrance
 from dlocks.backends.database.observing import Observations
-from dlocks.backends.database.prepared import Reply
 from dlocks.backends.database.records import Records
 from dlocks.backends.database.several import Several
 from dlocks.backends.database.statements import FREE_BY_CLOCK, GRANT, IN_LINE, MICROSECONDS
@@ -62,8 +62,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     ``listen`` says whether the server tells waiting claims of their turn: by NOTIFY on PostgreSQL, by ending a sleep on
     MariaDB and MySQL. By default it does where the session is the process's own; behind a pooler, and on SQLite,
-    processes look instead. ``prepare`` says whether PostgreSQL prepares the statements that a session sends often, by
-    default in the same places. ``history`` says whether each hold that ends becomes a row of the history.
+    processes look instead. ``prepare`` says whether most statements outside of transactions go to the driver itself,
+    past Django's cursor, where nobody looks at what goes through that. On PostgreSQL they are those that a session
+    sends often, which are prepared: by default where the session is the process's own, with ``True`` behind a pooler
+    too that knows prepared statements. ``history`` says whether each hold that ends becomes a row of the history.
 
     ``expiry`` says how others know that a holder is gone: by the database's ``"clock"``, at the end of its lease; or
     ``"observed"``, once the row has been the same for ttl and grace on the clock of the process that waits. That

@@ -9,7 +9,9 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from dlocks.backends.database.direct import TEXT_AT_MOST, Reply
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
@@ -21,10 +23,6 @@ PREPARED_AT = 5
 
 # How many statements a session keeps prepared. Those with lists in them are as many as the lists are long.
 PREPARED_AT_MOST = 100
-
-# Characters of a statement that is kept as a text, or prepared: those about thousands of claims are longer, and there
-# are rarely as many again.
-TEXT_AT_MOST = 10_000
 
 # For how many seconds a statement that was interrupted is waited for, and within them the cancelling of it.
 PATIENCE = 5.0
@@ -41,14 +39,6 @@ _READ: dict[int, Callable[[bytes], Any]] = {
 }
 _TYPES = {str: TEXT, int: BIGINT, bool: BOOLEAN}
 _COLUMN_TYPES = {"owner_ip": INET, "ip": INET, "version": BIGINT, "number": BIGINT}
-
-
-class Reply(NamedTuple):
-    """What a statement answered: its rows, how many it changed, and the number that it drew last."""
-
-    rows: list[tuple[Any, ...]]
-    changed: int
-    last_id: int = 0
 
 
 class _Places(dict[str, str]):
@@ -96,19 +86,8 @@ class PreparedStatements:
     def of(cls, wrapper: Any, *, through_a_pooler: bool) -> PreparedStatements | None:
         """
         Return those of an open connection, or None where statements go by Django's cursor.
-
-        They do inside a transaction, which an error would break, and wherever somebody wants to see the statements.
         """
-        wrapper.ensure_connection()
         connection = wrapper.connection
-        if (
-            wrapper.execute_wrappers
-            or wrapper.queries_logged
-            or "cursor" in vars(wrapper)
-            or (wrapper.health_check_enabled and not wrapper.health_check_done)
-        ):
-            return None
-        wrapper.validate_thread_sharing()
         found = _of_connection.get(connection)
         if found is None:
             # psycopg 2 has no such thing.

@@ -17,8 +17,8 @@ from django.db.utils import DatabaseError, Error, InterfaceError, OperationalErr
 from dlocks import clock
 from dlocks.backends.base import Claim
 from dlocks.backends.database.dialects import Dialect, dialect_of
+from dlocks.backends.database.direct import TEXT_AT_MOST, TEXTS_AT_MOST, Reply, nobody_looks_on
 from dlocks.backends.database.observing import Observations
-from dlocks.backends.database.prepared import TEXT_AT_MOST, NotPreparedError, PreparedStatements, Reply
 from dlocks.exceptions import LockBackendError
 
 T = TypeVar("T")
@@ -45,7 +45,6 @@ CLEAR = "status = 'F', owner = '', hold_count = 0, end_time = {now}"
 
 # Statements with the engine's words in place: they are the same again and again.
 _texts: dict[tuple[Dialect, str], str] = {}
-TEXTS_AT_MOST = 1000
 GRANT = (
     "status = %(status)s, owner = %(owner)s, holder = %(holder)s, owner_ip = %(owner_ip)s, begin_time = {now}, "
     "end_time = {end}, hold_count = 1, version = {token}"
@@ -58,7 +57,8 @@ class Statements:
     database: str
     grace: float
     prefix: str
-    # Whether PostgreSQL is to prepare them: None for where the session is the process's own.
+    # Whether they may go past Django's cursor; None: on PostgreSQL, which prepares them, where the session is
+    # the process's own.
     prepare: bool | None = None
 
     # How holders are known to be gone where no clock is trusted.
@@ -189,15 +189,13 @@ class Statements:
     def _execute(
         self, connection: BaseDatabaseWrapper, in_transaction: bool, sql: str, parameters: Mapping[str, Any]
     ) -> Reply:
-        if not in_transaction and self.prepare is not False and connection.vendor == "postgresql":
+        if not in_transaction and self.prepare is not False and nobody_looks_on(connection):
             try:
                 with connection.wrap_database_errors:
                     # It may find that the connection was lost, in a statement that was not ours.
-                    statements = PreparedStatements.of(connection, through_a_pooler=self.prepare is True)
-                    if statements is not None and (reply := statements.execute(sql, parameters)) is not None:
+                    reply = self.dialect.send(connection, sql, parameters, through_a_pooler=self.prepare is True)
+                    if reply is not None:
                         return reply
-            except NotPreparedError:
-                pass
             except Error:
                 raise
             except BaseException:

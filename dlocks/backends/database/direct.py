@@ -1,0 +1,125 @@
+"""
+Statements that go to the driver itself, past Django's cursor: that costs more than a statement of a lock does.
+
+This is for where nobody looks on, and outside of transactions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from django.apps import apps
+from django.db.backends import utils
+from django.db.backends.base import base
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
+from django.utils import asyncio
+
+# Characters of a statement that is kept as a text, or prepared: those about thousands of claims are longer, and there
+# are rarely as many again.
+TEXT_AT_MOST = 10_000
+TEXTS_AT_MOST = 1000
+
+
+class Reply(NamedTuple):
+    """What a statement answered: its rows, how many it changed, and the number that it drew last."""
+
+    rows: Any
+    changed: int
+    last_id: int = 0
+
+
+def nobody_looks_on(wrapper: Any) -> bool:
+    """
+    Connect, and tell whether nobody would miss a statement that does not go by Django's cursor.
+
+    Instruments wrap ``execute()``, for one connection as ``execute_wrapper()`` and Django's own log do, or for all; or
+    they put another cursor in the place of Django's, as those do who set the session up for each.
+    """
+    wrapper.ensure_connection()
+    kind: Any = type(wrapper)
+    if (
+        wrapper.execute_wrappers
+        or wrapper.queries_logged
+        or "cursor" in vars(wrapper)
+        or (wrapper.health_check_enabled and not wrapper.health_check_done)
+        or not apps.ready
+        or (kind.cursor, kind._cursor, kind._prepare_cursor, kind.make_cursor, CursorWrapper.execute) != _DJANGOS_OWN
+        or not _makes_djangos_cursors(kind, kind.create_cursor)
+    ):
+        return False
+    wrapper.validate_thread_sharing()
+    return True
+
+
+def _djangos(method: Any) -> Any:
+    own = type(method) is FunctionType and any(method.__globals__ is vars(module) for module in (base, utils, asyncio))
+    return method if own else None
+
+
+_BASE: Any = BaseDatabaseWrapper
+# As they were when this was imported, unless somebody was there before.
+_DJANGOS_OWN = tuple(
+    map(_djangos, (_BASE.cursor, _BASE._cursor, _BASE._prepare_cursor, _BASE.make_cursor, CursorWrapper.execute))
+)
+
+
+@lru_cache
+def _makes_djangos_cursors(kind: Any, create_cursor: Any) -> bool:
+    whose = next((one for one in kind.__mro__ if vars(one).get("create_cursor") is create_cursor), None)
+    return whose is not None and all(one.__module__.startswith("django.") for one in (whose, create_cursor))
+
+
+def by_mysqlclient(connection: Any, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
+    """Execute one statement on an open connection of mysqlclient; return None where it is not one, but a proxy say."""
+    if len(sql) > TEXT_AT_MOST or type(connection).__module__ != "MySQLdb.connections":
+        return None
+    template, names = _as_bytes(sql, connection.encoding)
+    literal = connection.literal
+    while connection.next_result() == 0:
+        # As a cursor does: of somebody who has not read all of the results of his.
+        connection.store_result()
+    connection.query(template % {name: literal(parameters[parameter]) for name, parameter in names})
+    result = connection.store_result()
+    rows = () if result is None else result.fetch_row(0)
+    return Reply(rows, connection.affected_rows(), connection.insert_id())
+
+
+@lru_cache(TEXTS_AT_MOST)
+def _as_bytes(sql: str, encoding: str) -> tuple[bytes, list[tuple[bytes, str]]]:
+    return sql.encode(encoding), [(name.encode(encoding), name) for name in _names(sql)]
+
+
+def by_sqlite3(connection: Any, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
+    """Execute one statement on an open connection of sqlite3; return None where it is not one, but a proxy say."""
+    if len(sql) > TEXT_AT_MOST or type(connection).__module__ != "sqlite3":
+        return None
+    cursor = connection.cursor()
+    try:
+        cursor.execute(_with_colons(sql), parameters)
+        return Reply(cursor.fetchall(), cursor.rowcount)
+    finally:
+        # A statement that is not finished, since it was interrupted, keeps the write lock.
+        cursor.close()
+
+
+@lru_cache(TEXTS_AT_MOST)
+def _with_colons(sql: str) -> str:
+    return sql % {name: f":{name}" for name in _names(sql)}
+
+
+def _names(sql: str) -> list[str]:
+    """Return the names of a statement's parameters, in the order in which they first come up."""
+
+    class Names(dict[str, str]):
+        def __missing__(self, name: str) -> str:
+            self[name] = ""
+            return ""
+
+    names = Names()
+    # It asks for each of them.
+    sql % names
+    return list(names)
