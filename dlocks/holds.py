@@ -632,7 +632,12 @@ class Hold:
         logger.warning("%s", self.lost_error())
         if keeper.is_current:
             # What users do there must not keep the keeper from the other holds.
-            threading.Thread(target=self._tell_and_disconnect, name="dlocks-lost", daemon=True).start()
+            try:
+                threading.Thread(target=self._tell_and_disconnect, name="dlocks-lost", daemon=True).start()
+            except RuntimeError:
+                # There can be no more threads: late is better than never.
+                logger.exception("The loss of %r is told by the keeper, who does nothing else meanwhile", self.key)
+                self._tell_and_disconnect()
         else:
             self._tell()
 

@@ -66,6 +66,9 @@ class Desk:
         self._thread: threading.Thread | None = None
         self._idle_at = FOREVER
         self.jobs: deque[Callable[[], None]] = deque()
+        # What is not to stand behind those, and whether one of these was done last.
+        self.renewals: deque[Callable[[], None]] = deque()
+        self._renewed = False
         self.connected: list[Any] = []
         # Which backends' holds are being renewed, and since when; and which holds are about to be settled.
         self.renewing: dict[BaseBackend, float] = {}
@@ -75,8 +78,8 @@ class Desk:
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def post(self, job: Callable[[], object]) -> None:
-        """Have something done here, soon."""
+    def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
+        """Have something done here, soon; a renewal and what others have asked take turns."""
 
         def safely() -> None:
             try:
@@ -85,7 +88,7 @@ class Desk:
                 logger.exception("The keeper of dlocks failed, and goes on")
                 time.sleep(LINGER)
 
-        self._queue(safely)
+        self._queue(safely, self.renewals if renewal else self.jobs)
 
     def run(self, function: Callable[[], T], patience: float | None = None) -> T:
         """
@@ -108,7 +111,7 @@ class Desk:
             finally:
                 done.put(None)
 
-        self._queue(job)
+        self._queue(job, self.jobs)
         try:
             done.get(timeout=patience)
         except Empty:
@@ -120,14 +123,14 @@ class Desk:
             raise errors[0]
         return results[0]
 
-    def _queue(self, job: Callable[[], None]) -> None:
+    def _queue(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
         with self._mutex:
-            self.jobs.append(job)
+            jobs.append(job)
             try:
                 self._wake()
             except BaseException:
                 # Nobody waits for it any more, and who asks again asks anew.
-                self.jobs.remove(job)
+                jobs.remove(job)
                 raise
 
     def look(self) -> None:
@@ -155,9 +158,9 @@ class Desk:
                 # A test may have turned the clock back.
                 self._idle_at = min(self._idle_at, clock.now() + LINGER)
                 pause = self._idle_at - clock.now()
-                if not self.jobs and pause > 0:
+                if not (self.jobs or self.renewals) and pause > 0:
                     self._changed.wait(pause)
-                job = self.jobs.popleft() if self.jobs else None
+                job = self._next()
                 if job is None and clock.now() >= self._idle_at and not self._is_needed(self):
                     self._thread = None
                     break
@@ -172,6 +175,11 @@ class Desk:
         with self._mutex:
             if self._thread is None:
                 self.connected = []
+
+    def _next(self) -> Callable[[], None] | None:
+        self._renewed = bool(self.renewals) and not (self._renewed and self.jobs)
+        jobs = self.renewals if self._renewed else self.jobs
+        return jobs.popleft() if jobs else None
 
 
 def leave_pools() -> None:
@@ -308,6 +316,8 @@ class Keeper:
                 done.wait()
             for desk in list(self._desks.values()):
                 desk.run(lambda: None)
+                while desk.renewals:
+                    desk.run(lambda: None)
 
     def close(self) -> None:
         """Give back all that this process still holds, and do what was put off: at its exit."""
@@ -474,7 +484,8 @@ class Keeper:
             return
         desk.renewing[backend] = clock.now()
         try:
-            desk.post(partial(self._renew_all, desk, backend))
+            # A question may take seconds, where others have a row locked; many of them would outlast a lease.
+            desk.post(partial(self._renew_all, desk, backend), renewal=True)
         except BaseException:
             del desk.renewing[backend]
             for hold in holds:

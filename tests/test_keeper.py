@@ -605,6 +605,55 @@ def test_a_server_that_gives_no_answer_keeps_no_hold_on_another_one_from_being_r
         other.check()
 
 
+def test_renewals_and_what_callers_ask_take_turns(monkeypatch, until):
+    """From inside of transactions; each question may take seconds, where others have a row locked."""
+    renew, done = backends["memory"].renew, []
+    monkeypatch.setattr(backends["memory"], "renew", lambda claims: (done.append("renewal"), renew(claims))[1])
+    begun, goes_on, desk = threading.Event(), threading.Event(), keeper._desk(backends["memory"])
+
+    def slow():
+        begun.set()
+        goes_on.wait(30)
+        done.append("question")
+
+    callers = [threading.Thread(target=keeper.run, args=[slow, backends["memory"]]) for _ in range(3)]
+    with db_lock("stock:7", using="memory", ttl=3.0):
+        try:
+            for caller in callers:
+                caller.start()
+            assert begun.wait(10)
+            until(lambda: len(desk.jobs) == 2 and desk.renewals)
+            desk.post(lambda: done.append("another renewal"), renewal=True)
+        finally:
+            goes_on.set()
+            for caller in callers:
+                caller.join(30)
+    keeper.catch_up()
+    assert done == ["question", "renewal", "question", "another renewal", "question"]
+
+
+def test_a_loss_is_told_though_there_can_be_no_more_threads(monkeypatch, until):
+    told, start = [], threading.Thread.start
+
+    def tell(hold):
+        with connection.cursor():
+            told.append((hold, connections.all(initialized_only=True)))
+
+    def refuse(thread):
+        if thread.name == "dlocks-lost":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(LockLost):
+        with db_lock("stock:7", using="memory", ttl=0.2, renew=False, on_lost=tell) as hold:
+            until(lambda: told)
+    ((lost, connected),) = told
+    assert lost is hold
+    # What was opened for it in a thread that goes on is closed.
+    until(lambda: not any(one.connection for one in connected))
+
+
 def test_who_was_told_of_a_loss_starts_anew():
     """A loop that acquires by hand, is told LockLost and comes again has a new hold, not the old loss for ever."""
     lock = db_lock("stock:7", renew=False, ttl=600)
