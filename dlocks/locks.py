@@ -223,18 +223,20 @@ class Lock:
 
     @async_unsafe("This would stop the event loop: in a coroutine it is 'async with', or 'await lock.aacquire()'.")
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
-        bell = threading.Event()
-        attempt = self._attempt(caller, bell.set, wait=wait, here=True)
+        bell = _Bell()
+        attempt = self._attempt(caller, bell.ring, wait=wait, here=True)
         try:
             try:
                 while True:
                     hold = attempt.once()
                     if hold is not None:
                         return hold
+                    # Made before anybody is told of it who may ring.
+                    event = bell.event = bell.event or threading.Event()
                     pause = attempt.pause()
                     with waiting_for_a_lock():
-                        if not attempt.waits_here(pause, bell):
-                            clock.rest(bell, pause)
+                        if not attempt.waits_here(pause, event):
+                            clock.rest(event, pause)
             except BaseException:
                 attempt.give_up()
                 raise
@@ -290,6 +292,16 @@ class Lock:
         if mine or len(others) == 1:
             return (mine or others)[0]
         raise RuntimeError(f"The block of {self.key!r} ends in another thread or task than it began in.")
+
+
+class _Bell:
+    """What wakes a thread that waits; most find the key free, and never need it."""
+
+    event: threading.Event | None = None
+
+    def ring(self) -> None:
+        if self.event is not None:
+            self.event.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -691,8 +703,7 @@ class Attempt:
             shared=lock.shared,
             permits=lock.permits,
             beside=other.owner if other is not None else "",
-            # A name may be made of what came from a command line, or from anywhere.
-            holder=f"{_hostname()}:{os.getpid()}:{_sayable(threading.current_thread().name)}",
+            holder=_holder_name(os.getpid(), threading.current_thread().name),
             owner_ip=_own_ip(),
         )
 
@@ -851,6 +862,12 @@ def _database_of(backend: BaseBackend) -> str:
 def _sayable(name: str) -> str:
     """Return a name as every database can keep it."""
     return name.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "backslashreplace").decode()
+
+
+@functools.lru_cache(1000)
+def _holder_name(process: int, thread: str) -> str:
+    # A thread's name may be made of what came from a command line, or from anywhere.
+    return f"{_hostname()}:{process}:{_sayable(thread)}"
 
 
 @functools.cache

@@ -49,9 +49,12 @@ class Log:
             self._slow_wait(slow, hold.key, hold.waited, f"acquired by {hold.claim.holder}", _fields(hold))
 
     def ended(self, hold: Hold, how: End) -> None:
-        held, slow = hold.age, hold.backend.slow_hold
-        who = hold.claim.holder
-        if logger.isEnabledFor(logging.DEBUG):
+        slow = hold.backend.slow_hold
+        debugged = logger.isEnabledFor(logging.DEBUG)
+        if slow is None and not debugged:
+            return
+        held, who = hold.age, hold.claim.holder
+        if debugged:
             message = "%r %s by %s, token %d, waited %.3f s, held %.3f s"
             logger.debug(message, hold.key, how, who, hold.token, hold.waited, held, extra=_fields(hold, held))
         if slow is not None and held >= slow:
