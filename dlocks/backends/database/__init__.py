@@ -3,7 +3,8 @@ Locks as rows of one table, in the database that the project already runs.
 
 The backends share the table and exclude each other on it; they differ in how they take a row:
 
-* ``PessimisticBackend`` locks it (``SELECT … FOR UPDATE SKIP LOCKED``) and writes it, in one statement;
+* ``PessimisticBackend`` locks it, without waiting for it, and writes it, in one statement: by ``SELECT … FOR UPDATE SKIP
+  LOCKED``, or on MariaDB by an ``UPDATE`` that waits for no lock;
 * ``OptimisticBackend`` reads it without a lock, and writes it where ``version`` is still the one it read;
 * ``InsertBackend`` inserts it and deletes it: the unique key itself is the lock.
 
@@ -319,13 +320,11 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def _grant(self, claim: Claim, *conditions: str, stale: bool = False, **parameters: Any) -> int | None:
         """Write the row to be this claim's where it was given back, or is ``stale``, and return the token."""
         where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
-        statement: Callable[..., str] = self.dialect.update
+        statement: Callable[..., str] = self.dialect.compare_and_swap
         if claim.scope == "transaction":
             statement = self.dialect.write_or_leave
             if self.dialect.read_committed:
                 where += f" AND {self.dialect.read_committed}"
-        elif claim.scope == "lease" and conditions:
-            statement = self.dialect.compare_and_swap
         sql = self._sql(statement, GRANT, where) + self.dialect.returning
         if claim.scope == "transaction" and self.dialect.locks_in_passing:
             return self._granted_or_undone(sql, self._parameters(claim) | parameters)
