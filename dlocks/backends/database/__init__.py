@@ -3,8 +3,8 @@ Locks as rows of one table, in the database that the project already runs.
 
 The backends share the table and exclude each other on it; they differ in how they take a row:
 
-* ``PessimisticBackend`` locks it, without waiting for it, and writes it, in one statement: by ``SELECT … FOR UPDATE SKIP
-  LOCKED``, or on MariaDB by an ``UPDATE`` that waits for no lock;
+* ``PessimisticBackend`` locks it, without waiting for it, and writes it, in one statement: by ``SELECT … FOR UPDATE
+  SKIP LOCKED``, or on MariaDB by an ``UPDATE`` that waits for no lock;
 * ``OptimisticBackend`` reads it without a lock, and writes it where ``version`` is still the one it read;
 * ``InsertBackend`` inserts it and deletes it: the unique key itself is the lock.
 
