@@ -47,6 +47,24 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(using, scope, fair, w
     assert len(set(everybody)) == len(everybody)
 
 
+@pytest.mark.parametrize("using", ["default", "optimistic"])
+def test_a_new_key_whose_row_could_not_be_made_at_once_is_had_all_the_same(using, monkeypatch):
+    """On InnoDB somebody's statement about another new key may have the gap locked for a moment."""
+    backend, tried = backends[using], []
+    create = backend._create
+
+    def refused_once(key):
+        tried.append(key)
+        if len(tried) > 1:
+            create(key)
+
+    monkeypatch.setattr(backend, "_create", refused_once)
+    hold = db_lock("new", using=using).try_acquire()
+    assert hold is not None
+    hold.release()
+    assert tried == ["new", "new"]
+
+
 @pytest.mark.engine("postgresql", "mariadb")
 def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(doomed):
     """

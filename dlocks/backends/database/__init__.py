@@ -129,7 +129,12 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _acquire(self, claim: Claim) -> Grant | None:
         token, row = self._take(claim)
-        if token is None and row is None:
+        for number in range(FREE_TRIES):
+            if token is not None or row is not None:
+                break
+            if number:
+                # Not made: where the row is to be, somebody else's statement had the gap locked just then.
+                time.sleep(random.uniform(0, 0.001 * 2**number))  # noqa: S311 (jitter)
             self._create(claim.key)
             token, row = self._take(claim)
         if token is None and row is not None and row.blocked and self._unblock(claim.key):
