@@ -108,6 +108,7 @@ def test_who_looks_at_statements_sees_them(by_cursor):
     with connection.execute_wrapper(look):
         use(2)
     assert len(seen) == 4
+    assert all("UPDATE" in sql for sql in seen)
     with CaptureQueriesContext(connection) as queries:
         use(1)
     assert len(queries) == 2

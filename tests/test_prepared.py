@@ -71,23 +71,6 @@ def test_a_short_session_prepares_nothing():
     assert not prepared()
 
 
-def test_who_looks_at_statements_sees_them():
-    """An instrument that wraps Django's cursor, and assertNumQueries, see what is sent, also after it was prepared."""
-    use(PREPARED_AT + 3)
-    seen = []
-
-    def look(execute, sql, params, many, context):
-        seen.append(sql)
-        return execute(sql, params, many, context)
-
-    with connection.execute_wrapper(look):
-        use(2)
-    assert [sql.split()[0] for sql in seen] == ["UPDATE"] * 4
-    with CaptureQueriesContext(connection) as queries:
-        use(1)
-    assert len(queries) == 2
-
-
 def test_in_a_transaction_nothing_is_prepared():
     """An error there, of a statement that the session has forgotten, would be the end of the caller's transaction."""
     for _ in range(PREPARED_AT + 3):

@@ -1,5 +1,5 @@
 """
-Statements that go to the driver itself, past Django's cursor: that costs more than a statement of a lock does.
+Statements that go to the driver itself, past Django's cursor, which costs more than some of them do.
 
 This is for where nobody looks on, and outside of transactions.
 """

@@ -84,9 +84,7 @@ class PreparedStatements:
 
     @classmethod
     def of(cls, wrapper: Any, *, through_a_pooler: bool) -> PreparedStatements | None:
-        """
-        Return those of an open connection, or None where statements go by Django's cursor.
-        """
+        """Return those of an open connection, or None where statements go by Django's cursor."""
         connection = wrapper.connection
         found = _of_connection.get(connection)
         if found is None:
