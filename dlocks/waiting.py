@@ -69,9 +69,9 @@ class Waiter:
     """
     One caller whose claim stands in line. ``wake`` is called, in another thread, when there is something to do.
 
-    ``sent`` is when a question was sent, and ``clock`` what the backend's clock was when it answered: with the two a
-    moment on that clock becomes one on this process's, and never a later one. ``given`` is a grant, with the ``sent``
-    that its lease is counted from: by the time it is read, the others may have moved on.
+    ``asked`` is when a question was sent, and what the backend's clock was when it answered: with the two a moment on
+    that clock becomes one on this process's, and never a later one. They are one value, since one thread may hear while
+    another one looks. ``given`` is a grant, and when the question was sent that its lease is counted from.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class Waiter:
         self.caller = caller
         # When its time is over. If its thread or loop is too busy to notice, others must not wait for it.
         self.until = until
-        self.sent = clock.now()
-        self.clock = 0.0
+        self.asked = clock.now(), 0.0
         self.given: tuple[Grant, float] | None = None
         self.error: LockBackendError | None = None
         self.number: int | None = None
@@ -119,7 +118,7 @@ class Waiter:
         if place.grant is not None:
             self.given = place.grant, sent
         elif place.clock:
-            self.sent, self.clock = sent, place.clock
+            self.asked = sent, place.clock
         asks = place.grant is not None or place.ask
         if asks:
             self.woken = clock.now()
@@ -128,13 +127,15 @@ class Waiter:
     def heard(self, message: Message) -> None:
         """Note a message; the caller has to be woken."""
         self.woken = clock.now()
-        if message.token is not None and self.clock:
-            self.given = Grant(message.token, message.ends - self.clock), self.sent
+        sent, told = self.asked
+        if message.token is not None and told:
+            self.given = Grant(message.token, message.ends - told), sent
 
 
 class WaitingRoom:
     """
-    Where the callers of this process wait for the keys of one backend, looked after by one thread.
+    Where the callers of this process wait for the keys of one backend, looked after by one thread; or two, where some
+    of what there is to hear comes while that one does something else.
 
     It listens where the backend tells of a grant, and looks otherwise: all claims at once, so that thousands of
     waiting tasks cost one connection and one question now and then. Whoever is next in line looks most often. A room
@@ -167,6 +168,8 @@ class WaitingRoom:
         self._listened_at = 0.0
         # Where a caller's own thread can listen: then its turn wakes no other one first.
         self._listener: Listener | None = None
+        # With what another thread of the room's hears.
+        self._beside: Listener | None = None
         # Whether a caller listens, and which keys were heard to be free.
         self._overheard = False
         self._news: deque[str] = deque()
@@ -267,7 +270,7 @@ class WaitingRoom:
                     if self._looks_at > now and not self._listens(listener):
                         self._changed.wait(min(self._looks_at - now, LINGER))
                 try:
-                    if listener is not None:
+                    if listener is not None and listener.beside is not listener:
                         self._listen_with(listener)
                     now = clock.now()
                     if now < self._looks_at:
@@ -318,16 +321,31 @@ class WaitingRoom:
             # Looking finds out whether it can be asked again.
             logger.warning("%s", error)
             listener = None
-        self.channel = self._name if listener is not None else ""
-        self._listener = listener
-        self._asks = listener is not None and listener.asks
+        beside = None if listener is None else listener.beside
+        with self._mutex:
+            self.channel = "" if listener is None else listener.channel or self._name
+            self._listener, self._beside = listener, beside
+            self._asks = listener is not None and listener.asks
+        if beside is not None:
+            try:
+                threading.Thread(target=self._hear, args=(beside,), name="dlocks-hearing", daemon=True).start()
+            except RuntimeError as error:
+                logger.warning("Those who wait for a lock have to look for their turn: %s", error)
+                self._disconnect(listener, broken=False)
+                self.channel, listener = "", None
         self._ready.set()
         return listener
 
+    def _hear(self, beside: Listener) -> None:
+        """Hear what one may be told of while the room's own thread does something else."""
+        while self._beside is beside:
+            self._take(beside.wait(LINGER, ()))
+
     def _disconnect(self, listener: Listener | None, *, broken: bool) -> None:
-        if self._listener is listener:
-            # Or else it is that of another thread, which has come after this one.
-            self._listener = None
+        with self._mutex:
+            if self._listener is listener:
+                # Or else it is that of another thread, which has come after this one.
+                self._listener = self._beside = None
         with suppress(LockBackendError), self._alone(listener):
             if listener is not None and not broken:
                 listener.close()
@@ -336,7 +354,8 @@ class WaitingRoom:
     @property
     def _looks(self) -> bool:
         """Whether to look though there is a listener."""
-        return clock.now() < self._looks_until
+        listener = self._listener
+        return clock.now() < self._looks_until or (listener is not None and not listener.hears_all)
 
     @contextmanager
     def _alone(self, listener: Listener | None) -> Iterator[None]:
@@ -355,7 +374,7 @@ class WaitingRoom:
 
     def _listens(self, listener: Listener | None) -> bool:
         """Whether to wait for messages now, rather than for somebody who sits down."""
-        if listener is None:
+        if listener is None or listener.beside is listener:
             return False
         if listener.ears is None and not listener.asks:
             return True
@@ -504,7 +523,9 @@ class WaitingRoom:
             return place.silent
         # At the latest.
         granted_at = answered + place.grant.lease - min(waiter.claim.ttl, KEPT_FOR)
-        return granted_at + TOLD_WITHIN < self._listened_at
+        # Another thread that does nothing else has heard all there was.
+        hears = self._listener is not None and self._listener.beside is self._listener
+        return granted_at + TOLD_WITHIN < (answered if hears else self._listened_at)
 
     def _fail(self, error: LockBackendError, ends: threading.Thread | None = None) -> None:
         with self._mutex:
@@ -531,13 +552,14 @@ def _forked() -> None:
 in_child(_forked)
 
 
-_room_by_backend: weakref.WeakKeyDictionary[BaseBackend, WaitingRoom] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
 def room_of(backend: BaseBackend) -> WaitingRoom:
     """Return the one waiting room of a backend in this process."""
+    room: WaitingRoom | None
     with _making:
-        if backend not in _room_by_backend:
-            _room_by_backend[backend] = WaitingRoom(backend)
-        return _room_by_backend[backend]
+        # Kept by the backend, with which it goes.
+        if (room := backend.room) is None:
+            room = backend.room = WaitingRoom(backend)
+        return room

@@ -176,17 +176,22 @@ def _pool(django_db_setup):
 
 @pytest.fixture
 def workers(_pool, transactional_db):
-    """Return a function that gives so many processes, on this test's database, kept for the next test."""
+    """
+    Return a function that gives so many processes, on this test's database, kept for the next test.
+
+    Every second one is as if it were on another machine.
+    """
 
     def bury() -> None:
-        for worker in [one for one in _pool if not (one.is_idle and one.process.is_alive())]:
-            worker.kill()
-            _pool.remove(worker)
+        for place, worker in enumerate(_pool):
+            if not (worker.is_idle and worker.process.is_alive()):
+                worker.kill()
+                _pool[place] = Worker(far=place % 2 == 1)
 
     def get(number: int) -> list[Worker]:
         bury()
         while len(_pool) < number:
-            _pool.append(Worker())
+            _pool.append(Worker(far=len(_pool) % 2 == 1))
         return _pool[:number]
 
     yield get
@@ -199,8 +204,8 @@ def doomed(transactional_db):
     """Return a function that gives a process to kill or stop."""
     started: list[Worker] = []
 
-    def get(**environment: str) -> Worker:
-        started.append(Worker(**environment))
+    def get(*, far: bool = False, **environment: str) -> Worker:
+        started.append(Worker(far=far, **environment))
         return started[-1]
 
     yield get

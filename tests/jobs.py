@@ -32,6 +32,7 @@ from dlocks import (
 from dlocks.backends.base import KEPT_FOR, Claim
 from dlocks.conf import backends
 from dlocks.waiting import room_of
+from tests.processes import go_far_away
 from tests.servers import die_with_parent
 
 
@@ -765,6 +766,8 @@ def crowd(pipe, number, directory, key, **policy):
     """
     Be so many processes that stand in line for a key again and again, and note what became of it.
 
+    About half of them are as if on other machines.
+
     Told "more", be one more; told "end", wait until everybody has been served once more, and return how each ended.
     """
     directory, ended = Path(directory), {}
@@ -774,6 +777,8 @@ def crowd(pipe, number, directory, key, **policy):
         pid = os.fork()
         if pid == 0:
             die_with_parent(signal.SIGKILL)
+            if os.getpid() % 2:
+                go_far_away()
             status = 1
             try:
                 _stand_in_line(directory, key, policy)
@@ -891,7 +896,8 @@ def listens(pipe, *, listening=None):
     backend = backends["default"]
     backend.listening = listening
     try:
-        return backend.listen("dlocks_test") is not None
+        listener = backend.listen("dlocks_test")
+        return listener is not None and listener.hears_all
     finally:
         backend.listening = None
         backend.close()

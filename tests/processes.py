@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import re
+import secrets
 import signal
 import sqlite3
 import tempfile
@@ -31,16 +32,19 @@ class Worker:
     """
     A process of its own, with its own connections.
 
+    One that is ``far`` is told of its turns, and tells others, as if it were on another machine.
+
     A job is ``function(pipe, *args, **kwargs)``: it may speak with the test over the pipe before it returns.
     """
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, *, far: bool = False, **environment: str) -> None:
+        self.far = far
         # Whether its last job has ended: one that a failed test left at work is of no use to the next.
         self.is_idle = True
         # What is loaded before a program has to be there as it starts.
         context = _spawning if "LD_PRELOAD" in os.environ else _forking
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, environment, far), daemon=True)
         self.process.start()
         theirs.close()
         _workers.add(self)
@@ -162,7 +166,7 @@ class Pipe:
         return self._connection.poll()
 
 
-def _serve(connection: Connection, environment: dict[str, str]) -> None:
+def _serve(connection: Connection, environment: dict[str, str], far: bool) -> None:
     os.environ.update(environment, DJANGO_SETTINGS_MODULE="tests.settings")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # For whereabouts(); the file is open as long as the process lives.
@@ -170,6 +174,8 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     import django
 
     django.setup()
+    if far:
+        go_far_away()
     if environment:
         _read_settings_again()
     pipe = Pipe(connection)
@@ -187,6 +193,14 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
             connection.send(("error", traceback.format_exc()))
         else:
             connection.send(("done", result))
+
+
+def go_far_away() -> None:
+    """Be a process that has no neighbours."""
+    from dlocks.backends.database import line, neighbours
+
+    elsewhere = f"{secrets.token_hex(4)}_"
+    neighbours.near = line.near = lambda: elsewhere
 
 
 def _read_settings_again() -> None:

@@ -298,10 +298,11 @@ def test_a_look_whose_reply_is_lost_costs_a_poll(using, what, through_proxy):
     in_time(granted - released, 1.5)
 
 
-def test_a_session_that_is_ended_while_it_listens_costs_a_poll(server, doomed):
+@pytest.mark.parametrize("far", [False, True])
+def test_a_session_that_is_ended_while_it_listens_costs_a_poll(far, server, doomed):
     if server.process is None:
         server.start()
-    holder, waiting, admin = (doomed(**environment(server)) for _ in range(3))
+    holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))
     token = holder.call(jobs.acquire, "session")
     waiting.start(jobs.wait_quietly, "session", timeout=20)
     in_line(admin, "session", 1)
@@ -314,11 +315,12 @@ def test_a_session_that_is_ended_while_it_listens_costs_a_poll(server, doomed):
     in_time(granted - released, 1.5)
 
 
-def test_a_message_that_is_lost_costs_a_poll(server, doomed):
+@pytest.mark.parametrize("far", [False, True])
+def test_a_message_that_is_lost_costs_a_poll(far, server, doomed):
     """The channel of the claim is made to be another one's."""
     if server.process is None:
         server.start()
-    holder, waiting, admin = (doomed(**environment(server)) for _ in range(3))
+    holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))
     token = holder.call(jobs.acquire, "message")
     waiting.start(jobs.wait_quietly, "message", timeout=20)
     in_line(admin, "message", 1)

@@ -135,6 +135,12 @@ class Listener:
     """
 
     asks: ClassVar[bool] = False
+    # The name under which it is told, where that is not the one it was to listen on.
+    channel: str = ""
+    # Whether every grant is told here; otherwise one has to look all the same.
+    hears_all: bool = True
+    # Another one, with which a thread of its own waits meanwhile; or this one itself, with which no other does.
+    beside: Listener | None = None
     # To be had by the thread that waits with it, or asks on its connection; None where only one thread ever does.
     ears: threading.RLock | None = None
 
@@ -226,6 +232,8 @@ class BaseBackend:
     database: str = ""
     # Whether exchange() can put another claim in the place of one that is held.
     supports_handover: ClassVar[bool] = False
+    # Where the callers of this process wait for it, once there are any.
+    room: Any = None
     # After how many seconds at most a hold is renewed, where that is sooner than a third of its ttl.
     renew_every: float = math.inf
 

@@ -201,6 +201,7 @@ class Campaign:
             odd=plan.odd,
             oddity=plan.oddity,
             port=port,
+            far=slot % 3 == 2,
             bug=plan.bug,
             peer=plan.peer,
         )

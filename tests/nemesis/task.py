@@ -37,6 +37,8 @@ class Task:
     think: float = 0.03
     odd: float = 0.12
     port: int = 0
+    # Whether it is as if on another machine.
+    far: bool = False
     # The only oddity, of all turns.
     oddity: str = ""
     bug: str = ""

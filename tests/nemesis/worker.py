@@ -38,6 +38,7 @@ from dlocks.holds import Hold
 from tests.models import Counter, Machine
 from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
 from tests.nemesis.task import PERMITS, Task, kind_of, now
+from tests.processes import go_far_away
 
 # The driver's own too: Django closes a cursor without telling of it in its own words.
 TROUBLES = (LockError, DatabaseError, InterfaceError, connection.Database.Error)
@@ -354,5 +355,7 @@ def main(task: Task) -> None:
         BUGS[task.bug].apply(task)
     if "FAKETIME" in os.environ:
         time.sleep = tolerant(time.sleep)
+    if task.far:
+        go_far_away()
     gc.freeze()
     Worker(task).run()

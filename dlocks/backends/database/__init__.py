@@ -61,12 +61,13 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     """
     What the backends of the database family share. ``database`` is an alias of DATABASES, and always written to.
 
-    ``listen`` says whether the server tells waiting claims of their turn: by NOTIFY on PostgreSQL, by ending a sleep on
-    MariaDB and MySQL. By default it does where the session is the process's own; behind a pooler, and on SQLite,
-    processes look instead. ``prepare`` says whether most statements outside of transactions go to the driver itself,
-    past Django's cursor, where nobody looks at what goes through that. On PostgreSQL they are those that a session
-    sends often, which are prepared: by default where the session is the process's own, with ``True`` behind a pooler
-    too that knows prepared statements. ``history`` says whether each hold that ends becomes a row of the history.
+    ``listen`` says whether waiting claims are told of their turn: by datagrams from processes of the same machine, from
+    others by NOTIFY on PostgreSQL, by ending a sleep on MariaDB and MySQL. By default the server does where the session
+    is the process's own; behind a pooler, and on SQLite, processes look for what they are not told. With ``False``
+    nobody is told. ``prepare`` says whether most statements outside of transactions go to the driver itself, past
+    Django's cursor, where nobody looks at what goes through that. On PostgreSQL they are those that a session sends
+    often, which are prepared: by default where the session is the process's own, with ``True`` behind a pooler too that
+    knows prepared statements. ``history`` says whether each hold that ends becomes a row of the history.
 
     ``expiry`` says how others know that a holder is gone: by the database's ``"clock"``, at the end of its lease; or
     ``"observed"``, once the row has been the same for ttl and grace on the clock of the process that waits. That

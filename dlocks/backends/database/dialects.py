@@ -72,15 +72,19 @@ class Dialect:
     # What in one trip puts claims into line, each a ``queue_row``, and counts them in: for each it returns the owner,
     # the place's number, whether the key is free, and the clock. Owner and number are NULL when others had the lock row
     # just then. And what hands a key to the first in line, where the lock row is as ``{condition}`` says: it returns
-    # whether there was one, and how many wait; where there is nobody the key is given back, or with ``{if_taken}``
-    # nothing is done. Neither returns a row when it was not done. ``{row_wait}`` is for how long, where the engine can
-    # bound that, the lock row is waited for.
+    # whether there was one, and how many wait; if he is still to be told, on which channel, and of what: his owner,
+    # token and the end of the lease; and the ``server``. Where there is nobody the key is given back, or with
+    # ``{if_taken}`` nothing is done. Neither returns a row when it was not done. ``{row_wait}`` is for how long, where
+    # the engine can bound that, the lock row is waited for.
     queue = ""
     queue_row = ""
     hand_over = ""
     if_taken = ""
     # What wakes the process that listens on a channel, where telling is no part of a statement.
     wake = ""
+    # What tells one server from another that has the same table, where there may be several: what one has committed
+    # another may not know yet.
+    server = ""
     # Whether a transaction that writes has the whole database to itself.
     one_writer = False
 
@@ -189,8 +193,8 @@ class PostgreSQL(Dialect):
     )
     tell_first = (
         " RETURNING (SELECT pg_notify(channel, 'free ' || %(key)s) FROM (SELECT channel FROM {claims} AS first"
-        " WHERE first.key_resource = %(key)s AND first.version IS NULL AND first.end_time > {now} AND channel <> ''"
-        " ORDER BY id LIMIT 1) AS told)"
+        " WHERE first.key_resource = %(key)s AND first.version IS NULL AND first.end_time > {now}"
+        " AND right(channel, 1) NOT IN ('', '-') ORDER BY id LIMIT 1) AS told)"
     )
     # The lock row is waited for a moment, since others only count themselves in.
     queue = (
@@ -224,9 +228,11 @@ class PostgreSQL(Dialect):
         " version = CASE WHEN taken.owner IS NULL THEN version ELSE {next_version} END,"
         " waiters = GREATEST(waiters - CASE WHEN taken.counted THEN 1 ELSE 0 END, 0)"
         " FROM head LEFT JOIN taken ON TRUE WHERE {locks}.key_resource = head.key_resource{if_taken}"
-        " RETURNING taken.owner IS NOT NULL, waiters, CASE WHEN taken.channel <> '' THEN pg_notify(taken.channel,"
-        " taken.owner || CASE WHEN taken.scope = 'P' THEN ' ' || version || ' '"
-        " || (EXTRACT(EPOCH FROM end_time) * 1000000)::bigint ELSE '' END) END"
+        " RETURNING taken.owner IS NOT NULL, waiters, CASE WHEN left(channel, 9) = %(near)s THEN channel END,"
+        " taken.owner, CASE WHEN taken.scope = 'P' THEN version END, {ends}, '',"
+        " CASE WHEN right(channel, 1) NOT IN ('', '-') AND left(channel, 9) <> %(near)s THEN"
+        " pg_notify(channel, taken.owner"
+        " || CASE WHEN taken.scope = 'P' THEN ' ' || version || ' ' || {ends} ELSE '' END) END"
     )
     forgettable = " RETURNING set_config('synchronous_commit', 'off', true)"
     if_taken = " AND taken.owner IS NOT NULL"
@@ -368,30 +374,36 @@ class MySQL(Dialect):
     queue_row = "SELECT {values} FROM DUAL WHERE @dlocks_done = 1"
     hand_over = (
         "START TRANSACTION;"
-        " SELECT COUNT(*) INTO @dlocks_done FROM {locks} FORCE INDEX (PRIMARY) WHERE key_resource >= %(key)s"
-        " AND key_resource <= %(key)s AND {condition} AND shares = 0 FOR UPDATE SKIP LOCKED;"
+        " SELECT COUNT(*), MAX(waiters), MAX({next_version}) INTO @dlocks_done, @dlocks_waiters, @dlocks_version"
+        " FROM {locks} FORCE INDEX (PRIMARY) WHERE key_resource >= %(key)s AND key_resource <= %(key)s"
+        " AND {condition} AND shares = 0 FOR UPDATE SKIP LOCKED;"
         # Of aggregates, so that they are NULL where there is none.
-        " SELECT MAX(id), MAX(owner), MAX(holder), MAX(owner_ip), MAX(scope), MAX(counted), MAX(patience),"
-        " MAX(channel) INTO @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope, @dlocks_counted,"
-        " @dlocks_patience, @dlocks_channel FROM {claims} WHERE @dlocks_done = 1 AND NOT shared AND id = (SELECT"
+        " SELECT MAX(id), MAX(owner), MAX(holder), MAX(owner_ip), MAX(scope), MAX(channel), MAX(patience),"
+        " IF(MAX(counted), GREATEST(@dlocks_waiters, 1) - 1, @dlocks_waiters)"
+        " INTO @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope, @dlocks_channel, @dlocks_patience,"
+        " @dlocks_waiters FROM {claims} WHERE @dlocks_done = 1 AND NOT shared AND id = (SELECT"
         " MIN(first.id) FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS NULL"
         " AND first.end_time > {now}) AND version IS NULL AND end_time > {now}{patiently};"
         " DELETE FROM {claims} WHERE id = @dlocks_id;"
+        # That may have waited.
+        " SET @dlocks_end = {now} + INTERVAL COALESCE(@dlocks_patience, 0) MICROSECOND;"
         " UPDATE {locks} SET status = COALESCE(@dlocks_scope, %(status)s), owner = COALESCE(@dlocks_owner, owner),"
         " holder = COALESCE(@dlocks_holder, holder),"
         " owner_ip = IF(@dlocks_id IS NULL, owner_ip, @dlocks_ip),"
         " begin_time = IF(@dlocks_id IS NULL, begin_time, {now}),"
-        " end_time = {now} + INTERVAL COALESCE(@dlocks_patience, 0) MICROSECOND,"
+        " end_time = @dlocks_end,"
         " hold_count = IF(@dlocks_id IS NULL, 0, 1),"
-        " version = IF(@dlocks_id IS NULL, version, {next_version}),"
-        " waiters = IF(@dlocks_counted, GREATEST(waiters, 1) - 1, waiters)"
+        " version = IF(@dlocks_id IS NULL, version, @dlocks_version),"
+        " waiters = @dlocks_waiters"
         " WHERE key_resource = %(key)s AND @dlocks_done = 1{if_taken};"
-        " SELECT waiters INTO @dlocks_waiters FROM {locks} WHERE key_resource = %(key)s;"
         " COMMIT;"
-        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters FROM DUAL WHERE @dlocks_done = 1{if_taken};"
-        " KILL QUERY IS_USED_LOCK(@dlocks_channel)"
+        # What is put together by the server costs more than what is put together here.
+        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel, @dlocks_owner,"
+        " IF(@dlocks_scope = 'P', @dlocks_version, NULL), TIMESTAMPDIFF(MICROSECOND, '1970-01-01', @dlocks_end),"
+        " {server} FROM DUAL WHERE @dlocks_done = 1{if_taken}"
     )
     if_taken = " AND @dlocks_id IS NOT NULL"
+    server = "CONCAT_WS(' ', @@hostname, @@port, @@datadir)"
     # A process that waits sleeps in the server, in the session that has the named lock which is its channel: so the
     # one that is interrupted is that session and never another, and error 1094 or 3057 says that there is none.
     wake = "KILL QUERY IS_USED_LOCK(%(channel)s)"

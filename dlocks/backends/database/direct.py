@@ -74,7 +74,11 @@ def _makes_djangos_cursors(kind: Any, create_cursor: Any) -> bool:
 
 
 def by_mysqlclient(connection: Any, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
-    """Execute one statement on an open connection of mysqlclient; return None where it is not one, but a proxy say."""
+    """
+    Execute what is sent in one trip on an open connection of mysqlclient, and return the answer of its last statement.
+
+    None where it is no such connection, but a proxy say.
+    """
     if len(sql) > TEXT_AT_MOST or type(connection).__module__ != "MySQLdb.connections":
         return None
     template, names = _as_bytes(sql, connection.encoding)
@@ -83,9 +87,12 @@ def by_mysqlclient(connection: Any, sql: str, parameters: Mapping[str, Any]) -> 
         # As a cursor does: of somebody who has not read all of the results of his.
         connection.store_result()
     connection.query(template % {name: literal(parameters[parameter]) for name, parameter in names})
-    result = connection.store_result()
-    rows = () if result is None else result.fetch_row(0)
-    return Reply(rows, connection.affected_rows(), connection.insert_id())
+    while True:
+        result = connection.store_result()
+        rows = () if result is None else result.fetch_row(0)
+        reply = Reply(rows, connection.affected_rows(), connection.insert_id())
+        if connection.next_result() != 0:
+            return reply
 
 
 @lru_cache(TEXTS_AT_MOST)

@@ -24,7 +24,8 @@ from django.db.utils import DatabaseError, Error, InterfaceError, OperationalErr
 from dlocks import clock
 from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Claim, Grant, Holder, Listener, Place
 from dlocks.backends.database.dialects import KEY
-from dlocks.backends.database.listening import INTERRUPTED, MySQLListener, PostgreSQLListener
+from dlocks.backends.database.listening import INTERRUPTED, MySQLListener, Neighbours, PostgreSQLListener
+from dlocks.backends.database.neighbours import ALONE, TAG, Door, is_near, near, tag, tell
 from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.prepared import is_under_way
 from dlocks.backends.database.statements import (
@@ -203,6 +204,9 @@ class Line(Statements):
 
     _entrance: Entrance
 
+    # Where neighbours tell what became of this process's claims.
+    _door: Door | None = None
+
     # Keys for which somebody waited when last this process knew: to begin with what a line needs. Only a hint.
     _crowded: set[str]
 
@@ -335,10 +339,9 @@ class Line(Statements):
         if not self.dialect.hand_over or self.in_transaction():
             # It is a transaction of its own.
             return False
-        parameters = {"key": claim.key, "owner": claim.owner, "status": "F" if failed else "S", **self._times()}
+        parameters = {"key": claim.key, "owner": claim.owner, "status": "F" if failed else "S"}
         sql = self._handing_over("owner = %(owner)s AND status = 'P'", row_wait=GIVING_BACK_WAITS)
-        rows = self._packet(sql, parameters)
-        for taken, waiters, *_ in rows or ():
+        for taken, waiters in self._handed_over(sql, parameters):
             if not waiters:
                 self._crowded.discard(claim.key)
             elif not taken:
@@ -533,11 +536,18 @@ class Line(Statements):
         """Hand a key that was given back to the first in line, in one trip; return False if that was not to do."""
         if not self.dialect.hand_over or self.in_transaction():
             return False
-        parameters = {"key": key, "owner": "", "status": "S", **self._times()}
+        parameters = {"key": key, "owner": "", "status": "S"}
         free = "status <> 'P' AND end_time <= {now}"
         sql = self._handing_over(free, self.dialect.if_taken, row_wait=row_wait)
-        rows = self._packet(sql, parameters)
-        return any(taken for taken, *_ in rows or ())
+        return any(taken for taken, _ in self._handed_over(sql, parameters))
+
+    def _handed_over(self, sql: str, parameters: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        """Hand a key over, and tell who has it then; return whether somebody has, and how many wait."""
+        rows = self._packet(sql, {**parameters, **self._times(), "near": near() or "-"}) or ()
+        for _, _, channel, owner, token, ends, server, *_ in rows:
+            if channel:
+                self._wake(channel, [_message(owner, token, ends)], server)
+        return [row[:2] for row in rows]
 
     def move_on(self, key: str) -> bool:
         if self._hand_on(key):
@@ -556,17 +566,34 @@ class Line(Statements):
         return int(self._rows(sql, {"key": key})[0][0])
 
     def listen(self, channel: str) -> Listener | None:
-        if self.listening is False or self.connection.vendor not in {"postgresql", "mysql"}:
+        if self.listening is False:
             return None
+        if self._door is None or self._door.channel != channel:
+            self._door = Door.open(channel)
+        door = self._door
+        if door is not None:
+            server = self._rows(f"SELECT {self.dialect.server}", {})[0][0] if self.dialect.server else ""
+            channel = near() + channel + TAG + tag(server)
+        listener = self._listen_to_the_server(channel, door)
+        if listener is None and door is not None:
+            listener, channel = Neighbours(door, hears_all=self.dialect.one_writer), channel + ALONE
+        if listener is not None:
+            listener.channel = channel
+        return listener
+
+    def _listen_to_the_server(self, channel: str, door: Door | None) -> Listener | None:
         try:
+            if self.connection.vendor == "postgresql":
+                pooled = self.listening is True
+                return PostgreSQLListener.on(self.connection, channel, door, through_a_pooler=pooled)
             if self.connection.vendor == "mysql":
-                return MySQLListener.on(self, channel)
-            return PostgreSQLListener.on(self.connection, channel, through_a_pooler=self.listening is True)
+                return MySQLListener.on(self, channel, door)
         except Error as error:
             if self.connection.vendor == "mysql" and self.connection.connection and self.connection.is_usable():
                 self._not_woken(error)
                 return None
             raise self._failure(error) from error
+        return None
 
     # Shares.
 
@@ -969,17 +996,32 @@ class Line(Statements):
         """Tell the processes whose claims were granted, when this step is committed."""
         if not channel:
             return
-        if self.dialect.wake:
-            transaction.on_commit(partial(self._wake, channel), using=self.database, robust=True)
-        if self.connection.vendor != "postgresql":
-            return
-        ends = "(EXTRACT(EPOCH FROM end_time) * 1000000)::bigint"
-        message = "owner" if reserved else f"owner || ' ' || version || ' ' || {ends}"
-        sql = self._text(f"SELECT pg_notify(%(channel)s, {message}) FROM {{{rows}")
-        self._rows(sql, {**parameters, "channel": channel})
+        server = self.dialect.server or "''"
+        # What is part of a caller's transaction may be undone yet: then the claim has to ask.
+        reserved = reserved or bool(self.connection.savepoint_ids)
+        sql = self._text(f"SELECT owner, {'NULL' if reserved else 'version'}, {{ends}}, {server} FROM {{{rows}")
+        granted = self._rows(sql, {**parameters, "channel": channel})
+        messages = [_message(owner, token, ends) for owner, token, ends, _ in granted]
+        if self.connection.vendor == "postgresql" and not is_near(channel, ""):
+            # With the commit.
+            self._notify(channel, messages)
+        elif granted:
+            wake = partial(self._wake, channel, messages, granted[0][3])
+            transaction.on_commit(wake, using=self.database, robust=True)
 
-    def _wake(self, channel: str) -> None:
-        """Have a process look what became of its claims; one that is not awoken looks by itself, some time later."""
+    def _notify(self, channel: str, messages: Sequence[str]) -> None:
+        if messages and not channel.endswith(ALONE):
+            sql = "SELECT pg_notify(%(channel)s, message) FROM unnest(%(messages)s::text[]) AS message"
+            self._run(self._by_cursor, sql, {"channel": channel, "messages": list(messages)})
+
+    def _wake(self, channel: str, messages: Sequence[str], server: str) -> None:
+        """Tell a process what became of its claims; one that is not told looks by itself, some time later."""
+        if (is_near(channel, server) and tell(channel, messages)) or channel.endswith(ALONE):
+            return
+        if not self.dialect.wake:
+            with suppress(LockBackendError):
+                self._notify(channel, messages)
+            return
         try:
             with self.connection.cursor() as cursor:
                 cursor.execute(self.dialect.wake, {"channel": channel})
@@ -1009,27 +1051,15 @@ class Line(Statements):
         """
 
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
-            if connection.vendor != "mysql":
-                execute = self._execute if often else self._by_cursor
+            execute = self._execute if often else self._by_cursor
+            try:
                 return execute(connection, in_transaction, sql, parameters).rows
-            rows = None
-            with connection.cursor() as cursor:
-                try:
-                    cursor.execute(sql, parameters)
-                    while cursor.nextset():
-                        rows = cursor.fetchall() if cursor.description else rows
-                    return rows
-                except DatabaseError as error:
-                    if rows is not None:
-                        # They come after the commit, and after them only the first in line is woken.
-                        self._not_woken(error)
-                        return rows
-                    cursor.execute("ROLLBACK")
-                    raise
-                except BaseException:
-                    # Interrupted between the statements of a packet.
-                    connection.close()
-                    raise
+            except DatabaseError:
+                if connection.vendor == "mysql":
+                    # It begins a transaction.
+                    with connection.cursor() as cursor:
+                        cursor.execute("ROLLBACK")
+                raise
 
         return self._run(send, locked=lambda: None)
 
@@ -1133,6 +1163,11 @@ class Line(Statements):
 
     def holder(self, key: str) -> Holder | None:
         raise NotImplementedError
+
+
+def _message(owner: str, token: int | None, ends: int) -> str:
+    """Return what is told of a grant: without a token, that the claim has to ask."""
+    return owner if token is None else f"{owner} {token} {ends}"
 
 
 class _LockedError(Exception):

@@ -16,6 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error
 
 from dlocks.backends.base import HEARD_FOR, Claim, Listener, Message, Place
+from dlocks.backends.database.neighbours import Door
 from dlocks.backends.database.statements import MICROSECONDS, Statements
 from dlocks.exceptions import LockBackendError
 
@@ -31,10 +32,11 @@ BOLT = "dlocks_bolt"
 class PostgreSQLListener(Listener):
     """Hears what is told on one channel, on a connection that its thread uses for statements too."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, door: Door | None) -> None:
         from psycopg import Error as DriverError
 
         self._connection = connection
+        self._door = door
         self._error = DriverError
         self.ears = threading.RLock()
         self._messages: deque[str] = deque()
@@ -42,7 +44,9 @@ class PostgreSQLListener(Listener):
         connection.add_notify_handler(lambda notify: self._messages.append(notify.payload))
 
     @classmethod
-    def on(cls, wrapper: BaseDatabaseWrapper, channel: str, *, through_a_pooler: bool) -> Self | None:
+    def on(
+        cls, wrapper: BaseDatabaseWrapper, channel: str, door: Door | None, *, through_a_pooler: bool
+    ) -> Self | None:
         """Listen; return None behind a pooler, where the next statement may run in another session."""
         wrapper.ensure_connection()
         connection = wrapper.connection
@@ -56,7 +60,7 @@ class PostgreSQLListener(Listener):
             if pid != connection.info.backend_pid and not through_a_pooler:
                 return None
             cursor.execute(f"LISTEN {wrapper.ops.quote_name(channel)}")
-        return cls(connection)
+        return cls(connection, door)
 
     def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
         if not self._messages:
@@ -64,13 +68,13 @@ class PostgreSQLListener(Listener):
             try:
                 # Some may have come with the answer to the last statement.
                 self._drain(pgconn)
-                if not self._messages and self._readable(pgconn.socket, timeout):
+                if not self._messages and self._awaited(pgconn.socket, timeout):
                     pgconn.consume_input()
                     self._drain(pgconn)
             except self._error as error:
                 # Nothing else: what a signal's handler raises is for the caller whose thread this may be.
                 raise LockBackendError(f"The connection that listens was lost: {error}") from error
-        messages = [self._parsed(message) for message in self._messages]
+        messages = [_parsed(message) for message in self._messages]
         self._messages.clear()
         return messages
 
@@ -79,23 +83,40 @@ class PostgreSQLListener(Listener):
         with suppress(Exception):
             self._connection.execute("UNLISTEN *")
 
-    @staticmethod
-    def _readable(socket: int, timeout: float) -> bool:
+    def _awaited(self, socket: int, timeout: float) -> bool:
+        """Wait for a neighbour to tell something, or the server; return whether only the server has."""
         poll = select.poll()
         poll.register(socket, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
+        if self._door is not None:
+            poll.register(self._door, select.POLLIN)
+        ready = {number for number, _ in poll.poll(timeout * 1000)}
+        if self._door is not None and self._door.fileno() in ready:
+            self._messages.extend(self._door.read())
+        return socket in ready and not self._messages
 
     def _drain(self, pgconn: Any) -> None:
         while (notify := pgconn.notifies()) is not None:
             self._messages.append(notify.extra.decode())
 
-    @staticmethod
-    def _parsed(text: str) -> Message:
-        kind, _, rest = text.partition(" ")
-        if kind == "free":
-            return Message(free=rest)
-        token, _, ends = rest.partition(" ")
-        return Message(owner=kind, token=int(token) if token else None, ends=int(ends or 0) / MICROSECONDS)
+
+def _parsed(text: str) -> Message:
+    kind, _, rest = text.partition(" ")
+    if kind == "free":
+        return Message(free=rest)
+    token, _, ends = rest.partition(" ")
+    return Message(owner=kind, token=int(token) if token else None, ends=int(ends or 0) / MICROSECONDS)
+
+
+class Neighbours(Listener):
+    """Hears what the processes on the same machine tell."""
+
+    def __init__(self, door: Door, *, hears_all: bool = True) -> None:
+        self.hears_all = hears_all
+        self.beside = self
+        self._door = door
+
+    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+        return [_parsed(text) for text in self._door.wait(timeout)]
 
 
 class MySQLListener(Listener):
@@ -116,7 +137,8 @@ class MySQLListener(Listener):
 
     asks = True
 
-    def __init__(self, statements: Statements) -> None:
+    def __init__(self, statements: Statements, door: Door | None) -> None:
+        self.beside = None if door is None else Neighbours(door)
         self._statements = statements
         self._wrapper = statements.connection
         self._session = self._wrapper.connection
@@ -124,7 +146,7 @@ class MySQLListener(Listener):
         self._sleeps: bool = not getattr(self._wrapper, "mysql_is_mariadb", False)
 
     @classmethod
-    def on(cls, statements: Statements, channel: str) -> Self | None:
+    def on(cls, statements: Statements, channel: str, door: Door | None) -> Self | None:
         """Take the channel's named lock; return None behind a proxy that gives each statement any session."""
         wrapper = statements.connection
         wrapper.ensure_connection()
@@ -138,7 +160,7 @@ class MySQLListener(Listener):
                     cursor.execute("KILL QUERY CONNECTION_ID()")
         except DatabaseError as error:
             if error.args[:1] == (INTERRUPTED,):
-                return cls(statements)
+                return cls(statements, door)
             raise
         return None
 

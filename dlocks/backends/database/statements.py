@@ -150,6 +150,8 @@ class Statements:
             "{grace}": dialect.after("grace"),
             "{idle}": dialect.after("idle"),
             "{heard}": dialect.after("heard"),
+            "{ends}": dialect.ticks_of("end_time"),
+            "{server}": dialect.server,
         }
         text = sql
         for name, fragment in fragments.items():
@@ -211,6 +213,8 @@ class Statements:
                 cursor.execute(sql, parameters)
                 # All rows: a statement that is not finished keeps SQLite's write lock.
                 rows = cursor.fetchall() if cursor.description else []
+                while connection.vendor == "mysql" and cursor.nextset():
+                    rows = cursor.fetchall() if cursor.description else []
             except Error:
                 raise
             except BaseException:

@@ -1,0 +1,398 @@
+"""Processes of one machine tell each other of their turns, past the server; nothing depends on it but time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections
+from django.test import override_settings
+
+from dlocks import db_lock
+from dlocks.backends.database import line, neighbours
+from dlocks.backends.database.line import Line
+from dlocks.conf import backends
+from dlocks.waiting import WaitingRoom, room_of
+from tests import jobs
+from tests.timing import in_time
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.timeout(120),
+]
+
+OWNER = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def in_line(until):
+    def wait(number, key="stock:7"):
+        until(lambda: backends["default"].waiting(key) == number)
+
+    return wait
+
+
+@pytest.fixture
+def thread():
+    started = []
+
+    def start(function):
+        results = []
+
+        def run():
+            try:
+                results.append(function())
+            finally:
+                connections.close_all()
+
+        one = threading.Thread(target=run, daemon=True)
+        one.results = results
+        started.append(one)
+        one.start()
+        return one
+
+    yield start
+    for one in started:
+        one.join(60)
+
+
+@pytest.fixture
+def near(workers):
+    """Return a function that gives a process that is a neighbour, or one that is not."""
+
+    def get(*, far=False):
+        return workers(2)[far]
+
+    return get
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What this process has told its neighbours, and what else the server had to."""
+    tell, wake = line.tell, Line._wake
+    told = {"neighbours": [], "server": []}
+
+    def telling(channel, messages):
+        if there := tell(channel, messages):
+            told["neighbours"] += messages
+        return there
+
+    def waking(self, channel, messages, server):
+        before = len(told["neighbours"])
+        wake(self, channel, messages, server)
+        if len(told["neighbours"]) == before and connection.vendor != "sqlite":
+            told["server"] += messages
+
+    monkeypatch.setattr(line, "tell", telling)
+    monkeypatch.setattr(Line, "_wake", waking)
+    return told
+
+
+def hand_over(to, in_line, key="stock:7", **policy):
+    """Hand the key to a process that waits for it; return how long that took."""
+    with db_lock(key) as hold:
+        to.start(jobs.wait_quietly, key, timeout=20, **policy)
+        in_line(1, key)
+    released = time.monotonic()
+    granted, token = to.hear()
+    assert token > hold.token
+    return granted - released
+
+
+def test_a_neighbour_is_told_past_the_server(near, in_line, told):
+    in_time(hand_over(near(), in_line), 0.2)
+    assert len(told["neighbours"]) == 1
+    assert told["server"] == []
+
+
+def test_a_process_of_another_machine_is_told_by_the_server(near, in_line, told):
+    hand_over(near(far=True), in_line)
+    assert told["neighbours"] == []
+    assert len(told["server"]) == (connection.vendor == "mysql"), (
+        "NOTIFY is part of the statement; SQLite has no server"
+    )
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_neighbour_who_cannot_be_told_is_told_by_the_server(near, in_line, told, monkeypatch):
+    """Its door has more messages than the system keeps, as of a process that is stopped."""
+    monkeypatch.setattr(neighbours, "_sender", lambda: (_ for _ in ()).throw(BlockingIOError()))
+    in_time(hand_over(near(), in_line), 1.0)
+    assert told["neighbours"] == []
+    assert len(told["server"]) == 1
+
+
+def test_a_message_to_a_neighbour_that_is_lost_costs_a_poll(near, in_line, monkeypatch):
+    """As where the process that has given back is killed just then."""
+    monkeypatch.setattr(line, "tell", lambda channel, messages: True)
+    in_time(hand_over(near(), in_line), 1.0)
+
+
+def test_a_neighbour_that_died_is_told_in_vain(doomed, in_line, until):
+    """Its claim is passed over in its time, and the key is free again."""
+    victim = doomed()
+    with db_lock("stock:7"):
+        victim.start(jobs.wait_quietly, "stock:7", timeout=20)
+        in_line(1)
+        victim.kill()
+    with db_lock("stock:7", timeout=10) as hold:
+        in_time(hold.waited, 4.0)
+
+
+async def test_coroutines_are_told_too(near):
+    """In a process whose one loop waits for three keys."""
+    giver = near()
+    keys = [f"stock:{number}" for number in range(3)]
+    for key in keys:
+        assert isinstance(await asyncio.to_thread(giver.call, jobs.acquire, key), int)
+
+    async def wait(key):
+        async with db_lock(key, timeout=20):
+            return time.monotonic()
+
+    waiting = [asyncio.create_task(wait(key)) for key in keys]
+    while await sync_to_async(lambda: sum(map(backends["default"].waiting, keys)))() < len(keys):
+        await asyncio.sleep(0.01)
+    released = time.monotonic()
+    await asyncio.to_thread(giver.call, jobs.release_all)
+    for granted in await asyncio.gather(*waiting):
+        in_time(granted - released, 0.2)
+
+
+def test_many_threads_of_one_process_are_each_told(near, in_line, thread):
+    giver = near()
+    keys = [f"stock:{number}" for number in range(4)]
+    for key in keys:
+        giver.call(jobs.acquire, key)
+
+    def wait(key):
+        hold = db_lock(key, timeout=20).acquire()
+        granted = time.monotonic()
+        hold.release()
+        return granted
+
+    waiting = [thread(lambda key=key: wait(key)) for key in keys]
+    for key in keys:
+        in_line(1, key)
+    released = time.monotonic()
+    giver.call(jobs.release_all)
+    for one in waiting:
+        one.join(30)
+        in_time(one.results[0] - released, 0.2)
+
+
+@pytest.mark.engine("sqlite")
+def test_on_sqlite_neighbours_do_not_look_for_their_turns(workers):
+    """Four processes, thirty turns each: fewer looks than turns, though three wait at any time."""
+    crowd, turns = workers(8)[::2], 30
+    for worker in crowd:
+        worker.start(jobs.take_turns, "stock:7", times=turns)
+    looks = sum(worker.hear() for worker in crowd)
+    assert looks < len(crowd) * turns, looks
+
+
+@pytest.mark.engine("sqlite")
+def test_on_sqlite_whose_turn_comes_without_a_message_looks_for_a_while(workers):
+    """Two processes that are no neighbours, in containers say: after the first turns none takes long."""
+    crowd = [worker for worker in workers(4) if worker.far]
+    waits = []
+    for number in range(8):
+        holder, waiting = crowd[number % 2], crowd[1 - number % 2]
+        holder.call(jobs.acquire, "stock:7")
+        waiting.start(jobs.wait_quietly, "stock:7", timeout=20)
+        while not backends["default"].waiting("stock:7"):
+            time.sleep(0.005)
+        released = time.monotonic()
+        holder.call(jobs.release_all)
+        waits.append(waiting.hear()[0] - released)
+    in_time(max(waits), 1.0)
+    in_time(sorted(waits)[3], 0.12)
+
+
+# What anybody of the machine may send.
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\n",
+        b"free stock:7",
+        b"\xff\xfe" * 100,
+        b"x" * 10_000,
+        OWNER.encode(),
+        f"{OWNER} 17 18".encode(),
+        f"{'0' * 32}\n{OWNER} 17 18".encode(),
+        f"{'é' * 16}\n{OWNER} 17 18".encode(),
+    ],
+)
+def test_what_is_not_signed_is_not_heard(message):
+    """Whoever may have read the table, and send to the socket, still lacks the SECRET_KEY."""
+    door = neighbours.Door.open("dlocks_test_junk")
+    channel = neighbours.near() + "dlocks_test_junk"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(message, f"\0{channel}")
+    assert neighbours.tell(channel, [f"{OWNER} 17 18", OWNER])
+    assert door.wait(5) == [f"{OWNER} 17 18", OWNER]
+
+
+def test_a_full_door_keeps_nobody_waiting_who_tells():
+    """The system keeps some messages for who does not read; the next is refused at once."""
+    door = neighbours.Door.open("dlocks_test_full")
+    channel = neighbours.near() + "dlocks_test_full"
+    began = time.monotonic()
+    while neighbours.tell(channel, [OWNER]):
+        assert time.monotonic() < began + 10
+    assert not neighbours.tell(channel, [OWNER])
+    assert OWNER in door.read()
+
+
+def test_a_thousand_are_told_at_once():
+    """Of their shares in one key, say."""
+    door = neighbours.Door.open("dlocks_test_thousand")
+    messages = [f"{number:032x} {2**62} {2**62}" for number in range(1000)]
+    assert neighbours.tell(neighbours.near() + "dlocks_test_thousand", messages)
+    assert door.wait(5) == messages
+
+
+# Who is a neighbour.
+
+
+def test_nobody_is_told_who_is_not_a_neighbour_or_is_told_by_another_server():
+    mine = neighbours.near() + "dlocks_test_who"
+    one, another = "db1 3306 /data", "db2 3306 /data"
+    assert neighbours.is_near(f"{mine}@", "")
+    assert neighbours.is_near(f"{mine}@-", "")
+    assert neighbours.is_near(f"{mine}@{neighbours.tag(one)}", one)
+    assert neighbours.is_near(f"{mine}@{neighbours.tag(one)}-", one)
+    assert not neighbours.is_near(f"{mine}@{neighbours.tag(one)}", another)
+    assert not neighbours.is_near(f"{mine}@{neighbours.tag(one)}", "")
+    assert not neighbours.is_near(f"{mine}@", one)
+    assert not neighbours.is_near("00000000_dlocks_test_who@", "")
+    assert not neighbours.is_near("dlocks_test_who", "")
+    assert not neighbours.is_near("", "")
+    assert not neighbours.tell(f"{mine}@", [OWNER]), "nobody is there"
+
+
+def test_what_a_channel_is_called_fits_its_column():
+    from dlocks.models import LockClaim
+
+    listener = backends["default"].listen(WaitingRoom(backends["default"])._name)
+    assert listener.channel.startswith(neighbours.near())
+    assert len(listener.channel) <= LockClaim._meta.get_field("channel").max_length
+    connection.close()
+
+
+def test_processes_of_one_network_namespace_are_neighbours_and_others_are_not():
+    code = "from dlocks.backends.database import neighbours; print(neighbours.near())"
+
+    def near_of(*before):
+        command = [*before, sys.executable, "-c", code]
+        environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings"}
+        process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment)
+        return process.stdout.strip()
+
+    assert near_of() == neighbours.near()
+    if os.getuid() == 0:
+        elsewhere = near_of("unshare", "--net")
+        assert len(elsewhere) == len(neighbours.near())
+        assert elsewhere != neighbours.near()
+
+
+def test_where_the_system_has_no_such_thing_nobody_is_a_neighbour(monkeypatch):
+    """As on macOS and Windows, which have no /proc."""
+
+    def missing(self):
+        raise FileNotFoundError(self)
+
+    near = neighbours.near.__wrapped__
+    assert near() == neighbours.near()
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert near() == ""
+    monkeypatch.setattr(neighbours, "near", near)
+    assert neighbours.Door.open("dlocks_test_none") is None
+    assert not neighbours.is_near("dlocks_test_none", "")
+
+
+def test_a_fork_has_no_door_of_its_parent_s():
+    """Or else a parent that has ended would seem to be there."""
+    door = neighbours.Door.open("dlocks_test_fork")
+    number = door.fileno()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.fstat(number)
+            os.write(writing, b"open")
+        except OSError:
+            os.write(writing, b"closed")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    assert select.select([reading], [], [], 30)[0]
+    assert os.read(reading, 100) == b"closed"
+    os.close(reading)
+    os.waitpid(pid, 0)
+    assert neighbours.tell(neighbours.near() + "dlocks_test_fork", [OWNER])
+    assert door.wait(5) == [OWNER]
+
+
+def test_an_alias_that_has_gone_has_no_door(settings):
+    """Of a test with settings of its own, say."""
+
+    def listen():
+        backend = backends["default"]
+        backend.listen(room_of(backend)._name)
+        backend.close()
+        return backend._door.channel
+
+    with override_settings(DLOCKS=dict(settings.DLOCKS)):
+        channel = neighbours.near() + listen()
+        assert neighbours.tell(channel, [OWNER])
+    gc.collect()
+    assert not neighbours.tell(channel, [OWNER])
+
+
+def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that():
+    """As daemons do; and a number may be another file's by then."""
+    door = neighbours.Door.open("dlocks_test_closed")
+    os.close(door.fileno())
+    assert door.wait(5) == []
+    began = time.monotonic()
+    assert door.wait(0.05) == []
+    assert time.monotonic() >= began + 0.05
+
+
+def test_where_no_thread_can_be_started_to_hear_one_looks(near, in_line, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == "dlocks-hearing":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    room = WaitingRoom(backends["default"])
+    monkeypatch.setattr(backends["default"], "room", room)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    giver = near()
+    giver.call(jobs.acquire, "stock:7")
+    release = threading.Timer(0.5, giver.call, [jobs.release_all])
+    release.start()
+    with db_lock("stock:7", timeout=20):
+        pass
+    release.join()
+
+
+def test_with_listen_false_nobody_is_told():
+    backend = backends["default"]
+    assert type(backend)("default", listen=False).listen("dlocks_test") is None
