@@ -8,6 +8,7 @@ they can be, and leases are not renewed. dlocks is used as a project would: a ne
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -112,6 +113,21 @@ def _dlocks(database: str, kind: str) -> type[Dlocks]:
             "using": f"{database}-{kind}",
         },
     )
+
+
+def _far(database: str) -> type[Dlocks]:
+    """Return the same lock in processes that are told of their turns as if each were on a machine of its own."""
+    near = _dlocks(database, "pessimistic")
+
+    def start(self: Dlocks) -> None:
+        from dlocks.backends.database import line, neighbours
+
+        elsewhere = f"{secrets.token_hex(4)}_"
+        neighbours.near = line.near = lambda: elsewhere  # type: ignore[assignment]
+        near.start(self)
+
+    name, label = f"{near.name}-far", f"dlocks, {DATABASE_LABELS[database]}, told by the server"
+    return type(f"{near.__name__}Far", (near,), {"name": name, "label": label, "start": start})
 
 
 class DlocksTransaction(Dlocks):
@@ -422,11 +438,13 @@ CONTENDERS: dict[str, Contender] = {
         _dlocks("postgresql", "optimistic"),
         _dlocks("postgresql", "insert"),
         _dlocks("postgresql", "session"),
+        _far("postgresql"),
         DlocksTransaction,
         _dlocks("mariadb", "pessimistic"),
         _dlocks("mariadb", "optimistic"),
         _dlocks("mariadb", "insert"),
         _dlocks("mariadb", "session"),
+        _far("mariadb"),
         _dlocks("sqlite", "pessimistic"),
         _dlocks("sqlite", "optimistic"),
         DlocksRedis,

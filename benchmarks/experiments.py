@@ -11,9 +11,12 @@ MS = 0.001
 
 CONTENDED = [
     "dlocks-postgresql",
+    "dlocks-postgresql-far",
     "dlocks-postgresql-session",
     "dlocks-mariadb",
+    "dlocks-mariadb-far",
     "dlocks-mariadb-session",
+    "dlocks-sqlite",
     "redis-py",
     "redis-py-5ms",
     "python-redis-lock",
