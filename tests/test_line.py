@@ -2001,6 +2001,24 @@ def test_a_claim_whose_row_is_kept_by_others_is_passed_over_and_keeps_nobody_wai
 
 
 @SERVERS
+@FAMILY
+def test_what_the_line_gives_lasts_from_when_it_is_given_though_that_had_to_wait(using, workers, threads):
+    """Somebody has the row of the claim for most of a second, when its turn comes."""
+    (other,) = workers(1)
+    backend, first, second = backends[using], claim(), claim()
+    assert backend.acquire(first) is not None
+    assert backend.queue(second, "nobody") is not None
+    other.start(jobs.lock_first_claim, "stock:7")
+    assert other.hear() == "locked"
+    threading.Timer(0.8, other.tell).start()
+    assert backend.release(first)
+    left = backend.look([second], heard=False)[second.owner].grant.lease
+    assert other.hear() == "unlocked"
+    assert backend.release(second)
+    in_time(KEPT_FOR - left, 0.5)
+
+
+@SERVERS
 def test_a_turn_that_comes_to_nothing_at_first_is_not_lost(monkeypatch, threads):
     """The row may be locked, for a moment, when the claim asks for what it was told it has."""
     backend = backends["default"]
