@@ -254,6 +254,45 @@ def until():
     return wait
 
 
+@pytest.fixture
+def in_line(until):
+    """Return a function that waits until so many stand in line for a key."""
+
+    def wait(number, key="stock:7"):
+        until(lambda: backends["default"].waiting(key) == number)
+
+    return wait
+
+
+@pytest.fixture
+def threads():
+    """Return a function that starts a thread with its own connection, joined at the end; its result is appended."""
+    started, errors = [], []
+
+    def start(function):
+        def run():
+            try:
+                results.append(function())
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                connections.close_all()
+
+        results = []
+        thread = threading.Thread(target=run, daemon=True)
+        thread.results = results
+        started.append(thread)
+        thread.start()
+        return thread
+
+    yield start
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
 @pytest.fixture(scope="session")
 def _chromium():
     yield

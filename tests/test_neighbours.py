@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connection, connections
+from django.db import connection
 from django.test import override_settings
 
 from dlocks import db_lock
@@ -32,38 +32,6 @@ pytestmark = [
 ]
 
 OWNER = "0123456789abcdef" * 2
-
-
-@pytest.fixture
-def in_line(until):
-    def wait(number, key="stock:7"):
-        until(lambda: backends["default"].waiting(key) == number)
-
-    return wait
-
-
-@pytest.fixture
-def thread():
-    started = []
-
-    def start(function):
-        results = []
-
-        def run():
-            try:
-                results.append(function())
-            finally:
-                connections.close_all()
-
-        one = threading.Thread(target=run, daemon=True)
-        one.results = results
-        started.append(one)
-        one.start()
-        return one
-
-    yield start
-    for one in started:
-        one.join(60)
 
 
 @pytest.fixture
@@ -169,7 +137,7 @@ async def test_coroutines_are_told_too(near):
         in_time(granted - released, 0.2)
 
 
-def test_many_threads_of_one_process_are_each_told(near, in_line, thread):
+def test_many_threads_of_one_process_are_each_told(near, in_line, threads):
     giver = near()
     keys = [f"stock:{number}" for number in range(4)]
     for key in keys:
@@ -181,7 +149,7 @@ def test_many_threads_of_one_process_are_each_told(near, in_line, thread):
         hold.release()
         return granted
 
-    waiting = [thread(lambda key=key: wait(key)) for key in keys]
+    waiting = [threads(lambda key=key: wait(key)) for key in keys]
     for key in keys:
         in_line(1, key)
     released = time.monotonic()

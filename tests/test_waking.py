@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-from django.db import connection, connections
+from django.db import connection
 from django.db.backends.signals import connection_created
 from django.db.utils import OperationalError
 
@@ -25,38 +24,6 @@ pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     pytest.mark.timeout(120),
 ]
-
-
-@pytest.fixture
-def in_line(until):
-    def wait(number, key="stock:7"):
-        until(lambda: backends["default"].waiting(key) == number)
-
-    return wait
-
-
-@pytest.fixture
-def threads():
-    started = []
-
-    def start(function):
-        results = []
-
-        def run():
-            try:
-                results.append(function())
-            finally:
-                connections.close_all()
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.results = results
-        started.append(thread)
-        thread.start()
-        return thread
-
-    yield start
-    for thread in started:
-        thread.join(60)
 
 
 @pytest.fixture
