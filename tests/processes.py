@@ -84,7 +84,7 @@ class Worker:
         os.kill(self.process.pid, signal.SIGSTOP)
         # The signal is sent, and not yet obeyed.
         deadline = time.monotonic() + 10
-        while _state(self.process.pid) not in "TZ" and time.monotonic() < deadline:
+        while state_of(self.process.pid) not in "TZ" and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def resume(self) -> None:
@@ -105,11 +105,20 @@ class Worker:
         self.pipe.close()
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """Return the state of a process in one letter, as ``ps`` does; Z too for one that is buried already."""
+    return _state_in(Path(f"/proc/{pid}/stat"))
+
+
+def states_of(pid: int) -> set[str]:
+    """Return the states of the threads of a process."""
+    return {_state_in(path) for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
+def _state_in(path: Path) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        # Ended, and buried already.
+        return path.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return "Z"
 
 

@@ -24,6 +24,7 @@ from dlocks.keeper import keeper
 from dlocks.models import ResourceLock
 from dlocks.testing import abandoned, held_elsewhere
 from tests import commands_for_tests, jobs, pages
+from tests.processes import state_of, states_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -387,6 +388,20 @@ def test_signals_reach_the_command_and_the_key_is_kept_until_it_has_ended(run_lo
         os.kill(child, 0)
 
 
+def test_a_signal_that_comes_as_the_command_ends_leaves_its_status(run_locked, until):
+    """It was meant for the command, which has ended without it."""
+    process = run_locked("backup", *python(LISTENER))
+    child = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: state_of(process.pid) == "T")
+    process.terminate()
+    process.stdin.write("end\n")
+    process.stdin.flush()
+    until(lambda: state_of(child) == "Z")
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(60) == 3
+
+
 def test_a_signal_while_it_waits_ends_it_and_leaves_nothing_behind(run_locked, until):
     with held_elsewhere("backup"):
         process = run_locked("backup", "--timeout", "60", *python("print('ran')"))
@@ -418,7 +433,7 @@ def test_what_is_ignored_is_ignored_by_the_command_too(run_locked, environment):
     assert done.stdout == b"True\n"
 
 
-def test_a_ctrl_c_in_the_terminal_comes_to_the_command_once(environment):
+def test_a_ctrl_c_in_the_terminal_comes_to_the_command_once(environment, until):
     """It is in the terminal's foreground itself."""
     # By default the terminal throws away, after the signal, what the command may have said to it already.
     start = """
@@ -456,6 +471,8 @@ print("parent", os.getppid(), flush=True)
         process.stdin.write(b"\x03")
         read_until(rb"(SIGINT)\r\n")
         os.kill(parent, signal.SIGCONT)
+        # Each of its threads may have got the signal, and does something about it before it sleeps again.
+        until(lambda: states_of(parent) == {"S"})
         os.kill(parent, signal.SIGTERM)
         read_until(rb"(SIGTERM)\r\n")
         assert seen.count(b"SIGINT") == 1

@@ -21,7 +21,7 @@ from tests.nemesis.checker import History, Report, check
 from tests.nemesis.nursery import Nursery
 from tests.nemesis.proxy import Proxy
 from tests.nemesis.task import KEYS, Task, now
-from tests.processes import Worker
+from tests.processes import Worker, state_of
 from tests.servers import SERVERS, START_SECONDS, Galera, MariaDB, Server
 
 STATES = {IDLE: "idle", ASKING: "asking", HOLDING: "holding", LEAVING: "leaving"}
@@ -404,22 +404,10 @@ def server_for(engine: str, *, clock: bool = False) -> Iterator[Server | Galera]
 
 
 def _alive(pid: int) -> bool:
-    try:
-        return _status(pid) not in "ZX"
-    except OSError:
-        return False
-
-
-def _status(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state_of(pid) not in "ZX"
 
 
 def _await_stop(pid: int) -> None:
     deadline = now() + 1
-    while now() < deadline:
-        try:
-            if _status(pid) in "TZX":
-                return
-        except OSError:
-            return
+    while now() < deadline and state_of(pid) not in "TZX":
         time.sleep(0.0005)

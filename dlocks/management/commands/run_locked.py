@@ -124,8 +124,8 @@ class _Child:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        # Whether a signal means the command, not yet this process alone.
-        self._starts = False
+        # Whether a signal means the command, not this process alone.
+        self._runs = False
         # Appended to by handlers and by the keeper: a deque, since neither may wait for the other.
         self._signals: deque[int] = deque()
 
@@ -145,15 +145,20 @@ class _Child:
 
     def run(self) -> int:
         """Run the command to its end; return its exit status as shells tell it."""
-        self._starts = True
-        # In this process group, so that it has the terminal.
-        self._process = subprocess.Popen(self._command)  # noqa: S603 (what the caller wants to be run)
-        self._pass_on()
-        # By a thread: a signal that comes just before this one begins to wait for a process is not handled until then.
-        waiter = threading.Thread(target=self._process.wait, name="run_locked", daemon=True)
-        waiter.start()
-        while waiter.is_alive():
-            waiter.join(0.5)
+        self._runs = True
+        try:
+            # In this process group, so that it has the terminal.
+            self._process = subprocess.Popen(self._command)  # noqa: S603 (what the caller wants to be run)
+            self._pass_on()
+            # By a thread: a signal that comes just before this one begins to wait for a process is not handled until
+            # then.
+            waiter = threading.Thread(target=self._process.wait, name="run_locked", daemon=True)
+            waiter.start()
+            while waiter.is_alive():
+                waiter.join(0.5)
+        finally:
+            # Not as soon as it has ended: what another thread was sent before is handled when this one goes on.
+            self._runs = False
         status = self._process.wait()
         return BY_SIGNAL - status if status < 0 else status
 
@@ -162,7 +167,7 @@ class _Child:
         self._pass_on()
 
     def _caught(self, number: int, frame: object) -> None:
-        if not self._starts or (self._process is not None and self._process.returncode is not None):
+        if not self._runs:
             # There is no command yet, or no more: what goes on is the taking or the giving back of the lock.
             sys.exit(BY_SIGNAL + number)
         if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
