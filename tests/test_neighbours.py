@@ -341,6 +341,43 @@ def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that():
     assert time.monotonic() >= began + 0.05
 
 
+def test_a_door_that_was_closed_is_replaced_when_next_one_listens():
+    backend = backends["default"]
+    listener = backend.listen("dlocks_test_closed")
+    hears = listener.beside or listener
+    os.close(backend._door.fileno())
+    hears.wait(5, ())
+    began = time.monotonic()
+    assert list(hears.wait(0.05, ())) == []
+    assert time.monotonic() >= began + 0.05
+    listener.close()
+    hears = (listener := backend.listen("dlocks_test_closed")).beside or listener
+    assert neighbours.tell(listener.channel, [OWNER])
+    assert [message.owner for message in hears.wait(5, ())] == [OWNER]
+    listener.close()
+
+
+def test_where_there_is_no_poll_one_is_told_all_the_same(near, in_line, threads, until, monkeypatch):
+    """As on Windows, and under Eventlet."""
+    giver = near()
+    giver.call(jobs.acquire, "stock:7")
+    monkeypatch.delattr(select, "poll")
+
+    def wait():
+        with db_lock("stock:7", timeout=20):
+            return time.monotonic()
+
+    waiter = threads(wait)
+    in_line(1)
+    released = time.monotonic()
+    giver.call(jobs.release_all)
+    in_time(until(lambda: waiter.results)[0] - released, 0.2)
+    # Long enough for statements to be prepared.
+    for _ in range(20):
+        with db_lock("stock:7"):
+            pass
+
+
 def test_where_no_thread_can_be_started_to_hear_one_looks(near, in_line, monkeypatch):
     start = threading.Thread.start
 

@@ -568,7 +568,7 @@ class Line(Statements):
     def listen(self, channel: str) -> Listener | None:
         if self.listening is False:
             return None
-        if self._door is None or self._door.channel != channel:
+        if self._door is None or self._door.channel != channel or not self._door.is_open:
             self._door = Door.open(channel)
         door = self._door
         if door is not None:

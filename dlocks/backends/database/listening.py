@@ -5,7 +5,6 @@ How a process whose claims stand in line is told: PostgreSQL's LISTEN; on MariaD
 from __future__ import annotations
 
 import math
-import select
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from dlocks.backends.base import HEARD_FOR, Claim, Listener, Message, Place
 from dlocks.backends.database.neighbours import Door
 from dlocks.backends.database.statements import MICROSECONDS, Statements
 from dlocks.exceptions import LockBackendError
+from dlocks.polling import ready
 
 # The statement was ended by KILL QUERY, ...
 INTERRUPTED = 1317
@@ -85,14 +85,11 @@ class PostgreSQLListener(Listener):
 
     def _awaited(self, socket: int, timeout: float) -> bool:
         """Wait for a neighbour to tell something, or the server; return whether only the server has."""
-        poll = select.poll()
-        poll.register(socket, select.POLLIN)
-        if self._door is not None:
-            poll.register(self._door, select.POLLIN)
-        ready = {number for number, _ in poll.poll(timeout * 1000)}
-        if self._door is not None and self._door.fileno() in ready:
+        door = -1 if self._door is None else self._door.fileno()
+        found = ready(*{socket, door} - {-1}, timeout=timeout)
+        if self._door is not None and door in found:
             self._messages.extend(self._door.read())
-        return socket in ready and not self._messages
+        return socket in found and not self._messages
 
     def _drain(self, pgconn: Any) -> None:
         while (notify := pgconn.notifies()) is not None:

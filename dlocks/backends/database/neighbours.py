@@ -13,7 +13,6 @@ import atexit
 import hashlib
 import hmac
 import os
-import select
 import socket
 import time
 import weakref
@@ -27,6 +26,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.encoding import force_bytes
 
 from dlocks.forks import in_child
+from dlocks.polling import ready
 
 # Stands in a channel's name before what tells the server, ...
 TAG = "@"
@@ -53,9 +53,6 @@ def near() -> str:
         namespace = Path("/proc/self/ns/net").stat().st_ino
         key = _key()
     except (OSError, ImproperlyConfigured):
-        return ""
-    if not hasattr(select, "poll"):
-        # Eventlet takes it away.
         return ""
     return hashlib.blake2b(f"{machine} {namespace}".encode(), key=key).hexdigest()[:8] + "_"
 
@@ -92,6 +89,7 @@ class Door:
         self.channel = channel
         # The bare number: who ends while it is open is not warned.
         self._number = bound.detach()
+        self._inode = os.fstat(self._number).st_ino
         _doors.add(self)
 
     @classmethod
@@ -105,25 +103,29 @@ class Door:
         return None
 
     def fileno(self) -> int:
+        """Return its number; -1 when it is closed."""
         return self._number
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still there: who closes all there is, as daemons do, leaves its number to another file."""
+        with suppress(OSError):
+            if self._number >= 0 and os.fstat(self._number).st_ino == self._inode:
+                return True
+        self._number = -1
+        return False
 
     def wait(self, timeout: float) -> list[str]:
         if self._number < 0:
             time.sleep(timeout)
             return []
-        poll = select.poll()
-        poll.register(self._number, select.POLLIN)
-        for _, event in poll.poll(timeout * 1000):
-            if event & select.POLLNVAL:
-                # Closed by somebody who closes all there is, as daemons do: the number may be another one's by now.
-                self._number = -1
-                return []
-            return self.read()
-        return []
+        return self.read() if ready(self._number, timeout=timeout) else []
 
     def read(self) -> list[str]:
         """Return what was told since the last time."""
         told: list[str] = []
+        if not self.is_open:
+            return told
         with suppress(OSError):
             for _ in range(AT_ONCE):
                 signature, _, text = os.read(self._number, LONGEST).decode("ascii", "replace").partition("\n")
@@ -132,8 +134,8 @@ class Door:
         return told
 
     def close(self) -> None:
-        number, self._number = self._number, -1
-        if number >= 0:
+        if self.is_open:
+            number, self._number = self._number, -1
             with suppress(OSError):
                 os.close(number)
 

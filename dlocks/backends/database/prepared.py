@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import select
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from dlocks.backends.database.direct import TEXT_AT_MOST, Reply
+from dlocks.polling import ready
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
@@ -74,8 +74,6 @@ class PreparedStatements:
         # As numbers: to look for one in a set of those costs more than all else that is read of an answer.
         self._tuples_ok, self._command_ok = int(pq.ExecStatus.TUPLES_OK), int(pq.ExecStatus.COMMAND_OK)
         self._pgconn: PGconn = connection.pgconn
-        self._answers = select.poll()
-        self._answers.register(self._pgconn.socket, select.POLLIN)
         self._backend_pid: int = connection.info.backend_pid
         # Whether the session is this process's own; None while that is not known.
         self._own: bool | None = None
@@ -149,17 +147,15 @@ class PreparedStatements:
 
     def _ask(self, send: Callable[..., None], *arguments: Any) -> PGresult:
         """Send something, wait for the answer, and return it; raise the driver's error."""
-        pgconn, answers = self._pgconn, self._answers
+        pgconn = self._pgconn
         send(*arguments)
         while pgconn.flush():
-            both = select.poll()
-            both.register(pgconn.socket, select.POLLIN | select.POLLOUT)
-            both.poll()
+            ready(pgconn.socket, or_writable=True)
             pgconn.consume_input()
         result: Any = None
         while True:
             while pgconn.is_busy():
-                answers.poll()
+                ready(pgconn.socket)
                 pgconn.consume_input()
             if (more := pgconn.get_result()) is None:
                 break
@@ -240,8 +236,6 @@ def end_interrupted(connection: Any) -> None:
 
 
 def _await_end(pgconn: PGconn, deadline: float) -> None:
-    answers = select.poll()
-    answers.register(pgconn.socket, select.POLLIN)
     while True:
         while pgconn.is_busy():
             left = deadline - time.monotonic()
@@ -252,7 +246,7 @@ def _await_end(pgconn: PGconn, deadline: float) -> None:
                     PATIENCE,
                 )
                 return
-            answers.poll(left * 1000)
+            ready(pgconn.socket, timeout=left)
             pgconn.consume_input()
         if pgconn.get_result() is None:
             return

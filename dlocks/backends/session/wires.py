@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import select
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks.exceptions import LockBackendError
+from dlocks.polling import ready
 
 # The first row of an answer.
 Row = list[Any]
@@ -63,8 +63,6 @@ class Wire:
         self.identify()
         # The driver does not tell any more when the connection is lost.
         self.number = self.fileno()
-        self._poll = select.poll()
-        self._poll.register(self.number, select.POLLIN)
 
     def identify(self) -> None:
         """Set ``pid`` and ``told``, and change nothing: the session may be somebody else's the next time."""
@@ -91,7 +89,7 @@ class Wire:
 
     def wait(self, timeout: float) -> bool:
         """Wait so many seconds at most; return whether the answer is there."""
-        while self._poll.poll(timeout * 1000):
+        while ready(self.number, timeout=timeout):
             if self.answered():
                 return True
         return False
@@ -196,7 +194,8 @@ class PostgreSQLWire(Wire):
         try:
             self.pgconn.send_query_prepared(statement.encode(), [str(value).encode()])
             while self.pgconn.flush():
-                select.select([], [self.fileno()], [], 1.0)
+                ready(self.fileno(), or_writable=True)
+                self.pgconn.consume_input()
         except self.raw_errors as error:
             raise SessionDiedError(str(error).strip()) from error
 

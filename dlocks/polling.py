@@ -1,0 +1,21 @@
+"""Waiting for sockets and the like: by poll(); where there is none, as on Windows and under Eventlet, by select()."""
+
+from __future__ import annotations
+
+import select
+
+
+def ready(*files: int, timeout: float | None = None, or_writable: bool = False) -> set[int]:
+    """
+    Wait until one of these files has something to read, or was closed; return which.
+
+    For so many seconds at most, or without a limit. With ``or_writable`` one that can be written to counts too.
+    """
+    if not hasattr(select, "poll"):
+        # Of numbers below 1024 only, but on Windows, where it is of so many sockets.
+        readable, writable, _ = select.select(files, files if or_writable else (), (), timeout)
+        return {*readable, *writable}
+    poll = select.poll()
+    for number in files:
+        poll.register(number, select.POLLIN | select.POLLOUT if or_writable else select.POLLIN)
+    return {number for number, _ in poll.poll(None if timeout is None else timeout * 1000)}
