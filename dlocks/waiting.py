@@ -305,6 +305,9 @@ class WaitingRoom:
                     self._disconnect(listener, broken=True)
                     listener, self.channel = None, ""
                     time.sleep(LATEST_LOOK)
+                    with self._mutex:
+                        # Nobody listens until that has come to something.
+                        self._looks_at, self._seated = 0.0, True
         except BaseException as error:
             logger.exception("The waiting room of dlocks failed")
             self._fail(LockBackendError(f"The line could not be looked after: {error}"), this)

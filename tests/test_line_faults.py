@@ -299,7 +299,7 @@ def test_a_look_whose_reply_is_lost_costs_a_poll(using, what, through_proxy):
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_a_session_that_is_ended_while_it_listens_costs_a_poll(far, server, doomed):
+def test_after_a_session_that_was_ended_while_it_listens_one_looks_at_once(far, server, doomed):
     if server.process is None:
         server.start()
     holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))
@@ -312,7 +312,7 @@ def test_a_session_that_is_ended_while_it_listens_costs_a_poll(far, server, doom
     granted, later = waiting.hear()
     assert later > token
     assert admin.call(jobs.waiters, "session") == (0, 0)
-    in_time(granted - released, 1.5)
+    in_time(granted - released, 0.3)
 
 
 @pytest.mark.parametrize("far", [False, True])

@@ -35,13 +35,9 @@ OWNER = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def near(workers):
-    """Return a function that gives a process that is a neighbour, or one that is not."""
-
-    def get(*, far=False):
-        return workers(2)[far]
-
-    return get
+def near(doomed):
+    """Return a function that gives a process that is a neighbour, or one that is not; and has not done anything yet."""
+    return doomed
 
 
 @pytest.fixture
@@ -343,7 +339,7 @@ def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that():
 
 def test_a_door_that_was_closed_is_replaced_when_next_one_listens():
     backend = backends["default"]
-    listener = backend.listen("dlocks_test_closed")
+    listener = backend.listen("dlocks_test_replaced")
     hears = listener.beside or listener
     os.close(backend._door.fileno())
     hears.wait(5, ())
@@ -351,7 +347,7 @@ def test_a_door_that_was_closed_is_replaced_when_next_one_listens():
     assert list(hears.wait(0.05, ())) == []
     assert time.monotonic() >= began + 0.05
     listener.close()
-    hears = (listener := backend.listen("dlocks_test_closed")).beside or listener
+    hears = (listener := backend.listen("dlocks_test_replaced")).beside or listener
     assert neighbours.tell(listener.channel, [OWNER])
     assert [message.owner for message in hears.wait(5, ())] == [OWNER]
     listener.close()
