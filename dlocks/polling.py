@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import select
+import sys
+
+
+def threads_are_green() -> bool:
+    """Tell whether gevent has put greenlets in the place of threads: a call into C that waits keeps all waiting."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
 def ready(*files: int, timeout: float | None = None, or_writable: bool = False) -> set[int]:

@@ -38,6 +38,7 @@ from dlocks.backends.database.statements import (
     T,
 )
 from dlocks.exceptions import LockBackendError, LockStale
+from dlocks.polling import threads_are_green
 
 logger = logging.getLogger("dlocks")
 
@@ -586,7 +587,7 @@ class Line(Statements):
             if self.connection.vendor == "postgresql":
                 pooled = self.listening is True
                 return PostgreSQLListener.on(self.connection, channel, door, through_a_pooler=pooled)
-            if self.connection.vendor == "mysql":
+            if self.connection.vendor == "mysql" and not threads_are_green():
                 return MySQLListener.on(self, channel, door)
         except Error as error:
             if self.connection.vendor == "mysql" and self.connection.connection and self.connection.is_usable():

@@ -1,0 +1,78 @@
+"""``python -m gevent.monkey tests/under_gevent.py ALIAS``: locks where greenlets are in the place of threads."""
+
+import os
+import sys
+import threading
+import time
+
+import django
+import gevent
+from django.db import connections
+
+from dlocks import LockTimeout, db_lock
+
+GREENLETS, TURNS = 20, 5
+
+
+def apart(function):
+    """Return a function that leaves no connection behind, as a request does."""
+
+    def run(*args):
+        try:
+            return function(*args)
+        finally:
+            connections.close_all()
+
+    return run
+
+
+def together(spawn, using):
+    """Have many take turns; return how many turns there were, and how many had the key at a time."""
+    inside, seen = [], []
+
+    @apart
+    def run():
+        for _ in range(TURNS):
+            with db_lock("stock:7", using=using, timeout=30) as hold:
+                inside.append(hold)
+                time.sleep(0.002)
+                seen.append(len(inside))
+                inside.remove(hold)
+
+    for one in [spawn(run) for _ in range(GREENLETS)]:
+        one.join(60)
+    return len(seen), max(seen)
+
+
+def thread(function):
+    started = threading.Thread(target=function)
+    started.start()
+    return started
+
+
+def main(using):
+    # Ends by itself, or with its session.
+    acquire = apart(db_lock("forgotten", using=using, ttl=1.0).acquire)
+    forgotten = gevent.spawn(acquire).get(timeout=30)
+    print("threads", *together(thread, using))
+    print("greenlets", *together(gevent.spawn, using))
+    with db_lock("renewed", using=using, ttl=1.0) as hold:
+        time.sleep(2)
+        print("renewed", hold.held)
+
+        @apart
+        def ask():
+            try:
+                db_lock("renewed", using=using, timeout=0.2).acquire()
+            except LockTimeout:
+                return "busy"
+
+        print("beside", gevent.spawn(ask).get(timeout=30))
+    with db_lock("forgotten", using=using, timeout=20):
+        print("forgotten", forgotten.held)
+    connections.close_all()
+
+
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+django.setup()
+main(sys.argv[1])
