@@ -30,6 +30,8 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {}
+# What shows where there is no lock at all.
+WITHOUT_A_LOCK = {"tokens", "exclusion", "updates"}
 STOPS = {"stop": 1.0}
 ALONE = {"keys": ("alone",)}
 
@@ -51,8 +53,12 @@ def release_without_an_owner(task: Task) -> None:
     _in_sql(lambda sql: sql.replace(" AND owner = %(owner)s", "") if "hold_count = 0" in sql or "taken" in sql else sql)
 
 
-@bug("exclusion", faults=STOPS, transactions=False)
+@bug("exclusion", faults=STOPS, transactions=False, oddity="long", seek="holding")
 def renewal_without_an_owner(task: Task) -> None:
+    """A watchdog that goes by what it is answered, and extends whatever lease it meets."""
+    from dlocks.holds import Hold
+
+    Hold.look = lambda hold: None  # type: ignore[method-assign]
     _in_sql(lambda sql: re.sub(r" AND owner IN \((%\(owner_\d+\)s(, )?)+\)", "", sql))
 
 
@@ -73,7 +79,10 @@ def the_application_s_clock(task: Task) -> None:
         _in_text(lambda sql: sql.replace("clock_timestamp()", "(clock_timestamp() + interval '2.5 seconds')"))
 
 
-@bug("exclusion", faults={"delay": 1.0}, through="proxy", transactions=False, oddity="unrenewed", pause=1.5)
+@bug(
+    "exclusion", faults={"late": 1.0}, through="proxy", transactions=False, oddity="unrenewed", pause=1.0,
+    keys=tuple(f"alone-{number}" for number in range(4)), workers=12, seconds=50.0,
+)  # fmt: skip
 def deadline_from_the_response(task: Task) -> None:
     from dlocks import clock, locks
 

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 
 class Link:
@@ -17,6 +18,7 @@ class Link:
         self.server = server
         self.swallows = False
         self.marked = False
+        self.late = 0.0
         self.delayed_until = 0.0
 
     def cut(self) -> None:
@@ -26,8 +28,9 @@ class Link:
 
 
 class Proxy:
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, was_late: Callable[[], object]) -> None:
         self._target = target
+        self._was_late = was_late
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._links: list[Link] = []
@@ -46,6 +49,13 @@ class Proxy:
                 if chance.random() < 0.5:
                     link.delayed_until = time.monotonic() + seconds
 
+    def late_some(self, chance: random.Random, seconds: float) -> None:
+        """On about every other connection, keep the reply to the next request back, and say so when it has come."""
+        with self._mutex:
+            for link in self._links:
+                if chance.random() < 0.5:
+                    link.late = seconds
+
     def cut_one(self, chance: random.Random) -> None:
         if (link := self._any(chance)) is not None:
             link.cut()
@@ -53,7 +63,7 @@ class Proxy:
     def calm(self) -> None:
         with self._mutex:
             for link in self._links:
-                link.swallows, link.delayed_until = False, 0.0
+                link.swallows, link.late, link.delayed_until = False, 0.0, 0.0
 
     def close(self) -> None:
         self._listener.close()
@@ -88,6 +98,9 @@ class Proxy:
             while data := link.client.recv(65536):
                 if link.swallows:
                     link.marked = True
+                if link.late:
+                    link.delayed_until, link.late = time.monotonic() + link.late, 0.0
+                    self._was_late()
                 link.server.sendall(data)
         link.cut()
 
