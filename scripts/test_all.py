@@ -89,7 +89,7 @@ def run(version: str, python: Path) -> str:
     print(f"==> Python {what}", flush=True)
     environ = dict(os.environ)
     if "--others" in sys.argv[1:]:
-        # Browsers and models do not depend on it.
+        # Browsers, models, and what others do to a holder do not depend on it.
         environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} -m 'not once'"
     command = [inside, "-m", "tests.run", "sqlite"]
     process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)

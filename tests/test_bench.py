@@ -26,7 +26,7 @@ from tests import jobs
 from tests.processes import living
 
 # It measures the waist, and has no SQL of its own.
-pytestmark = pytest.mark.engine("sqlite")
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
 ROOT = Path(__file__).parent.parent
 

@@ -100,6 +100,7 @@ class Follower:
 
 
 @pytest.mark.engine("sqlite")
+@pytest.mark.once
 @pytest.mark.timeout(300)
 def test_who_follows_the_tutorial_sees_what_it_says(tmp_path):
     printed = Follower(tmp_path).follow()

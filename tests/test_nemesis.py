@@ -15,6 +15,7 @@ from tests.settings import ENGINE
 SECONDS = 8.0
 
 
+@pytest.mark.once
 def test_the_promises_hold_while_holders_are_stopped_and_killed():
     """Six processes over four keys: leases and transactions, readers and writers, permits."""
     faults = dict(PROCESSES) if ENGINE == "sqlite" else {**PROCESSES, "sessions": 1.0, "crash": 0.2}

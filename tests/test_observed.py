@@ -188,6 +188,7 @@ def test_neither_the_command_nor_the_admin_ends_a_lease_by_the_clock(doomed):
         hold.check()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("using", KINDS)
 def test_no_increment_is_lost_while_leases_end_by_the_clock_all_the_time(using, workers, tmp_path):
     path = tmp_path / "counter"
