@@ -4,6 +4,11 @@ A short campaign on every engine, and a few seeded bugs that it has to find; ``m
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
+
 import pytest
 
 from tests.nemesis.__main__ import PROCESSES, bug_plan
@@ -114,3 +119,26 @@ def test_the_checker_sees_a_key_that_nobody_gets():
 def test_the_checker_sees_a_grant_that_the_database_never_had():
     assert violations(turn(1, 10, 11, 5), granted={("k", 4)}) == {"phantoms"}
     assert violations(turn(1, 10, 11, 5), granted={("k", 5)}) == set()
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.parametrize("name", BUGS)
+def test_a_seeded_bug_changes_what_is_there(name):
+    """And not a method that has another name by now."""
+    code = ast.parse(textwrap.dedent(inspect.getsource(BUGS[name].apply)))
+    names = {}
+    for statement in ast.walk(code):
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(statement), names)
+    changed = [
+        target
+        for statement in ast.walk(code)
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value).split(".")[0] in names
+    ]
+    for target in changed:
+        owner = eval(ast.unparse(target.value), names)
+        # Or of its instances.
+        assert hasattr(owner, target.attr) or f"self.{target.attr} = " in inspect.getsource(owner), ast.unparse(target)
+    assert changed or re.search(r"_in_sql|_in_text|_grace", ast.unparse(code))

@@ -279,10 +279,10 @@ def a_duplicate_taken_for_an_insert(task: Task) -> None:
     original = InsertBackend._insert
     InsertBackend._look = lambda backend, claim: None  # type: ignore[method-assign]
     InsertBackend._insert = lambda backend, claim: original(backend, claim) or time.time_ns() // 1000  # type: ignore[method-assign]
-    InsertBackend._token_of_own_row = lambda backend, claim, first: first  # type: ignore[method-assign]
+    InsertBackend._draw_again = lambda backend, claim: time.time_ns() // 1000  # type: ignore[method-assign]
 
 
-@bug("exclusion", "tokens", transactions=False, aliases=("optimistic",), oddities=False)
+@bug("exclusion", "tokens", transactions=False, aliases=("optimistic",), workers=2, think=0.002, oddities=False)
 def a_swap_that_does_not_compare(task: Task) -> None:
     """Read that it is free, then take it."""
     from dlocks.backends.database import OptimisticBackend
