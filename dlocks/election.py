@@ -25,6 +25,7 @@ from dlocks.coroutines import in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockLost, StaleToken
 from dlocks.holds import Hold, current_caller
 from dlocks.locks import FROM_SETTINGS, Attempt, Lock, check_key, ring_in
+from dlocks.polling import is_alive
 
 logger = logging.getLogger("dlocks")
 
@@ -274,7 +275,7 @@ class LeaderElection:
     def end_at_exit(self) -> None:
         """Stop as the process ends, if it runs in another thread: it would campaign again as its lead is given back."""
         runner = self._runner
-        if self._pid == os.getpid() and runner is not None and runner.is_alive() and not self._ended.is_set():
+        if self._pid == os.getpid() and runner is not None and is_alive(runner) and not self._ended.is_set():
             self.stop(EXIT_PATIENCE)
 
     def _lost(self, hold: Hold) -> None:

@@ -26,7 +26,7 @@ from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.forks import in_child
 from dlocks.guard import guarded
 from dlocks.keeper import FOREVER, keeper
-from dlocks.polling import threads_are_green
+from dlocks.polling import is_alive
 from dlocks.signals import lock_detached, lock_lost, lock_released
 from dlocks.transactions import Mark, open_connections
 
@@ -548,12 +548,11 @@ class Hold:
             return False
         if self.pinned_in and self.pinned:
             return False
-        if isinstance(self.caller, asyncio.Task):
+        # No isinstance(): there are those who put classes of their own in the place of Thread and Task.
+        if hasattr(self.caller, "get_loop"):
             # Not the task itself: one that only acquires, as gather() makes them, is done at once.
             return self.caller.get_loop().is_running()
-        # A greenlet that is no thread's looks alive for ever, and is only not among the others any more. What gevent
-        # puts in the place of Thread is another class: no isinstance().
-        return self.caller.is_alive() and (not threads_are_green() or self.caller in threading.enumerate())
+        return is_alive(self.caller)
 
     def next_claim(self) -> Claim:
         """Return the claim to renew by: for its ttl, but not beyond max_hold."""

@@ -369,7 +369,11 @@ class Keeper:
                     # Whoever started this one was interrupted, and another has been started since.
                     self._changed.notify()
                     return
-                self._wakes_at = self._next()
+                try:
+                    self._wakes_at = self._next()
+                except Exception:
+                    logger.exception("The keeper of dlocks failed, and goes on")
+                    self._wakes_at = clock.now() + LINGER
                 pause = self._wakes_at - clock.now()
                 if not self._jobs and pause > 0:
                     self._changed.wait(None if pause == FOREVER else pause)

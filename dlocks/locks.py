@@ -630,7 +630,7 @@ class Attempt:
     def _enter(self, hold: Hold) -> bool:
         if hold.count and not (self.lock.reentrant and hold.lock.reentrant):
             raise RuntimeError(
-                f"{self.lock.key!r} is held by this {'task' if isinstance(self.caller, asyncio.Task) else 'thread'}"
+                f"{self.lock.key!r} is held by this {'task' if hasattr(self.caller, 'get_loop') else 'thread'}"
                 " already, and reentrant=False refuses to enter again."
             )
         if hold.scope == "transaction" and self.lock.scope == "lease":

@@ -296,6 +296,10 @@ class WaitingRoom:
                     failing_since = None
                     if listens and listener is None and not self._looks:
                         listener = self._listen()
+                        if listener is not None and not listener.asks:
+                            with self._mutex:
+                                # A turn that came since the last look was told to nobody.
+                                self._looks_at, self._seated = 0.0, True
                 except LockBackendError as error:
                     if failing_since is None:
                         failing_since = clock.now()
@@ -306,7 +310,7 @@ class WaitingRoom:
                     listener, self.channel = None, ""
                     time.sleep(LATEST_LOOK)
                     with self._mutex:
-                        # Nobody listens until that has come to something.
+                        # And listen again.
                         self._looks_at, self._seated = 0.0, True
         except BaseException as error:
             logger.exception("The waiting room of dlocks failed")

@@ -695,3 +695,20 @@ def test_a_hold_whose_end_was_interrupted_keeps_the_keeper_from_nothing(monkeypa
     until(lambda: hold not in keeper._holds)
     with db_lock("stock:7", using="memory", timeout=0):
         pass
+
+
+def test_the_keeper_goes_on_when_it_could_not_tell_what_is_due(monkeypatch, until, caplog):
+    """What users, or who replaces threads, have put in the place of a caller may fail it."""
+    original, failures = keeper._next, iter([ValueError("no idea")])
+
+    def fail_once():
+        if error := next(failures, None):
+            raise error
+        return original()
+
+    monkeypatch.setattr(keeper, "_next", fail_once)
+    keeper.look()
+    with db_lock("stock:7", ttl=1.0) as hold:
+        deadline = hold._deadline
+        until(lambda: hold._deadline > deadline)
+    assert "no idea" in caplog.text

@@ -116,7 +116,7 @@ class Campaign:
             admin.call(database.reset if self.prepared else database.prepare, list(plan.keys))
             if plan.through == "proxy":
                 assert self.server is not None
-                self.proxy = Proxy(self.server.port, lambda: self._note("late", now()))
+                self.proxy = Proxy(self.server.port, lambda seconds: self._note("late", now(), seconds))
                 stack.callback(self.proxy.close)
             elif plan.through == "pgbouncer":
                 assert self.server is not None

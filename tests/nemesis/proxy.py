@@ -28,9 +28,9 @@ class Link:
 
 
 class Proxy:
-    def __init__(self, target: int, was_late: Callable[[], object]) -> None:
+    def __init__(self, target: int, is_late: Callable[[float], object]) -> None:
         self._target = target
-        self._was_late = was_late
+        self._is_late = is_late
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._links: list[Link] = []
@@ -50,7 +50,7 @@ class Proxy:
                     link.delayed_until = time.monotonic() + seconds
 
     def late_some(self, chance: random.Random, seconds: float) -> None:
-        """On about every other connection, keep the reply to the next request back, and say so when it has come."""
+        """On about every other connection, keep the reply to the next request back so long; say so when it comes."""
         with self._mutex:
             for link in self._links:
                 if chance.random() < 0.5:
@@ -99,8 +99,8 @@ class Proxy:
                 if link.swallows:
                     link.marked = True
                 if link.late:
+                    self._is_late(link.late)
                     link.delayed_until, link.late = time.monotonic() + link.late, 0.0
-                    self._was_late()
                 link.server.sendall(data)
         link.cut()
 

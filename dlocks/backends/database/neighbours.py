@@ -89,7 +89,7 @@ class Door:
         self.channel = channel
         # The bare number: who ends while it is open is not warned.
         self._number = bound.detach()
-        self._inode = os.fstat(self._number).st_ino
+        self._identity = self._identified()
         _doors.add(self)
 
     @classmethod
@@ -110,10 +110,14 @@ class Door:
     def is_open(self) -> bool:
         """Whether it is still there: who closes all there is, as daemons do, leaves its number to another file."""
         with suppress(OSError):
-            if self._number >= 0 and os.fstat(self._number).st_ino == self._inode:
+            if self._number >= 0 and self._identified() == self._identity:
                 return True
         self._number = -1
         return False
+
+    def _identified(self) -> tuple[int, int]:
+        state = os.fstat(self._number)
+        return state.st_dev, state.st_ino
 
     def wait(self, timeout: float) -> list[str]:
         if self._number < 0:

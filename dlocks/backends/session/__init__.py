@@ -59,6 +59,9 @@ WAIT_AT_ONCE = 0.5
 AT_ONCE = 0.001
 # Keys that a process remembers as crowded.
 CROWDED_AT_MOST = 10_000
+# These selectors notice what is registered while they wait; another one, as on Windows, waits for so long at a time.
+NOTICING = tuple(getattr(selectors, name) for name in ("EpollSelector", "KqueueSelector") if hasattr(selectors, name))
+WAIT_UNNOTICED = 0.05
 
 
 class SessionBackend(Statements, BaseBackend):
@@ -1001,8 +1004,15 @@ class Grants(Listener):
         self._backend = backend
 
     def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+        selector = self._backend.selector
+        if not isinstance(selector, NOTICING):
+            timeout = min(timeout, WAIT_UNNOTICED)
+            if not selector.get_map():
+                # To select from nothing is an error on Windows.
+                time.sleep(timeout)
+                return ()
         messages: list[Message] = []
-        for key, _ in self._backend.selector.select(timeout):
+        for key, _ in selector.select(timeout):
             messages += self._backend.answered(key.data)
         return messages
 
