@@ -56,8 +56,8 @@ def main(using):
     forgotten = gevent.spawn(acquire).get(timeout=30)
     print("threads", *together(thread, using))
     print("greenlets", *together(gevent.spawn, using))
-    with db_lock("renewed", using=using, ttl=1.0) as hold:
-        time.sleep(2)
+    with db_lock("renewed", using=using, ttl=3.0) as hold:
+        time.sleep(3.5)
         print("renewed", hold.held)
 
         @apart
