@@ -23,9 +23,9 @@ from dlocks.backends.base import Holder
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.coroutines import in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockLost, StaleToken
+from dlocks.greenlets import is_alive
 from dlocks.holds import Hold, current_caller
 from dlocks.locks import FROM_SETTINGS, Attempt, Lock, check_key, ring_in
-from dlocks.polling import is_alive
 
 logger = logging.getLogger("dlocks")
 

@@ -24,9 +24,9 @@ from dlocks.backends.base import BaseBackend, Claim, Grant
 from dlocks.coroutines import in_django_thread
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.forks import in_child
+from dlocks.greenlets import is_alive
 from dlocks.guard import guarded
 from dlocks.keeper import FOREVER, keeper
-from dlocks.polling import is_alive
 from dlocks.signals import lock_detached, lock_lost, lock_released
 from dlocks.transactions import Mark, open_connections
 

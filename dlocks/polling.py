@@ -3,19 +3,6 @@
 from __future__ import annotations
 
 import select
-import sys
-import threading
-
-
-def threads_are_green() -> bool:
-    """Tell whether gevent has put greenlets in the place of threads: a call into C that waits keeps all waiting."""
-    monkey = sys.modules.get("gevent.monkey")
-    return monkey is not None and bool(monkey.is_module_patched("threading"))
-
-
-def is_alive(thread: threading.Thread) -> bool:
-    """Tell whether a thread goes on, or a greenlet: is_alive() of its stand-in says so for ever, or raises an error."""
-    return thread in threading.enumerate() if threads_are_green() else thread.is_alive()
 
 
 def ready(*files: int, timeout: float | None = None, or_writable: bool = False) -> set[int]:

@@ -310,7 +310,7 @@ class WaitingRoom:
                     listener, self.channel = None, ""
                     time.sleep(LATEST_LOOK)
                     with self._mutex:
-                        # And listen again.
+                        # Nobody listens before one has looked.
                         self._looks_at, self._seated = 0.0, True
         except BaseException as error:
             logger.exception("The waiting room of dlocks failed")

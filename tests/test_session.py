@@ -65,32 +65,6 @@ def backend():
 
 
 @pytest.fixture
-def threads():
-    """Return a function that starts a thread, joined at the end."""
-    started, errors = [], []
-
-    def start(function):
-        def run():
-            try:
-                function()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                connections.close_all()
-
-        started.append(threading.Thread(target=run, daemon=True))
-        started[-1].start()
-        return started[-1]
-
-    yield start
-    for thread in started:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
-@pytest.fixture
 def proxy(monkeypatch):
     """Return a proxy between this process's sessions and the server; the test's own connection is a direct one."""
     connection.ensure_connection()

@@ -38,7 +38,7 @@ from dlocks.backends.database.statements import (
     T,
 )
 from dlocks.exceptions import LockBackendError, LockStale
-from dlocks.polling import threads_are_green
+from dlocks.greenlets import threads_are_green
 
 logger = logging.getLogger("dlocks")
 
