@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -32,6 +33,12 @@ pytestmark = [
 ]
 
 OWNER = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def channel():
+    """Return a channel's name that no other suite has which runs on this machine."""
+    return f"dlocks_test_{secrets.token_hex(8)}"
 
 
 @pytest.fixture
@@ -200,20 +207,20 @@ def test_on_sqlite_whose_turn_comes_without_a_message_looks_for_a_while(workers)
         f"{'é' * 16}\n{OWNER} 17 18".encode(),
     ],
 )
-def test_what_is_not_signed_is_not_heard(message):
+def test_what_is_not_signed_is_not_heard(message, channel):
     """Whoever may have read the table, and send to the socket, still lacks the SECRET_KEY."""
-    door = neighbours.Door.open("dlocks_test_junk")
-    channel = neighbours.near() + "dlocks_test_junk"
+    door = neighbours.Door.open(channel)
+    channel = neighbours.near() + channel
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(message, f"\0{channel}")
     assert neighbours.tell(channel, [f"{OWNER} 17 18", OWNER])
     assert door.wait(5) == [f"{OWNER} 17 18", OWNER]
 
 
-def test_a_full_door_keeps_nobody_waiting_who_tells():
+def test_a_full_door_keeps_nobody_waiting_who_tells(channel):
     """The system keeps some messages for who does not read; the next is refused at once."""
-    door = neighbours.Door.open("dlocks_test_full")
-    channel = neighbours.near() + "dlocks_test_full"
+    door = neighbours.Door.open(channel)
+    channel = neighbours.near() + channel
     began = time.monotonic()
     while neighbours.tell(channel, [OWNER]):
         assert time.monotonic() < began + 10
@@ -221,11 +228,11 @@ def test_a_full_door_keeps_nobody_waiting_who_tells():
     assert OWNER in door.read()
 
 
-def test_a_thousand_are_told_at_once():
+def test_a_thousand_are_told_at_once(channel):
     """Of their shares in one key, say."""
-    door = neighbours.Door.open("dlocks_test_thousand")
+    door = neighbours.Door.open(channel)
     messages = [f"{number:032x} {2**62} {2**62}" for number in range(1000)]
-    assert neighbours.tell(neighbours.near() + "dlocks_test_thousand", messages)
+    assert neighbours.tell(neighbours.near() + channel, messages)
     assert door.wait(5) == messages
 
 
@@ -288,9 +295,9 @@ def test_where_the_system_has_no_such_thing_nobody_is_a_neighbour(monkeypatch):
     assert not neighbours.is_near("dlocks_test_none", "")
 
 
-def test_a_fork_has_no_door_of_its_parent_s():
+def test_a_fork_has_no_door_of_its_parent_s(channel):
     """Or else a parent that has ended would seem to be there."""
-    door = neighbours.Door.open("dlocks_test_fork")
+    door = neighbours.Door.open(channel)
     number = door.fileno()
     reading, writing = os.pipe()
     pid = os.fork()
@@ -307,7 +314,7 @@ def test_a_fork_has_no_door_of_its_parent_s():
     assert os.read(reading, 100) == b"closed"
     os.close(reading)
     os.waitpid(pid, 0)
-    assert neighbours.tell(neighbours.near() + "dlocks_test_fork", [OWNER])
+    assert neighbours.tell(neighbours.near() + channel, [OWNER])
     assert door.wait(5) == [OWNER]
 
 
@@ -327,9 +334,9 @@ def test_an_alias_that_has_gone_has_no_door(settings):
     assert not neighbours.tell(channel, [OWNER])
 
 
-def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that():
+def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that(channel):
     """As daemons do; and a number may be another file's by then."""
-    door = neighbours.Door.open("dlocks_test_closed")
+    door = neighbours.Door.open(channel)
     os.close(door.fileno())
     assert door.wait(5) == []
     began = time.monotonic()
@@ -337,9 +344,9 @@ def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that():
     assert time.monotonic() >= began + 0.05
 
 
-def test_a_door_that_was_closed_is_replaced_when_next_one_listens():
+def test_a_door_that_was_closed_is_replaced_when_next_one_listens(channel):
     backend = backends["default"]
-    listener = backend.listen("dlocks_test_replaced")
+    listener = backend.listen(channel)
     hears = listener.beside or listener
     os.close(backend._door.fileno())
     hears.wait(5, ())
@@ -347,7 +354,7 @@ def test_a_door_that_was_closed_is_replaced_when_next_one_listens():
     assert list(hears.wait(0.05, ())) == []
     assert time.monotonic() >= began + 0.05
     listener.close()
-    hears = (listener := backend.listen("dlocks_test_replaced")).beside or listener
+    hears = (listener := backend.listen(channel)).beside or listener
     assert neighbours.tell(listener.channel, [OWNER])
     assert [message.owner for message in hears.wait(5, ())] == [OWNER]
     listener.close()
