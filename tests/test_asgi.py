@@ -14,6 +14,7 @@ import pytest
 from dlocks import db_lock
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
+from tests.servers import free_port, give_back
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -25,9 +26,7 @@ class Uvicorn:
     """A server process on a free port; it has started when that port answers."""
 
     def __init__(self, counter):
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         environment = {
             **os.environ,
             "DJANGO_SETTINGS_MODULE": "tests.settings",
@@ -66,7 +65,10 @@ class Uvicorn:
 
     def end(self):
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        try:
+            return self.process.wait(60)
+        finally:
+            give_back(self.port)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from django.test import override_settings
 from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.base import Claim
 from dlocks.backends.session import PING_PATIENCE, sessions
+from dlocks.backends.session.sessions import Entry
 from dlocks.checks import check_settings, check_tables
 from dlocks.conf import backends
 from tests import jobs
@@ -368,6 +369,21 @@ def test_a_server_that_is_slow_to_answer_loses_nobody_his_hold(monkeypatch, back
             patched.setattr(kind, "send", send_slowly)
             time.sleep(6)
             assert held.held
+
+
+def test_a_free_key_is_not_called_busy_because_the_ttl_was_over_before_it_could_be_asked_for(backend, threads, until):
+    with lock("stock:8"):
+        session, brief, another = backend._main, claim(ttl=0.05), claim("stock:9", ttl=0.05)
+        with session.mutex:
+            trying = threads(lambda: backend.acquire(brief))
+            asking = until(lambda: backend._entries.get(brief.owner))
+            # So long that the thread which gives back what is over has looked: it is over later, and is given back.
+            backend._entries[another.owner] = over = Entry(another, "stock:9", ends_at=clock.now() + 0.05)
+            with backend._mutex:
+                backend._changed.notify()
+            until(lambda: over.leaving or asking.leaving)
+            del backend._entries[another.owner]
+        assert until(lambda: trying.results)[0] is not None
 
 
 def test_who_gives_up_while_another_thread_tries_for_it_leaves_the_key_to_others(monkeypatch, backend, elsewhere):

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 from dlocks import clock
 from dlocks.backends.base import BaseBackend, Claim, Grant, Holder, Listener, Message, Place, seconds
 from dlocks.backends.database.statements import Statements
-from dlocks.backends.session.sessions import Entry, Session
+from dlocks.backends.session.sessions import PATIENCE, Entry, Session
 from dlocks.backends.session.wires import Row, SessionDiedError, Wire, connect, wire_class
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
@@ -354,8 +354,8 @@ class SessionBackend(Statements, BaseBackend):
         )
         entry.counted = not entry.joins
         session.add(entry)
-        # If the answer is never seen, it ends by itself.
-        entry.ends_at = clock.now() + claim.ttl
+        # If the answer is never seen, it ends by itself; not before it is asked for, which may take that long.
+        entry.ends_at = clock.now() + max(claim.ttl, PATIENCE)
         return True
 
     def _ask_for(self, entry: Entry, session: Session) -> Grant | None:
