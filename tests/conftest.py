@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import re
+import secrets
 import threading
 import time
 import zlib
@@ -262,6 +263,12 @@ def in_line(until):
         until(lambda: backends["default"].waiting(key) == number)
 
     return wait
+
+
+@pytest.fixture
+def channel():
+    """Return a channel's name that no other suite has: those of all engines run on one machine, side by side."""
+    return f"dlocks_test_{secrets.token_hex(8)}"
 
 
 @pytest.fixture

@@ -896,7 +896,7 @@ def listens(pipe, *, listening=None):
     backend = backends["default"]
     backend.listening = listening
     try:
-        listener = backend.listen("dlocks_test")
+        listener = backend.listen(f"dlocks_test_{os.getpid()}")
         return listener is not None and listener.hears_all
     finally:
         backend.listening = None

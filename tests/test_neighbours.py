@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import secrets
 import select
 import socket
 import subprocess
@@ -33,12 +32,6 @@ pytestmark = [
 ]
 
 OWNER = "0123456789abcdef" * 2
-
-
-@pytest.fixture
-def channel():
-    """Return a channel's name that no other suite has which runs on this machine."""
-    return f"dlocks_test_{secrets.token_hex(8)}"
 
 
 @pytest.fixture
@@ -401,6 +394,6 @@ def test_where_no_thread_can_be_started_to_hear_one_looks(near, in_line, monkeyp
     release.join()
 
 
-def test_with_listen_false_nobody_is_told():
+def test_with_listen_false_nobody_is_told(channel):
     backend = backends["default"]
-    assert type(backend)("default", listen=False).listen("dlocks_test") is None
+    assert type(backend)("default", listen=False).listen(channel) is None

@@ -96,10 +96,10 @@ def test_there_nobody_listens_and_without_it_they_do(pooled, workers):
     assert direct.call(jobs.listens, listening=False) is False
 
 
-def test_the_option_says_whether_to_listen():
+def test_the_option_says_whether_to_listen(channel):
     backend = backends["default"]
-    assert type(backend)("default", listen=False).listen("dlocks_test") is None
-    assert type(backend)("default", listen=True).listen("dlocks_test") is not None
+    assert type(backend)("default", listen=False).listen(channel) is None
+    assert type(backend)("default", listen=True).listen(channel) is not None
     connection.close()
     with pytest.raises(TypeError, match="listen"):
         type(backend)("default", listen="yes")

@@ -187,7 +187,7 @@ def test_who_may_not_wake_a_session_of_another_account_says_so_once_and_the_othe
             cursor.execute("DROP USER another@'127.0.0.1'")
 
 
-def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog, monkeypatch):
+def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog, monkeypatch, channel):
     backend = backends["default"]
     # It is told once.
     monkeypatch.setattr(backend, "_refused", False)
@@ -198,12 +198,12 @@ def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog, monke
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(refuse), caplog.at_level(logging.WARNING, "dlocks"):
-        assert not backend.listen("dlocks_test").hears_all
+        assert not backend.listen(channel).hears_all
     assert "Access denied" in caplog.text
     connection.close()
 
 
-def test_where_the_next_statement_may_run_in_another_session_one_looks():
+def test_where_the_next_statement_may_run_in_another_session_one_looks(channel):
     """As behind a proxy that does not keep sessions: the named lock is not the session's own."""
     backend = backends["default"]
     elsewhere = connection.copy()
@@ -216,12 +216,12 @@ def test_where_the_next_statement_may_run_in_another_session_one_looks():
 
     try:
         with connection.execute_wrapper(other_session):
-            assert not backend.listen("dlocks_test").hears_all
+            assert not backend.listen(channel).hears_all
     finally:
         elsewhere.close()
-    assert backend.listen("dlocks_test").hears_all
+    assert backend.listen(channel).hears_all
     connection.close()
-    assert type(backend)("default", listen=False).listen("dlocks_test") is None
+    assert type(backend)("default", listen=False).listen(channel) is None
 
 
 def test_a_process_may_end_while_it_sleeps_in_the_server(in_line):
