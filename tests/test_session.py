@@ -378,11 +378,13 @@ def test_a_free_key_is_not_called_busy_because_the_ttl_was_over_before_it_could_
             trying = threads(lambda: backend.acquire(brief))
             asking = until(lambda: backend._entries.get(brief.owner))
             # So long that the thread which gives back what is over has looked: it is over later, and is given back.
-            backend._entries[another.owner] = over = Entry(another, "stock:9", ends_at=clock.now() + 0.05)
+            over = Entry(another, "stock:9", ends_at=clock.now() + 0.05)
             with backend._mutex:
+                backend._entries[another.owner] = over
                 backend._changed.notify()
             until(lambda: over.leaving or asking.leaving)
-            del backend._entries[another.owner]
+            with backend._mutex:
+                del backend._entries[another.owner]
         assert until(lambda: trying.results)[0] is not None
 
 
