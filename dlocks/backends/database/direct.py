@@ -75,7 +75,7 @@ def _makes_djangos_cursors(kind: Any, create_cursor: Any) -> bool:
 
 def by_mysqlclient(connection: Any, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
     """
-    Execute what is sent in one trip on an open connection of mysqlclient, and return the answer of its last statement.
+    Execute what is sent in one trip on an open connection of mysqlclient, and return its last rows, and what came last.
 
     None where it is no such connection, but a proxy say.
     """
@@ -87,9 +87,10 @@ def by_mysqlclient(connection: Any, sql: str, parameters: Mapping[str, Any]) -> 
         # As a cursor does: of somebody who has not read all of the results of his.
         connection.store_result()
     connection.query(template % {name: literal(parameters[parameter]) for name, parameter in names})
+    rows: Any = ()
     while True:
-        result = connection.store_result()
-        rows = () if result is None else result.fetch_row(0)
+        if (result := connection.store_result()) is not None:
+            rows = result.fetch_row(0)
         reply = Reply(rows, connection.affected_rows(), connection.insert_id())
         if connection.next_result() != 0:
             return reply

@@ -530,7 +530,7 @@ class Line(Statements):
 
     def _handing_over(self, condition: str, if_taken: str = "", *, row_wait: str) -> str:
         dialect = self.dialect
-        text = dialect.hand_over.replace("{row_wait}", row_wait).replace("{patiently}", dialect.for_update_patiently)
+        text = dialect.hand_over.replace("{row_wait}", row_wait)
         return self._text(text.replace("{condition}", condition).replace("{if_taken}", if_taken))
 
     def _hand_on(self, key: str, *, row_wait: str = HANDING_ON_WAITS) -> bool:

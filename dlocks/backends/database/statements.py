@@ -214,7 +214,7 @@ class Statements:
                 # All rows: a statement that is not finished keeps SQLite's write lock.
                 rows = cursor.fetchall() if cursor.description else []
                 while connection.vendor == "mysql" and cursor.nextset():
-                    rows = cursor.fetchall() if cursor.description else []
+                    rows = cursor.fetchall() if cursor.description else rows
             except Error:
                 raise
             except BaseException:
