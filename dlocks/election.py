@@ -194,9 +194,11 @@ class LeaderElection:
         """
         deadline = clock.now() + seconds
         bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Before there is a bell: a lead that ends in between has ended when it is looked at, and is not taken for the
+        # next one's.
+        hold = self._hold
         self._bells_of_work.append(bell)
         try:
-            hold = self._hold
             while self._hold is hold and self.is_leader and (left := deadline - clock.now()) > 0:
                 with suppress(queue.Empty):
                     bell.get(timeout=min(left, threading.TIMEOUT_MAX))

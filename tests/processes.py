@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.timing import TooLateError
+
 # A start costs milliseconds: what a process needs is imported once, in the one that they are all forked from. That has
 # no threads and no connections.
 _forking = multiprocessing.get_context("forkserver")
@@ -60,7 +62,7 @@ class Worker:
         kind, value = self.pipe.recv()
         self.is_idle = kind != "said"
         if kind == "error":
-            raise RuntimeError(value)
+            raise (TooLateError if "TooLateError" in value.rstrip().rpartition("\n")[2] else RuntimeError)(value)
         return value
 
     def tell(self, value: Any = "go") -> None:

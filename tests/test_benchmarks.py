@@ -42,7 +42,7 @@ class Failing(Contender):
 CONTENDERS.update({lock.name: lock for lock in (Nobody(), File(), Failing())})
 print(json.dumps([
     crew.measure(crew.Cell(experiment="contended", contender=name, processes=3, threads=threads, hold=0.001,
-                           seconds=0.3, warm_up=0.05))
+                           seconds=2.0, warm_up=0.05))
     for name, threads in (("nobody", 1), ("file", 1), ("file", 2), ("failing", 1))
 ]))
 """

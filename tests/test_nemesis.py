@@ -43,8 +43,12 @@ def test_the_nemesis_finds_what_is_wrong():
                 break
         assert {"tokens", "exclusion", "updates"} <= found
         for name in ("release_without_an_owner", "one_permit_too_many", "given_back_before_the_commit"):
-            report = run(bug_plan(name), server=server, prepared=True)
-            assert set(report.violations) & set(BUGS[name].shows), name
+            shown: set[str] = set()
+            for seed in range(7, 10):
+                shown |= set(run(bug_plan(name, seed), server=server, prepared=True).violations)
+                if shown & set(BUGS[name].shows):
+                    break
+            assert shown & set(BUGS[name].shows), name
 
 
 # The checker itself, on histories that say in few lines what is wrong.

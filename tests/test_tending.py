@@ -532,9 +532,9 @@ class TestRaces:
         """However often the reaper comes, a share that is renewed in time is never lost."""
         holders, reaper = workers(3)[:2], workers(3)[2]
         for holder in holders:
-            holder.start(jobs.hold_permit, "api", using="brisk", permits=2)
+            holder.start(jobs.hold_permit, "api", using="brisk", permits=2, ttl=6.0)
             holder.hear()
-        reaper.start(jobs.reap, seconds=3.0, using="brisk")
+        reaper.start(jobs.reap, seconds=5.0, using="brisk")
         assert reaper.hear() == 0
         assert counters("api") == (0, 2)
         for holder in holders:

@@ -383,7 +383,7 @@ class MySQL(Dialect):
         " INTO @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope, @dlocks_channel, @dlocks_patience,"
         " @dlocks_waiters FROM {claims} WHERE @dlocks_done = 1 AND NOT shared AND id = (SELECT"
         " MIN(first.id) FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS NULL"
-        " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR UPDATE SKIP LOCKED;"
+        " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR UPDATE NOWAIT;"
         " DELETE FROM {claims} WHERE id = @dlocks_id;"
         # That may have waited.
         " SET @dlocks_end = {now} + INTERVAL COALESCE(@dlocks_patience, 0) MICROSECOND;"
@@ -453,7 +453,8 @@ class MariaDB(MySQL):
     fails_alone = True
     at_once = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
     queue = _compound(MySQL.queue)
-    hand_over = _compound(MySQL.hand_over)
+    # There is no NOWAIT in a compound statement. Where the first in line is locked, a step follows that waits for him.
+    hand_over = _compound(MySQL.hand_over.replace("NOWAIT", "SKIP LOCKED"))
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
         # Half the cost of the locking subquery; a locked row is error 1205. By the key in any case: who reads a small

@@ -354,7 +354,7 @@ class SessionBackend(Statements, BaseBackend):
         )
         entry.counted = not entry.joins
         session.add(entry)
-        # If the answer is never seen, it ends by itself; not before it is asked for, which may take that long.
+        # It ends by itself if it is never asked for, which may take that long; or if the answer is never seen.
         entry.ends_at = clock.now() + max(claim.ttl, PATIENCE)
         return True
 
@@ -365,11 +365,14 @@ class SessionBackend(Statements, BaseBackend):
             # Whoever gives it up says so before he has the session.
             if not entry.leaving:
                 entry.asked, entry.asked_at = True, clock.now()
+                entry.ends_at = entry.asked_at + entry.claim.ttl
                 try:
                     session.ask(statement, entry.name, partial(self._answered, entry))
                 except LockBackendError:
                     entry.asked = session.is_asked
                     raise
+            elif entry.ends_at == -math.inf:
+                raise LockBackendError(f"The session for locks was not to be had for {PATIENCE:g} s.")
         return None if entry.token is None else Grant(entry.token)
 
     def _forget_if_refused(self, entry: Entry) -> None:
