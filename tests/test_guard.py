@@ -466,7 +466,7 @@ def test_to_give_back_in_a_guarded_transaction_while_others_wait_neither_ends_no
 ):
     (waiter,) = workers(1)
     with transaction.atomic():
-        with db_lock("stock", using=using, scope="lease", release_at="exit", ttl=2.0) as hold:
+        with db_lock("stock", using=using, scope="lease", release_at="exit") as hold:
             waiter.start(jobs.wait_for, "stock", using=using, timeout=30)
             assert waiter.hear() == "waiting"
             until(lambda: hold.waiting == 1)

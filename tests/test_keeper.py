@@ -708,7 +708,7 @@ def test_the_keeper_goes_on_when_it_could_not_tell_what_is_due(monkeypatch, unti
 
     monkeypatch.setattr(keeper, "_next", fail_once)
     keeper.look()
-    with db_lock("stock:7", ttl=1.0) as hold:
+    with db_lock("stock:7", ttl=6.0) as hold:
         deadline = hold._deadline
         until(lambda: hold._deadline > deadline)
     assert "no idea" in caplog.text
