@@ -385,7 +385,7 @@ class MySQL(Dialect):
         " MIN(first.id) FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS NULL"
         " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR UPDATE NOWAIT;"
         " DELETE FROM {claims} WHERE id = @dlocks_id;"
-        # That may have waited.
+        # What is written is told as well.
         " SET @dlocks_end = {now} + INTERVAL COALESCE(@dlocks_patience, 0) MICROSECOND;"
         " UPDATE {locks} SET status = COALESCE(@dlocks_scope, %(status)s), owner = COALESCE(@dlocks_owner, owner),"
         " holder = COALESCE(@dlocks_holder, holder),"

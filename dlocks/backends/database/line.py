@@ -1048,7 +1048,7 @@ class Line(Statements):
         """
         Send what is a step in one trip; ``often`` says whether to prepare it where the engine does.
 
-        Return the rows of its last statement, or None where the row is locked.
+        Return the last rows that it gave, or None where the row is locked.
         """
 
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
