@@ -18,12 +18,14 @@ from dlocks.conf import backends
 from dlocks.keeper import keeper
 from tests import browser as chromium
 from tests.processes import Worker, whereabouts
+from tests.timing import NotYetError, TooLateError, witness
 
 
 def pytest_configure(config):
     # Where the package is not installed, nobody has loaded its plugin.
     if not config.pluginmanager.has_plugin("dlocks"):
         config.pluginmanager.import_plugin("dlocks.pytest_plugin")
+    witness.start()
 
 
 def pytest_addoption(parser):
@@ -60,6 +62,31 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
+# How a program that does nothing wrong ends on a machine that stood still.
+LATE = {"LockLost", "LockTimeout", "NotYetError", "TimeoutError", "TimeoutExpired"}
+failed = pytest.StashKey[bool]()
+
+
+def error_of(excinfo):
+    """Return the name of an error and what it says; of a process's, which comes as its traceback, the last line."""
+    if excinfo.type is RuntimeError:
+        name, _, said = str(excinfo.value).rstrip().rpartition("\n")[2].partition(": ")
+        return name.rpartition(".")[2], said
+    return excinfo.typename.rpartition(".")[2], str(excinfo.value)
+
+
+@pytest.hookimpl(specname="pytest_runtest_makereport")
+def pytest_call_it_too_late(item, call):
+    """Call a failure late that looks like one, if the machine has been seen to stand still meanwhile."""
+    if call.when == "call":
+        item.stash[failed] = call.excinfo is not None
+        if call.excinfo is not None and (still := witness.longest(call.duration)):
+            name, said = error_of(call.excinfo)
+            if name in LATE:
+                error = TooLateError(f"The machine stood still for {still:.1f} s: {name}: {said}")
+                call.excinfo = pytest.ExceptionInfo.from_exception(error.with_traceback(call.excinfo.tb))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Say of a test that failed where the processes were that it has talked to."""
@@ -91,6 +118,9 @@ def open_transactions():
 
 
 def pytest_terminal_summary(terminalreporter):
+    if witness.stops:
+        longest = max(late for _ended, late in witness.stops)
+        terminalreporter.write_line(f"This machine stood still {len(witness.stops)} times, for up to {longest:.1f} s.")
     for line in _seen:
         terminalreporter.write_line(line)
 
@@ -153,8 +183,14 @@ def flush_tries_again():
         yield
 
 
+@pytest.fixture
+def has_failed(request):
+    """Return a function that tells whether the test has failed: what it left behind says nothing more then."""
+    return lambda: request.node.stash.get(failed, False)
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def nothing_left_behind(has_failed):
     """Every test leaves the keeper without holds, and what it has seen of crowds is no hint to the next."""
     yield
     for backend in backends._backends.values():
@@ -164,7 +200,7 @@ def nothing_left_behind():
     # They are told of once.
     keeper._holds.clear()
     keeper._left.clear()
-    assert not left, "a hold was left"
+    assert not left or has_failed(), "a hold was left"
 
 
 @pytest.fixture(scope="session")
@@ -248,7 +284,8 @@ def until():
     def wait(condition, seconds=10.0):
         deadline = time.monotonic() + seconds
         while not (value := condition()):
-            assert time.monotonic() < deadline, "it did not come to be"
+            if time.monotonic() > deadline:
+                raise NotYetError(f"It did not come to be in {seconds:g} s.")
             time.sleep(0.005)
         return value
 
@@ -272,31 +309,48 @@ def channel():
 
 
 @pytest.fixture
-def threads():
-    """Return a function that starts a thread with its own connection, joined at the end; its result is appended."""
-    started, errors = [], []
+def threads(has_failed):
+    """
+    Return a function that starts a thread with its own connection, joined at the end; its result is appended.
 
-    def start(function):
-        def run():
+    Who joins a thread gets its error.
+    """
+    started = []
+
+    class Thread(threading.Thread):
+        def __init__(self, function):
+            super().__init__(daemon=True)
+            self.results, self._function, self._error = [], function, None
+
+        def run(self):
             try:
-                results.append(function())
+                self.results.append(self._function())
             except BaseException as error:
-                errors.append(error)
+                self._error = error
             finally:
                 connections.close_all()
 
-        results = []
-        thread = threading.Thread(target=run, daemon=True)
-        thread.results = results
-        started.append(thread)
-        thread.start()
-        return thread
+        def join(self, timeout=None):
+            super().join(timeout)
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    def start(function):
+        started.append(Thread(function))
+        started[-1].start()
+        return started[-1]
 
     yield start
+    errors = []
     for thread in started:
-        thread.join(60)
+        try:
+            thread.join(60)
+        except BaseException as error:
+            errors.append(error)
         assert not thread.is_alive()
-    if errors:
+    # It is the test's own failure that is of interest, where it failed.
+    if errors and not has_failed():
         raise errors[0]
 
 

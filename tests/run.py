@@ -54,6 +54,7 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
     processes: dict[str, subprocess.Popen[str]] = {}
     counts: Counter[str] = Counter()
     failures: list[str] = []
+    stops = [0.0]
 
     def read(name: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -61,6 +62,8 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
             print(f"{name} | {line.rstrip()}", flush=True)
             if line.startswith(("FAILED ", "ERROR ", "process ")):
                 failures.append(f"{name} | {line.rstrip()}")
+            if still := re.match(r"This machine stood still .* up to ([\d.]+) s", line):
+                stops.append(float(still[1]))
             if re.search(r"\d+ \w+.* in \d+\.\d+s", line):
                 counts.update({what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", line)})
 
@@ -90,6 +93,8 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     print(*failures, sep="\n", end="\n" if failures else "")
     again = f", {counts['rerun']} came too late and ran again" if counts["rerun"] else ""
+    if max(stops):
+        print(f"This machine stood still for up to {max(stops):.1f} s.")
     print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed{again}", flush=True)
     return statuses
 

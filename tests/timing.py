@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from time import monotonic, sleep  # Tests put others into their module.
+
+# A first lease from the line is 1.5 s, and is renewed after a third of it: a stop of half a second is felt already.
+STOOD_STILL = 0.5
+
 
 class TooLateError(AssertionError):
     """
@@ -12,7 +19,49 @@ class TooLateError(AssertionError):
     """
 
 
+class NotYetError(AssertionError):
+    """What a test waited for did not come to be in time."""
+
+
 def in_time(seconds: float, limit: float) -> None:
     """Fail if something took so many seconds, and that is not less than the limit."""
     if not seconds < limit:
         raise TooLateError(f"It took {seconds:.3f} s, and less than {limit:.3f} s are promised.")
+
+
+class Witness:
+    """
+    Notices when this machine stands still.
+
+    A thread sleeps for a moment, over and over: while it slept too long, nothing else here has worked either.
+    """
+
+    MOMENT = 0.05
+
+    def __init__(self) -> None:
+        # When each ended, and how long it was.
+        self.stops: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._began: float | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="witness", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self._began = monotonic()
+            sleep(self.MOMENT)
+            if (late := self._late()) >= STOOD_STILL:
+                self.stops.append((monotonic(), late))
+
+    def _late(self) -> float:
+        return 0.0 if self._began is None else monotonic() - self._began - self.MOMENT
+
+    def longest(self, seconds: float) -> float:
+        """Return how long it stood still at the longest within so many seconds until now; 0 if that is not felt."""
+        since = monotonic() - seconds
+        # The one that has just ended may not be noted yet.
+        now = self._late()
+        return max([late for ended, late in list(self.stops) if ended >= since] + [now if now >= STOOD_STILL else 0.0])
+
+
+witness = Witness()
