@@ -6,8 +6,8 @@ import os
 import re
 import secrets
 import threading
-import time
 import zlib
+from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -18,7 +18,7 @@ from dlocks.conf import backends
 from dlocks.keeper import keeper
 from tests import browser as chromium
 from tests.processes import Worker, whereabouts
-from tests.timing import NotYetError, TooLateError, witness
+from tests.timing import TooLateError, eventually, witness
 
 
 def pytest_configure(config):
@@ -280,16 +280,7 @@ def elsewhere():
 @pytest.fixture
 def until():
     """Return a function that waits for a state, not for a time."""
-
-    def wait(condition, seconds=10.0):
-        deadline = time.monotonic() + seconds
-        while not (value := condition()):
-            if time.monotonic() > deadline:
-                raise NotYetError(f"It did not come to be in {seconds:g} s.")
-            time.sleep(0.005)
-        return value
-
-    return wait
+    return partial(eventually, seconds=10.0)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from dlocks.backends.memory import MemoryBackend
 from dlocks.backends.session import SessionBackend
 from dlocks.models import ResourceLock
 from dlocks.testing import BackendContract
-from tests.timing import in_time
+from tests.timing import eventually, in_time
 
 ADMIN = connection.settings_dict["USER"]
 
@@ -119,9 +119,8 @@ class TestSession(BackendContract, TransactionTestCase):
         backend.disconnect()
         # The server is not as quick to see it as the next test.
         other = SessionBackend("default")
-        deadline = time.monotonic() + 10
-        while any(other.holder(key) for key in ("contract:1", "contract:2", "contract:new", "contract:stale", "k")):
-            assert time.monotonic() < deadline
+        keys = ("contract:1", "contract:2", "contract:new", "contract:stale", "k")
+        eventually(lambda: not any(other.holder(key) for key in keys))
         other.disconnect()
 
 

@@ -22,7 +22,7 @@ from dlocks import LeaderElection, LockBackendError, LockLost, db_lock, election
 from dlocks.conf import backends
 from tests import jobs
 from tests.test_faults import on_server, server  # noqa: F401 (fixtures)
-from tests.timing import in_time
+from tests.timing import eventually, in_time
 
 TTL = 1.5
 ROOT = Path(__file__).parent.parent
@@ -134,9 +134,7 @@ def test_the_work_of_a_leader_ends_before_on_deposed_has_waited_for_it(elections
     one = elections(on_elected=elected, on_deposed=deposed)
     one.start()
     assert one._ended.wait(0) is False
-    deadline = time.monotonic() + 20
-    while not led and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: led)
     assert led[0] == (False, True)
 
 
@@ -690,12 +688,10 @@ def test_of_many_that_are_stopped_while_they_lead_never_two_lead_at_a_time(doome
 
 
 def next_elected(crowd):
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for worker in crowd:
-            if worker.pipe.poll(0.005) and worker.hear()[0] == "elected":
-                return worker
-    raise AssertionError("nobody was elected")
+    def elected():
+        return next((worker for worker in crowd if worker.pipe.poll(0.005) and worker.hear()[0] == "elected"), None)
+
+    return eventually(elected)
 
 
 @DATABASE
@@ -727,10 +723,7 @@ def last_of(worker):
 
 
 def wait_for_waiters(number):
-    deadline = time.monotonic() + 20
-    while backends["default"].waiting("leader:scheduler") < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: backends["default"].waiting("leader:scheduler") >= number)
 
 
 @DATABASE
@@ -742,9 +735,7 @@ def test_a_lock_of_the_same_name_is_another_lock():
             told.append(hold.held)
 
     with LeaderElection("scheduler", on_elected=work) as one:
-        deadline = time.monotonic() + 20
-        while not told and time.monotonic() < deadline:
-            time.sleep(0.005)
+        eventually(lambda: told)
         assert one.is_leader
     assert told == [True]
     connections.close_all()

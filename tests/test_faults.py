@@ -15,7 +15,7 @@ from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS, MariaDB
 from tests.settings import ENGINE
-from tests.timing import in_time
+from tests.timing import eventually, in_time
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb"),
@@ -250,9 +250,7 @@ def take(held, worker, other, key, using):
     assert other.hear() == "released"
     token = worker.hear()
     # Whoever looks after the line may have the row for a moment.
-    deadline = time.monotonic() + 20
-    while "dlocks-waiting" in worker.call(jobs.threads):
-        assert time.monotonic() < deadline
+    eventually(lambda: "dlocks-waiting" not in worker.call(jobs.threads))
     return token
 
 

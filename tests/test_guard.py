@@ -74,9 +74,8 @@ def test_renewal_meanwhile_is_neither_blocked_nor_taken_for_a_loss(row, using):
         with hold.atomic():
             Counter.objects.update(value=2)
             time.sleep(2.0)
-        assert hold.held
+        hold.check()
         time.sleep(1.8)
-        assert hold.held
         hold.check()
     assert row() == 2
     assert lost == []
@@ -128,7 +127,8 @@ def test_a_hold_goes_on_in_the_transaction_around_a_guarded_part_that_is_rolled_
                 raise ZeroDivisionError
             began = time.monotonic()
             hold.check()
-            assert time.monotonic() - began < 5, "its own transaction still has the row, on some engines"
+            # Its own transaction still has the row, on some engines.
+            in_time(time.monotonic() - began, 5.0)
             with hold.atomic():
                 Counter.objects.update(value=3)
         hold.check()
@@ -199,7 +199,7 @@ def test_a_slow_callback_that_the_block_has_registered_makes_no_loss_of_the_hold
         with transaction.atomic(), hold.atomic():
             transaction.on_commit(lambda: time.sleep(0.3))
             time.sleep(1.8)
-        assert hold.held
+        hold.check()
     assert lost == []
 
 
@@ -312,7 +312,7 @@ def test_a_guarded_share_keeps_nobody_from_a_key_whose_readers_have_died(guard_s
     guard_share()
     began = time.monotonic()
     db_lock("price", timeout=4).acquire().release()
-    assert time.monotonic() - began < 4
+    in_time(time.monotonic() - began, 4.0)
 
 
 @pytest.mark.engine("postgresql", "mariadb")
@@ -443,7 +443,7 @@ def test_in_a_transaction_longer_than_the_ttl_the_hold_is_not_lost(row, until):
             with lock as again, again.atomic():
                 assert again.token == hold.token
                 Counter.objects.update(value=3)
-        assert hold.held
+        hold.check()
         hold.check()
     assert row() == 3
 
@@ -544,7 +544,7 @@ def test_a_slow_callback_of_the_same_commit_does_not_make_an_error_of_it(row):
             transaction.on_commit(lambda: time.sleep(0.3))
             with hold.atomic():
                 Counter.objects.update(value=2)
-        assert hold.held
+        hold.check()
         assert not hold.pinned_in
     assert row() == 2
 

@@ -17,7 +17,7 @@ from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS
 from tests.settings import ENGINE
-from tests.timing import in_time
+from tests.timing import NotYetError, eventually, in_time
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb"),
@@ -69,7 +69,8 @@ class Crowd:
             waiting, holder = self.line()
             if len(waiting) >= len(self.alive) - 2 and holder in self.alive:
                 return waiting, holder
-            assert time.monotonic() < deadline, (waiting, holder, self.alive)
+            if time.monotonic() > deadline:
+                raise NotYetError(f"{waiting}, {holder}, {self.alive}")
 
     def kill(self, pid):
         if pid not in self.alive:
@@ -98,7 +99,8 @@ class Crowd:
         """Wait until so many more were served."""
         before, deadline = self.grants(), time.monotonic() + 30
         while self.grants() < before + number:
-            assert time.monotonic() < deadline, f"{self.grants() - before} were served; {self.line()}"
+            if time.monotonic() > deadline:
+                raise NotYetError(f"{self.grants() - before} were served; {self.line()}")
             time.sleep(0.05)
 
     def check(self, *, refuses=True):
@@ -237,9 +239,7 @@ def through_proxy(server, doomed):
 
 
 def in_line(observer, key, number):
-    deadline = time.monotonic() + 20
-    while len(observer.call(jobs.line, key)[0]) != number:
-        assert time.monotonic() < deadline
+    eventually(lambda: len(observer.call(jobs.line, key)[0]) == number)
 
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])

@@ -195,13 +195,13 @@ def test_status_tells_how_the_block_ended():
 def test_the_zone_of_the_settings_changes_nothing(elsewhere):
     with db_lock("stock:7", ttl=20) as hold:
         assert hold.held
-        assert 18 < row("stock:7").seconds_left < 20.001
+        assert 10 < row("stock:7").seconds_left < 20.001
         assert elsewhere(db_lock("stock:7").try_acquire) is None
         since = db_lock("stock:7").holder().since
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {backends['default'].dialect.ticks}")
             ((ticks,),) = cursor.fetchall()
-        assert abs(since.timestamp() - ticks / 1e6) < 2
+        assert abs(since.timestamp() - ticks / 1e6) < 15
 
 
 @pytest.mark.engine("postgresql", "mariadb")
@@ -223,7 +223,7 @@ def test_the_zone_of_a_session_changes_nothing(using, zone, offset, elsewhere):
             assert elsewhere(db_lock("stock:7", using=using).try_acquire) is None
             assert not elsewhere(db_lock("stock:7", using=using).holder).stale
             assert hold.token == row("stock:7").version
-            assert 28 < row("stock:7").seconds_left < 30.001
+            assert 20 < row("stock:7").seconds_left < 30.001
     finally:
         # Its zone goes along.
         connection.close()

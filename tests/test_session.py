@@ -274,7 +274,7 @@ def test_a_killed_waiter_keeps_nobody_waiting(doomed, workers, in_line):
         killed.kill()
     released = time.monotonic()
     granted, _ = waiter.hear()
-    assert granted - released < 3.0
+    in_time(granted - released, 3.0)
 
 
 @pytest.mark.parametrize("policy", [{}, {"renew": False}, {"max_hold": 20}], ids=["renewed", "not renewed", "bounded"])
@@ -664,7 +664,8 @@ def test_a_stopped_holder_keeps_others_out_for_its_ttl_and_is_told(doomed, worke
         granted, _ = other.call(jobs.wait_quietly, "stock:7", using="session", timeout=30)
     finally:
         worker.resume()
-    assert 1.0 < granted - stopped < 8.0
+    assert granted - stopped > 1.0
+    in_time(granted - stopped, 8.0)
     assert worker.call(jobs.check) == "LockLost"
     assert worker.call(jobs.release_all) == ["LockLost"]
 

@@ -27,7 +27,7 @@ from dlocks.keeper import keeper
 from dlocks.models import LockState, ResourceLock
 from tests import jobs
 from tests.models import Counter
-from tests.timing import in_time
+from tests.timing import eventually, in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -797,10 +797,7 @@ class TestInsideATestCase(TestCase):
                 pass
             assert hold.held
         keeper.look()
-        deadline = time.monotonic() + 10
-        while hold.held:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not hold.held)
 
 
 class TestInsideATransactionTestCase(TransactionTestCase):

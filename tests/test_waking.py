@@ -17,7 +17,7 @@ from dlocks.backends.database.dialects import MySQL
 from dlocks.conf import backends
 from dlocks.waiting import room_of
 from tests import jobs
-from tests.timing import in_time
+from tests.timing import in_time, seldom
 
 pytestmark = [
     pytest.mark.engine("mariadb"),
@@ -48,7 +48,7 @@ def test_those_who_wait_are_told_of_their_turn_and_do_not_look_for_it(workers):
     for worker in crowd:
         worker.start(jobs.take_turns, "stock:7", times=turns)
     looks = sum(worker.hear() for worker in crowd)
-    assert looks < len(crowd) * turns, looks
+    seldom(looks, len(crowd) * turns)
 
 
 def test_a_claim_that_comes_while_its_process_sleeps_for_others_is_told_too(in_line, threads, looks):
@@ -62,7 +62,7 @@ def test_a_claim_that_comes_while_its_process_sleeps_for_others_is_told_too(in_l
         hold.release()
     for thread in (first, second):
         thread.join(30)
-    assert len(looks) <= 2
+    seldom(len(looks), 3)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -128,7 +128,7 @@ def test_a_bound_on_the_time_of_statements_ends_the_sleep_and_nothing_else(in_li
         connection_created.disconnect(bound)
     assert thread.results[0] > 1.5
     assert not caplog.records
-    assert len(looks) <= 2
+    seldom(len(looks), 3)
 
 
 def test_a_wake_up_that_is_lost_costs_a_poll(monkeypatch, workers, in_line):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, sleep  # Tests put others into their module.
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # A first lease from the line is 1.5 s, and is renewed after a third of it: a stop of half a second is felt already.
 STOOD_STILL = 0.5
@@ -23,10 +28,34 @@ class NotYetError(AssertionError):
     """What a test waited for did not come to be in time."""
 
 
+def eventually(
+    condition: Callable[[], T], seconds: float = 30.0, *, but: tuple[type[Exception], ...] = (), pause: float = 0.005
+) -> T:
+    """Wait until something is so, and return what it is; these errors mean: not yet."""
+    deadline = monotonic() + seconds
+    while True:
+        with suppress(*but):
+            if value := condition():
+                return value
+        if monotonic() > deadline:
+            raise NotYetError(f"It did not come to be in {seconds:g} s.")
+        sleep(pause)
+
+
 def in_time(seconds: float, limit: float) -> None:
     """Fail if something took so many seconds, and that is not less than the limit."""
     if not seconds < limit:
         raise TooLateError(f"It took {seconds:.3f} s, and less than {limit:.3f} s are promised.")
+
+
+def seldom(times: int, limit: int) -> None:
+    """
+    Fail if something happened so many times, and that is not less than the limit.
+
+    For what is done as time goes by, and so more often on a machine that stands still meanwhile.
+    """
+    if not times < limit:
+        raise TooLateError(f"It happened {times} times, and less than {limit} are promised.")
 
 
 class Witness:

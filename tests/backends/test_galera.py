@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import MySQLdb
@@ -18,6 +17,7 @@ from tests.backends import cluster_jobs
 from tests.nemesis.__main__ import galera_plan
 from tests.nemesis.campaign import run
 from tests.servers import Galera
+from tests.timing import eventually
 
 KINDS = ["default", "optimistic", "insert"]
 
@@ -53,14 +53,6 @@ def prepare(worker, nodes):
     worker.call(cluster_jobs.prepare)
     for node in nodes:
         node.catch_up()
-
-
-def eventually(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
-    return found
 
 
 def crowd(workers, how, using, seconds=2.0, **policy):

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import traceback
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import backends
 from dlocks.exceptions import LockStale
 from dlocks.testing import BackendContract
-from tests import jobs
+from tests import jobs, timing
 from tests.models import Counter
 from tests.servers import MariaDB, PostgreSQL, Redis
 from tests.timing import in_time
@@ -49,14 +50,7 @@ def claim(key="key", **options):
     return Claim(key=key, **{"ttl": 60.0, "holder": "somebody", **options})
 
 
-def eventually(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(LockBackendError):
-            if condition():
-                return
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
+eventually = partial(timing.eventually, but=(LockBackendError,))
 
 
 class OfMany:

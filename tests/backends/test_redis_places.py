@@ -6,6 +6,7 @@ import contextlib
 import signal
 import time
 import traceback
+from functools import partial
 
 import pytest
 import redis
@@ -17,7 +18,7 @@ from dlocks.backends.base import Claim
 from dlocks.backends.redis import RedisBackend, name_of
 from dlocks.conf import backends
 from dlocks.testing import BackendContract
-from tests import jobs
+from tests import jobs, timing
 from tests.backends import cluster_jobs
 from tests.servers import Redis, Sentinel, free_port
 from tests.timing import in_time
@@ -26,14 +27,7 @@ BACKEND = "dlocks.backends.redis.RedisBackend"
 SECRET = "open-sesame"
 
 
-def eventually(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(redis.RedisError, LockBackendError):
-            if condition():
-                return
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.05)
+eventually = partial(timing.eventually, but=(redis.RedisError, LockBackendError))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 
 import pytest
 
@@ -12,16 +11,9 @@ from tests import jobs
 from tests.backends import cluster_jobs
 from tests.proxy import Proxy
 from tests.servers import PostgreSQL, Standby
+from tests.timing import eventually
 
 KINDS = ["default", "optimistic"]
-
-
-def eventually(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
-    return found
 
 
 class Pair:
