@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
+import os
 import threading
 import weakref
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
 from dlocks.forks import in_child
 from dlocks.keeper import leave_pools
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # How long Django's thread is given to begin, while a thread of this process waits for a lock.
 PATIENCE = 0.05
@@ -27,6 +32,21 @@ acquiring: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _waiting: set[threading.Thread] = set()
 _spare: ThreadPoolExecutor
+
+
+def refused_in_a_coroutine(message: str) -> Callable[[F], F]:
+    """Decorate as Django's ``async_unsafe()`` does, which is told by an exception each time that no loop runs."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+                raise SynchronousOnlyOperation(message)
+            return function(*args, **kwargs)
+
+        return cast("F", call)
+
+    return decorate
 
 
 @contextmanager

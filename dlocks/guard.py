@@ -7,10 +7,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, transaction
+from django.db import transaction
 
 from dlocks import clock
 from dlocks.backends.database.dialects import refuse_lost
+from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.transactions import Mark, why_untold
 
@@ -26,7 +27,7 @@ def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[N
     The row is written again at the end, so that the lease is whole when the transaction is committed.
     """
     database = _database_for(hold, using)
-    connection = connections[database]
+    connection = connection_of(database)
     if not connection.get_autocommit() and (why := why_untold(connection)) is not None:
         refuse_lost(connection)
         raise RuntimeError(f"{hold.key!r} cannot guard this transaction. {why}.")
@@ -75,7 +76,7 @@ def _pin(hold: Hold, database: str) -> float:
         stands = hold.backend.pin(hold.claim, database)
     except LockBackendError:
         # The transaction is of no use any more.
-        connections[database].needs_rollback = True
+        connection_of(database).needs_rollback = True
         raise
     if not stands:
         hold.lose("the backend says it is no longer this hold's")
@@ -103,7 +104,7 @@ def _database_for(hold: Hold, using: str | None) -> str:
 
 def _place_of(database: str) -> tuple[Any, ...]:
     """Return what is the same for two aliases of one database."""
-    connection = connections[database]
+    connection = connection_of(database)
     settings = connection.settings_dict
     place = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
     return connection.vendor, *map(str, place)

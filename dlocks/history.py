@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db.utils import InterfaceError, OperationalError
 
@@ -15,7 +15,7 @@ from dlocks.backends.database.records import Finished
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
 from dlocks.keeper import keeper
-from dlocks.signals import lock_detached, lock_lost, lock_released
+from dlocks.signals import End, Watcher, watchers
 
 if TYPE_CHECKING:
     from dlocks.holds import Hold
@@ -101,28 +101,20 @@ def flush() -> None:
         keeper.run(book.write, book.backend)
 
 
-def _note(hold: Hold, ending: str) -> None:
-    backend = hold.backend
-    if not isinstance(backend, DatabaseBackend) or not backend.history:
-        return
-    book = _books.get(backend) or _books.setdefault(backend, Book(backend))
-    book.note(hold, ending)
+class History(Watcher):
+    """Notes the holds that end."""
+
+    def ended(self, hold: Hold, how: End) -> None:
+        backend = hold.backend
+        if not isinstance(backend, DatabaseBackend) or not backend.history:
+            return
+        book = _books.get(backend) or _books.setdefault(backend, Book(backend))
+        book.note(hold, "F" if how == "released" and hold._failed else _ENDINGS[how])
 
 
-def _released(hold: Hold, **kwargs: Any) -> None:
-    _note(hold, "F" if hold._failed else "R")
+# As HoldRecord has them.
+_ENDINGS = {"released": "R", "lost": "L", "detached": "D"}
 
-
-def _lost(hold: Hold, **kwargs: Any) -> None:
-    _note(hold, "L")
-
-
-def _detached(hold: Hold, **kwargs: Any) -> None:
-    _note(hold, "D")
-
-
-lock_released.connect(_released, dispatch_uid="dlocks.history")
-lock_lost.connect(_lost, dispatch_uid="dlocks.history")
-lock_detached.connect(_detached, dispatch_uid="dlocks.history")
+watchers.append(History())
 # What the parent has noted, the parent writes.
 in_child(_books.clear)

@@ -17,17 +17,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from django.db import connections
-from django.utils.asyncio import async_unsafe
 
 from dlocks import clock, privacy
 from dlocks.backends.base import BaseBackend, Claim, Grant
-from dlocks.coroutines import in_django_thread
+from dlocks.connected import connection_of
+from dlocks.coroutines import in_django_thread, refused_in_a_coroutine
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.forks import in_child
 from dlocks.greenlets import is_alive
 from dlocks.guard import guarded
 from dlocks.keeper import FOREVER, keeper
-from dlocks.signals import lock_detached, lock_lost, lock_released
+from dlocks.signals import tell_ended
 from dlocks.transactions import Mark, open_connections
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ SETTLING_PATIENCE = 5.0
 HANDED_OVER = "it was handed over"
 
 Caller = threading.Thread | asyncio.Task[Any]
+
 # Refused before anything is done, so that the other verb can do it.
-not_in_a_coroutine = async_unsafe(
+not_in_a_coroutine = refused_in_a_coroutine(
     "This would stop the event loop: in a coroutine it is 'async with', or a verb with an 'a', as in"
     " 'await hold.arelease()'."
 )
@@ -80,6 +81,17 @@ class Hold:
     holder never came back.
     """
 
+    # How many blocks of its own it is in: 'with hold'.
+    _blocks = 0
+    _ended = False
+    _lost: str | None = None
+    _failed = False
+    # Set when it has been settled, by the thread that came first to it.
+    _settled: threading.Event | None = None
+    # The transaction that the hold belongs to, and where in it.
+    _connection: Any = None
+    _mark: Mark | None = None
+
     def __init__(
         self, lock: Lock, backend: BaseBackend, claim: Claim, grant: Grant, caller: Caller, sent: float, waited: float
     ) -> None:
@@ -87,6 +99,7 @@ class Hold:
         self.lock = lock
         self.backend = backend
         self.claim = claim
+        self.scope: str = claim.scope
         self.token = grant.token
         self.takeover = grant.takeover
         self.waited = waited
@@ -96,11 +109,6 @@ class Hold:
         self._count = 1
         # Whether all of its entries are content that it is left at their end, and not with the transaction.
         self.leaves_at_exit = lock.release_at == "exit"
-        # How many blocks of its own it is in: 'with hold'.
-        self._blocks = 0
-        self._ended = False
-        self._lost: str | None = None
-        self._failed = False
         self._granted_at = clock.now()
         # Counted from before the request was sent, so this clock always runs out before the backend's.
         self._deadline = FOREVER if self.scope == "transaction" else sent + lease
@@ -113,17 +121,12 @@ class Hold:
         self.renew_at = min(due, self._granted_at + backend.renew_every)
         # The open transactions in which the lease was left, and at the end of which it is given back.
         self._left_in: list[Mark] = []
-        # Set when that has been done, by the thread that came first to it.
-        self._settled: threading.Event | None = None
         # The transactions of hold.atomic() that keep the key, whatever the clocks say.
         self.pinned_in: list[Mark] = []
         # Its places in holds_by_caller.
         self.entered_as: list[Entrance] = []
-        # The transaction that the hold belongs to, and where in it.
-        self._connection: Any = None
-        self._mark: Mark | None = None
         if self.scope == "transaction":
-            self._connection = connections[backend.database]
+            self._connection = connection_of(backend.database)
             self._mark = Mark.here(self._connection)
             self._mark.keys.add((backend.identity, claim.key))
 
@@ -148,10 +151,6 @@ class Hold:
     @property
     def owner(self) -> str:
         return self.claim.owner
-
-    @property
-    def scope(self) -> str:
-        return self.claim.scope
 
     @property
     def count(self) -> int:
@@ -404,7 +403,7 @@ class Hold:
             self._ended = True
             raise self.lost_error()
         self._lost = HANDED_OVER
-        lock_detached.send_robust(type(self.lock), hold=self)
+        tell_ended(self, "detached")
         return left
 
     def _take_back(self) -> None:
@@ -542,6 +541,11 @@ class Hold:
         return min(self.renew_at, self._deadline) if self.renewable else self._deadline
 
     @property
+    def first_due_at(self) -> float:
+        """The same, of a hold that was granted just now to who asks."""
+        return min(self.renew_at, self._deadline) if self.lock.renew else self.due_at
+
+    @property
     def renewable(self) -> bool:
         """Whether the keeper should renew: not for a caller that has died, nor beyond max_hold."""
         if self._ended or self._lost is not None or self._deadline >= min(self._last_at, self._kept_until):
@@ -644,7 +648,7 @@ class Hold:
             self._tell()
 
     def _tell(self) -> None:
-        lock_lost.send_robust(type(self.lock), hold=self)
+        tell_ended(self, "lost")
         if self.lock.on_lost is not None:
             try:
                 self.lock.on_lost(self)
@@ -671,7 +675,7 @@ class Hold:
     def _ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Ask the backend about the hold; about a lease, from outside of the caller's transaction."""
         backend = self.backend
-        if self.scope == "transaction" and connections[backend.database] is not self._connection:
+        if self.scope == "transaction" and connection_of(backend.database) is not self._connection:
             raise RuntimeError(
                 f"{self.key!r} belongs to a transaction of another thread: only that one can use the hold."
             )
@@ -735,7 +739,7 @@ class Hold:
             self.lose("the backend says it is no longer this hold's")
             self._ended = True
             raise self.lost_error()
-        lock_released.send_robust(type(self.lock), hold=self)
+        tell_ended(self, "released")
 
     def take_back(self) -> None:
         """Tell the backend, perhaps once more, that the hold, ended already, is given back."""

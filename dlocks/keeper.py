@@ -238,7 +238,7 @@ class Keeper:
             self._holds.add(hold)
             self._kept = True
             # A hold is looked at first long after the last one was added: rarely is there a need to wake up.
-            if self._thread is None or not self._thread.is_alive() or hold.due_at < self._wakes_at:
+            if self._thread is None or not self._thread.is_alive() or hold.first_due_at < self._wakes_at:
                 self._wake()
 
     def await_end(self, hold: Hold) -> None:

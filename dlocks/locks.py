@@ -17,17 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast, overload
 
-from django.db import connections
-from django.utils.asyncio import async_unsafe
-
 from dlocks import checks, clock, history, telemetry  # noqa: F401 (they are there, installed or not)
 from dlocks.backends.base import KEPT_FOR, KEY_LENGTH, UNLIMITED, BaseBackend, Claim, Grant, Holder, Scope, seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
-from dlocks.coroutines import acquiring, in_django_thread, waiting_for_a_lock
+from dlocks.connected import connection_of
+from dlocks.coroutines import acquiring, in_django_thread, refused_in_a_coroutine, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, LockTimeout
 from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
 from dlocks.keeper import OUTSIDE_PATIENCE, keeper
-from dlocks.signals import lock_acquired, lock_released, lock_timeout
+from dlocks.signals import tell_acquired, tell_ended, tell_timed_out
 from dlocks.transactions import Mark, warn_of_old_snapshots
 from dlocks.waiting import FIRST_DELAY, Waiter, delays, room_of
 
@@ -145,10 +143,11 @@ class Lock:
 
     def __enter__(self) -> Hold:
         hold = None
-        entered = _entered.setdefault(current_caller(), [])
+        caller = current_caller()
+        entered = _entered.setdefault(caller, [])
         depth = len(entered)
         try:
-            hold = self.acquire()
+            hold = self._acquire(caller, wait=True)
             entered.append(_Entry(self, hold, hold.count, entered, _generator()))
             return hold
         except BaseException:
@@ -221,7 +220,9 @@ class Lock:
 
         return LockDecorator(**{field.name: getattr(self, field.name) for field in fields(self)})
 
-    @async_unsafe("This would stop the event loop: in a coroutine it is 'async with', or 'await lock.aacquire()'.")
+    @refused_in_a_coroutine(
+        "This would stop the event loop: in a coroutine it is 'async with', or 'await lock.aacquire()'."
+    )
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
         bell = _Bell()
         attempt = self._attempt(caller, bell.ring, wait=wait, here=True)
@@ -350,6 +351,20 @@ class Attempt:
     ``ring`` is called, in any thread, when it is worth to try again before the end of a pause.
     """
 
+    paused = False
+    claim: Claim | None = None
+    hold: Hold | None = None
+    asked = False
+    # Whether a request may have been granted without our knowing; and whether the last one was.
+    unknown = False
+    granted = False
+    # Standing in line; and whether it asks once more for what it was told to ask for.
+    waiter: Waiter | None = None
+    asks_again = False
+    # The hold that this attempt enters once more, and its count before.
+    entering: Hold | None = None
+    count_before = 0
+
     def __init__(
         self, lock: Lock, caller: Caller, ring: Callable[[], object], *, wait: bool, here: bool = False
     ) -> None:
@@ -363,20 +378,7 @@ class Attempt:
         self.timeout = timeout if wait else 0.0
         self.key = lock._full_key()
         self.began = clock.now()
-        self.paused = False
         self.delays = delays(self.timeout)
-        self.claim: Claim | None = None
-        self.hold: Hold | None = None
-        self.asked = False
-        # Whether a request may have been granted without our knowing; and whether the last one was.
-        self.unknown = False
-        self.granted = False
-        # Standing in line; and whether it asks once more for what it was told to ask for.
-        self.waiter: Waiter | None = None
-        self.asks_again = False
-        # The hold that this attempt enters once more, and its count before.
-        self.entering: Hold | None = None
-        self.count_before = 0
 
     @property
     def in_transaction(self) -> bool:
@@ -488,7 +490,7 @@ class Attempt:
         holder = None
         with suppress(LockBackendError):
             holder = _holder(self.backend, self.key)
-        lock_timeout.send_robust(Lock, lock=self.lock, holder=holder, waited=clock.now() - self.began)
+        tell_timed_out(self.lock, holder, clock.now() - self.began)
         waited = f"not acquired in {self.timeout:.1f} s" if self.timeout else "not acquired at the first try"
         who = f"held by {holder}" if holder is not None else "held by a transaction that has not ended, or just freed"
         raise LockTimeout(f"{self.lock.key!r} {waited}; {who}", key=self.lock.key, timeout=self.timeout, holder=holder)
@@ -530,8 +532,8 @@ class Attempt:
         except LockError as trouble:
             logger.warning("A claim on %r could not be taken back, and ends by itself: %s", self.lock.key, trouble)
         self.unknown, self.waiter = False, None
-        if ended:
-            lock_released.send_robust(Lock, hold=self.hold)
+        if ended and self.hold is not None:
+            tell_ended(self.hold, "released")
 
     def close(self) -> None:
         """Have the room give up for it, which cannot do so itself."""
@@ -614,7 +616,7 @@ class Attempt:
         if self.waiter is not None:
             room_of(self.backend).leave(self.waiter)
             self.waiter = None
-        lock_acquired.send_robust(Lock, hold=self.hold)
+        tell_acquired(self.hold)
         return self.hold
 
     def _own_hold(self) -> Hold | None:
@@ -683,7 +685,7 @@ class Attempt:
         if scope == "lease":
             if (why := backend.lease_refused()) is not None:
                 raise RuntimeError(f"{lock.key!r} cannot be leased here. {why}")
-            if in_transaction and Mark.keeps(connections[_database_of(backend)], (backend.identity, self.key)):
+            if in_transaction and Mark.keeps(connection_of(_database_of(backend)), (backend.identity, self.key)):
                 raise RuntimeError(
                     f"{lock.key!r} is kept by this thread's transaction until that ends: a lease or a share beside it"
                     " could only wait for that."
@@ -715,7 +717,7 @@ class Attempt:
         """Give back what the caller's transaction was granted: from outside one would wait for its end."""
         if self.claim is None or self.claim.scope != "transaction" or not self.granted:
             return False
-        if connections[_database_of(self.backend)].needs_rollback:
+        if connection_of(_database_of(self.backend)).needs_rollback:
             return False
         with suppress(LockError):
             return release()

@@ -77,14 +77,13 @@ class MultiHold(Hold):
         self.lock = lock
         self.holds = tuple(holds)
         self.backend = holds[0].backend
+        self.scope = holds[0].scope
         self.token = max(hold.token for hold in holds)
         self.waited = max(hold.waited for hold in holds)
         self._connection = holds[0]._connection
         self._mutex = threading.Lock()
         # What is still to leave, and the count of each inside.
         self._inside = [(hold, hold.count) for hold in holds]
-
-        self._blocks = 0
 
     def __repr__(self) -> str:
         keys = ", ".join(map(repr, self.keys))
@@ -105,10 +104,6 @@ class MultiHold(Hold):
     @property
     def pinned(self) -> bool:
         return any(hold.pinned for hold in self.holds)
-
-    @property
-    def scope(self) -> str:
-        return self.holds[0].scope
 
     @property
     def takeover(self) -> bool:  # type: ignore[override]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from dlocks import __version__
 from dlocks.conf import backends
-from dlocks.signals import lock_acquired, lock_detached, lock_lost, lock_released, lock_timeout
+from dlocks.signals import End, Watcher, watchers
 
 try:
     from opentelemetry import metrics, trace
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 # Apart, so that a formatter may count on the fields of its records.
 logger = logging.getLogger("dlocks.access")
 
-End = Literal["released", "lost", "detached"]
-
 # Seconds: from one statement on a near server to a night's job.
 BOUNDARIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 28800)
 
 
-class Log:
+class Log(Watcher):
     """Log lines whose records carry ``lock_key``, ``lock_holder``, ``lock_token``, ``lock_waited``, ``lock_held``."""
 
     def acquired(self, hold: Hold) -> None:
@@ -79,7 +77,7 @@ class Log:
         logger.warning("%r was waited for %.3f s: slow_wait is %g s; %s", key, waited, slow, what, extra=fields)
 
 
-class OpenTelemetry:
+class OpenTelemetry(Watcher):
     """Histograms, counters and spans, by the API alone: without an SDK they come to nothing."""
 
     def __init__(self) -> None:
@@ -164,38 +162,6 @@ def _fields(hold: Hold, held: float | None = None) -> dict[str, Any]:
     }
 
 
-_watchers: list[Log | OpenTelemetry] = [Log()]
+watchers.append(Log())
 if HAS_OPENTELEMETRY:
-    _watchers.append(OpenTelemetry())
-
-
-def _acquired(hold: Hold, **kwargs: Any) -> None:
-    for watcher in _watchers:
-        watcher.acquired(hold)
-
-
-def _released(hold: Hold, **kwargs: Any) -> None:
-    for watcher in _watchers:
-        watcher.ended(hold, "released")
-
-
-def _lost(hold: Hold, **kwargs: Any) -> None:
-    for watcher in _watchers:
-        watcher.ended(hold, "lost")
-
-
-def _detached(hold: Hold, **kwargs: Any) -> None:
-    for watcher in _watchers:
-        watcher.ended(hold, "detached")
-
-
-def _timed_out(lock: Lock, holder: Holder | None, waited: float, **kwargs: Any) -> None:
-    for watcher in _watchers:
-        watcher.timed_out(lock, holder, waited)
-
-
-lock_acquired.connect(_acquired, dispatch_uid="dlocks.telemetry")
-lock_released.connect(_released, dispatch_uid="dlocks.telemetry")
-lock_lost.connect(_lost, dispatch_uid="dlocks.telemetry")
-lock_detached.connect(_detached, dispatch_uid="dlocks.telemetry")
-lock_timeout.connect(_timed_out, dispatch_uid="dlocks.telemetry")
+    watchers.append(OpenTelemetry())

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks.backends.database.dialects import dialect_of
+from dlocks.connected import connection_of, initialized
 
 
 class Mark:
@@ -103,7 +104,7 @@ class Mark:
     @property
     def is_elsewhere(self) -> bool:
         """Whether the transaction is of another thread."""
-        return connections[self.alias] is not self._connection
+        return connection_of(self.alias) is not self._connection
 
 
 class Commit:
@@ -202,7 +203,7 @@ def open_connections() -> Iterator[BaseDatabaseWrapper]:
 
 
 def _in_own_blocks() -> Iterator[BaseDatabaseWrapper]:
-    for connection in connections.all(initialized_only=True):
+    for connection in initialized():
         if connection.in_atomic_block and not connection.closed_in_transaction and any(_own_blocks(connection)):
             yield connection
 

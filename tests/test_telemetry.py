@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dlocks import LockLost, LockTimeout, db_lock, resume_hold, telemetry
+from dlocks import LockLost, LockTimeout, db_lock, resume_hold, signals, telemetry
 from dlocks.testing import abandoned, held_elsewhere, lose
 from tests import pages
 
@@ -36,7 +36,7 @@ def sdk(monkeypatch):
     monkeypatch.setattr(metrics, "get_meter", meters.get_meter)
     monkeypatch.setattr(trace, "get_tracer", tracers.get_tracer)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: tracers)
-    monkeypatch.setattr(telemetry, "_watchers", [telemetry.Log(), telemetry.OpenTelemetry()])
+    monkeypatch.setattr(signals, "watchers", [telemetry.Log(), telemetry.OpenTelemetry()])
     reader.spans = exporter.get_finished_spans
     yield reader
     meters.shutdown()
@@ -262,11 +262,11 @@ sys.modules["opentelemetry"] = None
 from django.conf import settings
 settings.configure(DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}, INSTALLED_APPS=["dlocks"])
 import django; django.setup()
-from dlocks import db_lock, telemetry
+from dlocks import db_lock, signals, telemetry
 with db_lock("stock:7"):
-    print(telemetry.HAS_OPENTELEMETRY, len(telemetry._watchers))
+    print(telemetry.HAS_OPENTELEMETRY, [type(watcher).__name__ for watcher in signals.watchers])
 """
-    assert run(code) == "False 1\n"
+    assert run(code) == "False ['History', 'Log']\n"
 
 
 def run(code):

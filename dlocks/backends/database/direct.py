@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from threading import get_ident
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ def nobody_looks_on(wrapper: Any) -> bool:
     Instruments wrap ``execute()``, for one connection as ``execute_wrapper()`` and Django's own log do, or for all; or
     they put another cursor in the place of Django's, as those do who set the session up for each.
     """
-    wrapper.ensure_connection()
+    if wrapper.connection is None:
+        wrapper.ensure_connection()
     kind: Any = type(wrapper)
     if (
         wrapper.execute_wrappers
@@ -51,7 +53,8 @@ def nobody_looks_on(wrapper: Any) -> bool:
         or not _makes_djangos_cursors(kind, kind.create_cursor)
     ):
         return False
-    wrapper.validate_thread_sharing()
+    if wrapper._thread_ident != get_ident():
+        wrapper.validate_thread_sharing()
     return True
 
 

@@ -98,16 +98,9 @@ class PreparedStatements:
         statement = self._statements.get(sql)
         if statement is None and (statement := self._prepare(sql, parameters)) is None:
             return None
-        values = []
-        for name in statement.names:
-            value = parameters[name]
-            if type(value) is str:
-                value = value.encode()
-                if b"\0" in value:
-                    return None
-            elif value is not None:
-                value = str(value).encode()
-            values.append(value)
+        values = [None if (value := parameters[name]) is None else str(value).encode() for name in statement.names]
+        if b"\0" in b"".join(filter(None, values)):
+            return None
         result = self._ask(self._pgconn.send_query_prepared, statement.name, values)
         if result.status != self._tuples_ok:
             return Reply([], result.command_tuples or 0)

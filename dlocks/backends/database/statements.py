@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
@@ -19,6 +18,7 @@ from dlocks.backends.base import Claim
 from dlocks.backends.database.dialects import Dialect, dialect_of
 from dlocks.backends.database.direct import TEXT_AT_MOST, TEXTS_AT_MOST, Reply, nobody_looks_on
 from dlocks.backends.database.observing import Observations
+from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Statements:
 
     @property
     def connection(self) -> BaseDatabaseWrapper:
-        return connections[self.database]
+        return connection_of(self.database)
 
     @cached_property
     def dialect(self) -> Dialect:

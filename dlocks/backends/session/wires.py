@@ -150,6 +150,10 @@ class PostgreSQLWire(Wire):
     def identify(self) -> None:
         if not hasattr(self.raw, "pgconn"):
             raise ImproperlyConfigured("Session locks on PostgreSQL need psycopg 3: install dlocks[postgresql].")
+        from psycopg import pq
+
+        # As numbers: to look for one in a set of those costs more than all else that is read of an answer.
+        self._failures = (int(pq.ExecStatus.FATAL_ERROR), int(pq.ExecStatus.BAD_RESPONSE))
         self.pgconn = self.raw.pgconn
         self.pid, self.identity = self.first_row(
             f"SELECT pg_backend_pid() + 0, (SELECT {self._IDENTITY} FROM pg_stat_get_activity(pg_backend_pid()))"
@@ -223,10 +227,10 @@ class PostgreSQLWire(Wire):
 
     def _check(self, result: Any) -> Any:
         """Return the result, None when the statement was cancelled, or raise."""
+        if result.status not in self._failures:
+            return result
         from psycopg import pq
 
-        if result.status not in {pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE}:
-            return result
         state = result.error_field(pq.DiagnosticField.SQLSTATE)
         if state == b"57014":
             return None

@@ -1,0 +1,46 @@
+"""
+This thread's connections, as ``django.db.connections`` has them, for where they are looked at again and again.
+
+Django keeps them in a ``Local`` of asgiref's, which asks at every look whether an event loop runs, and is told so by an
+exception: a few of them cost as much as all the rest of a lock does in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+from asyncio import _get_running_loop
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from asgiref.local import Local
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+def connection_of(alias: str) -> BaseDatabaseWrapper:
+    """Return this thread's connection, as ``connections[alias]`` does."""
+    return _here().get(alias) or connections[alias]
+
+
+def initialized() -> Sequence[BaseDatabaseWrapper]:
+    """Return those of this thread's connections that have been asked for, as ``connections.all()`` does."""
+    if found := _here():
+        # There may be values for event loops beside them.
+        return [connection for alias, connection in list(found.items()) if alias in connections.settings]
+    return connections.all(initialized_only=True)
+
+
+def _here() -> Mapping[str, Any]:
+    if _get_running_loop() is None and _is_plain():
+        return vars(connections._connections._storage)  # type: ignore[attr-defined]
+    return {}
+
+
+@cache
+def _is_plain() -> bool:
+    """Try whether asgiref keeps what belongs to a thread, where no loop runs, in a plain ``threading.local``."""
+    probe = Local(thread_critical=True)
+    probe.value = probe
+    storage = getattr(probe, "_storage", None)
+    return type(storage) is threading.local and vars(storage) == {"value": probe}

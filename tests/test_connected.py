@@ -1,0 +1,85 @@
+"""This thread's connections: the same as Django's own, found in less time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from django.db import connections, transaction
+
+from dlocks import connected
+from dlocks.connected import connection_of, initialized
+from dlocks.transactions import open_connections
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture(params=["as asgiref keeps them", "as it might keep them"])
+def asgiref(request, monkeypatch):
+    if request.param == "as it might keep them":
+        monkeypatch.setattr(connected, "_is_plain", lambda: False)
+
+
+def agree():
+    """Return this thread's or task's connection, which is Django's own; all that were asked for are known."""
+    connection = connection_of("default")
+    assert connection is connections["default"]
+    assert {id(one) for one in initialized()} == {id(one) for one in connections.all(initialized_only=True)}
+    return connection
+
+
+def test_how_asgiref_keeps_them_is_known_here():
+    """Otherwise all goes on as before, and takes longer: see what has changed in Local."""
+    assert connected._is_plain()
+
+
+def test_each_thread_has_its_own(asgiref, elsewhere):
+    mine = agree()
+    assert elsewhere(agree) is not mine
+    assert agree() is mine
+
+
+def test_a_thread_that_has_asked_for_none_has_none(asgiref, elsewhere):
+    assert elsewhere(lambda: list(initialized())) == []
+    assert elsewhere(lambda: list(open_connections())) == []
+
+
+async def test_a_coroutine_has_its_own(asgiref):
+    from asgiref.sync import sync_to_async
+
+    mine = agree()
+    # In Django's one thread, which is this test's own.
+    theirs = await sync_to_async(agree)()
+    assert theirs is not mine
+    assert agree() is mine
+
+
+def test_one_that_was_put_in_the_place_of_another_is_found(asgiref):
+    """As a server for tests puts those of the test into its threads."""
+    mine = agree()
+    found = []
+
+    def take_over():
+        connections["default"] = mine
+        found.append(agree())
+
+    thread = threading.Thread(target=take_over)
+    thread.start()
+    thread.join()
+    assert found == [mine]
+
+
+def test_one_that_is_gone_is_made_anew(asgiref):
+    mine = agree()
+    del connections["default"]
+    try:
+        assert agree() is not mine
+    finally:
+        connections["default"] = mine
+
+
+def test_those_in_a_transaction_are_known(asgiref, elsewhere):
+    with transaction.atomic():
+        assert list(open_connections()) == [connections["default"]]
+        assert elsewhere(lambda: (agree(), list(open_connections()))[1]) == []
+    assert list(open_connections()) == []
