@@ -356,9 +356,9 @@ def test_a_waiter_for_ever_goes_on(monkeypatch, turned_clock):
 # Processes that end.
 
 
-def run_script(script, **environment):
-    """Run a user's script on this test's database, in a process of its own."""
-    code = "import django; django.setup()\n" + textwrap.dedent(script)
+def run_script(script, *, before="", **environment):
+    """Run a user's script on this test's database, in a process of its own; something else before Django is set up."""
+    code = textwrap.dedent(before) + "\nimport django; django.setup()\n" + textwrap.dedent(script)
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=ROOT,
@@ -368,6 +368,45 @@ def run_script(script, **environment):
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.engine("sqlite")
+def test_what_windows_has_not_is_not_needed():
+    done = run_script(
+        before="""
+        import asyncio, concurrent.futures, logging, os, select, selectors, socket, sys, threading, time, unittest
+        import django.core.handlers.asgi, django.db.backends.sqlite3.base, django.test
+        sys.platform = "win32"
+        for module, names in {
+            os: "fork getuid register_at_fork sched_yield",
+            select: "poll epoll",
+            socket: "AF_UNIX",
+            time: "clock_gettime CLOCK_BOOTTIME CLOCK_MONOTONIC CLOCK_REALTIME",
+        }.items():
+            for name in names.split():
+                delattr(module, name)
+        """,
+        script="""
+        from django.db import connections
+        from dlocks import db_lock
+        from dlocks.backends.database import line, neighbours
+        # There is no /proc.
+        neighbours.near = line.near = lambda: ""
+        def wait():
+            with db_lock("stock:7", timeout=20) as hold:
+                tokens.append(hold.token)
+            connections.close_all()
+        tokens = []
+        with db_lock("stock:7", ttl=1.5) as hold:
+            thread = threading.Thread(target=wait)
+            thread.start()
+            time.sleep(2)
+            hold.check()
+        thread.join()
+        print(tokens[0] > hold.token)
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "sys.exit(3)"])
