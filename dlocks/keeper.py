@@ -216,15 +216,18 @@ class Keeper:
     def _reset(self) -> None:
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+        # Their references, rather than a WeakSet, which is written in Python.
+        self._kept: set[weakref.ref[Hold]] = set()
         # Those that nobody may have any more, and that are to be given back when a transaction has ended.
         self._left: set[Hold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._chores: dict[Callable[[], None], tuple[float, Desk]] = {}
         self._desks: dict[str, Desk] = {}
         self._thread: threading.Thread | None = None
+        # The thread that has begun to look, and has not ended.
+        self._at_work: threading.Thread | None = None
         self._wakes_at = FOREVER
-        self._kept = False
+        self._has_kept = False
 
     @property
     def is_current(self) -> bool:
@@ -232,13 +235,19 @@ class Keeper:
         this = threading.current_thread()
         return this is self._thread or any(desk.is_current for desk in list(self._desks.values()))
 
+    @property
+    def holds(self) -> list[Hold]:
+        """What it looks after."""
+        return [hold for kept in list(self._kept) if (hold := kept()) is not None]
+
     def keep(self, hold: Hold) -> None:
         """Look after a hold, from now until it is dropped."""
         with self._mutex:
-            self._holds.add(hold)
-            self._kept = True
+            self._kept.add(weakref.ref(hold, self._kept.discard))
+            self._has_kept = True
             # A hold is looked at first long after the last one was added: rarely is there a need to wake up.
-            if self._thread is None or not self._thread.is_alive() or hold.first_due_at < self._wakes_at:
+            thread = self._thread
+            if thread is None or self._at_work is not thread or hold.first_due_at < self._wakes_at:
                 self._wake()
 
     def await_end(self, hold: Hold) -> None:
@@ -256,14 +265,14 @@ class Keeper:
     def keeps_for(self, caller: Any) -> bool:
         """Return whether a thread or task holds something."""
         with self._mutex:
-            return any(hold.caller is caller for hold in self._holds)
+            return any(hold.caller is caller for hold in self.holds)
 
     def drop(self, hold: Hold) -> None:
         """Look after a hold no longer."""
         with self._mutex:
-            self._holds.discard(hold)
+            self._kept.discard(weakref.ref(hold))
             self._left.discard(hold)
-            idle = not self._holds
+            idle = not self._kept
         # Not under the lock: from Python 3.12 on an interrupt in a comprehension there would not let go of it.
         for desk in list(self._desks.values()) if idle else ():
             if desk.connected:
@@ -279,7 +288,7 @@ class Keeper:
 
         def job() -> None:
             with self._mutex:
-                holds = [hold for hold in self._holds if hold.claim.owner in owners]
+                holds = [hold for hold in self.holds if hold.claim.owner in owners]
             for hold in holds:
                 hold.lose(why)
 
@@ -322,7 +331,7 @@ class Keeper:
     def close(self) -> None:
         """Give back all that this process still holds, and do what was put off: at its exit."""
         with self._mutex:
-            holds = list(self._holds)
+            holds = self.holds
         for hold in holds:
             self._at_exit(hold.end_at_exit)
         with self._mutex:
@@ -350,7 +359,7 @@ class Keeper:
     def _is_needed(self, desk: Desk) -> bool:
         """Return whether there will be something to ask at a desk."""
         with self._mutex:
-            return any(self._desks.get(hold.backend.identity) is desk for hold in self._holds) or any(
+            return any(self._desks.get(hold.backend.identity) is desk for hold in self.holds) or any(
                 there is desk for _, there in self._chores.values()
             )
 
@@ -363,12 +372,20 @@ class Keeper:
 
     def _loop(self) -> None:
         this = threading.current_thread()
+        try:
+            self._look_around(this)
+        finally:
+            if self._at_work is this:
+                self._at_work = None
+
+    def _look_around(self, this: threading.Thread) -> None:
         while True:
             with self._mutex:
                 if self._thread is not this:
                     # Whoever started this one was interrupted, and another has been started since.
                     self._changed.notify()
                     return
+                self._at_work = this
                 try:
                     self._wakes_at = self._next()
                 except Exception:
@@ -379,7 +396,7 @@ class Keeper:
                     self._changed.wait(None if pause == FOREVER else pause)
                 jobs = list(self._jobs)
                 self._jobs.clear()
-                holds = list(self._holds)
+                holds = self.holds
                 now = clock.now()
                 chores = [(chore, desk) for chore, (due, desk) in self._chores.items() if due <= now]
                 for chore, desk in chores:
@@ -411,10 +428,10 @@ class Keeper:
             return False
 
     def _next(self) -> float:
-        due = min([*map(self._due_at, self._holds), *(due for due, _ in self._chores.values())], default=FOREVER)
-        if self._kept:
+        due = min([*map(self._due_at, self.holds), *(due for due, _ in self._chores.values())], default=FOREVER)
+        if self._has_kept:
             # Short holds, one after the other, would wake it each time.
-            self._kept = False
+            self._has_kept = False
             due = min(due, clock.now() + READY)
         return due
 
@@ -499,7 +516,7 @@ class Keeper:
     def _renew_all(self, desk: Desk, backend: BaseBackend) -> None:
         try:
             with self._mutex:
-                holds = [hold for hold in self._holds if hold.backend is backend]
+                holds = [hold for hold in self.holds if hold.backend is backend]
             self._renew(holds)
             for hold in holds:
                 # There is an answer; the next renewal may be due already, and is not to be waited for.

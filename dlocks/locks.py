@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast, overload
@@ -352,6 +352,8 @@ class Attempt:
     """
 
     paused = False
+    # The pauses between its tries, where it cannot stand in line.
+    delays: Iterator[float] | None = None
     claim: Claim | None = None
     hold: Hold | None = None
     asked = False
@@ -378,7 +380,6 @@ class Attempt:
         self.timeout = timeout if wait else 0.0
         self.key = lock._full_key()
         self.began = clock.now()
-        self.delays = delays(self.timeout)
 
     @property
     def in_transaction(self) -> bool:
@@ -464,6 +465,8 @@ class Attempt:
             if self._stand_in_line(claim):
                 return 0.0
         if self.waiter is None:
+            if self.delays is None:
+                self.delays = delays(None if self.timeout is None else self.began + self.timeout)
             delay = next(self.delays, None)
             if delay is not None:
                 self.paused = True

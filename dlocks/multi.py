@@ -284,7 +284,7 @@ class MultiAttempt:
         attempt = next(attempt for attempt in self.attempts if attempt not in self.holds)
         if attempt.timeout is not None and not attempt.paused:
             # What is left of the time for all of them.
-            attempt.delays = delays(max(0.0, self.began + attempt.timeout - clock.now()))
+            attempt.delays = delays(max(clock.now(), self.began + attempt.timeout))
         return attempt.pause()
 
     def give_up(self) -> None:

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import select
+from collections.abc import Callable
+from functools import partial
+
+
+def readable(file: int) -> Callable[[], object]:
+    """Return what waits until this file has something to read, or was closed; for who waits for it often."""
+    if not hasattr(select, "poll"):
+        return partial(ready, file)
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return poll.poll
 
 
 def ready(*files: int, timeout: float | None = None, or_writable: bool = False) -> set[int]:

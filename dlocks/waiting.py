@@ -45,13 +45,8 @@ OVERDUE = 1.0
 LINGER = 0.5
 
 
-def delays(timeout: float | None) -> Iterator[float]:
-    """Yield the seconds to sleep before each further try; the last of them ends at ``timeout`` seconds from now."""
-    # Now, and not when the first is asked for.
-    return _delays(None if timeout is None else clock.now() + timeout)
-
-
-def _delays(deadline: float | None) -> Iterator[float]:
+def delays(deadline: float | None) -> Iterator[float]:
+    """Yield the seconds to sleep before each further try; the last of them ends at the deadline of this clock."""
     longest = FIRST_DELAY
     while True:
         # Half of it by chance, so that those who failed together do not come back together.

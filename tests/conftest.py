@@ -7,7 +7,6 @@ import re
 import secrets
 import threading
 import zlib
-from functools import partial
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -196,9 +195,9 @@ def nothing_left_behind(has_failed):
     for backend in backends._backends.values():
         if isinstance(backend, DatabaseBackend):
             backend._crowded.clear()
-    left = list(keeper._holds)
+    left = keeper.holds
     # They are told of once.
-    keeper._holds.clear()
+    keeper._kept.clear()
     keeper._left.clear()
     assert not left or has_failed(), "a hold was left"
 
@@ -280,7 +279,7 @@ def elsewhere():
 @pytest.fixture
 def until():
     """Return a function that waits for a state, not for a time."""
-    return partial(eventually, seconds=10.0)
+    return lambda condition, seconds=10.0: eventually(condition, seconds)
 
 
 @pytest.fixture

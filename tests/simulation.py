@@ -348,7 +348,7 @@ class Simulation:
         if any(actor in self.busy for actor in (("keeper", number), ("room", number))):
             return
         if (hold := self.holds[number]) is not None:
-            keeper._holds.discard(hold)
+            keeper.drop(hold)
         self.rooms[number]._waiters.clear()
         self.holds[number] = self.attempts[number] = None
         self.people[number].alive = False
@@ -398,6 +398,6 @@ class Simulation:
             clock.now, locks.room_of, Keeper._wake = originals
             for backend in self.backends:
                 backends._backends.pop(backend.alias, None)
-            keeper._holds.clear()
+            keeper._kept.clear()
             for key in [key for key in holds_by_caller if key[0] in self.people]:
                 del holds_by_caller[key]

@@ -127,7 +127,7 @@ async def cancel_everywhere(case, nothing_left, when):
 
 def left_behind(keys, using):
     """Return what a cancelled task left, at once."""
-    found = [f"kept {hold}" for hold in keeper._holds]
+    found = [f"kept {hold}" for hold in keeper.holds]
     found += [f"entered {hold}" for hold in holds_by_caller.values() if hold.enterable]
     found += [f"in the waiting room: {owner}" for owner in room_of(backends[using])._waiters]
     if using in FAMILY:

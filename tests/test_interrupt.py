@@ -102,7 +102,7 @@ def interrupt_everywhere(enter, is_free, *, step=1, kind=KeyboardInterrupt):
         if interrupter.where is None:
             return number
         assert is_free(), f"held after an interrupt at {interrupter.where}, line {number}"
-        assert not list(keeper._holds), interrupter.where
+        assert not keeper.holds, interrupter.where
         assert not [hold for hold in holds_by_caller.values() if hold.enterable], interrupter.where
     pytest.fail("never came through")
 
@@ -381,7 +381,7 @@ def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothin
             hold.release()
             break
         leaves_no_claim(f"{interrupter.where}, line {number}", until)
-        assert not list(keeper._holds), interrupter.where
+        assert not keeper.holds, interrupter.where
         assert is_free()
     else:
         pytest.fail("never came through")

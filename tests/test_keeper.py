@@ -731,7 +731,7 @@ def test_a_hold_whose_end_was_interrupted_keeps_the_keeper_from_nothing(monkeypa
     with pytest.raises(KeyboardInterrupt):
         hold.release()
     assert not hold.held
-    until(lambda: hold not in keeper._holds)
+    until(lambda: hold not in keeper.holds)
     with db_lock("stock:7", using="memory", timeout=0):
         pass
 

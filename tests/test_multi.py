@@ -334,7 +334,7 @@ def test_on_lost_is_told_once_however_many_keys_are_lost(until):
     with pytest.raises(LockLost):
         hold.release()
     assert told == [hold]
-    assert not list(keeper._holds)
+    assert not keeper.holds
 
 
 def test_who_waits_for_one_of_the_keys_is_handed_it(workers, until):
@@ -612,7 +612,7 @@ def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, e
         if interrupter.where in before_leaving:
             lock.__exit__(None, None, None)
         assert elsewhere(free), f"held after an interrupt at {interrupter.where}, line {number}"
-        assert not [hold for hold in list(keeper._holds) if hold.held], interrupter.where
+        assert not [hold for hold in keeper.holds if hold.held], interrupter.where
     else:
         pytest.fail("never came through")
     assert number > 50

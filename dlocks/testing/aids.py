@@ -188,7 +188,7 @@ def _end_lease(backend: BaseBackend, claim: Claim) -> None:
 def _live(hold: Hold | str, using: str) -> Hold:
     if isinstance(hold, str):
         key = Lock(key=hold, using=using)._full_key()
-        found = [one for one in list(keeper._holds) if one.claim.key == key and one.backend is backends[using]]
+        found = [one for one in keeper.holds if one.claim.key == key and one.backend is backends[using]]
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
         hold = found[0]

@@ -20,7 +20,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -107,6 +106,9 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         self._crowded: set[str] = set()
         self._asked: set[str] = set()
         self._entrance = Entrance()
+        # The texts of the statements that are sent most, by what they depend on.
+        self._grants: dict[tuple[Any, ...], str] = {}
+        self._releases: dict[bool, str] = {}
         self.expiry = expiry
         if expiry == "observed":
             self.observations = Observations(self.ttl + self.grace)
@@ -176,10 +178,14 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 return True
             return self._release_on_commit(claim, failed=failed, keep=keep)
         session, began = self._session(), clock.now()
-        # Perhaps of who gives up, and has no more than a place in line: then it has no time left.
-        with self._briefly() if failed else nullcontext():
-            if self._release(claim, failed=failed, keep=keep):
-                return True
+        if failed:
+            # Perhaps of who gives up, and has no more than a place in line: then it has no time left.
+            with self._briefly():
+                released = self._release(claim, failed=failed, keep=keep)
+        else:
+            released = self._release(claim, failed=failed, keep=keep)
+        if released:
+            return True
         return not claim.shared and self._was_given_back([claim], session, began)
 
     def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
@@ -197,14 +203,19 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _release_at_once(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         """Give the key back in one statement, where nobody waits for it."""
-        assignments = f"status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
-        parameters = {"status": "F" if failed else "S", "keep": round(keep * MICROSECONDS)}
-        where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
-        sql = self._sql(self.dialect.compare_and_swap, assignments, where)
-        if not keep and not self.in_transaction():
-            # A crash of the server may forget a lease's release; then the lease runs out, that is all.
-            sql += self.dialect.forgettable
-        parameters |= {"key": claim.key, "owner": claim.owner}
+        # A crash of the server may forget a lease's release; then the lease runs out, that is all.
+        forgettable = not keep and not self.in_transaction()
+        if (sql := self._releases.get(forgettable)) is None:
+            assignments = f"status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
+            where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
+            sql = self._sql(self.dialect.compare_and_swap, assignments, where)
+            sql = self._releases[forgettable] = sql + (self.dialect.forgettable if forgettable else "")
+        parameters = {
+            "status": "F" if failed else "S",
+            "keep": round(keep * MICROSECONDS),
+            "key": claim.key,
+            "owner": claim.owner,
+        }
         return self._count(sql, parameters, locked=lambda: 0) == 1
 
     def _release_on_commit(self, claim: Claim, *, failed: bool, keep: float) -> bool:
@@ -325,13 +336,16 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _grant(self, claim: Claim, *conditions: str, stale: bool = False, **parameters: Any) -> int | None:
         """Write the row to be this claim's where it was given back, or is ``stale``, and return the token."""
-        where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
-        statement: Callable[..., str] = self.dialect.compare_and_swap
-        if claim.scope == "transaction":
-            statement = self.dialect.write_or_leave
-            if self.dialect.read_committed:
-                where += f" AND {self.dialect.read_committed}"
-        sql = self._sql(statement, GRANT, where) + self.dialect.returning
+        stale = stale and claim.takeover
+        shape = (claim.scope, claim.fair, stale, conditions)
+        if (sql := self._grants.get(shape)) is None:
+            where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
+            statement: Callable[..., str] = self.dialect.compare_and_swap
+            if claim.scope == "transaction":
+                statement = self.dialect.write_or_leave
+                if self.dialect.read_committed:
+                    where += f" AND {self.dialect.read_committed}"
+            sql = self._grants[shape] = self._sql(statement, GRANT, where) + self.dialect.returning
         if claim.scope == "transaction" and self.dialect.locks_in_passing:
             return self._granted_or_undone(sql, self._parameters(claim) | parameters)
         return self._granted(sql, self._parameters(claim) | parameters)

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from django.apps import apps
+from django.conf import settings
 from django.db.backends import utils
 from django.db.backends.base import base
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -45,7 +46,8 @@ def nobody_looks_on(wrapper: Any) -> bool:
     kind: Any = type(wrapper)
     if (
         wrapper.execute_wrappers
-        or wrapper.queries_logged
+        or wrapper.force_debug_cursor
+        or settings.DEBUG
         or "cursor" in vars(wrapper)
         or (wrapper.health_check_enabled and not wrapper.health_check_done)
         or not apps.ready

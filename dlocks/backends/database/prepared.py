@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from dlocks.backends.database.direct import TEXT_AT_MOST, Reply
-from dlocks.polling import ready
+from dlocks.polling import readable, ready
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
@@ -74,6 +74,7 @@ class PreparedStatements:
         # As numbers: to look for one in a set of those costs more than all else that is read of an answer.
         self._tuples_ok, self._command_ok = int(pq.ExecStatus.TUPLES_OK), int(pq.ExecStatus.COMMAND_OK)
         self._pgconn: PGconn = connection.pgconn
+        self._await_answer = readable(self._pgconn.socket)
         self._backend_pid: int = connection.info.backend_pid
         # Whether the session is this process's own; None while that is not known.
         self._own: bool | None = None
@@ -148,7 +149,7 @@ class PreparedStatements:
         result: Any = None
         while True:
             while pgconn.is_busy():
-                ready(pgconn.socket)
+                self._await_answer()
                 pgconn.consume_input()
             if (more := pgconn.get_result()) is None:
                 break

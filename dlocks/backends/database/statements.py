@@ -193,11 +193,15 @@ class Statements:
     ) -> Reply:
         if not in_transaction and self.prepare is not False and nobody_looks_on(connection):
             try:
-                with connection.wrap_database_errors:
+                try:
                     # It may find that the connection was lost, in a statement that was not ours.
                     reply = self.dialect.send(connection, sql, parameters, through_a_pooler=self.prepare is True)
-                    if reply is not None:
-                        return reply
+                except Exception:
+                    # The driver's errors are Django's; by hand, since this costs something where there is none.
+                    with connection.wrap_database_errors:
+                        raise
+                if reply is not None:
+                    return reply
             except Error:
                 raise
             except BaseException:
@@ -294,11 +298,12 @@ class Statements:
     def _session(self) -> Any:
         """Return what is another one once the session was lost, and Django has connected anew."""
         connection = self.connection
-        try:
-            connection.ensure_connection()
-        except Error as error:
-            self._drop_half_made(connection)
-            raise self._failure(error) from error
+        if connection.connection is None:
+            try:
+                connection.ensure_connection()
+            except Error as error:
+                self._drop_half_made(connection)
+                raise self._failure(error) from error
         return connection.connection
 
     def _was_given_back(self, claims: Sequence[Claim], session: Any, began: float) -> bool:
