@@ -762,7 +762,7 @@ class Hold:
     def _forget_entrances(self) -> None:
         # By hand, though it would go by itself: Python swallows a Ctrl-C that comes while a weak reference dies.
         for key in self.entered_as:
-            if holds_by_caller.get(key) is self:
+            if hold_by(key) is self:
                 del holds_by_caller[key]
 
     def why_not(self) -> str:
@@ -791,4 +791,12 @@ class Hold:
 
 # Who is in which hold: for entering again. Weak: a hold that nobody has is in nobody's way.
 holds_by_caller: weakref.WeakValueDictionary[Entrance, Hold] = weakref.WeakValueDictionary()
+
+
+def hold_by(entrance: Entrance) -> Hold | None:
+    """Return who is in there, past ``get()``: that learns by an exception that nobody is, as is the rule."""
+    reference: Any = holds_by_caller.data.get(entrance)  # type: ignore[attr-defined]
+    return None if reference is None else reference()
+
+
 in_child(holds_by_caller.clear)

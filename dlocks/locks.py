@@ -23,7 +23,7 @@ from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.connected import connection_of
 from dlocks.coroutines import acquiring, in_django_thread, refused_in_a_coroutine, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, LockTimeout
-from dlocks.holds import Caller, Hold, current_caller, holds_by_caller
+from dlocks.holds import Caller, Hold, current_caller, hold_by, holds_by_caller
 from dlocks.keeper import OUTSIDE_PATIENCE, keeper
 from dlocks.signals import tell_acquired, tell_ended, tell_timed_out
 from dlocks.transactions import Mark, warn_of_old_snapshots
@@ -452,7 +452,7 @@ class Attempt:
 
     def _kept_for(self) -> float | None:
         """Return for how long what the caller has left, in a transaction, is kept from itself; None: there is none."""
-        mine = holds_by_caller.get((self.caller, self.backend.identity, self.key, self.lock.shared))
+        mine = hold_by((self.caller, self.backend.identity, self.key, self.lock.shared))
         if mine is None or not mine.is_left:
             return None
         return max(0.0, mine.lock.at_least - mine.age)
@@ -609,7 +609,7 @@ class Attempt:
         waited = clock.now() - self.began if self.paused else 0.0
         self.hold = Hold(self.lock, self.backend, claim, grant, self.caller, sent, waited)
         entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)
-        mine = holds_by_caller.get(entrance)
+        mine = hold_by(entrance)
         if mine is None or not (mine.lock.reentrant and mine.enterable):
             # Otherwise this is one beside it, and that is the one to be entered again.
             self.hold.entered_as.append(entrance)
@@ -624,7 +624,7 @@ class Attempt:
 
     def _own_hold(self) -> Hold | None:
         """Return the hold of the same caller to enter, if there is one."""
-        mine = holds_by_caller.get((self.caller, self.backend.identity, self.key, self.lock.shared))
+        mine = hold_by((self.caller, self.backend.identity, self.key, self.lock.shared))
         if mine is None or not mine.enterable:
             return None
         if self.lock.shared and mine.count and not (self.lock.reentrant and mine.lock.reentrant):
@@ -662,7 +662,7 @@ class Attempt:
                 f"takeover=False is not possible with {type(backend).__name__}, which does not know whether the last "
                 "holder came back."
             )
-        other = holds_by_caller.get((self.caller, backend.identity, self.key, not lock.shared))
+        other = hold_by((self.caller, backend.identity, self.key, not lock.shared))
         if other is not None and not (other.is_left or (other.enterable and other.count)):
             other = None
         if other is not None and not lock.shared:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import db_lock
+from dlocks import db_lock, signals
 from dlocks.backends.base import Claim
 from dlocks.conf import backends
+from dlocks.history import History
 from dlocks.models import ResourceLock
+from dlocks.telemetry import Log
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -36,6 +39,35 @@ def test_one_statement_to_acquire_to_enter_again_to_renew_and_to_release(using):
     releasing, _ = statements(hold.release)
     counts = [len(sent) for sent in (acquiring, entering, leaving, renewing, releasing)]
     assert counts == [1, 1, 1, 1, 1], (acquiring, entering, leaving, renewing, releasing)
+
+
+@pytest.mark.engine("sqlite")
+def test_a_lock_in_memory_is_a_hundred_calls_in_python_and_no_exception(monkeypatch):
+    """Beside a server each costs several times as much, since the processor has forgotten it meanwhile."""
+    # OpenTelemetry, where it is there, is beside that.
+    monkeypatch.setattr(signals, "watchers", [one for one in signals.watchers if isinstance(one, (Log, History))])
+    lock = db_lock("stock:7", using="memory")
+    with lock:
+        pass
+    calls, errors = [], []
+
+    def watch(frame, event, argument):
+        frame.f_trace_lines = False
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+        elif event == "exception":
+            errors.append((frame.f_code.co_qualname, argument[0]))
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        with lock:
+            pass
+    finally:
+        sys.settrace(before)
+    assert not errors
+    assert len(calls) <= 125, calls
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])

@@ -443,8 +443,10 @@ class SessionBackend(Statements, BaseBackend):
                 session.settle_in_time()
             if self._is_engine_s(entry, session):
                 with session.mutex:
-                    # It may have been asked before, and be answered late: asked twice, it would free another's share.
-                    session.settle_in_time()
+                    if session.is_asked:
+                        # It may have been asked before, and be answered late: asked twice, it would free another's
+                        # share.
+                        session.settle_in_time()
                     if entry.freed is None:
                         statement = "free shared" if entry.claim.shared else "free"
                         session.ask(statement, entry.name, partial(self._freed, entry))
@@ -648,8 +650,9 @@ class SessionBackend(Statements, BaseBackend):
                         return
                     session.add(entry)
                 entry.asked_at = clock.now()
-                # It may have been asked just now whether it stands.
-                session.settle_in_time()
+                if session.is_asked:
+                    # Just now, whether it stands.
+                    session.settle_in_time()
                 session.start(
                     "wait shared" if entry.claim.shared else "wait", entry.name, partial(self._turn_came, entry)
                 )

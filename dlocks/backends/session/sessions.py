@@ -75,7 +75,8 @@ class Session:
     def ask(self, statement: str, value: Any = 0, on_answer: Callable[[Row | None], None] | None = None) -> Row | None:
         """Send a statement and return the first row of its answer; ``on_answer`` is told even if that comes late."""
         with self.mutex:
-            self.settle_in_time()
+            if self._under_way:
+                self.settle_in_time()
             self.start(statement, value, on_answer)
             self.settle_in_time(here=True)
             return self._row
