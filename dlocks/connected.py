@@ -16,6 +16,7 @@ from typing import Any
 from asgiref.local import Local
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.connection import BaseConnectionHandler
 
 
 def connection_of(alias: str) -> BaseDatabaseWrapper:
@@ -32,8 +33,11 @@ def initialized() -> Sequence[BaseDatabaseWrapper]:
 
 
 def _here() -> Mapping[str, Any]:
-    if _get_running_loop() is None and _is_plain():
-        return vars(connections._connections._storage)  # type: ignore[attr-defined]
+    """Return this thread's connections by alias; nothing where they have to be asked for in Django's own way."""
+    if _get_running_loop() is None and type(connections).__getitem__ is _DJANGOS_OWN and _is_plain():
+        storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]
+        if type(storage) is threading.local:
+            return vars(storage)
     return {}
 
 
@@ -44,3 +48,6 @@ def _is_plain() -> bool:
     probe.value = probe
     storage = getattr(probe, "_storage", None)
     return type(storage) is threading.local and vars(storage) == {"value": probe}
+
+
+_DJANGOS_OWN = BaseConnectionHandler.__getitem__

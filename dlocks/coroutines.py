@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import functools
 import os
 import threading
 import weakref
@@ -12,7 +11,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -22,7 +21,6 @@ from dlocks.forks import in_child
 from dlocks.keeper import leave_pools
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 # How long Django's thread is given to begin, while a thread of this process waits for a lock.
 PATIENCE = 0.05
@@ -34,19 +32,15 @@ _waiting: set[threading.Thread] = set()
 _spare: ThreadPoolExecutor
 
 
-def refused_in_a_coroutine(message: str) -> Callable[[F], F]:
-    """Decorate as Django's ``async_unsafe()`` does, which is told by an exception each time that no loop runs."""
+def refuse_in_a_coroutine(instead: str) -> None:
+    """
+    Refuse where an event loop runs, as Django's ``async_unsafe()`` does.
 
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
-                raise SynchronousOnlyOperation(message)
-            return function(*args, **kwargs)
-
-        return cast("F", call)
-
-    return decorate
+    Called at the beginning, and no decorator: up to Python 3.11 a signal is seen as a function returns to one that was
+    called with ``*args``, and what that has taken would be nobody's. Nor is it told by an exception that no loop runs.
+    """
+    if _get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        raise SynchronousOnlyOperation(f"This would stop the event loop: in a coroutine it is {instead}.")
 
 
 @contextmanager

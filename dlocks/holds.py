@@ -21,7 +21,7 @@ from django.db import connections
 from dlocks import clock, privacy
 from dlocks.backends.base import BaseBackend, Claim, Grant
 from dlocks.connected import connection_of
-from dlocks.coroutines import in_django_thread, refused_in_a_coroutine
+from dlocks.coroutines import in_django_thread, refuse_in_a_coroutine
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.forks import in_child
 from dlocks.greenlets import is_alive
@@ -54,9 +54,8 @@ HANDED_OVER = "it was handed over"
 Caller = threading.Thread | asyncio.Task[Any]
 
 # Refused before anything is done, so that the other verb can do it.
-not_in_a_coroutine = refused_in_a_coroutine(
-    "This would stop the event loop: in a coroutine it is 'async with', or a verb with an 'a', as in"
-    " 'await hold.arelease()'."
+not_in_a_coroutine = partial(
+    refuse_in_a_coroutine, "'async with', or a verb with an 'a', as in 'await hold.arelease()'"
 )
 
 # Whose hold, of which backend, on which key, and whether it is shared.
@@ -189,16 +188,16 @@ class Hold:
 
     # What its holder can do.
 
-    @not_in_a_coroutine
     def check(self) -> None:
         """Ask the backend whether the key is still this hold's; raise LockLost when not."""
+        not_in_a_coroutine()
         if not self._keeps or not self._confirmed(self._count):
             self.lose("the backend says it is no longer this hold's" if self._keeps else self.why_not())
             raise self._told_lost()
 
-    @not_in_a_coroutine
     def renew(self) -> None:
         """Extend the lease to its ttl from now; raise LockLost when it is gone. In a transaction there is no lease."""
+        not_in_a_coroutine()
         if self.scope == "transaction" or self.pinned:
             self.check()
             return
@@ -221,7 +220,6 @@ class Hold:
             # Otherwise it was written by the caller's transaction, which may take it back.
             self.note_answer(sent, left[self.owner])
 
-    @not_in_a_coroutine
     def release(self, *, failed: bool = False) -> None:
         """
         Leave once; the last to leave gives the key back. To leave again does nothing.
@@ -229,6 +227,7 @@ class Hold:
         ``failed`` is for people who look at the row: its status becomes F instead of S. Raise LockLost when the hold
         was lost before: what was done under it was perhaps not done alone.
         """
+        not_in_a_coroutine()
         count = None
         try:
             with self._mutex:
@@ -275,9 +274,9 @@ class Hold:
 
         return await in_django_thread(call, only_there=True)
 
-    @not_in_a_coroutine
     def detach(self, *, within: float | None = None) -> str:
         """Give the hold away, to the process that resumes it by the text returned; see ``dlocks.handover``."""
+        not_in_a_coroutine()
         from dlocks.handover import detach
 
         return detach(self, within=within)

@@ -21,7 +21,7 @@ from dlocks import checks, clock, history, telemetry  # noqa: F401 (they are the
 from dlocks.backends.base import KEPT_FOR, KEY_LENGTH, UNLIMITED, BaseBackend, Claim, Grant, Holder, Scope, seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.connected import connection_of
-from dlocks.coroutines import acquiring, in_django_thread, refused_in_a_coroutine, waiting_for_a_lock
+from dlocks.coroutines import acquiring, in_django_thread, refuse_in_a_coroutine, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable, LockTimeout
 from dlocks.holds import Caller, Hold, current_caller, hold_by, holds_by_caller
 from dlocks.keeper import OUTSIDE_PATIENCE, keeper
@@ -143,11 +143,10 @@ class Lock:
 
     def __enter__(self) -> Hold:
         hold = None
-        caller = current_caller()
-        entered = _entered.setdefault(caller, [])
+        entered = _entered.setdefault(current_caller(), [])
         depth = len(entered)
         try:
-            hold = self._acquire(caller, wait=True)
+            hold = self.acquire()
             entered.append(_Entry(self, hold, hold.count, entered, _generator()))
             return hold
         except BaseException:
@@ -220,10 +219,8 @@ class Lock:
 
         return LockDecorator(**{field.name: getattr(self, field.name) for field in fields(self)})
 
-    @refused_in_a_coroutine(
-        "This would stop the event loop: in a coroutine it is 'async with', or 'await lock.aacquire()'."
-    )
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
+        refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
         bell = _Bell()
         attempt = self._attempt(caller, bell.ring, wait=wait, here=True)
         try:

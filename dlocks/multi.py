@@ -141,16 +141,16 @@ class MultiHold(Hold):
         """How many callers stand in line for the keys now; see ``Hold``."""
         return sum(hold.waiting for hold in self.holds)
 
-    @not_in_a_coroutine
     def check(self) -> None:
         """Ask the backend whether all keys are still this hold's; raise LockLost when not."""
+        not_in_a_coroutine()
         if not (self.held and self._is_alike and self._ask(self.backend.check_all, self._claims)):
             for hold in self.holds:
                 hold.check()
 
-    @not_in_a_coroutine
     def renew(self) -> None:
         """Extend all leases to their ttl from now; raise LockLost when one is gone."""
+        not_in_a_coroutine()
         if self.held and self._is_alike and self.scope == "lease" and not self.pinned:
             sent = clock.now()
             left = self._ask(self.backend.renew, [hold.next_claim() for hold in self.holds])
@@ -160,9 +160,9 @@ class MultiHold(Hold):
             for hold in self.holds:
                 hold.renew()
 
-    @not_in_a_coroutine
     def release(self, *, failed: bool = False) -> None:
         """Leave each key once, as ``Hold.release()`` does; what is wrong with one does not keep the others."""
+        not_in_a_coroutine()
         inside = self._inside
         # Before the block: what a tracer raises in an inlined comprehension passes the handlers by (CPython 3.12).
         holds = [hold for hold, _ in inside]

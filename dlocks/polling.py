@@ -5,11 +5,13 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 from functools import partial
+from types import BuiltinFunctionType
 
 
 def readable(file: int) -> Callable[[], object]:
     """Return what waits until this file has something to read, or was closed; for who waits for it often."""
-    if not hasattr(select, "poll"):
+    if not isinstance(getattr(select, "poll", None), BuiltinFunctionType):
+        # There is none, or it is gevent's, which belongs to the thread that has made it.
         return partial(ready, file)
     poll = select.poll()
     poll.register(file, select.POLLIN)

@@ -14,10 +14,22 @@ from dlocks.transactions import open_connections
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-@pytest.fixture(params=["as asgiref keeps them", "as it might keep them"])
+class Kept(threading.local):
+    """Where somebody else has put a store of his own in the place of asgiref's."""
+
+
+@pytest.fixture(params=["as asgiref keeps them", "as it might keep them", "as somebody else does", "by another lookup"])
 def asgiref(request, monkeypatch):
     if request.param == "as it might keep them":
         monkeypatch.setattr(connected, "_is_plain", lambda: False)
+    elif request.param == "as somebody else does":
+        kept = Kept()
+        for connection in connections.all(initialized_only=True):
+            setattr(kept, connection.alias, connection)
+        monkeypatch.setattr(connections, "_connections", kept)
+    elif request.param == "by another lookup":
+        found = type(connections).__getitem__
+        monkeypatch.setattr(type(connections), "__getitem__", lambda self, alias: found(self, alias))
 
 
 def agree():

@@ -9,6 +9,7 @@ import pytest
 from django.apps import apps
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
@@ -153,6 +154,26 @@ def test_who_gives_connections_other_cursors_sees_them(name, how, monkeypatch):
     monkeypatch.undo()
     use(2)
     assert len(seen) == 4
+
+
+def test_who_looks_whether_there_is_a_connection_sees_each_use_of_it(monkeypatch):
+    """As those do who make a lost one anew; and pytest-django, which refuses it in a test that has no database."""
+    use()
+    seen = []
+    ensure_connection = BaseDatabaseWrapper.ensure_connection
+    monkeypatch.setattr(
+        BaseDatabaseWrapper, "ensure_connection", lambda self: (seen.append(self.alias), ensure_connection(self))[1]
+    )
+    use(2)
+    assert seen.count("default") >= 4
+
+
+def test_a_lock_in_a_test_without_a_database_is_refused(django_db_blocker):
+    use()
+    rows = list(ResourceLock.objects.values_list())
+    with django_db_blocker.block(), pytest.raises(RuntimeError, match="not allowed"):
+        use(1)
+    assert list(ResourceLock.objects.values_list()) == rows
 
 
 @pytest.mark.engine("mariadb", "sqlite")

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,42 @@ def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
         if hold is not None:
             hold.release()
         assert is_free()
+
+
+@pytest.fixture
+def alarm():
+    """Return a function that has a signal raise an error, at an odd moment soon."""
+
+    class TimeIsUpError(BaseException):
+        pass
+
+    def interrupt(*_):
+        raise TimeIsUpError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda: signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, 0.000_060)), TimeIsUpError
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.engine("sqlite")
+def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
+    """Between the lines too, where Python looks for signals: as a function returns, say."""
+    set_alarm, error = alarm
+    lock, backend = db_lock("stock:7", using="memory"), backends["memory"]
+    interrupts, end = 0, time.monotonic() + 4
+    while time.monotonic() < end:
+        hold = None
+        try:
+            set_alarm()
+            hold = lock.acquire()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except error:
+            interrupts += 1
+        if hold is not None:
+            hold.release()
+        assert backend.holder("stock:7") is None, f"after {interrupts} interrupts"
+    assert interrupts > 500
 
 
 class TimeLimitExceededError(Exception):

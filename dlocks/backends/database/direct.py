@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from django.apps import apps
-from django.conf import settings
 from django.db.backends import utils
 from django.db.backends.base import base
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -34,6 +33,12 @@ class Reply(NamedTuple):
     last_id: int = 0
 
 
+def connect(wrapper: Any) -> None:
+    """Connect where that is not done yet; whoever has put something of his own in the place is asked in any case."""
+    if wrapper.connection is None or type(wrapper).ensure_connection is not _ENSURE_CONNECTION:
+        wrapper.ensure_connection()
+
+
 def nobody_looks_on(wrapper: Any) -> bool:
     """
     Connect, and tell whether nobody would miss a statement that does not go by Django's cursor.
@@ -41,13 +46,11 @@ def nobody_looks_on(wrapper: Any) -> bool:
     Instruments wrap ``execute()``, for one connection as ``execute_wrapper()`` and Django's own log do, or for all; or
     they put another cursor in the place of Django's, as those do who set the session up for each.
     """
-    if wrapper.connection is None:
-        wrapper.ensure_connection()
+    connect(wrapper)
     kind: Any = type(wrapper)
     if (
         wrapper.execute_wrappers
-        or wrapper.force_debug_cursor
-        or settings.DEBUG
+        or wrapper.queries_logged
         or "cursor" in vars(wrapper)
         or (wrapper.health_check_enabled and not wrapper.health_check_done)
         or not apps.ready
@@ -70,6 +73,8 @@ _BASE: Any = BaseDatabaseWrapper
 _DJANGOS_OWN = tuple(
     map(_djangos, (_BASE.cursor, _BASE._cursor, _BASE._prepare_cursor, _BASE.make_cursor, CursorWrapper.execute))
 )
+
+_ENSURE_CONNECTION = _djangos(_BASE.ensure_connection)
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from django.db.utils import DatabaseError, Error, InterfaceError, OperationalErr
 from dlocks import clock
 from dlocks.backends.base import Claim
 from dlocks.backends.database.dialects import Dialect, dialect_of
-from dlocks.backends.database.direct import TEXT_AT_MOST, TEXTS_AT_MOST, Reply, nobody_looks_on
+from dlocks.backends.database.direct import TEXT_AT_MOST, TEXTS_AT_MOST, Reply, connect, nobody_looks_on
 from dlocks.backends.database.observing import Observations
 from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError
@@ -298,12 +298,11 @@ class Statements:
     def _session(self) -> Any:
         """Return what is another one once the session was lost, and Django has connected anew."""
         connection = self.connection
-        if connection.connection is None:
-            try:
-                connection.ensure_connection()
-            except Error as error:
-                self._drop_half_made(connection)
-                raise self._failure(error) from error
+        try:
+            connect(connection)
+        except Error as error:
+            self._drop_half_made(connection)
+            raise self._failure(error) from error
         return connection.connection
 
     def _was_given_back(self, claims: Sequence[Claim], session: Any, began: float) -> bool:
