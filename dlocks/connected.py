@@ -11,6 +11,7 @@ import threading
 from asyncio import _get_running_loop
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from asgiref.local import Local
@@ -34,11 +35,24 @@ def initialized() -> Sequence[BaseDatabaseWrapper]:
 
 def _here() -> Mapping[str, Any]:
     """Return this thread's connections by alias; nothing where they have to be asked for in Django's own way."""
-    if _get_running_loop() is None and type(connections).__getitem__ is _DJANGOS_OWN and _is_plain():
-        storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]
-        if type(storage) is threading.local:
-            return vars(storage)
-    return {}
+    if _get_running_loop() is not None or type(connections).__getitem__ is not _DJANGOS_OWN:
+        return {}
+    known, storage = _known
+    found: Mapping[str, Any] = vars(storage if known is connections._connections else _storage())  # type: ignore[attr-defined]
+    return found
+
+
+def _storage() -> Any:
+    """Return where the connections of all threads are kept, and know it from now on; or what is empty."""
+    global _known
+    kept = connections._connections  # type: ignore[attr-defined]
+    storage = getattr(kept, "_storage", None) if _is_plain() else None
+    _known = kept, storage if type(storage) is threading.local else SimpleNamespace()
+    return _known[1]
+
+
+_known: tuple[Any, Any] = None, SimpleNamespace()
+_DJANGOS_OWN = BaseConnectionHandler.__getitem__
 
 
 @cache
@@ -48,6 +62,3 @@ def _is_plain() -> bool:
     probe.value = probe
     storage = getattr(probe, "_storage", None)
     return type(storage) is threading.local and vars(storage) == {"value": probe}
-
-
-_DJANGOS_OWN = BaseConnectionHandler.__getitem__

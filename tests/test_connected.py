@@ -22,6 +22,7 @@ class Kept(threading.local):
 def asgiref(request, monkeypatch):
     if request.param == "as it might keep them":
         monkeypatch.setattr(connected, "_is_plain", lambda: False)
+        monkeypatch.setattr(connected, "_known", (None, None))
     elif request.param == "as somebody else does":
         kept = Kept()
         for connection in connections.all(initialized_only=True):

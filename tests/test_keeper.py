@@ -406,7 +406,9 @@ def test_what_windows_has_not_is_not_needed():
         print(tokens[0] > hold.token)
         """,
     )
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert done.stdout == "True\n", done.stderr
+    # A connection that nobody has closed is warned of by Python 3.13.
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "sys.exit(3)"])

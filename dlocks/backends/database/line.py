@@ -1054,12 +1054,20 @@ class Line(Statements):
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
             execute = self._execute if often else self._by_cursor
             try:
-                return execute(connection, in_transaction, sql, parameters).rows
-            except DatabaseError:
-                if connection.vendor == "mysql":
-                    # It begins a transaction.
-                    with connection.cursor() as cursor:
-                        cursor.execute("ROLLBACK")
+                try:
+                    return execute(connection, in_transaction, sql, parameters).rows
+                except DatabaseError:
+                    if connection.vendor == "mysql":
+                        # It begins a transaction.
+                        with connection.cursor() as cursor:
+                            cursor.execute("ROLLBACK")
+                    raise
+            except Error:
+                raise
+            except BaseException:
+                # Interrupted, perhaps before it was rolled back.
+                if not in_transaction:
+                    self.dialect.break_off(connection)
                 raise
 
         return self._run(send, locked=lambda: None)
