@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -632,6 +633,8 @@ def give_back(*ports: int) -> None:
 
 
 _given: dict[int, socket.socket] = {}
+# An interpreter warns of sockets that it finds open at its end.
+atexit.register(lambda: give_back(*_given))
 
 
 def answers(port: int) -> bool:

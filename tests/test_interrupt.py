@@ -259,35 +259,53 @@ def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
         assert is_free()
 
 
-@pytest.fixture
-def alarm():
-    """Return a function that has a signal raise an error, at an odd moment soon."""
+class Alarm:
+    """A signal that raises an error, at an odd moment soon; not once it is disarmed."""
 
     class TimeIsUpError(BaseException):
         pass
 
-    def interrupt(*_):
-        raise TimeIsUpError
+    def __init__(self):
+        self._armed = False
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    yield lambda: signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, 0.000_060)), TimeIsUpError
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    def arm(self):
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, 0.000_060))
+
+    def disarm(self):
+        # The system may have sent it already, to another thread even, and Python calls the handler later on.
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def __call__(self, *_):
+        if self._armed:
+            self._armed = False
+            raise self.TimeIsUpError
+
+
+@pytest.fixture
+def alarm():
+    alarm = Alarm()
+    before = signal.signal(signal.SIGALRM, alarm)
+    yield alarm
+    alarm.disarm()
     signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.engine("sqlite")
 def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
     """Between the lines too, where Python looks for signals: as a function returns, say."""
-    set_alarm, error = alarm
     lock, backend = db_lock("stock:7", using="memory"), backends["memory"]
+    # What a process finds out once, with a socket that would be left to the collector of garbage.
+    lock.acquire().release()
     interrupts, end = 0, time.monotonic() + 4
     while time.monotonic() < end:
         hold = None
         try:
-            set_alarm()
+            alarm.arm()
             hold = lock.acquire()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except error:
+            alarm.disarm()
+        except alarm.TimeIsUpError:
             interrupts += 1
         if hold is not None:
             hold.release()
