@@ -19,7 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks.exceptions import LockBackendError
-from dlocks.polling import ready
+from dlocks.polling import readable, ready
 
 # The first row of an answer.
 Row = list[Any]
@@ -63,6 +63,7 @@ class Wire:
         self.identify()
         # The driver does not tell any more when the connection is lost.
         self.number = self.fileno()
+        self._await = readable(self.number)
 
     def identify(self) -> None:
         """Set ``pid`` and ``told``, and change nothing: the session may be somebody else's the next time."""
@@ -89,7 +90,7 @@ class Wire:
 
     def wait(self, timeout: float) -> bool:
         """Wait so many seconds at most; return whether the answer is there."""
-        while ready(self.number, timeout=timeout):
+        while self._await(timeout=timeout):
             if self.answered():
                 return True
         return False
