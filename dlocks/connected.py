@@ -25,12 +25,16 @@ def connection_of(alias: str) -> BaseDatabaseWrapper:
     return _here().get(alias) or connections[alias]
 
 
-def initialized() -> Sequence[BaseDatabaseWrapper]:
-    """Return those of this thread's connections that have been asked for, as ``connections.all()`` does."""
+def in_atomic_blocks() -> Sequence[BaseDatabaseWrapper]:
+    """Return those of this thread's connections that are in an atomic block."""
+    opened = []
     if found := _here():
-        # There may be values for event loops beside them.
-        return [connection for alias, connection in list(found.items()) if alias in connections.settings]
-    return connections.all(initialized_only=True)
+        for alias, connection in list(found.items()):
+            # There may be values for event loops beside them.
+            if alias in connections.settings and connection.in_atomic_block:
+                opened.append(connection)
+        return opened
+    return [connection for connection in connections.all(initialized_only=True) if connection.in_atomic_block]
 
 
 def _here() -> Mapping[str, Any]:

@@ -111,10 +111,13 @@ class Lock:
             raise TypeError(f"permits must be an int, not {type(self.permits).__name__}")
         if not 1 <= self.permits <= UNLIMITED:
             raise ValueError(f"permits must be 1 or more and at most {UNLIMITED}, not {self.permits}")
-        if self.on_lost is not None and not callable(self.on_lost):
-            raise TypeError(f"on_lost must be callable, not {type(self.on_lost).__name__}")
-        if inspect.iscoroutinefunction(self.on_lost):
-            raise TypeError("on_lost cannot be a coroutine function: it is called in a thread, where nobody awaits it.")
+        if self.on_lost is not None:
+            if not callable(self.on_lost):
+                raise TypeError(f"on_lost must be callable, not {type(self.on_lost).__name__}")
+            if inspect.iscoroutinefunction(self.on_lost):
+                raise TypeError(
+                    "on_lost cannot be a coroutine function: it is called in a thread, where nobody awaits it."
+                )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -134,7 +137,8 @@ class Lock:
 
     def holder(self) -> Holder | None:
         """Return who has the key, or None. What a transaction has taken is not seen until it has ended."""
-        return _holder(backends[self.using], self._full_key())
+        backend = backends[self.using]
+        return _holder(backend, self._full_key(backend))
 
     def locked(self) -> bool:
         """Return whether somebody's lease on the key stands, this caller's too."""
@@ -142,11 +146,11 @@ class Lock:
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        hold = None
-        entered = _entered.setdefault(current_caller(), [])
+        hold, caller = None, current_caller()
+        entered = _entered.setdefault(caller, [])
         depth = len(entered)
         try:
-            hold = self.acquire()
+            hold = self._acquire(caller, wait=True)
             entered.append(_Entry(self, hold, hold.count, entered, _generator()))
             return hold
         except BaseException:
@@ -269,8 +273,8 @@ class Lock:
     def _attempt(self, caller: Caller, ring: Callable[[], object], *, wait: bool, here: bool = False) -> Trying:
         return Attempt(self, caller, ring, wait=wait, here=here)
 
-    def _full_key(self) -> str:
-        key = backends[self.using].prefix + self.key
+    def _full_key(self, backend: BaseBackend) -> str:
+        key = backend.prefix + self.key
         if len(key) > KEY_LENGTH:
             raise ValueError(f"With its prefix the key has {len(key)} characters; {KEY_LENGTH} is the most: {key!r}")
         return key
@@ -375,7 +379,7 @@ class Attempt:
         self.backend = backends[lock.using]
         timeout = self.backend.timeout if isinstance(lock.timeout, _FromSettings) else lock.timeout
         self.timeout = timeout if wait else 0.0
-        self.key = lock._full_key()
+        self.key = lock._full_key(self.backend)
         self.began = clock.now()
 
     @property

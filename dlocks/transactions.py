@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
 from django.db import transaction
@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks.backends.database.dialects import dialect_of
-from dlocks.connected import connection_of, initialized
+from dlocks.connected import connection_of, in_atomic_blocks
 
 
 class Mark:
@@ -193,19 +193,20 @@ def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
     return (block for block in connection.atomic_blocks if not getattr(block, "_from_testcase", False))
 
 
-def open_connections() -> Iterator[BaseDatabaseWrapper]:
+def open_connections() -> Sequence[BaseDatabaseWrapper]:
     """
     Return this thread's connections that are in an atomic block, other than a TestCase's own.
 
     Those whose end Django does not tell do not count.
     """
-    return (connection for connection in _in_own_blocks() if why_untold(connection) is None)
+    opened = _in_own_blocks()
+    return opened and [connection for connection in opened if why_untold(connection) is None]
 
 
-def _in_own_blocks() -> Iterator[BaseDatabaseWrapper]:
-    for connection in initialized():
-        if connection.in_atomic_block and not connection.closed_in_transaction and any(_own_blocks(connection)):
-            yield connection
+def _in_own_blocks() -> Sequence[BaseDatabaseWrapper]:
+    # Mostly there is none, and then no more is done than to look.
+    opened = in_atomic_blocks()
+    return opened and [one for one in opened if not one.closed_in_transaction and any(_own_blocks(one))]
 
 
 def why_untold(connection: BaseDatabaseWrapper) -> str | None:

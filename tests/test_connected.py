@@ -8,7 +8,7 @@ import pytest
 from django.db import connections, transaction
 
 from dlocks import connected
-from dlocks.connected import connection_of, initialized
+from dlocks.connected import connection_of, in_atomic_blocks
 from dlocks.transactions import open_connections
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -34,10 +34,17 @@ def asgiref(request, monkeypatch):
 
 
 def agree():
-    """Return this thread's or task's connection, which is Django's own; all that were asked for are known."""
+    """Return this thread's or task's connection, which is Django's own; it is known whether it is in a block."""
     connection = connection_of("default")
     assert connection is connections["default"]
-    assert {id(one) for one in initialized()} == {id(one) for one in connections.all(initialized_only=True)}
+    before, connection.in_atomic_block = connection.in_atomic_block, True
+    try:
+        there = connections.all(initialized_only=True)
+        assert connection in in_atomic_blocks()
+        assert {id(one) for one in in_atomic_blocks()} == {id(one) for one in there if one.in_atomic_block}
+    finally:
+        connection.in_atomic_block = before
+    assert (connection in in_atomic_blocks()) == before
     return connection
 
 
@@ -53,7 +60,7 @@ def test_each_thread_has_its_own(asgiref, elsewhere):
 
 
 def test_a_thread_that_has_asked_for_none_has_none(asgiref, elsewhere):
-    assert elsewhere(lambda: list(initialized())) == []
+    assert elsewhere(lambda: list(in_atomic_blocks())) == []
     assert elsewhere(lambda: list(open_connections())) == []
 
 

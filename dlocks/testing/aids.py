@@ -156,7 +156,7 @@ def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[BaseBackend, 
     backend = backends[using]
     if not backend.exclusive:
         raise RuntimeError(f"DLOCKS[{using!r}] is a {type(backend).__name__}, where nobody can hold a key.")
-    full_key = Lock(key=key, using=using)._full_key()
+    full_key = Lock(key=key, using=using)._full_key(backend)
     return backend, Claim(key=full_key, ttl=ttl, holder=holder, owner_ip=HOLDER_IP)
 
 
@@ -187,8 +187,9 @@ def _end_lease(backend: BaseBackend, claim: Claim) -> None:
 
 def _live(hold: Hold | str, using: str) -> Hold:
     if isinstance(hold, str):
-        key = Lock(key=hold, using=using)._full_key()
-        found = [one for one in keeper.holds if one.claim.key == key and one.backend is backends[using]]
+        backend = backends[using]
+        key = Lock(key=hold, using=using)._full_key(backend)
+        found = [one for one in keeper.holds if one.claim.key == key and one.backend is backend]
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
         hold = found[0]

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dlocks.backends.database.direct import TEXT_AT_MOST, Reply
 from dlocks.polling import readable, ready
@@ -156,7 +156,7 @@ class PreparedStatements:
             result = more
         if result.status not in (self._tuples_ok, self._command_ok):
             self._raise(result)
-        return cast("PGresult", result)
+        return result  # type: ignore[no-any-return]
 
     def _raise(self, result: PGresult) -> None:
         from psycopg import OperationalError, errors, pq
@@ -178,8 +178,8 @@ def _readers(result: PGresult) -> list[Callable[[bytes], Any]]:
 
 
 def _row(result: PGresult, row: int, readers: list[Callable[[bytes], Any]]) -> tuple[Any, ...]:
-    values = [result.get_value(row, column) for column in range(len(readers))]
-    return tuple([None if value is None else read(value) for read, value in zip(readers, values, strict=True)])
+    value = result.get_value
+    return tuple([None if (one := value(row, column)) is None else read(one) for column, read in enumerate(readers)])
 
 
 class NotPreparedError(Exception):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -334,17 +334,32 @@ class Statements:
             what = f"{what.rstrip()}. Run 'manage.py migrate dlocks --database {self.database}'."
         return LockBackendError(what)
 
-    @contextmanager
-    def _briefly(self) -> Iterator[None]:
+    def _briefly(self) -> AbstractContextManager[object]:
         """Bound what SQLite waits for its one writer; elsewhere no statement waits."""
         connection = self.connection
         if connection.vendor != "sqlite" or self.in_transaction(connection):
-            yield
-            return
-        raw = self._session()
-        ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+            return _AS_USUAL
+        return _Briefly(self._session())
+
+
+_AS_USUAL = nullcontext()
+
+
+class _Briefly:
+    """Has a connection of sqlite3 wait for the one writer no longer than for somebody's short write."""
+
+    __slots__ = ("_raw", "_usual")
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        ((self._usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+
+    def __enter__(self) -> None:
         try:
-            raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
-            yield
-        finally:
-            raw.execute(f"PRAGMA busy_timeout = {usual}")
+            self._raw.execute(f"PRAGMA busy_timeout = {min(self._usual, SQLITE_PATIENCE_MS)}")
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._raw.execute(f"PRAGMA busy_timeout = {self._usual}")
