@@ -32,6 +32,8 @@ def readable(file: int) -> Callable[..., object]:
 
     def wait(timeout: float | None = None) -> bool:
         nonlocal late
+        if timeout == 0:
+            return bool(look(0))
         began = perf_counter()
         if late < LATE_AT_MOST:
             while perf_counter() - began < LOOKS_FOR:
@@ -39,7 +41,8 @@ def readable(file: int) -> Callable[..., object]:
                     late = 0
                     return True
                 give_way()
-        found = look(None if timeout is None else timeout * 1000)
+        # By another poll(): a signal's handler, which runs in the middle of this, may wait for the same file.
+        found = ready(file, timeout=timeout)
         late = 0 if perf_counter() - began < LOOKS_FOR else late + 1
         return bool(found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 
@@ -99,6 +100,35 @@ def test_where_answers_come_late_nobody_looks_for_them_until_one_is_quick_again(
     # Quick, by the clock that stands still: it is looked for again.
     assert wait()
     assert len(slept) == polling.LATE_AT_MOST + 1
+
+
+def test_who_does_not_wait_looks_once(ends, slept, monkeypatch):
+    here, there = ends
+    monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it waited"))
+    wait = polling.readable(here.fileno())
+    assert not wait(timeout=0)
+    there.send(b"answer")
+    assert wait(timeout=0)
+    assert not slept
+
+
+def test_a_signal_s_handler_may_wait_for_the_same_answer(ends):
+    """One that gives locks back, say, while the thread that it interrupts waits for the session of these."""
+    here, there = ends
+    wait, seen = polling.readable(here.fileno()), []
+
+    def handle(*_):
+        there.send(b"answer")
+        seen.append(wait(timeout=10))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert wait(timeout=10)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen == [True]
 
 
 def test_a_connection_that_is_closed_is_told_at_once(ends, slept):
