@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -339,27 +339,21 @@ class Statements:
         connection = self.connection
         if connection.vendor != "sqlite" or self.in_transaction(connection):
             return _AS_USUAL
-        return _Briefly(self._session())
+        return _briefly_on(self._session())
 
 
 _AS_USUAL = nullcontext()
 
 
-class _Briefly:
-    """Has a connection of sqlite3 wait for the one writer no longer than for somebody's short write."""
-
-    __slots__ = ("_raw", "_usual")
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        ((self._usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
-
-    def __enter__(self) -> None:
-        try:
-            self._raw.execute(f"PRAGMA busy_timeout = {min(self._usual, SQLITE_PATIENCE_MS)}")
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        self._raw.execute(f"PRAGMA busy_timeout = {self._usual}")
+@contextmanager
+def _briefly_on(raw: Any) -> Iterator[None]:
+    """Have a connection of sqlite3 wait for the one writer no longer than for somebody's short write."""
+    ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+    # Put together before: where it is wanted, an interrupt could come in the middle of that.
+    as_usual = f"PRAGMA busy_timeout = {usual}"
+    try:
+        raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
+        # No class: a signal at the beginning of its __exit__() would leave the connection as it is here.
+        yield
+    finally:
+        raw.execute(as_usual)
