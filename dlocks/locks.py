@@ -146,11 +146,11 @@ class Lock:
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        hold, caller = None, current_caller()
-        entered = _entered.setdefault(caller, [])
+        hold = None
+        entered = _entered.setdefault(current_caller(), [])
         depth = len(entered)
         try:
-            hold = self._acquire(caller, wait=True)
+            hold = self.acquire()
             entered.append(_Entry(self, hold, hold.count, entered, _generator()))
             return hold
         except BaseException:

@@ -6,16 +6,12 @@ import os
 import select
 import signal
 import socket
-import sys
 
 import pytest
 
 from dlocks import polling
 
-pytestmark = [
-    pytest.mark.engine("sqlite"),
-    pytest.mark.skipif(sys.platform == "win32", reason="there is neither poll() nor sched_yield()"),
-]
+pytestmark = pytest.mark.engine("sqlite")
 
 
 @pytest.fixture
