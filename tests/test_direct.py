@@ -316,3 +316,74 @@ def test_while_django_starts_it_warns_as_ever(monkeypatch):
     monkeypatch.setattr(apps, "stored_app_configs", [])
     with pytest.warns(RuntimeWarning, match="during app initialization"):
         backends["default"]._rows("SELECT 1", {})
+
+
+@pytest.fixture
+def settings_of_sqlite():
+    """The connection with which a project writes as it is flushed by default; put back as it was afterwards."""
+    connection.ensure_connection()
+    raw = connection.connection
+
+    def now():
+        return raw.execute("PRAGMA synchronous").fetchall(), raw.execute("PRAGMA journal_mode").fetchall()
+
+    ((synchronous,),), ((mode,),) = now()
+    raw.execute("PRAGMA synchronous = FULL")
+    yield now
+    raw.set_trace_callback(None)
+    raw.execute(f"PRAGMA journal_mode = {mode}")
+    raw.execute(f"PRAGMA synchronous = {synchronous}")
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.parametrize("keys", [["stock:7"], ["stock:7", "stock:8"]], ids=["one key", "two keys"])
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+def test_a_grant_is_flushed_and_a_release_is_not_where_that_is_all_that_a_crash_could_forget(
+    settings_of_sqlite, mode, keys
+):
+    """In WAL mode a commit that is not flushed can be lost, and nothing else; with a journal the file could break."""
+    raw, level, seen = connection.connection, 2, []
+    raw.execute(f"PRAGMA journal_mode = {mode}")
+    before = settings_of_sqlite()
+    assert before == ([(2,)], [(mode,)])
+
+    def note(sql):
+        nonlocal level
+        name, _, value = sql.partition(" = ")
+        if name == "PRAGMA synchronous" and value:
+            level = int(value)
+        if sql.startswith(("UPDATE", "INSERT", "WITH")):
+            seen.append(level)
+
+    lock = db_lock(*keys)
+    lock.acquire().release()
+    raw.set_trace_callback(note)
+    hold = lock.acquire()
+    granted = list(seen)
+    seen.clear()
+    hold.release()
+    raw.set_trace_callback(None)
+    assert set(granted) == {2}
+    assert seen == [1 if mode == "wal" else 2]
+    assert settings_of_sqlite() == before
+
+
+@pytest.mark.engine("sqlite")
+def test_a_release_does_not_have_more_flushed_than_the_project_asks_for(settings_of_sqlite):
+    raw = connection.connection
+    raw.execute("PRAGMA synchronous = OFF")
+    sent = []
+    raw.set_trace_callback(sent.append)
+    with db_lock("stock:7"):
+        pass
+    assert not [sql for sql in sent if sql.startswith("PRAGMA synchronous =")]
+
+
+@pytest.mark.engine("sqlite")
+def test_a_key_that_stays_taken_after_its_release_is_flushed(settings_of_sqlite):
+    """A crash must not forget for how long: that is what at_least is for."""
+    sent = []
+    hold = db_lock("stock:7", at_least=0.2).acquire()
+    connection.connection.set_trace_callback(sent.append)
+    hold.release()
+    assert not [sql for sql in sent if sql.startswith("PRAGMA synchronous =")]

@@ -314,21 +314,26 @@ def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
 
 
 @pytest.mark.engine("sqlite")
-def test_a_signal_at_any_moment_leaves_a_connection_as_patient_as_it_was(alarm):
-    """What a lock waits for SQLite's one writer is short; what the project's own statements wait for is not."""
+@pytest.mark.parametrize(
+    ("setting", "usual", "meanwhile"), [("busy_timeout", 60_000, "_briefly"), ("synchronous", 2, "_forgettably")]
+)
+def test_a_signal_at_any_moment_leaves_a_connection_as_it_was(alarm, setting, usual, meanwhile):
+    """A lock waits shortly for SQLite's one writer, and for no flush where it gives back; the project's own do."""
     backend = backends["default"]
     raw = backend._session()
-    before = raw.execute("PRAGMA busy_timeout").fetchall()
+    ((before,),) = raw.execute(f"PRAGMA {setting}").fetchall()
+    raw.execute(f"PRAGMA {setting} = {usual}")
     interrupts, end = 0, time.monotonic() + 4
     while time.monotonic() < end:
         try:
             alarm.arm()
-            with backend._briefly():
+            with getattr(backend, meanwhile)():
                 pass
             alarm.disarm()
         except alarm.TimeIsUpError:
             interrupts += 1
-        assert raw.execute("PRAGMA busy_timeout").fetchall() == before, f"after {interrupts} interrupts"
+        assert raw.execute(f"PRAGMA {setting}").fetchall() == [(usual,)], f"after {interrupts} interrupts"
+    raw.execute(f"PRAGMA {setting} = {before}")
     assert interrupts > 500
 
 

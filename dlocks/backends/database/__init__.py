@@ -20,6 +20,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -216,7 +217,8 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             "key": claim.key,
             "owner": claim.owner,
         }
-        return self._count(sql, parameters, locked=lambda: 0) == 1
+        with self._forgettably() if forgettable else nullcontext():
+            return self._count(sql, parameters, locked=lambda: 0) == 1
 
     def _release_on_commit(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         dialect = self.dialect

@@ -86,9 +86,9 @@ class Several(Statements):
                 returning = self.dialect.forgettable
         sql, parameters = self._all_or_none(claims, assignments, wanted)
         parameters |= {"status": "F" if failed else "S", "keep": 0}
-        if self._changes_all(claims, sql + self._text(returning), parameters):
-            return True
-        return self._was_given_back(claims, session, began)
+        with self._forgettably():
+            released = self._changes_all(claims, sql + self._text(returning), parameters)
+        return released or self._was_given_back(claims, session, began)
 
     def _changes_all(self, claims: Sequence[Claim], sql: str, parameters: Mapping[str, Any]) -> bool:
         if any(claim.shared for claim in claims):

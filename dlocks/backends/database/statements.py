@@ -35,6 +35,8 @@ LONGEST_CONFLICT_DELAY = 0.1
 
 # How long SQLite may wait for its one writer within a single attempt: enough for somebody's short write.
 SQLITE_PATIENCE_MS = 100
+# Of its levels of "synchronous": in WAL mode a commit is not flushed, and nothing but the last ones can be lost.
+SQLITE_NORMAL = 1
 
 # Of claims: those that have no share yet.
 IN_LINE = "version IS NULL"
@@ -295,9 +297,9 @@ class Statements:
         time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
         return True
 
-    def _session(self) -> Any:
+    def _session(self, connection: BaseDatabaseWrapper | None = None) -> Any:
         """Return what is another one once the session was lost, and Django has connected anew."""
-        connection = self.connection
+        connection = connection or self.connection
         try:
             connect(connection)
         except Error as error:
@@ -336,23 +338,34 @@ class Statements:
 
     def _briefly(self) -> AbstractContextManager[object]:
         """Bound what SQLite waits for its one writer; elsewhere no statement waits."""
+        return self._with_at_most("busy_timeout", SQLITE_PATIENCE_MS)
+
+    def _forgettably(self) -> AbstractContextManager[object]:
+        """Have what a crash of the machine may forget cost no flush: on SQLite; PostgreSQL's statements say it."""
+        return self._with_at_most("synchronous", SQLITE_NORMAL)
+
+    def _with_at_most(self, setting: str, most: int) -> AbstractContextManager[object]:
         connection = self.connection
         if connection.vendor != "sqlite" or self.in_transaction(connection):
             return _AS_USUAL
-        return _briefly_on(self._session())
+        return _at_most(self._session(connection), setting, most)
 
 
 _AS_USUAL = nullcontext()
 
 
 @contextmanager
-def _briefly_on(raw: Any) -> Iterator[None]:
-    """Have a connection of sqlite3 wait for the one writer no longer than for somebody's short write."""
-    ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+def _at_most(raw: Any, setting: str, most: int) -> Iterator[None]:
+    """Have a setting of sqlite3's connection be no more than that meanwhile."""
+    ((usual,),) = raw.execute(f"PRAGMA {setting}").fetchall()
+    if usual <= most or (setting == "synchronous" and raw.execute("PRAGMA journal_mode").fetchall() != [("wal",)]):
+        # Where a journal is rolled back, all of the database depends on the order of what is flushed.
+        yield
+        return
     # Put together before: where it is wanted, an interrupt could come in the middle of that.
-    as_usual = f"PRAGMA busy_timeout = {usual}"
+    as_usual = f"PRAGMA {setting} = {usual}"
     try:
-        raw.execute(f"PRAGMA busy_timeout = {min(usual, SQLITE_PATIENCE_MS)}")
+        raw.execute(f"PRAGMA {setting} = {most}")
         # No class: a signal at the beginning of its __exit__() would leave the connection as it is here.
         yield
     finally:
