@@ -297,9 +297,9 @@ class Statements:
         time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
         return True
 
-    def _session(self, connection: BaseDatabaseWrapper | None = None) -> Any:
+    def _session(self) -> Any:
         """Return what is another one once the session was lost, and Django has connected anew."""
-        connection = connection or self.connection
+        connection = self.connection
         try:
             connect(connection)
         except Error as error:
@@ -348,7 +348,7 @@ class Statements:
         connection = self.connection
         if connection.vendor != "sqlite" or self.in_transaction(connection):
             return _AS_USUAL
-        return _at_most(self._session(connection), setting, most)
+        return _at_most(self._session(), setting, most)
 
 
 _AS_USUAL = nullcontext()
