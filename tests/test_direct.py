@@ -366,8 +366,19 @@ def test_with_a_journal_that_is_rolled_back_a_release_is_flushed_too(tmp_path):
     raw = sqlite3.connect(tmp_path / "of_its_own.sqlite3", isolation_level=None)
     raw.execute("PRAGMA journal_mode = delete")
     raw.execute("PRAGMA synchronous = FULL")
-    with _at_most(raw, "synchronous", 1):
+    with _at_most(raw, "synchronous", 1, unless=sqlite3.Error):
         assert raw.execute("PRAGMA synchronous").fetchall() == [(2,)]
+    raw.close()
+
+
+@pytest.mark.engine("sqlite")
+def test_a_file_that_cannot_be_read_is_told_by_the_statement_and_not_by_what_is_set_before_it(tmp_path):
+    """A caller sees an error of the lock's, and the statement is what is tried again."""
+    path = tmp_path / "broken.sqlite3"
+    path.write_bytes(b"no database " * 1000)
+    raw = sqlite3.connect(path, isolation_level=None)
+    with _at_most(raw, "synchronous", 1, unless=sqlite3.Error), pytest.raises(sqlite3.DatabaseError, match="not a"):
+        raw.execute("SELECT * FROM sqlite_master")
     raw.close()
 
 

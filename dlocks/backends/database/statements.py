@@ -345,21 +345,26 @@ class Statements:
         return self._with_at_most("synchronous", SQLITE_NORMAL)
 
     def _with_at_most(self, setting: str, most: int) -> AbstractContextManager[object]:
-        connection = self.connection
+        connection: Any = self.connection
         if connection.vendor != "sqlite" or self.in_transaction(connection):
             return _AS_USUAL
-        return _at_most(self._session(), setting, most)
+        return _at_most(self._session(), setting, most, unless=connection.Database.Error)
 
 
 _AS_USUAL = nullcontext()
 
 
 @contextmanager
-def _at_most(raw: Any, setting: str, most: int) -> Iterator[None]:
-    """Have a setting of sqlite3's connection be no more than that meanwhile."""
-    ((usual,),) = raw.execute(f"PRAGMA {setting}").fetchall()
-    if usual <= most or (setting == "synchronous" and raw.execute("PRAGMA journal_mode").fetchall() != [("wal",)]):
+def _at_most(raw: Any, setting: str, most: int, *, unless: type[Exception]) -> Iterator[None]:
+    """Have a setting of sqlite3's connection be no more than that meanwhile, ``unless`` it cannot be asked for."""
+    try:
+        ((usual,),) = raw.execute(f"PRAGMA {setting}").fetchall()
         # Where a journal is rolled back, all of the database depends on the order of what is flushed.
+        stays = setting == "synchronous" and raw.execute("PRAGMA journal_mode").fetchall() != [("wal",)]
+    except unless:
+        # It may have to read the file for that. What is asked next says what is wrong with it.
+        usual, stays = most, True
+    if stays or usual <= most:
         yield
         return
     # Put together before: where it is wanted, an interrupt could come in the middle of that.
