@@ -3,8 +3,8 @@
 #
 # Usage: install_servers.sh [servers | backends | venv | make]
 #
-#   servers  what "make test" needs: PostgreSQL, MariaDB, PgBouncer, libfaketime, Chromium, and what building mysqlclient
-#            takes (default)
+#   servers  what "make test" needs: PostgreSQL, MariaDB, PgBouncer, libfaketime, Chromium, ip, and what building
+#            mysqlclient takes (default)
 #   backends what "make test-backends" and "make bench" need besides: Redis and ZooKeeper, each without its service,
 #            and the library by which MariaDB servers are a Galera cluster
 #   venv     what makes a virtual environment for $PYTHON
@@ -68,6 +68,8 @@ missing_packages() {
         have mariadb-binlog || have mysqlbinlog || echo mariadb-client
         exists /usr/lib/*/faketime/libfaketime.so.1 || echo libfaketime
         have pgbouncer || echo pgbouncer
+        # For networks of the tests' own, that can be cut.
+        have ip || echo iproute2
         have chromium || have chromium-browser || have google-chrome || echo chromium
         # Whoever has mysqlclient built already needs no compiler.
         if ! "$PYTHON" -c 'import MySQLdb' >/dev/null 2>&1; then

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 
 import pytest
 
-from tests.nemesis.__main__ import PROCESSES, bug_plan
+from tests.nemesis.__main__ import NETWORK, PROCESSES, bug_plan
 from tests.nemesis.bugs import BUGS
 from tests.nemesis.campaign import Plan, run, server_for
 from tests.nemesis.checker import Held, History, Put, check
@@ -28,6 +29,18 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed():
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 20
     assert report.counts["faults"] > 5
+
+
+@pytest.mark.once
+@pytest.mark.engine("postgresql", "mariadb")
+def test_the_promises_hold_while_a_network_is_cut():
+    """Three of six processes are in a network of their own, and what goes there, or comes, or both, is lost."""
+    if os.geteuid() != 0:
+        pytest.skip("Network namespaces take root.")
+    report = run(Plan(engine=ENGINE, seconds=SECONDS, seed=21, pause=0.3, **NETWORK))
+    assert report.passed, "\n".join(report.lines())
+    assert report.counts["grants"] > 10
+    assert report.counts["faults: partition"] > 2
 
 
 @pytest.mark.engine("postgresql")
@@ -118,6 +131,23 @@ def test_the_checker_sees_a_key_that_nobody_gets():
     soon = turn(2, 13, 14, 6)
     soon.asked = 10.5
     assert violations(killed, soon, events=[["kill", 11, 1, "holding", "k"]]) == set()
+
+
+def test_the_checker_sees_a_key_that_nobody_gets_after_its_holder_was_cut_off():
+    cut_off = turn(1, 10, 11, 5)
+    cut_off.end, cut_off.gone, cut_off.answer = 1e6, 1e6, None
+    events = [["partition", 10.5, 1, "holding", "k"], ["heal", 14.5, 1]]
+    for got, found in ((14, set()), (30, {"stuck"})):
+        other = turn(2, got, got + 1, 6)
+        other.asked = 10.6
+        assert violations(cut_off, other, events=events) == found
+    # Who is cut off itself waits in vain, until what it has sent has come through.
+    other = turn(1, 18, 19, 6)
+    other.asked = 10.6
+    assert violations(turn(2, 10, 10.4, 5), other, events=events) == set()
+    other.got = 30
+    other.until = other.end = other.gone = 31
+    assert violations(turn(2, 10, 10.4, 5), other, events=events) == {"stuck"}
 
 
 def test_the_checker_sees_a_grant_that_the_database_never_had():

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
 from tests.nemesis.campaign import Plan, run, server_for
@@ -32,6 +33,7 @@ CROWDED, BUSY = 30.0, 90.0
 PROCESSES = {"stop": 4.0, "kill": 3.0}
 SERVER = {"sessions": 1.0, "restart": 0.1, "crash": 0.15}
 KEPT = ("default", "optimistic")
+NETWORK: dict[str, Any] = {"faults": {**PROCESSES, "partition": 3.0}, "through": "network", "ttl": 2.0}
 REPLIES = {"swallow": 2.0, "delay": 1.0, "late": 1.0, "cut": 1.0}
 
 
@@ -67,6 +69,7 @@ def _plans(engine: str, seed: int) -> Iterator[Plan]:
     clocks = {"kill": 3.0, "clock": 3.0, "sessions": 1.0}
     yield replace(plan, seed=seed + 2, faults=clocks, clock=True, skew=5.0, aliases=KEPT)
     yield replace(plan, seed=seed + 3, faults={**PROCESSES, "crash": 0.6})
+    yield replace(plan, seed=seed + 5, **NETWORK)
     if engine == "postgresql":
         yield replace(plan, seed=seed + 4, faults=PROCESSES, through="pgbouncer")
 

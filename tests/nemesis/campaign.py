@@ -19,6 +19,7 @@ from tests.nemesis import database
 from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
 from tests.nemesis.checker import History, Report, check
+from tests.nemesis.namespace import WAYS, Namespace
 from tests.nemesis.nursery import Nursery
 from tests.nemesis.proxy import Proxy
 from tests.nemesis.task import KEYS, Task, now
@@ -32,7 +33,10 @@ SEEK = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run. ``faults`` are weights by name; ``through`` is what stands before the server."""
+    """
+    What to run. ``faults`` are weights by name; ``through`` is what stands before the server: "direct", "proxy",
+    "pgbouncer", or "network": every other worker is in a network namespace of its own.
+    """
 
     engine: str
     seconds: float
@@ -85,6 +89,9 @@ class Campaign:
         self.stopped: dict[int, float] = {}
         self.proxy: Proxy | None = None
         self.pooler: database.Pooler | None = None
+        self.namespace: Namespace | None = None
+        # Until when that is cut off.
+        self.cut_until: float | None = None
         self._events = (directory / "campaign.history").open("w", buffering=1)
         self._over = threading.Event()
         self._ahead = False
@@ -109,14 +116,19 @@ class Campaign:
                 skewed = self.environment | database.faketime(plan.skew)
                 self.nurseries.append(Nursery(skewed, self.directory / "log"))
                 stack.callback(self.nurseries[1].close)
+            if plan.through == "network":
+                self.namespace = stack.enter_context(Namespace())
+                self.nurseries.append(Nursery(self.environment, self.directory / "log", self.namespace.enter))
+                stack.callback(self.nurseries[1].close)
             admin = Worker(**self.environment)
             stack.callback(admin.close)
             if self.server is not None and not self.prepared:
                 database.create(self.server)
             admin.call(database.reset if self.prepared else database.prepare, list(plan.keys))
-            if plan.through == "proxy":
+            if plan.through in {"proxy", "network"}:
                 assert self.server is not None
-                self.proxy = Proxy(self.server.port, lambda seconds: self._note("late", now(), seconds))
+                where = () if self.namespace is None else (self.namespace.address,)
+                self.proxy = Proxy(self.server.port, lambda seconds: self._note("late", now(), seconds), *where)
                 stack.callback(self.proxy.close)
             elif plan.through == "pgbouncer":
                 assert self.server is not None
@@ -169,6 +181,8 @@ class Campaign:
             self._continue(slot)
         if self.proxy is not None:
             self.proxy.calm()
+        if self.cut_until is not None:
+            self._heal()
         self.board.finish()
         deadline = now() + 25
         while any(_alive(pid) for pid in self.pids.values()) and now() < deadline:
@@ -184,6 +198,9 @@ class Campaign:
     def _start(self, slot: int) -> None:
         plan = self.plan
         port = self.proxy.port if self.proxy is not None else self.pooler.port if self.pooler is not None else 0
+        host = ""
+        if self.namespace is not None:
+            host, port = (self.namespace.address, port) if self._is_there(slot) else ("", 0)
         if self.nodes:
             port = self.nodes[slot % len(self.nodes)].port
         task = Task(
@@ -200,12 +217,19 @@ class Campaign:
             think=plan.think,
             odd=plan.odd,
             oddity=plan.oddity,
+            host=host,
             port=port,
             far=slot % 3 == 2,
             bug=plan.bug,
             peer=plan.peer,
         )
         self.pids[slot] = self.nurseries[slot % len(self.nurseries)].start(task)
+        if self.cut_until is not None and self._is_there(slot):
+            self._note("partition", now(), self.pids[slot], "idle", "")
+
+    def _is_there(self, slot: int) -> bool:
+        """Whether this worker is in the other namespace."""
+        return slot % len(self.nurseries) == 1
 
     def _note(self, *event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")
@@ -279,12 +303,38 @@ class Campaign:
         for slot, until in list(self.stopped.items()):
             if now() >= until:
                 self._continue(slot)
+        if self.cut_until is not None and now() >= self.cut_until:
+            self._heal()
 
     def _continue(self, slot: int) -> None:
         del self.stopped[slot]
         self._note("cont", now(), self.pids[slot])
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[slot], signal.SIGCONT)
+
+    def _fault_partition(self) -> None:
+        """Cut the other namespace off, when one there holds: in both ways or in one, for long or for some packets."""
+        if self.cut_until is not None:
+            return
+        assert self.namespace is not None
+        there = [slot for slot in self.pids if self._is_there(slot)]
+        for _ in range(SEEK):
+            if HOLDING in (self.board.read(slot)[0] for slot in there):
+                break
+            time.sleep(0.001)
+        for slot in there:
+            state, key = self.board.read(slot)
+            self._note("partition", now(), self.pids[slot], STATES[state], self.plan.keys[key])
+        self.namespace.cut(self.random.choice(list(WAYS)))
+        self.cut_until = now() + self.random.uniform(0.6, 3.0) * self.plan.ttl * self.random.choice([1, 0.1])
+
+    def _heal(self) -> None:
+        assert self.namespace is not None
+        self.namespace.heal()
+        self.cut_until = None
+        for slot, pid in self.pids.items():
+            if self._is_there(slot):
+                self._note("heal", now(), pid)
 
     def _fault_clock(self) -> None:
         """Step the server's clock, by less than the grace, forward and back."""

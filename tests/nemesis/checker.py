@@ -36,6 +36,8 @@ HEARD_FOR = 2.0
 # A proxy or a pooler, a session that was killed: what it takes to connect anew.
 RECONNECT = 1.0
 FOREVER = 1e6
+# After which a process is not heard of; each such fault names who and with which key.
+SILENT = {"kill", "stop", "partition"}
 
 Interval = tuple[float, float]
 
@@ -228,11 +230,11 @@ def _count(history: History, report: Report) -> None:
                 report.longest_wait = max(report.longest_wait, turn.got - turn.asked)
     counts["operations"] += len(history.puts)
     for event in history.events:
-        if event[0] not in {"cont", "up", "over", "stall"}:
+        if event[0] not in {"cont", "heal", "up", "over", "stall"}:
             counts[f"faults: {event[0]}"] += 1
             counts["faults"] += 1
             # Who was hit was holding, or in the middle of asking or giving back.
-            if event[0] in {"kill", "stop"} and event[3] != "idle":
+            if event[0] in SILENT and event[3] != "idle":
                 counts[f"faults that hit one {event[3]}"] += 1
 
 
@@ -283,9 +285,11 @@ def _check_gaps(turns: list[Held], events: list[list[Any]], report: Report, *, o
     key = turns[0].key
     ttl = max(turn.ttl for turn in turns)
     stops = _stops(events)
-    faults = [event for event in events if event[0] not in {"over", "stall", "cont", "up"}]
-    # A fault is over when it happens; but for a server that is away, until it is back.
-    over = {id(event): _up_after(event[1], events) if event[0] == "down" else event[1] for event in faults}
+    faults = [event for event in events if event[0] not in {"over", "stall", "cont", "heal", "up"}]
+    # A fault is over when it happens; but for a server that is away, until it is back, and for who is cut off.
+    over = {id(event): event[1] for event in faults}
+    over |= {id(event): _up_after(event[1], events) for event in faults if event[0] == "down"}
+    over |= {id(event): _heard_again(event, events) for event in faults if event[0] == "partition"}
     waiting = _union(piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ())))
     occupied = _union(turn.occupies for turn in turns if turn.occupies is not None)
     given_back = {turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""}
@@ -305,7 +309,7 @@ def _check_gaps(turns: list[Held], events: list[list[Any]], report: Report, *, o
                 )
             continue
         # Each process that went silent in line or with the key may keep it for as long as a holder that died.
-        silent = sum(event[0] in {"kill", "stop"} and event[4] == key for event in near)
+        silent = sum(event[0] in SILENT and event[4] == key for event in near)
         allowed = (1 + silent) * (ttl + GRACE + POLL + SLACK) + trouble
         down = [(event[1], _up_after(event[1], events)) for event in events if event[0] == "down"]
         allowed += sum(_overlap(gap, (since, until + RECONNECT)) for since, until in down)
@@ -348,6 +352,7 @@ def _check_registers(history: History, report: Report) -> None:
 
 
 def _stops(events: Iterable[list[Any]]) -> Mapping[int, list[Interval]]:
+    """Return by process when it could not ask: it was stopped, or cut off."""
     stops: dict[int, list[Interval]] = defaultdict(list)
     since: dict[int, float] = {}
     for event in events:
@@ -355,7 +360,21 @@ def _stops(events: Iterable[list[Any]]) -> Mapping[int, list[Interval]]:
             since[event[2]] = event[1]
         elif event[0] in {"cont", "kill"} and event[2] in since:
             stops[event[2]].append((since.pop(event[2]), event[1]))
-    return stops
+        elif event[0] == "partition":
+            stops[event[2]].append((event[1], _heard_again(event, events)))
+    return {pid: _union(intervals) for pid, intervals in stops.items()}
+
+
+def _heard_again(partition: list[Any], events: Iterable[list[Any]]) -> float:
+    """
+    Return when what was sent by who was cut off then has arrived.
+
+    TCP sends again each time after twice as long, from 0.2 s on, and asks for a connection after 1, 3 and 7 s.
+    """
+    _, began, pid, *_ = partition
+    ends = (event[1] for event in events if event[0] in {"heal", "kill"} and event[2] == pid and event[1] > began)
+    healed = min(ends, default=FOREVER)
+    return healed + (healed - began) + 1
 
 
 def _up_after(time: float, events: Iterable[list[Any]]) -> float:

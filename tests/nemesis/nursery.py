@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from tests.nemesis.task import Task
 class Nursery:
     """The side of who starts workers."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, environment: Mapping[str, str], log: Path, before: Sequence[str] = ()) -> None:
+        """Start it, in this environment; ``before`` is what its command begins with."""
         self._log_path = log
         self._log = log.open("ab")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nemesis.nursery"],
+            [*before, sys.executable, "-m", "tests.nemesis.nursery"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that drops a reply, keeps replies back, or cuts, when it is told to."""
+"""A TCP proxy (on loopback unless told otherwise) that drops a reply, keeps replies back, or cuts, when told to."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Link:
 
 
 class Proxy:
-    def __init__(self, target: int, is_late: Callable[[float], object]) -> None:
+    def __init__(self, target: int, is_late: Callable[[float], object], address: str = "127.0.0.1") -> None:
         self._target = target
         self._is_late = is_late
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         self.port: int = self._listener.getsockname()[1]
         self._links: list[Link] = []
         self._mutex = threading.Lock()

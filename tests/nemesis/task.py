@@ -36,6 +36,7 @@ class Task:
     # For how many seconds at most a hold is thought about, and which share of the turns is odd.
     think: float = 0.03
     odd: float = 0.12
+    host: str = ""
     port: int = 0
     # Whether it is as if on another machine.
     far: bool = False

@@ -42,6 +42,11 @@ from tests.processes import go_far_away
 
 # The driver's own too: Django closes a cursor without telling of it in its own words.
 TROUBLES = (LockError, DatabaseError, InterfaceError, connection.Database.Error)
+# Options by which a driver gives a silent server up.
+GIVING_UP = {
+    "postgresql": {"connect_timeout": 3, "tcp_user_timeout": 5000},
+    "mysql": {"connect_timeout": 3, "read_timeout": 5, "write_timeout": 5},
+}
 
 
 class Recorder:
@@ -347,8 +352,13 @@ def tolerant(sleep: Callable[[float], None]) -> Callable[[float], None]:
 
 
 def main(task: Task) -> None:
+    default = connections.settings["default"]
+    if task.host:
+        # As the documentation has it for who asks by a network: a driver that waits for ever is waited for.
+        default["HOST"] = task.host
+        default["OPTIONS"] = default.get("OPTIONS", {}) | GIVING_UP[connection.vendor]
     if task.port:
-        connections.settings["default"]["PORT"] = str(task.port)
+        default["PORT"] = str(task.port)
     if task.bug:
         from tests.nemesis.bugs import BUGS
 

@@ -1,0 +1,82 @@
+"""A network namespace of one's own, and the cable between it and this one, on which packets can be lost."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+# Requests are what comes from there, and replies what goes there.
+WAYS = {"both": ("requests", "replies"), "requests": ("requests",), "replies": ("replies",)}
+# Nobody's: what is sent to it is not taken by the other end.
+NOBODY = "02:00:00:00:00:01"
+
+
+class Namespace:
+    """
+    Started with ``with``; ``enter`` is what a command begins with that is to run in it.
+
+    Packets are lost without a word, in one way or both, as on a network that is broken: connections stand, what was
+    sent is sent again and again, each time after twice as long, and comes late.
+    """
+
+    def __enter__(self) -> Self:
+        # It ends with its standard input, and so with who started it.
+        self._process = process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE)
+        number = process.pid % 2**14
+        self.enter = ("nsenter", f"--net=/proc/{process.pid}/ns/net")
+        self._here, self._there = f"dlocks{number}", f"there{number}"
+        self.address, self._its_address = (f"10.213.{number >> 6}.{(number & 63) * 4 + one}" for one in (1, 2))
+        self._cut: tuple[str, ...] = ()
+        try:
+            self._await()
+            _ip("link", "add", self._here, "type", "veth", "peer", "name", self._there, "netns", str(process.pid))
+            for address, name, where in (
+                (self.address, self._here, ()),
+                (self._its_address, self._there, self.enter),
+            ):
+                _ip("address", "add", f"{address}/30", "dev", name, where=where)
+                _ip("link", "set", name, "up", where=where)
+            _ip("link", "set", "lo", "up", where=self.enter)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "delete", self._here)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(15)
+
+    def cut(self, way: str) -> None:
+        """Lose what goes this way from now on."""
+        self._cut = WAYS[way]
+        for address, name, where in map(self._end, self._cut):
+            _ip("neighbour", "replace", address, "lladdr", NOBODY, "dev", name, "nud", "permanent", where=where)
+
+    def heal(self) -> None:
+        for address, name, where in map(self._end, self._cut):
+            _ip("neighbour", "delete", address, "dev", name, where=where)
+        self._cut = ()
+
+    def _end(self, way: str) -> tuple[str, str, tuple[str, ...]]:
+        """Return whom the sender of this way takes for whom, on which of its interfaces, and where it is."""
+        return (self._its_address, self._here, ()) if way == "replies" else (self.address, self._there, self.enter)
+
+    def _await(self) -> None:
+        own, its = (Path(f"/proc/{process}/ns/net") for process in ("self", self._process.pid))
+        deadline = time.monotonic() + 15
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError):
+                if its.readlink() != own.readlink():
+                    return
+            time.sleep(0.01)
+        raise PermissionError("A network namespace cannot be made here; that takes root.")
+
+
+def _ip(*arguments: str, where: tuple[str, ...] = ()) -> None:
+    subprocess.run([*where, "ip", *arguments], check=True, stdout=subprocess.DEVNULL)
