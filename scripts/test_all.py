@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
+# Of each: two or three of them run side by side.
+SHARDS = 4
 
 
 def main() -> int:
@@ -91,6 +93,7 @@ def run(version: str, python: Path) -> str:
     if "--others" in sys.argv[1:]:
         # Browsers, models, and what others do to a holder do not depend on it.
         environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} -m 'not once'"
+    environ.setdefault("DLOCKS_TEST_SHARDS", str(SHARDS))
     command = [inside, "-m", "tests.run", "sqlite"]
     process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
     for line in process.stdout or ():

@@ -7,8 +7,8 @@ Starts a throwaway server for each engine, gives pytest its address by the envir
 interrupted. Without engines: sqlite, postgresql and mariadb. An engine that cannot be started is a failure.
 
 The suite waits more than it computes. So, unless there are arguments for pytest, each engine's is split into shards
-with servers of their own, and all of them run side by side. What has not ended by then (a driver's call that no signal
-interrupts, say) is aborted, and tells where its threads were.
+with servers of their own, and all of them run side by side: eight (DLOCKS_TEST_SHARDS), of however many engines. What
+has not ended by then (a driver's call that no signal interrupts, say) is aborted, and tells where its threads were.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 
 from tests.servers import SERVERS
 
 ENGINES = ("sqlite", "postgresql", "mariadb")
-SHARDS = {"sqlite": 2, "postgresql": 3, "mariadb": 3, "backends": 3}
+BACKENDS = "backends"
+# What part of the shards an engine has, and how many the tests of other servers have: theirs are large.
+SHARES = {"sqlite": 2, "postgresql": 3, "mariadb": 3}
+SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "8"))
+BACKENDS_SHARDS = 3
 LIMIT = 40 * 60.0
 
 
 def main(arguments: list[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     engines, extra = arguments[:split] or list(ENGINES), arguments[split + 1 :]
-    known = ENGINES if extra else tuple(SHARDS)
+    known = ENGINES if extra else (*ENGINES, BACKENDS)
     if unknown := set(engines) - set(known):
         print(f"Unknown engine {', '.join(sorted(unknown))}; there are {', '.join(known)}.", file=sys.stderr)
         return 2
@@ -68,9 +73,9 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
                 counts.update({what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", line)})
 
     # The longest first.
-    for engine in sorted(engines, key=list(SHARDS).index, reverse=True):
-        for part in (f"{number + 1}/{SHARDS[engine]}" for number in range(SHARDS[engine])):
-            what = ["sqlite", "--", "tests/backends"] if engine == "backends" else [engine, "--"]
+    for engine, shards in _shards(engines):
+        for part in (f"{number + 1}/{shards}" for number in range(shards)):
+            what = ["sqlite", "--", "tests/backends"] if engine == BACKENDS else [engine, "--"]
             command = [sys.executable, "-m", "tests.run", *what, "--shard", part]
             processes[f"{engine} {part}"] = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -97,6 +102,14 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
         print(f"This machine stood still for up to {max(stops):.1f} s.")
     print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed{again}", flush=True)
     return statuses
+
+
+def _shards(engines: list[str]) -> Iterator[tuple[str, int]]:
+    if BACKENDS in engines:
+        yield BACKENDS, BACKENDS_SHARDS
+    here = [engine for engine in reversed(ENGINES) if engine in engines]
+    for engine in here:
+        yield engine, max(1, round(SHARDS_AT_ONCE * SHARES[engine] / sum(map(SHARES.__getitem__, here))))
 
 
 def _run(engine: str, extra: list[str]) -> int:
