@@ -16,7 +16,7 @@ help:
 	@echo 'make demo      a flash sale: what a shop sells without a lock, and with each'
 	@echo 'make serve     the shop and its admin, at http://$(ADDRESS)/'
 	@echo 'make test      the tests on SQLite, PostgreSQL and MariaDB; installs what is missing'
-	@echo '               (ARGS="sqlite -- -k transaction": engines, then what pytest is told)'
+	@echo '               (10 minutes; ARGS=sqlite: 4; ARGS="sqlite -- -k transaction": engines, then what pytest is told)'
 	@echo 'make test-all  the tests on SQLite with every supported Python that is here'
 	@echo 'make test-backends  the tests on other servers: Redis, ZooKeeper, quorums, Galera, a standby (15 minutes at most)'
 	@echo '               (ARGS="-k redis": what pytest is told)'
