@@ -109,8 +109,8 @@ def test_a_project_that_forgot_the_app_is_told_what_to_do():
     """At the check and at the lock, in a process of its own."""
     code = """
 from django.conf import settings
-settings.configure(INSTALLED_APPS=[], DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "x.db",
-                   "OPTIONS": {"transaction_mode": "IMMEDIATE"}}})
+settings.configure(INSTALLED_APPS=[], DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3",
+                   "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}})
 import django; django.setup()
 from dlocks import db_lock
 from django.core.exceptions import ImproperlyConfigured
