@@ -29,9 +29,10 @@ from tests.servers import SERVERS
 
 ENGINES = ("sqlite", "postgresql", "mariadb")
 BACKENDS = "backends"
-# What part of the shards an engine has, and how many the tests of other servers have: theirs are large.
-SHARES = {"sqlite": 2, "postgresql": 3, "mariadb": 3}
 SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "8"))
+# Each engine's part of them.
+SHARES = {"sqlite": 2, "postgresql": 3, "mariadb": 3}
+# Of the tests of other servers, which are large.
 BACKENDS_SHARDS = 3
 LIMIT = 40 * 60.0
 
