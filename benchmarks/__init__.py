@@ -1,1 +1,1 @@
-"""dlocks beside its peers, measured in one run: ``python -m benchmarks``."""
+"""Benchmarks of dlocks and its peers, in one run: ``python -m benchmarks``."""

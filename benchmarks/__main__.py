@@ -1,8 +1,10 @@
-"""
-Measure dlocks beside its peers: ``python -m benchmarks [--quick] [--only …] [--contenders …]``.
+"""Compare dlocks with its peers in one run.
 
-Starts throwaway servers, measures, saves every sample in benchmarks/results/ and writes the report. A whole run (of
-all experiments and contenders) writes benchmarks/RESULTS.md; a part, benchmarks/results/RESULTS.md.
+``python -m benchmarks [--quick] [--only …] [--contenders …]``
+
+It starts temporary servers, measures, saves every sample in benchmarks/results/ and
+writes the report. A complete run, with all experiments and contenders, writes
+benchmarks/RESULTS.md. A partial run writes benchmarks/results/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ RESULTS = HERE / "results"
 
 def main(arguments: list[str]) -> int:
     options = _options(arguments)
-    # A plain kill must stop the servers too.
+    # A plain ``kill`` must also stop the servers.
     signal.signal(signal.SIGTERM, _end)
     os.environ["DJANGO_SETTINGS_MODULE"] = "benchmarks.settings"
-    with tempfile.TemporaryDirectory(prefix="dlocks-benchmarks-") as directory, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="dlocks-benchmarks-") as directory,
+        ExitStack() as stack,
+    ):
         os.environ["BENCHMARKS_DIRECTORY"] = directory
         try:
             run = _run(options, Path(directory), stack)
@@ -50,23 +55,39 @@ _ended: list[int] = []
 
 
 def _end(number: int, frame: object) -> None:
-    # Noted besides: Python swallows what is raised while it forks.
+    # Record the signal as well: Python swallows an exception that is raised while it
+    # forks.
     _ended.append(number)
     sys.exit(128 + number)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: about 3 minutes")
-    parser.add_argument("--only", action="append", choices=("contended", "uncontended", "growth"), default=[])
-    parser.add_argument("--contenders", default="", help="names with commas between; --list shows them")
-    parser.add_argument("--list", action="store_true", help="name the contenders and end")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.partition("\n\n")[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cells and rounds: about 3 minutes"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=("contended", "uncontended", "growth"),
+        default=[],
+    )
+    parser.add_argument(
+        "--contenders", default="", help="names with commas between; --list shows them"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="name the contenders and end"
+    )
     options = parser.parse_args(arguments)
     options.contenders = [name for name in options.contenders.split(",") if name]
     return options
 
 
-def _run(options: argparse.Namespace, directory: Path, stack: ExitStack) -> dict[str, Any]:
+def _run(
+    options: argparse.Namespace, directory: Path, stack: ExitStack
+) -> dict[str, Any]:
     from benchmarks.servers import start
 
     chosen = _chosen(options)
@@ -87,21 +108,39 @@ def _run(options: argparse.Namespace, directory: Path, stack: ExitStack) -> dict
             if why := CONTENDERS[name].missing():
                 absent[name] = why
                 names.remove(name)
-    databases = [name for name in ("postgresql", "mariadb") if name in servers] + ["sqlite"]
-    crew.in_child(tables.create, databases, ports.get("mariadb"))
+    databases = [
+        name for name in ("postgresql", "mariadb", "mysql") if name in servers
+    ] + ["sqlite"]
+    crew.in_child(tables.create, databases, ports)
     run: dict[str, Any] = {
         "quick": options.quick,
         "machine": machine.describe(directory),
-        "servers": {name: [server.version(), server.durability] for name, server in servers.items()},
+        "servers": {
+            name: [server.version(), server.durability]
+            for name, server in servers.items()
+        },
         "absent": absent,
         "results": [],
     }
     began = time.monotonic()
-    steps = [step for name, names in chosen.items() if names for step in EXPERIMENTS[name](names, options.quick)]
+    steps = [
+        step
+        for name, names in chosen.items()
+        if names
+        for step in EXPERIMENTS[name](names, options.quick)
+    ]
     total, done = sum(map(len, steps)), 0
     if "zookeeper" in servers:
-        # Java compiles what runs often; a server that has been up for long has done so.
-        crew.measure(crew.Cell(experiment="", contender="kazoo", processes=8, seconds=8.0 if options.quick else 20.0))
+        # Java compiles code that runs often. A server that has been up for long has
+        # done so already.
+        crew.measure(
+            crew.Cell(
+                experiment="",
+                contender="kazoo",
+                processes=8,
+                seconds=8.0 if options.quick else 20.0,
+            )
+        )
     calm = machine.Calm(10.0 if options.quick else 60.0)
     for step in steps:
         if step.rows > 1000:
@@ -112,11 +151,14 @@ def _run(options: argparse.Namespace, directory: Path, stack: ExitStack) -> dict
                 sys.exit(128 + _ended[0])
             run["results"].append(result)
             done += 1
-            outcome = result.get("error") or f"{sum(result['grants']) / cell.seconds:.0f}/s"
+            outcome = (
+                result.get("error") or f"{sum(result['grants']) / cell.seconds:.0f}/s"
+            )
             minutes = (time.monotonic() - began) / 60
             print(
-                f"{minutes:5.1f} min {done:4}/{total} {cell.experiment}, {cell.contender}: {cell.waiters} waiters,"
-                f" {cell.keys} keys, hold {cell.hold * 1000:.0f} ms: {outcome}",
+                f"{minutes:5.1f} min {done:4}/{total} {cell.experiment},"
+                f" {cell.contender}: {cell.waiters} waiters, {cell.keys} keys, hold"
+                f" {cell.hold * 1000:.0f} ms: {outcome}",
                 flush=True,
             )
     run["machine"]["load after"] = f"{os.getloadavg()[0]:.2f}"
@@ -132,10 +174,17 @@ def _chosen(options: argparse.Namespace) -> dict[str, list[str]]:
     from benchmarks.experiments import DEFAULT
 
     if options.list:
-        print("\n".join(f"{name:32}{contender.label}" for name, contender in CONTENDERS.items()))
+        print(
+            "\n".join(
+                f"{name:32}{contender.label}" for name, contender in CONTENDERS.items()
+            )
+        )
         sys.exit(0)
     if unknown := set(options.contenders) - set(CONTENDERS):
-        print(f"Unknown contender {', '.join(sorted(unknown))}; --list names them.", file=sys.stderr)
+        print(
+            f"Unknown contender {', '.join(sorted(unknown))}; --list names them.",
+            file=sys.stderr,
+        )
         sys.exit(2)
     experiments = options.only or list(DEFAULT)
     chosen = {}

@@ -1,9 +1,10 @@
-"""
-Who is measured: one small class for each lock, all with the same face.
+"""The locks that are measured: one small class each, with one interface.
 
-A contender's ``hold(key)`` is a context manager that has the lock inside, however long it waits for it. Peers are used
-as their own documentation shows and in their favour where there is a choice: their lock objects are used again where
-they can be, and leases are not renewed. dlocks is used as a project would: a new ``db_lock()`` each time, renewed.
+``hold(key)`` of a contender is a context manager that holds the lock inside its block,
+however long it has to wait for it. Peers are used as their documentation shows, and in
+their favour where there is a choice: their lock objects are reused where possible, and
+their leases are not renewed. dlocks is used as in a project: with a new ``db_lock()``
+each time, and with renewal.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from django.db import connections, transaction
 
 TTL = 30
 
-# The servers that grant by majority.
+# The servers of the majority lock.
 REDLOCK = tuple(f"redis-{number}" for number in range(1, 6))
 
-# The table of the contenders that have none of their own.
+# The table of the contenders that have no table of their own.
 TABLE = "benchmarks_row"
 
 
 class Contender:
-    """One lock. ``server`` is what it needs running, or None."""
+    """One lock.
 
-    # How many keys have rows in TABLE.
+    ``server`` is the server that it needs, or None.
+    """
+
+    # Keys that have a row in TABLE.
     KEYS = 1000
 
     name: ClassVar[str]
     label: ClassVar[str]
     server: ClassVar[str | None]
-    # What else it needs.
+    # Further servers that it needs.
     more_servers: ClassVar[tuple[str, ...]] = ()
-    # Whether it waits for a key that is taken: what does not can only be measured alone.
+    # Whether it waits for a busy key. Other contenders can only be measured without
+    # contention.
     waits: ClassVar[bool] = True
-    # For how many seconds it outlives a silent holder.
+    # Seconds for which it outlives a holder that does not renew it.
     ttl: float = TTL
 
     def __init__(self) -> None:
@@ -60,7 +65,7 @@ class Contender:
         raise NotImplementedError
 
     def again(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return this thread's object for a key, made when first asked for."""
+        """Return this thread's object for a key, created at the first use."""
         try:
             return self._local.made[key]
         except AttributeError:
@@ -94,10 +99,19 @@ class Dlocks(DlocksAlias):
     kind: ClassVar[str]
 
     def missing(self) -> str | None:
-        return None if self.kind in settings.KINDS else f"this dlocks has no {self.kind} backend"
+        return (
+            None
+            if self.kind in settings.KINDS
+            else f"this dlocks has no {self.kind} backend"
+        )
 
 
-DATABASE_LABELS = {"postgresql": "PostgreSQL", "mariadb": "MariaDB", "sqlite": "SQLite"}
+DATABASE_LABELS = {
+    "postgresql": "PostgreSQL",
+    "mariadb": "MariaDB",
+    "mysql": "MySQL",
+    "sqlite": "SQLite",
+}
 
 
 def _dlocks(database: str, kind: str) -> type[Dlocks]:
@@ -105,7 +119,9 @@ def _dlocks(database: str, kind: str) -> type[Dlocks]:
         f"Dlocks{database.title()}{kind.title()}",
         (Dlocks,),
         {
-            "name": f"dlocks-{database}" + ("" if kind == "pessimistic" else f"-{kind}"),
+            "name": (
+                f"dlocks-{database}" + ("" if kind == "pessimistic" else f"-{kind}")
+            ),
             "label": f"dlocks, {DATABASE_LABELS[database]}, {kind}",
             "server": None if database == "sqlite" else database,
             "database": database,
@@ -116,7 +132,10 @@ def _dlocks(database: str, kind: str) -> type[Dlocks]:
 
 
 def _far(database: str) -> type[Dlocks]:
-    """Return the same lock in processes that are told of their turns as if each were on a machine of its own."""
+    """Return the same lock with processes that are notified by the server.
+
+    Each process behaves as if it were on a machine of its own.
+    """
     near = _dlocks(database, "pessimistic")
 
     def start(self: Dlocks) -> None:
@@ -126,14 +145,23 @@ def _far(database: str) -> type[Dlocks]:
         neighbours.near = line.near = lambda: elsewhere  # type: ignore[assignment]
         near.start(self)
 
-    name, label = f"{near.name}-far", f"dlocks, {DATABASE_LABELS[database]}, told by the server"
-    return type(f"{near.__name__}Far", (near,), {"name": name, "label": label, "start": start})
+    name, label = (
+        f"{near.name}-far",
+        f"dlocks, {DATABASE_LABELS[database]}, told by the server",
+    )
+    return type(
+        f"{near.__name__}Far", (near,), {"name": name, "label": label, "start": start}
+    )
 
 
 class DlocksTransaction(Dlocks):
-    """The lock that belongs to the caller's transaction, with the transaction around it."""
+    """A lock in transaction scope, including the transaction itself."""
 
-    name, label, server = "dlocks-postgresql-transaction", "dlocks, PostgreSQL, in a transaction", "postgresql"
+    name, label, server = (
+        "dlocks-postgresql-transaction",
+        "dlocks, PostgreSQL, in a transaction",
+        "postgresql",
+    )
     database, kind, using = "postgresql", "pessimistic", "postgresql-pessimistic"
 
     @contextmanager
@@ -152,29 +180,41 @@ class DlocksRedisAlways(DlocksAlias):
 
 
 class DlocksRedlock(DlocksAlias):
-    name, label, using = "dlocks-redlock", "dlocks, Redlock over five Redises", "redlock"
+    name, label, using = (
+        "dlocks-redlock",
+        "dlocks, Redlock over five Redises",
+        "redlock",
+    )
     server, *_more = REDLOCK
     more_servers = tuple(_more)
 
 
 class DlocksZooKeeper(DlocksAlias):
-    name, label, server, using = "dlocks-zookeeper", "dlocks, ZooKeeper", "zookeeper", "zookeeper"
+    name, label, server, using = (
+        "dlocks-zookeeper",
+        "dlocks, ZooKeeper",
+        "zookeeper",
+        "zookeeper",
+    )
 
     def start(self) -> None:
         super().start()
-        # It is the session's, of all holds of a process.
+        # The timeout belongs to the session, which all holds of a process share.
         settings.DLOCKS["zookeeper"]["OPTIONS"]["session_timeout"] = self.ttl
 
 
-# What the drivers and the databases give by themselves.
+# Locks of the drivers and the databases themselves.
 
 
 class Raw(Contender):
-    """The limit: the driver alone, one committed UPDATE and one more round trip."""
+    """The lower limit: the plain driver with a committed UPDATE and a SELECT."""
 
     waits = False
     release: ClassVar[str] = "SELECT 1"
-    ACQUIRE = f"UPDATE {TABLE} SET version = version + 1, owner = %s, end_time = {{end}} WHERE name = %s"
+    ACQUIRE = (
+        f"UPDATE {TABLE} SET version = version + 1, owner = %s, end_time = {{end}}"
+        " WHERE name = %s"
+    )
 
     def connect(self) -> Any:
         raise NotImplementedError
@@ -230,7 +270,7 @@ class RawMariaDB(Raw):
     def connect(self) -> Any:
         import MySQLdb
 
-        database = settings.DATABASES["mariadb"]
+        database = settings.DATABASES[self.server]
         return MySQLdb.connect(
             host=database["HOST"],
             port=int(database["PORT"]),
@@ -245,33 +285,70 @@ class RawPairMariaDB(RawMariaDB):
     release = f"UPDATE {TABLE} SET end_time = UTC_TIMESTAMP(6) WHERE name = %s"
 
 
-class RawSQLite(Contender):
-    """Two short transactions as Python's own driver does them."""
+class RawMySQL(RawMariaDB):
+    name, label, server = "raw-mysql", "mysqlclient on MySQL: UPDATE, SELECT 1", "mysql"
 
-    name, label, server = "raw-sqlite", "sqlite3: BEGIN IMMEDIATE, UPDATE, COMMIT, twice", None
+
+class RawPairMySQL(RawPairMariaDB):
+    name, label, server = (
+        "raw-pair-mysql",
+        "mysqlclient on MySQL: UPDATE, UPDATE",
+        "mysql",
+    )
+
+
+class RawNamedLockMySQL(RawMySQL):
+    name, label = "raw-named-lock-mysql", "mysqlclient on MySQL: GET_LOCK, RELEASE_LOCK"
+    release = "DO RELEASE_LOCK(%s)"
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        self.cursor.execute("SELECT GET_LOCK(%s, 60)", (key,))
+        self.cursor.fetchall()
+        yield
+        self.cursor.execute(self.release, (key,))
+
+
+class RawSQLite(Contender):
+    """Two short transactions with Python's own driver."""
+
+    name, label, server = (
+        "raw-sqlite",
+        "sqlite3: BEGIN IMMEDIATE, UPDATE, COMMIT, twice",
+        None,
+    )
     waits = False
 
     def start(self) -> None:
         import sqlite3
 
-        self.connection = sqlite3.connect(settings.DATABASES["sqlite"]["NAME"], isolation_level=None, timeout=60)
+        self.connection = sqlite3.connect(
+            settings.DATABASES["sqlite"]["NAME"], isolation_level=None, timeout=60
+        )
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=FULL")
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        self._write("version = version + 1, owner = 'an owner', end_time = '2100-01-01'", key)
+        self._write(
+            "version = version + 1, owner = 'an owner', end_time = '2100-01-01'", key
+        )
         yield
         self._write("end_time = '2000-01-01'", key)
 
     def _write(self, assignments: str, key: str) -> None:
         self.connection.execute("BEGIN IMMEDIATE")
-        self.connection.execute(f"UPDATE {TABLE} SET {assignments} WHERE name = ?", (key,))
+        self.connection.execute(
+            f"UPDATE {TABLE} SET {assignments} WHERE name = ?", (key,)
+        )
         self.connection.execute("COMMIT")
 
 
 class DjangoCursor(Contender):
-    """The limit's two statements through Django's cursor, whose wrappers, log and tests see them."""
+    """The same two statements through Django's cursor.
+
+    Its wrappers and its query log see them, and so do tests.
+    """
 
     waits = False
     engine: ClassVar[str]
@@ -290,12 +367,20 @@ class DjangoCursor(Contender):
 
 
 class DjangoPostgreSQL(DjangoCursor):
-    name, label, server = "django-postgresql", "Django's cursor: UPDATE, SELECT 1", "postgresql"
+    name, label, server = (
+        "django-postgresql",
+        "Django's cursor: UPDATE, SELECT 1",
+        "postgresql",
+    )
     engine, acquire = "postgresql", RawPostgreSQL.acquire
 
 
 class DjangoMariaDB(DjangoCursor):
-    name, label, server = "django-mariadb", "Django's cursor: UPDATE, SELECT 1", "mariadb"
+    name, label, server = (
+        "django-mariadb",
+        "Django's cursor: UPDATE, SELECT 1",
+        "mariadb",
+    )
     engine, acquire = "mariadb", RawMariaDB.acquire
 
 
@@ -318,12 +403,21 @@ class AdvisoryLock(Contender):
 
 
 class ForUpdate(Contender):
-    name, label, server = "for-update", "SELECT … FOR UPDATE in a transaction", "postgresql"
+    name, label, server = (
+        "for-update",
+        "SELECT … FOR UPDATE in a transaction",
+        "postgresql",
+    )
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        with transaction.atomic(using="postgresql"), connections["postgresql"].cursor() as cursor:
-            cursor.execute(f"SELECT version FROM {TABLE} WHERE name = %s FOR UPDATE", [key])
+        with (
+            transaction.atomic(using="postgresql"),
+            connections["postgresql"].cursor() as cursor,
+        ):
+            cursor.execute(
+                f"SELECT version FROM {TABLE} WHERE name = %s FOR UPDATE", [key]
+            )
             yield
 
 
@@ -337,7 +431,7 @@ class DBMutex(Contender):
     def start(self) -> None:
         from db_mutex.db_mutex import db_mutex
 
-        # It knows no other database.
+        # It supports only this alias.
         connections["default"] = connections[self.server]
         self.db_mutex = db_mutex
 
@@ -346,7 +440,11 @@ class DBMutex(Contender):
 
 
 class DBMutexPostgreSQL(DBMutex):
-    name, label, server = "db-mutex-postgresql", "django-db-mutex, PostgreSQL", "postgresql"
+    name, label, server = (
+        "db-mutex-postgresql",
+        "django-db-mutex, PostgreSQL",
+        "postgresql",
+    )
 
 
 class DBMutexMariaDB(DBMutex):
@@ -387,11 +485,17 @@ class RedisPy(Contender):
     def start(self) -> None:
         import redis
 
-        port = settings.REDIS_PORT if self.server == "redis" else settings.DURABLE_REDIS_PORT
+        port = (
+            settings.REDIS_PORT
+            if self.server == "redis"
+            else settings.DURABLE_REDIS_PORT
+        )
         self.client = redis.Redis(port=port)
 
     def hold(self, key: str) -> AbstractContextManager[Any]:
-        return self.again(key, lambda: self.client.lock(key, timeout=self.ttl, sleep=self.sleep))
+        return self.again(
+            key, lambda: self.client.lock(key, timeout=self.ttl, sleep=self.sleep)
+        )
 
 
 class RedisPyOften(RedisPy):
@@ -400,7 +504,11 @@ class RedisPyOften(RedisPy):
 
 
 class RedisPyAlways(RedisPy):
-    name, label, server = "redis-py-always", "redis-py, appendfsync always", "redis-always"
+    name, label, server = (
+        "redis-py-always",
+        "redis-py, appendfsync always",
+        "redis-always",
+    )
 
 
 class PythonRedisLock(RedisPy):
@@ -424,7 +532,9 @@ class Kazoo(Contender):
     def start(self) -> None:
         from kazoo.client import KazooClient
 
-        self.client = KazooClient(hosts=f"127.0.0.1:{settings.ZOOKEEPER_PORT}", timeout=self.ttl)
+        self.client = KazooClient(
+            hosts=f"127.0.0.1:{settings.ZOOKEEPER_PORT}", timeout=self.ttl
+        )
         self.client.start(timeout=60)
 
     def hold(self, key: str) -> AbstractContextManager[Any]:
@@ -445,6 +555,9 @@ CONTENDERS: dict[str, Contender] = {
         _dlocks("mariadb", "insert"),
         _dlocks("mariadb", "session"),
         _far("mariadb"),
+        _dlocks("mysql", "pessimistic"),
+        _dlocks("mysql", "optimistic"),
+        _dlocks("mysql", "session"),
         _dlocks("sqlite", "pessimistic"),
         _dlocks("sqlite", "optimistic"),
         DlocksRedis,
@@ -455,6 +568,9 @@ CONTENDERS: dict[str, Contender] = {
         RawPairPostgreSQL,
         RawMariaDB,
         RawPairMariaDB,
+        RawMySQL,
+        RawPairMySQL,
+        RawNamedLockMySQL,
         RawSQLite,
         DjangoPostgreSQL,
         DjangoMariaDB,

@@ -1,4 +1,4 @@
-"""Worker processes that all want a lock for a while, and what each of them saw."""
+"""Worker processes that contend for a lock, and their samples."""
 
 from __future__ import annotations
 
@@ -17,29 +17,42 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS, Contender
-from dlocks.bench.samples import ASKED, FIELDS, GRANTED, RELEASED, durations, grants, handovers
+from dlocks.bench.samples import (
+    ASKED,
+    FIELDS,
+    GRANTED,
+    RELEASED,
+    durations,
+    grants,
+    handovers,
+)
 
-# Forked, so that a worker is there at once; the parent imports everything, and connects to nothing.
+# Workers are forked, so that they start at once. The parent imports everything, but
+# connects to nothing.
 PROCESSES = multiprocessing.get_context("fork")
 
-# How long the workers may take to connect, and after the end to get what they still wait for.
+# Seconds for the workers to connect, and to finish their last waits after the end.
 PATIENCE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What is measured: so many waiters, each taking a key again and again. Times are seconds."""
+    """The parameters of one measurement. Times are in seconds.
+
+    Each waiter acquires a key again and again.
+    """
 
     experiment: str
     contender: str
     processes: int = 1
     threads: int = 1
-    # Of how many keys each time one is drawn; 0: each waiter has its own.
+    # The number of keys from which one is drawn each time. With 0, each waiter has its
+    # own key.
     keys: int = 1
     hold: float = 0.0
-    # How many other keys each waiter holds meanwhile.
+    # The number of other keys that each waiter holds meanwhile.
     held: int = 0
-    # How many rows the tables have.
+    # The number of rows in the tables.
     rows: int = 1000
     seconds: float = 1.0
     warm_up: float = 0.3
@@ -50,19 +63,23 @@ class Cell:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """
-    Measure once. All waiters begin together; what they do counts after the warm-up.
+    """Measure once.
 
-    A grant counts when it came within the time. A wait counts when it began before the end and ended after the
-    warm-up: it is waited for beyond the end, so that nobody's longest wait goes missing. Every holder adds one to an
-    unguarded counter, read at the beginning of the hold and written at its end: a sum that is not the number of
-    grants tells that two were inside at once.
+    All waiters begin together, and only the time after the warm-up counts.
+
+    A grant counts if it came within that time. A wait counts if it began before the end
+    and ended after the warm-up. Waits that last beyond the end are completed, so that
+    no longest wait is lost. Each holder adds one to an unguarded counter, which it
+    reads at the beginning of the hold and writes at the end. If the sum is not the
+    number of grants, two holders held the key at once.
     """
     counters = RawArray(c_int64, max(cell.keys, cell.waiters))
     workers, pipes = [], []
     for number in range(cell.processes):
         here, there = PROCESSES.Pipe()
-        worker = PROCESSES.Process(target=_work, args=(cell, number, counters, there), daemon=True)
+        worker = PROCESSES.Process(
+            target=_work, args=(cell, number, counters, there), daemon=True
+        )
         worker.start()
         there.close()
         workers.append(worker)
@@ -98,16 +115,21 @@ def measure(cell: Cell) -> dict[str, Any]:
         "grants": grants(samples, begin, end),
         "waits": _microseconds(durations(samples, ASKED, GRANTED, begin, end)),
         "pairs": _microseconds(durations(samples, ASKED, RELEASED, begin, end)),
-        "handovers": _microseconds(handovers(samples, begin, end)) if cell.keys == 1 else [],
+        "handovers": _microseconds(handovers(samples, begin, end))
+        if cell.keys == 1
+        else [],
     }
 
 
 class WorkerError(Exception):
-    """A worker failed, or did not come to its end."""
+    """The error for a worker that failed or did not finish."""
 
 
 def in_child(function: Callable[..., object], *arguments: object) -> None:
-    """Call a function in a process of its own, so that its connections stay out of this one."""
+    """Call a function in a child process.
+
+    Its connections do not get into this process.
+    """
     child = PROCESSES.Process(target=function, args=arguments, daemon=True)
     child.start()
     child.join()
@@ -132,13 +154,16 @@ def _receive(pipe: Connection, deadline: float) -> Any:
 
 
 def _work(cell: Cell, number: int, counters: Any, pipe: Connection) -> None:
-    # Ctrl-C is the parent's; it ends its workers.
+    # Ctrl-C is for the parent, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         contender = CONTENDERS[cell.contender]
         contender.start()
-        waiters = [Waiter(cell, contender, number * cell.threads + n, counters) for n in range(cell.threads)]
+        waiters = [
+            Waiter(cell, contender, number * cell.threads + n, counters)
+            for n in range(cell.threads)
+        ]
         if cell.threads == 1:
             waiters[0].prepare()
             pipe.send(None)
@@ -149,7 +174,8 @@ def _work(cell: Cell, number: int, counters: Any, pipe: Connection) -> None:
             if waiter.error is not None:
                 raise waiter.error
         pipe.send([waiter.samples.tobytes() for waiter in waiters])
-        # What it costs to end a process is no part of what those wait who are still in line.
+        # The cost of ending a process must not affect the waiters that are still
+        # queued.
         pipe.recv()
     except BaseException:
         pipe.send(traceback.format_exc())
@@ -169,7 +195,9 @@ def _in_threads(waiters: list[Waiter], pipe: Connection) -> None:
         if waiter.error is None:
             waiter.wait_again_and_again(ends[0])
 
-    threads = [threading.Thread(target=wait, args=(waiter,), daemon=True) for waiter in waiters]
+    threads = [
+        threading.Thread(target=wait, args=(waiter,), daemon=True) for waiter in waiters
+    ]
     for thread in threads:
         thread.start()
     ready.wait()
@@ -181,9 +209,11 @@ def _in_threads(waiters: list[Waiter], pipe: Connection) -> None:
 
 
 class Waiter:
-    """One thread that wants the lock, gets it, holds it and wants it again."""
+    """A thread that acquires, holds and releases the lock again and again."""
 
-    def __init__(self, cell: Cell, contender: Contender, number: int, counters: Any) -> None:
+    def __init__(
+        self, cell: Cell, contender: Contender, number: int, counters: Any
+    ) -> None:
         self.cell = cell
         self.contender = contender
         self.number = number
@@ -192,10 +222,16 @@ class Waiter:
         self.error: BaseException | None = None
 
     def prepare(self) -> None:
-        """Connect, by taking a key that nobody else does, and take what is held all the time."""
+        """Connect, by acquiring a key of its own.
+
+        Also acquire the keys that are held all the time.
+        """
         with self.contender.hold(f"key-{self.number}"):
             pass
-        self.standing = [self.contender.hold(f"held-{self.number}-{n}") for n in range(self.cell.held)]
+        self.standing = [
+            self.contender.hold(f"held-{self.number}-{n}")
+            for n in range(self.cell.held)
+        ]
         for hold in self.standing:
             hold.__enter__()
 
@@ -208,7 +244,12 @@ class Waiter:
             self.error = error
 
     def _wait_again_and_again(self, end: float) -> None:
-        cell, contender, counters, samples = self.cell, self.contender, self.counters, self.samples
+        cell, contender, counters, samples = (
+            self.cell,
+            self.contender,
+            self.counters,
+            self.samples,
+        )
         draw = random.Random(self.number).randrange
         monotonic, sleep = time.monotonic, time.sleep
         asked = monotonic()

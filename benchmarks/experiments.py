@@ -1,4 +1,4 @@
-"""What is measured: the cells of each experiment, in the order in which they run."""
+"""The experiments: their measurements, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ CONTENDED = [
     "dlocks-mariadb",
     "dlocks-mariadb-far",
     "dlocks-mariadb-session",
+    "dlocks-mysql",
+    "dlocks-mysql-session",
     "dlocks-sqlite",
     "redis-py",
     "redis-py-5ms",
@@ -44,6 +46,12 @@ UNCONTENDED = [
     "dlocks-mariadb-insert",
     "dlocks-mariadb-session",
     "db-mutex-mariadb",
+    "raw-mysql",
+    "raw-pair-mysql",
+    "raw-named-lock-mysql",
+    "dlocks-mysql",
+    "dlocks-mysql-optimistic",
+    "dlocks-mysql-session",
     "raw-sqlite",
     "django-sqlite",
     "dlocks-sqlite",
@@ -58,15 +66,26 @@ GROWTH = ["dlocks-postgresql", "dlocks-mariadb", "dlocks-sqlite", "redis-py", "k
 
 DEFAULT = {"contended": CONTENDED, "uncontended": UNCONTENDED, "growth": GROWTH}
 
-# The cell that the targets are about.
+# The measurement to which the targets apply.
 TARGET = {"processes": 32, "keys": 1, "hold": MS}
-# Whose grants and waits in that cell are held against each other.
-JUDGED = {"dlocks-postgresql", "dlocks-postgresql-session", "dlocks-mariadb", "redis-py", "kazoo", "advisory"}
+# Contenders whose grants and waits in that measurement are compared.
+JUDGED = {
+    "dlocks-postgresql",
+    "dlocks-postgresql-session",
+    "dlocks-mariadb",
+    "dlocks-mysql",
+    "redis-py",
+    "kazoo",
+    "advisory",
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """Cells that take turns, A B C A B C, so that what else the machine does meets them all."""
+    """Measurements of several contenders that take turns: A B C A B C.
+
+    Other load on the machine thus affects all of them.
+    """
 
     rounds: int
     # The cells of one contender.
@@ -82,13 +101,17 @@ class Step:
                     yield number, cell
 
     def __len__(self) -> int:
-        return self.rounds * sum(len(self.cells(contender)) for contender in self.contenders)
+        return self.rounds * sum(
+            len(self.cells(contender)) for contender in self.contenders
+        )
 
 
 def contended(contenders: list[str], quick: bool) -> Iterator[Step]:
-    """Who gets one key, or one of many, and when."""
+    """Yield measurements of contention for one key, or for one of many."""
 
-    def cell(contender: str, processes: int, keys: int, hold: float, seconds: float) -> Cell:
+    def cell(
+        contender: str, processes: int, keys: int, hold: float, seconds: float
+    ) -> Cell:
         return Cell(
             experiment="contended",
             contender=contender,
@@ -102,9 +125,14 @@ def contended(contenders: list[str], quick: bool) -> Iterator[Step]:
     def target(name: str) -> list[Cell]:
         return [cell(name, 32, 1, MS, 1.2 if quick else 3.0)]
 
-    # One stall of the disk meets everybody in line, and is the p99 of its round: what is judged has more of them.
-    yield Step(2 if quick else 7, target, [name for name in contenders if name in JUDGED])
-    yield Step(2 if quick else 3, target, [name for name in contenders if name not in JUDGED])
+    # One stall of the disk delays all waiters, and is the p99 of its round. The
+    # contenders that are compared therefore run more rounds.
+    yield Step(
+        2 if quick else 7, target, [name for name in contenders if name in JUDGED]
+    )
+    yield Step(
+        2 if quick else 3, target, [name for name in contenders if name not in JUDGED]
+    )
     if quick:
         return
     seconds = {1: 0.4, 8: 1.0, 32: 1.5}
@@ -117,23 +145,30 @@ def contended(contenders: list[str], quick: bool) -> Iterator[Step]:
     ]
     yield Step(
         2,
-        lambda name: [cell(name, processes, keys, hold, seconds[processes]) for processes, keys, hold in others],
+        lambda name: [
+            cell(name, processes, keys, hold, seconds[processes])
+            for processes, keys, hold in others
+        ],
         contenders,
     )
 
 
 def uncontended(contenders: list[str], quick: bool) -> Iterator[Step]:
-    """What acquire and release cost when nobody else wants the key."""
+    """Yield measurements of acquire and release without contention."""
 
     def cells(contender: str) -> list[Cell]:
-        return [Cell(experiment="uncontended", contender=contender, seconds=0.35, warm_up=0.1)]
+        return [
+            Cell(
+                experiment="uncontended", contender=contender, seconds=0.35, warm_up=0.1
+            )
+        ]
 
-    # Many short rounds: what else the machine does comes and goes.
+    # Many short rounds, since other load on the machine varies.
     yield Step(3 if quick else 10, cells, contenders)
 
 
 def growth(contenders: list[str], quick: bool) -> Iterator[Step]:
-    """How the cost grows with waiters, processes, holds, keys and rows."""
+    """Yield measurements of the cost by waiters, processes, holds, keys and rows."""
 
     def waiters(contender: str) -> list[Cell]:
         return [
@@ -144,13 +179,15 @@ def growth(contenders: list[str], quick: bool) -> Iterator[Step]:
                 threads=max(1, count // 20),
                 hold=MS,
                 seconds=1.5 if quick else 3.0,
-                # Until all have come, and none has just begun.
+                # Long enough for all waiters to have started.
                 warm_up=max(1.0, count / 100),
             )
             for count in ((1, 20) if quick else (1, 10, 100, 1000))
         ]
 
-    def processes(experiment: str, keys: int, hold: float) -> Callable[[str], list[Cell]]:
+    def processes(
+        experiment: str, keys: int, hold: float
+    ) -> Callable[[str], list[Cell]]:
         return lambda contender: [
             Cell(
                 experiment=experiment,
@@ -166,7 +203,12 @@ def growth(contenders: list[str], quick: bool) -> Iterator[Step]:
 
     def held(contender: str) -> list[Cell]:
         return [
-            Cell(experiment="held", contender=contender, held=count, seconds=0.4 if quick else 0.8)
+            Cell(
+                experiment="held",
+                contender=contender,
+                held=count,
+                seconds=0.4 if quick else 0.8,
+            )
             for count in ((0, 100) if quick else (0, 9, 99, 999))
         ]
 
@@ -182,7 +224,7 @@ def growth(contenders: list[str], quick: bool) -> Iterator[Step]:
             )
         ]
 
-    # SQLite has one writer, and no line for it: a thousand waiters are not what it is for.
+    # SQLite has one writer and no queue for it. It is not meant for a thousand waiters.
     serving = [name for name in contenders if "sqlite" not in name]
     with_rows = [name for name in contenders if name.startswith("dlocks")]
     rounds = 1 if quick else 2

@@ -1,4 +1,4 @@
-"""What becomes of a lock when its holder dies, when its holder is paused, and when its server dies."""
+"""What happens to a lock when its holder dies or pauses, or its server dies."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from benchmarks.contenders import CONTENDERS, Contender, Dlocks, DlocksAlias
 from benchmarks.crew import PROCESSES, WorkerError
 from tests.servers import Server
 
-# For how many seconds a lock outlives a silent holder; the least for which ZooKeeper keeps a session by default.
+# Seconds for which a lock outlives a holder that does not renew it. This is the
+# shortest session that ZooKeeper allows by default.
 TTL = 4
-# How much longer it is waited for. A wait that lasts longer ends with the pause, or not at all.
+# Seconds of waiting beyond the ttl. A longer wait ends only with the pause, or never.
 MARGIN = 8.0
-# Leases of 30 s are renewed every ten; who is not told by then is not told.
+# Seconds within which a holder is notified of a loss. Leases of 30 s are renewed every
+# 10 s, so a later notification will not come.
 TOLD_WITHIN = 12.0
-# What counts as at once.
+# Seconds that count as at once.
 BRIEFLY = 0.1
-# How long a key is tried for after its server is there again: less than what is left of the first hold.
+# Seconds for which a key is tried after its server is back. The first hold's lease
+# lasts longer.
 AFTER_RESTART = 5.0
 
 TABLE = "benchmarks_work"
@@ -34,16 +37,24 @@ WORK = ("unguarded", "token-checked", "guarded")
 
 
 class Actor:
-    """A process that has one contender, and says over a pipe how far it has come."""
+    """A process with one contender, which reports its progress over a pipe."""
 
-    def __init__(self, function: Callable[..., Any], name: str, ttl: float | None, *arguments: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        ttl: float | None,
+        *arguments: Any,
+    ) -> None:
         self.pipe, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(target=_act, args=(function, theirs, name, ttl, *arguments), daemon=True)
+        self.process = PROCESSES.Process(
+            target=_act, args=(function, theirs, name, ttl, *arguments), daemon=True
+        )
         self.process.start()
         theirs.close()
 
     def hear(self, seconds: float = 60.0) -> Any:
-        """Return what it says next; None when it says nothing for so long."""
+        """Return its next report, or None if there is none within ``seconds``."""
         if not self.pipe.poll(seconds):
             return None
         try:
@@ -70,7 +81,13 @@ class Actor:
         self.pipe.close()
 
 
-def _act(function: Callable[..., Any], pipe: Connection, name: str, ttl: float | None, *arguments: Any) -> None:
+def _act(
+    function: Callable[..., Any],
+    pipe: Connection,
+    name: str,
+    ttl: float | None,
+    *arguments: Any,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     contender = CONTENDERS[name]
@@ -90,7 +107,7 @@ def _act(function: Callable[..., Any], pipe: Connection, name: str, ttl: float |
 
 @contextmanager
 def actors() -> Iterator[Callable[..., Actor]]:
-    """Give a function that starts one; all are ended with the block."""
+    """Yield a function that starts an actor. The end of the block ends them all."""
     started: list[Actor] = []
 
     def start(*arguments: Any) -> Actor:
@@ -108,7 +125,8 @@ def _hold(contender: Contender, say: Any, hear: Any, key: str) -> None:
     with contender.hold(key) as held:
         say("held")
         hear()
-        # By now another one may have it, too: until when does this one not know?
+        # Another process may hold the key now. Measure how long this one believes that
+        # it still does.
         deadline = time.monotonic() + TOLD_WITHIN
         while (believes := _believes(held)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -117,7 +135,7 @@ def _hold(contender: Contender, say: Any, hear: Any, key: str) -> None:
 
 
 def _take(contender: Contender, say: Any, hear: Any, key: str) -> None:
-    # Connected, by a key of its own.
+    # Connect, by acquiring a key of its own.
     with contender.hold(f"{key}-beside"):
         pass
     say("ready")
@@ -129,16 +147,16 @@ def _take(contender: Contender, say: Any, hear: Any, key: str) -> None:
 
 
 def _believes(held: Any) -> bool:
-    """Return whether the holder, for all that it was told, has the lock still."""
+    """Return whether the holder still believes that it has the lock."""
     for attribute in ("held", "is_acquired"):
         if isinstance(answer := getattr(held, attribute, None), bool):
             return answer
-    # redis-py's tells nobody.
+    # redis-py does not notify a holder.
     return True
 
 
 def kill(names: list[str]) -> dict[str, float | None]:
-    """Kill the holder; return after how many seconds the next one has the lock."""
+    """Kill the holder, and return the seconds until the next one has the lock."""
     seconds: dict[str, float | None] = {}
     with actors() as start:
         nexts = {name: start(_take, name, TTL, "kill") for name in names}
@@ -150,7 +168,7 @@ def kill(names: list[str]) -> dict[str, float | None]:
         for actor in nexts.values():
             actor.go_on()
             actor.must_say("asking")
-        # Until they wait, as each of them does.
+        # Let all of them begin to wait.
         time.sleep(0.5)
         killed = {}
         for name, actor in holders.items():
@@ -163,10 +181,10 @@ def kill(names: list[str]) -> dict[str, float | None]:
 
 
 def pause(names: list[str], work: str) -> dict[str, str]:
-    """
-    Stop the holder for longer than its lease, let the next one do the same work, and let the first go on.
+    """Pause the holder for longer than its lease, then let it continue.
 
-    Each reads a number and writes one more. Return what became of it.
+    During the pause, the next holder does the same work. Each one reads a number and
+    writes that number plus one. Return the outcome of each contender.
     """
     outcomes = {}
     with actors() as start:
@@ -191,7 +209,9 @@ def pause(names: list[str], work: str) -> dict[str, str]:
             got = {}
             deadline = time.monotonic() + TTL + MARGIN
             for name, actor in seconds.items():
-                got[name] = actor.hear(max(0.0, deadline - time.monotonic())) is not None
+                got[name] = (
+                    actor.hear(max(0.0, deadline - time.monotonic())) is not None
+                )
                 if got[name]:
                     actor.go_on()
                     actor.must_say("written")
@@ -202,7 +222,11 @@ def pause(names: list[str], work: str) -> dict[str, str]:
             actor.go_on()
             said = actor.hear()
             outcomes[name] = (
-                "nobody else got it" if not got[name] else "lost an update" if said == "written" else "refused"
+                "nobody else got it"
+                if not got[name]
+                else "lost an update"
+                if said == "written"
+                else "refused"
             )
     return outcomes
 
@@ -222,14 +246,18 @@ def _cannot(contender: Contender, work: str) -> str | None:
 def _read_and_write(contender: Contender, say: Any, hear: Any, work: str) -> None:
     from dlocks import LockError
 
-    # The work is where the locks are, if these are in a database.
+    # The work is in the database of the locks, if they are in one.
     database = contender.database if isinstance(contender, Dlocks) else "postgresql"
     key = f"{contender.name} {work}"
 
     def run(statement: str, *parameters: Any) -> Any:
         with connections[database].cursor() as cursor:
             cursor.execute(statement.format(table=TABLE), parameters)
-            return cursor.fetchone()[0] if statement.startswith("SELECT") else cursor.rowcount
+            return (
+                cursor.fetchone()[0]
+                if statement.startswith("SELECT")
+                else cursor.rowcount
+            )
 
     with contender.hold(f"{key}-beside {os.getpid()}"):
         run("SELECT COUNT(*) FROM {table}")
@@ -238,35 +266,54 @@ def _read_and_write(contender: Contender, say: Any, hear: Any, work: str) -> Non
     try:
         with contender.hold(key) as hold:
             if work == "token-checked":
-                run("UPDATE {table} SET token = %s WHERE name = %s AND token <= %s", hold.token, key, hold.token)
+                run(
+                    "UPDATE {table} SET token = %s WHERE name = %s AND token <= %s",
+                    hold.token,
+                    key,
+                    hold.token,
+                )
             value = run("SELECT value FROM {table} WHERE name = %s", key)
             say("read")
             hear()
             if work == "unguarded":
-                written = run("UPDATE {table} SET value = %s WHERE name = %s", value + 1, key)
+                written = run(
+                    "UPDATE {table} SET value = %s WHERE name = %s", value + 1, key
+                )
             elif work == "token-checked":
                 written = run(
-                    "UPDATE {table} SET value = %s WHERE name = %s AND token = %s", value + 1, key, hold.token
+                    "UPDATE {table} SET value = %s WHERE name = %s AND token = %s",
+                    value + 1,
+                    key,
+                    hold.token,
                 )
             else:
                 with hold.atomic():
-                    written = run("UPDATE {table} SET value = %s WHERE name = %s", value + 1, key)
+                    written = run(
+                        "UPDATE {table} SET value = %s WHERE name = %s", value + 1, key
+                    )
             say("written" if written else "refused")
     except LockError:
-        # It is told of the loss when it leaves, too: that comes after what it has written.
+        # The loss may also be raised at the end of the block, after the write.
         say("refused")
     except Exception as error:
-        if "acquire" not in type(error).__name__.lower() and "LockNotOwned" not in type(error).__name__:
+        if (
+            "acquire" not in type(error).__name__.lower()
+            and "LockNotOwned" not in type(error).__name__
+        ):
             raise
         say("refused")
 
 
 def make_table(databases: list[str], names: list[str]) -> None:
-    """Make what the work is done on."""
+    """Create the table on which the work is done."""
     for database in databases:
-        with transaction.atomic(using=database), connections[database].cursor() as cursor:
+        with (
+            transaction.atomic(using=database),
+            connections[database].cursor() as cursor,
+        ):
             cursor.execute(
-                f"CREATE TABLE {TABLE} (name varchar(100) PRIMARY KEY, value bigint NOT NULL, token bigint NOT NULL)"
+                f"CREATE TABLE {TABLE} (name varchar(100) PRIMARY KEY, value bigint NOT"
+                " NULL, token bigint NOT NULL)"
             )
             cursor.executemany(
                 f"INSERT INTO {TABLE} (name, value, token) VALUES (%s, 0, 0)",
@@ -275,7 +322,10 @@ def make_table(databases: list[str], names: list[str]) -> None:
 
 
 def restart(name: str, servers: list[Server]) -> str:
-    """Kill the server while somebody has a lock, start it again, and return whether another one gets it too."""
+    """Kill the server while a lock is held, and start it again.
+
+    Return whether another process acquires the lock as well.
+    """
     with actors() as start:
         holder = start(_hold, name, None, "restart")
         holder.must_say("held")
@@ -294,4 +344,8 @@ def restart(name: str, servers: list[Server]) -> str:
         return "stands" if told is None else "taken for lost, and not granted again"
     if told is None:
         return "granted to two, and the first not told"
-    return f"granted to two, for {told - granted:.1f} s" if told - granted > BRIEFLY else "lost, and its holder told"
+    return (
+        f"granted to two, for {told - granted:.1f} s"
+        if told - granted > BRIEFLY
+        else "lost, and its holder told"
+    )

@@ -1,9 +1,11 @@
-"""
-Compare locks in a database, in Redis and in ZooKeeper: ``python -m benchmarks.kinds [--quick]``.
+"""Compare locks in databases, Redis and ZooKeeper.
 
-Starts throwaway servers, measures their speed and what they do under faults in one run, saves it as
-benchmarks/results/kinds.json, and writes benchmarks/KINDS.md and benchmarks/plots/kinds.png. With --quick it writes
-them into benchmarks/results.
+``python -m benchmarks.kinds [--quick]``
+
+It starts temporary servers, and measures their speed and their behaviour under faults
+in one run. It saves the samples as benchmarks/results/kinds.json, and writes
+benchmarks/KINDS.md and benchmarks/plots/kinds.png. With --quick it writes them into
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -37,20 +39,30 @@ NAMES = [
     "redis-py-always",
     "kazoo",
 ]
-# Those that keep a grant through a power cut of the machine.
-DURABLE = {"dlocks-postgresql", "dlocks-mariadb", "dlocks-sqlite", "dlocks-redis-always", "dlocks-zookeeper",
+# Contenders whose grants survive a power cut of the machine.
+DURABLE = {"dlocks-postgresql", "dlocks-mariadb", "dlocks-sqlite",
+    "dlocks-redis-always", "dlocks-zookeeper",
            "redis-py-always", "kazoo"}  # fmt: skip
 
 MS = 0.001
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kinds", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short round of each, to see that it runs")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kinds", description=__doc__.partition("\n\n")[0]
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one short round of each, to see that it runs",
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _end)
     os.environ["DJANGO_SETTINGS_MODULE"] = "benchmarks.settings"
-    with tempfile.TemporaryDirectory(prefix="dlocks-benchmarks-") as directory, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="dlocks-benchmarks-") as directory,
+        ExitStack() as stack,
+    ):
         os.environ["BENCHMARKS_DIRECTORY"] = directory
         try:
             run = _run(options.quick, Path(directory), stack)
@@ -69,7 +81,9 @@ def _run(quick: bool, directory: Path, stack: ExitStack) -> dict[str, Any]:
     from benchmarks.contenders import CONTENDERS
     from benchmarks.servers import start
 
-    servers = start({server for name in NAMES for server in CONTENDERS[name].servers()}, stack)
+    servers = start(
+        {server for name in NAMES for server in CONTENDERS[name].servers()}, stack
+    )
 
     import django
 
@@ -77,7 +91,11 @@ def _run(quick: bool, directory: Path, stack: ExitStack) -> dict[str, Any]:
     from benchmarks import crew, faults, machine, tables
 
     databases = ["postgresql", "mariadb", "sqlite"]
-    crew.in_child(tables.create, databases, servers["mariadb"].port)
+    crew.in_child(
+        tables.create,
+        databases,
+        {name: server.port for name, server in servers.items()},
+    )
     crew.in_child(faults.make_table, databases, NAMES)
     run: dict[str, Any] = {
         "quick": quick,
@@ -91,8 +109,16 @@ def _run(quick: bool, directory: Path, stack: ExitStack) -> dict[str, Any]:
         "results": [],
     }
     began = time.monotonic()
-    # Java compiles what runs often; a server that has been up for long has done so.
-    crew.measure(crew.Cell(experiment="", contender="kazoo", processes=8, seconds=2.0 if quick else 15.0))
+    # Java compiles code that runs often. A server that has been up for long has done so
+    # already.
+    crew.measure(
+        crew.Cell(
+            experiment="",
+            contender="kazoo",
+            processes=8,
+            seconds=2.0 if quick else 15.0,
+        )
+    )
     calm = machine.Calm(5.0 if quick else 30.0)
 
     def tell(text: str) -> None:
@@ -101,7 +127,11 @@ def _run(quick: bool, directory: Path, stack: ExitStack) -> dict[str, Any]:
         print(f"{(time.monotonic() - began) / 60:5.1f} min {text}", flush=True)
 
     for number_of_round, cell in _cells(crew.Cell, quick):
-        result = {"round": number_of_round, "disturbance": calm.wait(), **crew.measure(cell)}
+        result = {
+            "round": number_of_round,
+            "disturbance": calm.wait(),
+            **crew.measure(cell),
+        }
         run["results"].append(result)
         tell(
             f"{cell.experiment}, {cell.contender}: "
@@ -116,9 +146,11 @@ def _run(quick: bool, directory: Path, stack: ExitStack) -> dict[str, Any]:
     run["restart"] = {}
     for name in NAMES:
         mine = [servers[server] for server in CONTENDERS[name].servers()]
-        # Of several: one, and then as many as make a majority.
+        # Of several servers, crash first one, then a majority.
         sizes = sorted({1, len(mine) // 2 + 1}) if mine else []
-        run["restart"][name] = [[size, len(mine), faults.restart(name, mine[:size])] for size in sizes]
+        run["restart"][name] = [
+            [size, len(mine), faults.restart(name, mine[:size])] for size in sizes
+        ]
         tell(f"restart, {name}: {run['restart'][name]}")
     run["machine"]["load after"] = f"{os.getloadavg()[0]:.2f}"
     run["machine"]["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
@@ -126,10 +158,15 @@ def _run(quick: bool, directory: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _cells(cell: Any, quick: bool) -> Iterator[tuple[int, Any]]:
-    # They take turns, so that what else the machine does meets them all.
+    # The contenders take turns, so that other load on the machine affects all of them.
     for turn in range(1 if quick else 12):
         for name in NAMES:
-            yield turn, cell(experiment="uncontended", contender=name, seconds=0.35, warm_up=0.1)
+            yield (
+                turn,
+                cell(
+                    experiment="uncontended", contender=name, seconds=0.35, warm_up=0.1
+                ),
+            )
     for turn in range(1 if quick else 3):
         for name in NAMES:
             yield (
@@ -142,7 +179,7 @@ def _cells(cell: Any, quick: bool) -> Iterator[tuple[int, Any]]:
 
 
 def write(raw: dict[str, Any], directory: Path) -> Path:
-    """Write KINDS.md and its plot into a directory; return its path."""
+    """Write KINDS.md and its plot into a directory, and return the path."""
     run = Run(raw)
     _plot(run, directory / "plots")
     path = directory / "KINDS.md"
@@ -156,9 +193,18 @@ def _plot(run: Run, directory: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110})
+    plt.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "savefig.dpi": 110,
+        }
+    )
     directory.mkdir(exist_ok=True)
-    figure, all_axes = plt.subplots(1, 3, figsize=(13, 0.9 + 0.36 * len(NAMES)), sharey=True)
+    figure, all_axes = plt.subplots(
+        1, 3, figsize=(13, 0.9 + 0.36 * len(NAMES)), sharey=True
+    )
     for axes, (experiment, name, title) in zip(
         all_axes,
         (
@@ -177,7 +223,8 @@ def _plot(run: Run, directory: Path) -> None:
             axes.set_xscale("log")
             plain(axes.xaxis)
     figure.suptitle(
-        "Locks in databases, Redis and ZooKeeper (dots: the median of the rounds; lines: least and largest)"
+        "Locks in databases, Redis and ZooKeeper (dots: the median of the rounds;"
+        " lines: least and largest)"
     )
     figure.tight_layout()
     figure.savefig(directory / "kinds.png")
@@ -187,14 +234,19 @@ def _plot(run: Run, directory: Path) -> None:
 def _page(run: Run) -> Iterable[str]:
     raw = run.run
     yield "# Locks in a database, in Redis and in ZooKeeper\n"
-    yield "Written by `make kinds` from what it measured, with KINDS_NOTES.md put in as it is.\n"
+    yield (
+        "Written by `make kinds` from what it measured, with KINDS_NOTES.md put in as"
+        " it is.\n"
+    )
     if (HERE / "KINDS_NOTES.md").exists():
         yield (HERE / "KINDS_NOTES.md").read_text()
     yield "## The machine\n"
     rows = [[name, value] for name, value in raw["machine"].items()]
     rows.append(busy(raw))
     rows += [[name, ". ".join(facts)] for name, facts in raw["servers"].items()]
-    rows.append(["sqlite", "WAL, synchronous=FULL: each commit is flushed, as the servers do"])
+    rows.append(
+        ["sqlite", "WAL, synchronous=FULL: each commit is flushed, as the servers do"]
+    )
     rows.append(["redlock", "five servers as `redis`, on this one machine"])
     yield table(["", ""], rows)
     if broken := run.broken():
@@ -202,41 +254,103 @@ def _page(run: Run) -> Iterable[str]:
         yield "".join(f"* {line}\n" for line in broken)
     yield "\n## Speed\n"
     yield "![Speed](plots/kinds.png)\n"
-    yield "Only what was measured in one run compares. A figure is the median of the rounds, with the least and the"
-    yield "largest in brackets. *Durable*: a grant is on the disk before it is told. Alone: one process, one key."
-    yield "Together: 8 processes that want one key and hold it for 1 ms. Hand-over: from one holder's giving back to"
+    yield (
+        "Only what was measured in one run compares. A figure is the median of the"
+        " rounds, with the least and the"
+    )
+    yield (
+        "largest in brackets. *Durable*: a grant is on the disk before it is told."
+        " Alone: one process, one key."
+    )
+    yield (
+        "Together: 8 processes that want one key and hold it for 1 ms. Hand-over: from"
+        " one holder's giving back to"
+    )
     yield "the next one's start. Jain's index is 1 when all got equally many.\n"
     yield table(
-        ["", "durable", "alone, p50, µs", "p95, µs", "grants/s", "wait p99, ms", "hand-over p50, ms", "Jain"],
+        [
+            "",
+            "durable",
+            "alone, p50, µs",
+            "p95, µs",
+            "grants/s",
+            "wait p99, ms",
+            "hand-over p50, ms",
+            "Jain",
+        ],
         [_speed(run, name) for name in NAMES],
     )
-    yield "\nThose that keep a grant through a power cut, the best first, by the medians:\n"
+    yield (
+        "\nThose that keep a grant through a power cut, the best first, by the"
+        " medians:\n"
+    )
     for title, experiment, name, sign in _RANKINGS:
-        yield f"* **{title}**: {'; '.join(label(each) for each in _ranked(run, experiment, name, sign))}"
+        ranked = map(label, _ranked(run, experiment, name, sign))
+        yield f"* **{title}**: {'; '.join(ranked)}"
     yield ""
     yield "## Reliability under faults\n"
-    yield f"Leases and sessions of {raw['ttl']} s, so that nobody waits for long. *Killed*: seconds from `kill -9` of"
-    yield "the holder until the next one, who waits for it, has the lock. *Paused*: the holder reads a number, is"
-    yield "stopped for longer than its lease, and goes on to write one more, after another one has done all of that."
-    yield "*Restarted*: `kill -9` of the server while somebody holds a lock with a lease of 30 s, and a new start: does"
+    yield (
+        f"Leases and sessions of {raw['ttl']} s, so that nobody waits for long."
+        " *Killed*: seconds from `kill -9` of"
+    )
+    yield (
+        "the holder until the next one, who waits for it, has the lock. *Paused*: the"
+        " holder reads a number, is"
+    )
+    yield (
+        "stopped for longer than its lease, and goes on to write one more, after"
+        " another one has done all of that."
+    )
+    yield (
+        "*Restarted*: `kill -9` of the server while somebody holds a lock with a lease"
+        " of 30 s, and a new start: does"
+    )
     yield "another one get it too, and for how long does the first not know?\n"
     yield table(
-        ["", "killed, s", "paused: plain write", "… compared by token", "… guarded commit", "server restarted"],
+        [
+            "",
+            "killed, s",
+            "paused: plain write",
+            "… compared by token",
+            "… guarded commit",
+            "server restarted",
+        ],
         [_reliability(raw, name) for name in NAMES],
     )
-    yield "\nTokens of Redis and of a majority grow with the servers' clocks while they remember: what is refused here"
-    yield "is not promised there. A guarded commit needs the lock in the database of the data.\n"
+    yield (
+        "\nTokens of Redis and of a majority grow with the servers' clocks while they"
+        " remember: what is refused here"
+    )
+    yield (
+        "is not promised there. A guarded commit needs the lock in the database of the"
+        " data.\n"
+    )
     yield "## Ease and moving parts\n"
-    yield "Beside a Django project on PostgreSQL, MariaDB or SQLite. Counted, not measured. The second number of"
+    yield (
+        "Beside a Django project on PostgreSQL, MariaDB or SQLite. Counted, not"
+        " measured. The second number of"
+    )
     yield "servers is for going on when one of them is lost.\n"
-    yield table(["", "more servers", "more packages", "aliases to write", "can be in your transaction"], _PARTS)
+    yield table(
+        [
+            "",
+            "more servers",
+            "more packages",
+            "aliases to write",
+            "can be in your transaction",
+        ],
+        _PARTS,
+    )
 
 
 def _speed(run: Run, name: str) -> list[str]:
     one, many = run.find("uncontended", name), run.find("contended", name)
-    durable = "yes" if name in DURABLE else "no lease" if name.endswith("session") else "no"
+    durable = (
+        "yes" if name in DURABLE else "no lease" if name.endswith("session") else "no"
+    )
     alone = ["failed", ""] if one is None else [
-        spread(one.median("pair50"), *one.spread("pair50"), 0), number(one.median("pair95"), 0),
+        spread(one.median("pair50"), *one.spread("pair50"), 0),
+            number(one.median("pair95"), 0),
     ]  # fmt: skip
     if many is None:
         return [label(name), durable, *alone, "failed", "", "", ""]
@@ -260,14 +374,19 @@ _RANKINGS = [
 
 
 def _ranked(run: Run, experiment: str, figure: str, sign: int) -> list[str]:
-    known = {name: one for name in NAMES if name in DURABLE and (one := run.find(experiment, name)) is not None}
+    known = {
+        name: one
+        for name in NAMES
+        if name in DURABLE and (one := run.find(experiment, name)) is not None
+    }
     return sorted(known, key=lambda name: sign * known[name].median(figure))
 
 
 def _reliability(raw: dict[str, Any], name: str) -> list[str]:
     seconds = raw["kill"][name]
     restarts = [
-        outcome if of == 1 else f"{crashed} of {of}: {outcome}" for crashed, of, outcome in raw["restart"][name]
+        outcome if of == 1 else f"{crashed} of {of}: {outcome}"
+        for crashed, of, outcome in raw["restart"][name]
     ]
     return [
         label(name),

@@ -1,4 +1,4 @@
-"""What the measurements ran on."""
+"""The machine of the measurements."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = [
-    "Django", "psycopg", "mysqlclient", "redis", "python-redis-lock", "kazoo", "django-db-mutex", "django-pglock",
+    "Django", "psycopg", "mysqlclient", "redis", "python-redis-lock", "kazoo",
+    "django-db-mutex", "django-pglock",
     "django-pgware",
 ]  # fmt: skip
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """Return what a reader must know of the machine; ``directory`` is on the disk that the servers write to."""
+    """Return a description of the machine.
+
+    ``directory`` is on the disk to which the servers write.
+    """
     import dlocks
 
+    pages = os.sysconf("SC_PHYS_PAGES")
     return {
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "dlocks": f"{dlocks.__version__}, commit {_commit()}",
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "memory": f"{pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, {_distribution()}",
         "python": platform.python_version(),
         "packages": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
@@ -38,7 +43,10 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 class Calm:
-    """Waits for others to leave the machine alone, for so many seconds in all."""
+    """A pause until other programs leave the machine idle.
+
+    All pauses together take at most ``patience`` seconds.
+    """
 
     ENOUGH = 0.25
 
@@ -46,7 +54,10 @@ class Calm:
         self.left = patience
 
     def wait(self) -> float:
-        """Return the share of the processor that others have, now that nobody here does anything."""
+        """Return the share of the processor that other programs use.
+
+        Wait while it is more than ``ENOUGH``. The benchmarks themselves must be idle.
+        """
         while True:
             began = time.monotonic()
             idle, total = _idle_and_total()
@@ -59,13 +70,16 @@ class Calm:
 
 
 def _idle_and_total() -> tuple[int, int]:
-    numbers = [int(number) for number in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+    numbers = [
+        int(number)
+        for number in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
+    ]
     # Idle, and waiting for the disk.
     return numbers[3] + numbers[4], sum(numbers)
 
 
 def _flush(directory: Path) -> float:
-    """Return the median seconds that a write of 8 KiB and its flush to the disk take."""
+    """Return the median seconds of writing 8 KiB and flushing them to the disk."""
     seconds = []
     file = os.open(directory / "flush", os.O_WRONLY | os.O_CREAT)
     try:
@@ -83,7 +97,9 @@ def _flush(directory: Path) -> float:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return git("log", "-1", "--format=%h", "--", "dlocks") + (

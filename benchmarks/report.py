@@ -1,4 +1,7 @@
-"""From the samples to Markdown and plots: ``python -m benchmarks.report [RUN.json [DIRECTORY]]``."""
+"""The report: from samples to Markdown and plots.
+
+``python -m benchmarks.report [RUN.json [DIRECTORY]]``
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ PLACE = ("processes", "threads", "keys", "hold", "held", "rows")
 
 @dataclass
 class Series:
-    """What one contender did in one cell, round by round."""
+    """The figures of one contender in one cell, by round."""
 
     rounds: dict[int, dict[str, Any]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -37,13 +40,17 @@ class Series:
 
 
 class Run:
-    """A run's figures, by experiment, contender and cell."""
+    """The figures of a run, by experiment, contender and cell."""
 
     def __init__(self, run: dict[str, Any]) -> None:
         self.run = run
         self.series: dict[tuple[str, str, tuple[Any, ...]], Series] = {}
         for result in run["results"]:
-            place = (result["experiment"], result["contender"], tuple(result[name] for name in PLACE))
+            place = (
+                result["experiment"],
+                result["contender"],
+                tuple(result[name] for name in PLACE),
+            )
             series = self.series.setdefault(place, Series())
             if "error" in result:
                 series.errors.append(result["error"])
@@ -53,36 +60,54 @@ class Run:
                 series.rounds[result["round"]] = _figures(result)
 
     def find(self, experiment: str, contender: str, **cell: Any) -> Series | None:
-        """Return the one series where the cell has these values, or None."""
+        """Return the first series whose cell has these values, or None."""
         for (found, name, place), series in self.series.items():
             values = dict(zip(PLACE, place, strict=True))
-            if (found, name) == (experiment, contender) and cell.items() <= values.items() and series.rounds:
+            if (
+                (found, name) == (experiment, contender)
+                and cell.items() <= values.items()
+                and series.rounds
+            ):
                 return series
         return None
 
     def contenders(self, experiment: str) -> list[str]:
-        return list(dict.fromkeys(name for found, name, _ in self.series if found == experiment))
+        return list(
+            dict.fromkeys(name for found, name, _ in self.series if found == experiment)
+        )
 
     def values(self, experiment: str, name: str) -> list[Any]:
-        """Return the different values of a field of the cells, in order."""
+        """Return the sorted values of a field of the cells, without duplicates."""
         place = PLACE.index(name)
-        return sorted({cell[place] for found, _, cell in self.series if found == experiment})
+        return sorted(
+            {cell[place] for found, _, cell in self.series if found == experiment}
+        )
 
     def broken(self) -> list[str]:
-        """Name the contenders that let two in at once, or failed."""
+        """Describe the contenders that granted a key twice at once, or failed."""
         lines = []
         for (experiment, contender, place), series in self.series.items():
-            cell = ", ".join(f"{name} {value}" for name, value in zip(PLACE, place, strict=True))
+            cell = ", ".join(
+                f"{name} {value}" for name, value in zip(PLACE, place, strict=True)
+            )
             if lost := sum(figures["lost"] for figures in series.rounds.values()):
-                lines.append(f"{contender}, {experiment} ({cell}): two were inside at once; {lost:.0f} updates lost.")
+                lines.append(
+                    f"{contender}, {experiment} ({cell}): two were inside at once;"
+                    f" {lost:.0f} updates lost."
+                )
             lines += [
-                f"{contender}, {experiment} ({cell}): {error.strip().splitlines()[-1]}" for error in series.errors
+                f"{contender}, {experiment} ({cell}): {error.strip().splitlines()[-1]}"
+                for error in series.errors
             ]
         return lines
 
 
 def _figures(result: dict[str, Any]) -> dict[str, float]:
-    waits, pairs, grants = sorted(result["waits"]), sorted(result["pairs"]), result["grants"]
+    waits, pairs, grants = (
+        sorted(result["waits"]),
+        sorted(result["pairs"]),
+        result["grants"],
+    )
     return {
         "rate": sum(grants) / result["seconds"],
         "wait50": quantile(waits, 0.5) / 1e3,
@@ -91,20 +116,30 @@ def _figures(result: dict[str, Any]) -> dict[str, float]:
         "pair50": quantile(pairs, 0.5),
         "pair95": quantile(pairs, 0.95),
         "jain": jain(grants),
-        # Whether there is one depends on who asks when.
-        "handover50": quantile(sorted(result["handovers"]), 0.5) / 1e3 if result.get("handovers") else math.nan,
+        # There may have been no handover, depending on the timing of the requests.
+        "handover50": (
+            quantile(sorted(result["handovers"]), 0.5) / 1e3
+            if result.get("handovers")
+            else math.nan
+        ),
         "lost": result["lost_updates"],
     }
 
 
 def ratio(one: Series, other: Series, name: str) -> tuple[float, float, float]:
-    """Return the median, least and largest ratio of two contenders in the same round: a drift meets both."""
+    """Return the median, least and largest ratio of two contenders.
+
+    Both figures of a ratio are from the same round, so that a drift affects both.
+    """
     numbers = sorted(one.rounds.keys() & other.rounds.keys())
-    ratios = [one.rounds[number][name] / max(other.rounds[number][name], 1e-9) for number in numbers]
+    ratios = [
+        one.rounds[number][name] / max(other.rounds[number][name], 1e-9)
+        for number in numbers
+    ]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-# The targets.
+# Targets.
 
 
 @dataclass(frozen=True)
@@ -112,13 +147,13 @@ class Target:
     experiment: str
     contender: str
     figure: str
-    # A ratio to this one's figure, or the figure itself.
+    # The target is a ratio to this contender's figure, or for None the figure itself.
     peer: str | None
     at_most: float | None = None
     at_least: float | None = None
 
     def verdict(self, low: float, high: float) -> str:
-        """Return whether it is reached, when all rounds agree."""
+        """Return whether the target is reached, provided that all rounds agree."""
         if self.at_most is not None:
             reached, missed = high <= self.at_most, low > self.at_most
         else:
@@ -134,12 +169,37 @@ TARGETS = [
     Target("contended", "dlocks-postgresql-session", "rate", "advisory", at_least=0.95),
     Target("contended", "dlocks-mariadb", "jain", None, at_least=0.95),
     Target("contended", "dlocks-mariadb", "rate", "kazoo", at_least=1.0),
+    Target("contended", "dlocks-mysql", "jain", None, at_least=0.95),
+    Target("contended", "dlocks-mysql", "rate", "kazoo", at_least=1.0),
     Target("uncontended", "dlocks-postgresql", "pair50", "raw-postgresql", at_most=1.4),
-    Target("uncontended", "dlocks-postgresql", "pair50", "db-mutex-postgresql", at_most=0.25),
+    Target(
+        "uncontended",
+        "dlocks-postgresql",
+        "pair50",
+        "db-mutex-postgresql",
+        at_most=0.25,
+    ),
     Target("uncontended", "dlocks-postgresql", "pair50", "kazoo", at_most=0.25),
     Target("uncontended", "dlocks-postgresql", "pair50", "redis-py", at_most=2.0),
-    Target("uncontended", "dlocks-postgresql", "pair50", "redis-py-always", at_most=1.0),
-    Target("uncontended", "dlocks-mariadb-optimistic", "pair50", "raw-mariadb", at_most=1.4),
+    Target(
+        "uncontended", "dlocks-postgresql", "pair50", "redis-py-always", at_most=1.0
+    ),
+    Target("uncontended", "dlocks-mariadb", "pair50", "raw-pair-mariadb", at_most=1.4),
+    Target(
+        "uncontended",
+        "dlocks-mariadb-optimistic",
+        "pair50",
+        "raw-pair-mariadb",
+        at_most=1.4,
+    ),
+    Target("uncontended", "dlocks-mysql", "pair50", "raw-pair-mysql", at_most=1.4),
+    Target(
+        "uncontended",
+        "dlocks-mysql-optimistic",
+        "pair50",
+        "raw-pair-mysql",
+        at_most=1.4,
+    ),
     Target("uncontended", "dlocks-postgresql-session", "pair50", "pgware", at_most=1.1),
     Target("uncontended", "dlocks-sqlite", "pair50", "raw-sqlite", at_most=1.5),
 ]
@@ -159,9 +219,17 @@ def _targets(run: Run) -> str:
     for target in TARGETS:
         cell = TARGET if target.experiment == "contended" else {}
         one = run.find(target.experiment, target.contender, **cell)
-        other = run.find(target.experiment, target.peer, **cell) if target.peer else None
-        goal = f"≤ {target.at_most:g}" if target.at_most is not None else f"≥ {target.at_least:g}"
-        what = FIGURES[target.figure] + (f" : that of {label(target.peer)}" if target.peer else "")
+        other = (
+            run.find(target.experiment, target.peer, **cell) if target.peer else None
+        )
+        goal = (
+            f"≤ {target.at_most:g}"
+            if target.at_most is not None
+            else f"≥ {target.at_least:g}"
+        )
+        what = FIGURES[target.figure] + (
+            f" : that of {label(target.peer)}" if target.peer else ""
+        )
         if one is None or (target.peer and other is None):
             rows.append([label(target.contender), what, goal, "not measured", ""])
             continue
@@ -169,28 +237,47 @@ def _targets(run: Run) -> str:
             value, low, high = ratio(one, other, target.figure)
         else:
             value, (low, high) = one.median(target.figure), one.spread(target.figure)
-        rows.append([label(target.contender), what, goal, spread(value, low, high, 2), target.verdict(low, high)])
+        rows.append(
+            [
+                label(target.contender),
+                what,
+                goal,
+                spread(value, low, high, 2),
+                target.verdict(low, high),
+            ]
+        )
     return table(["", "what", "to reach", "measured", "reached"], rows)
 
 
-# The tables.
+# Tables.
 
 
 def _contended(run: Run) -> Iterable[str]:
     from benchmarks.experiments import TARGET
 
     places = {
-        (place[PLACE.index("processes")], place[PLACE.index("hold")], place[PLACE.index("keys")])
+        (
+            place[PLACE.index("processes")],
+            place[PLACE.index("hold")],
+            place[PLACE.index("keys")],
+        )
         for experiment, _, place in run.series
         if experiment == "contended"
     }
     target = (TARGET["processes"], TARGET["hold"], TARGET["keys"])
-    for processes, hold, keys in sorted(places, key=lambda place: (place != target, *place)):
+    for processes, hold, keys in sorted(
+        places, key=lambda place: (place != target, *place)
+    ):
         which = "one key" if keys == 1 else f"one of {keys:,} keys"
-        yield f"\n#### {processes} {'process' if processes == 1 else 'processes'}, hold {hold * 1000:.0f} ms, {which}\n"
+        yield (
+            f"\n#### {processes} {'process' if processes == 1 else 'processes'}, hold"
+            f" {hold * 1000:.0f} ms, {which}\n"
+        )
         rows = []
         for name in run.contenders("contended"):
-            series = run.find("contended", name, processes=processes, hold=hold, keys=keys)
+            series = run.find(
+                "contended", name, processes=processes, hold=hold, keys=keys
+            )
             if series is None:
                 rows.append([label(name), "failed", "", "", "", ""])
                 continue
@@ -204,11 +291,27 @@ def _contended(run: Run) -> Iterable[str]:
                     f"{series.median('jain'):.3f}",
                 ]
             )
-        yield table(["", "grants/s", "wait p50, ms", "wait p99, ms", "longest wait, ms", "Jain"], rows)
+        yield table(
+            [
+                "",
+                "grants/s",
+                "wait p50, ms",
+                "wait p99, ms",
+                "longest wait, ms",
+                "Jain",
+            ],
+            rows,
+        )
 
 
 def _uncontended(run: Run) -> str:
-    limits = {"postgresql": "raw-postgresql", "mariadb": "raw-mariadb", "sqlite": "raw-sqlite"}
+    # The commits that a lock needs. InnoDB cannot skip the flush of a release.
+    limits = {
+        "postgresql": "raw-postgresql",
+        "mariadb": "raw-pair-mariadb",
+        "mysql": "raw-pair-mysql",
+        "sqlite": "raw-sqlite",
+    }
     rows = []
     for name in run.contenders("uncontended"):
         series = run.find("uncontended", name)
@@ -249,14 +352,20 @@ RATE, WAIT, PAIR, JAIN = (
     ("jain", "Jain's index"),
 )
 GROWTHS = [
-    Growth("waiters", "waiters", "Waiters for one key, hold 1 ms (up to 50 threads in a process)",
+    Growth("waiters", "waiters",
+        "Waiters for one key, hold 1 ms (up to 50 threads in a process)",
            (RATE, WAIT, JAIN), "waiters"),
-    Growth("processes, one key", "processes", "Processes that want one key, hold 1 ms", (RATE, WAIT, JAIN),
+    Growth("processes, one key", "processes", "Processes that want one key, hold 1 ms",
+        (RATE, WAIT, JAIN),
            "processes-one-key"),
-    Growth("processes, own keys", "processes", "Processes with a key each, hold 0 ms", (RATE, PAIR), "processes"),
-    Growth("keys", "keys", "Keys of which 8 processes draw, hold 0 ms", (RATE, WAIT), "keys"),
-    Growth("rows", "rows", "Rows in the table, one process that draws a key", (PAIR,), "rows"),
-    Growth("held", "held", "Leases of one process, the one that is measured among them", (PAIR,), "held"),
+    Growth("processes, own keys", "processes", "Processes with a key each, hold 0 ms",
+        (RATE, PAIR), "processes"),
+    Growth("keys", "keys", "Keys of which 8 processes draw, hold 0 ms", (RATE, WAIT),
+        "keys"),
+    Growth("rows", "rows", "Rows in the table, one process that draws a key", (PAIR,),
+        "rows"),
+    Growth("held", "held", "Leases of one process, the one that is measured among them",
+        (PAIR,), "held"),
 ]  # fmt: skip
 
 
@@ -272,17 +381,26 @@ def _points(run: Run, growth: Growth, contender: str) -> dict[int, Series]:
 
 
 def _growth(run: Run, growth: Growth) -> str:
-    lines = {name: _points(run, growth, name) for name in run.contenders(growth.experiment)}
+    lines = {
+        name: _points(run, growth, name) for name in run.contenders(growth.experiment)
+    }
     axis = sorted({x for points in lines.values() for x in points})
     rows = [
-        [label(name), title, *(number(points[x].median(figure)) if x in points else "failed" for x in axis)]
+        [
+            label(name),
+            title,
+            *(
+                number(points[x].median(figure)) if x in points else "failed"
+                for x in axis
+            ),
+        ]
         for figure, title in growth.figures
         for name, points in lines.items()
     ]
     return table(["", growth.axis, *(f"{x:,}" for x in axis)], rows)
 
 
-# The plots.
+# Plots.
 
 
 def _plots(run: Run, directory: Path) -> None:
@@ -291,29 +409,47 @@ def _plots(run: Run, directory: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110})
+    plt.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "savefig.dpi": 110,
+        }
+    )
     directory.mkdir(exist_ok=True)
     _plot_contended(run, plt, directory)
     _plot_uncontended(run, plt, directory)
     for growth in GROWTHS:
-        lines = {name: _points(run, growth, name) for name in run.contenders(growth.experiment)}
+        lines = {
+            name: _points(run, growth, name)
+            for name in run.contenders(growth.experiment)
+        }
         if not lines:
             continue
-        figure, all_axes = plt.subplots(1, len(growth.figures), figsize=(max(5.6, 4.6 * len(growth.figures)), 3.8))
+        figure, all_axes = plt.subplots(
+            1, len(growth.figures), figsize=(max(5.6, 4.6 * len(growth.figures)), 3.8)
+        )
         for axes, (name, title) in zip(_listed(all_axes), growth.figures, strict=True):
             for contender, points in lines.items():
                 _line(axes, contender, points, name)
             axes.set(xscale="log", xlabel=growth.axis, title=title)
             plain(axes.xaxis, steps=(1.0,))
             if name in {"jain", "pair50"}:
-                # From zero, so that what is flat looks flat.
+                # Start at zero, so that a flat line looks flat.
                 axes.set_ylim(bottom=0)
             else:
                 axes.set_yscale("log")
                 plain(axes.yaxis)
             axes.grid(True, which="major", alpha=0.3)
         handles, labels = _listed(all_axes)[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="lower center", ncols=2 if len(growth.figures) < 2 else 5, frameon=False)
+        figure.legend(
+            handles,
+            labels,
+            loc="lower center",
+            ncols=2 if len(growth.figures) < 2 else 5,
+            frameon=False,
+        )
         figure.suptitle(growth.title, fontsize=10)
         figure.tight_layout(rect=(0, 0.06 if len(growth.figures) > 1 else 0.12, 1, 1))
         figure.savefig(directory / f"{growth.file}.png")
@@ -323,23 +459,43 @@ def _plots(run: Run, directory: Path) -> None:
 def _line(axes: Any, contender: str, points: dict[int, Series], name: str) -> None:
     medians = [series.median(name) for series in points.values()]
     (line,) = axes.plot(
-        list(points), medians, label=label(contender), color=_color(contender), marker="o", markersize=4
+        list(points),
+        medians,
+        label=label(contender),
+        color=_color(contender),
+        marker="o",
+        markersize=4,
     )
-    low, high = zip(*(series.spread(name) for series in points.values()), strict=True) if points else ((), ())
-    axes.fill_between(list(points), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    low, high = (
+        zip(*(series.spread(name) for series in points.values()), strict=True)
+        if points
+        else ((), ())
+    )
+    axes.fill_between(
+        list(points), low, high, color=line.get_color(), alpha=0.15, linewidth=0
+    )
 
 
 def _plot_contended(run: Run, plt: Any, directory: Path) -> None:
     from benchmarks.experiments import TARGET
 
-    series = {name: run.find("contended", name, **TARGET) for name in run.contenders("contended")}
+    series = {
+        name: run.find("contended", name, **TARGET)
+        for name in run.contenders("contended")
+    }
     known = {name: one for name, one in series.items() if one is not None}
     if not known:
         return
-    figure, all_axes = plt.subplots(1, 3, figsize=(12, 0.8 + 0.4 * len(known)), sharey=True)
+    figure, all_axes = plt.subplots(
+        1, 3, figsize=(12, 0.8 + 0.4 * len(known)), sharey=True
+    )
     for axes, (name, title, scale) in zip(
         all_axes,
-        (("rate", "grants/s", "linear"), ("wait99", "wait p99, ms", "log"), ("jain", "Jain's index", "linear")),
+        (
+            ("rate", "grants/s", "linear"),
+            ("wait99", "wait p99, ms", "log"),
+            ("jain", "Jain's index", "linear"),
+        ),
         strict=True,
     ):
         dots(axes, known, name)
@@ -348,14 +504,19 @@ def _plot_contended(run: Run, plt: Any, directory: Path) -> None:
             plain(axes.xaxis)
         else:
             axes.set_xlim(left=0)
-    figure.suptitle("32 processes, one key, hold 1 ms (dots: the median of the rounds; lines: the least and largest)")
+    figure.suptitle(
+        "32 processes, one key, hold 1 ms (dots: the median of the rounds; lines: the"
+        " least and largest)"
+    )
     figure.tight_layout()
     figure.savefig(directory / "contended.png")
     plt.close(figure)
 
 
 def _plot_uncontended(run: Run, plt: Any, directory: Path) -> None:
-    series = {name: run.find("uncontended", name) for name in run.contenders("uncontended")}
+    series = {
+        name: run.find("uncontended", name) for name in run.contenders("uncontended")
+    }
     known = {name: one for name, one in series.items() if one is not None}
     if not known:
         return
@@ -370,18 +531,22 @@ def _plot_uncontended(run: Run, plt: Any, directory: Path) -> None:
 
 
 def dots(axes: Any, known: dict[str, Series], name: str) -> None:
-    # Dots, not bars: a bar's length says nothing on a logarithmic axis.
+    # Dots instead of bars, whose length means nothing on a logarithmic axis.
     for contender, one in known.items():
         median, (low, high) = one.median(name), one.spread(name)
         axes.errorbar(
-            [median], [label(contender)], xerr=[[median - low], [high - median]], fmt="o", color=_color(contender)
+            [median],
+            [label(contender)],
+            xerr=[[median - low], [high - median]],
+            fmt="o",
+            color=_color(contender),
         )
     axes.invert_yaxis()
     axes.grid(True, alpha=0.3)
 
 
 def plain(axis: Any, steps: tuple[float, ...] | None = None) -> None:
-    """Write the numbers of a logarithmic axis out."""
+    """Write the numbers of a logarithmic axis in full."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
@@ -395,6 +560,7 @@ def plain(axis: Any, steps: tuple[float, ...] | None = None) -> None:
 COLORS: dict[str, str] = {
     "dlocks-postgresql": "#2f6db3",
     "dlocks-mariadb": "#2a9d8f",
+    "dlocks-mysql": "#5b8c5a",
     "dlocks-sqlite": "#7a5195",
     "redis-py": "#d1495b",
     "kazoo": "#edae49",
@@ -405,7 +571,10 @@ COLORS: dict[str, str] = {
 
 
 def _color(contender: str) -> str:
-    return next((color for name, color in COLORS.items() if contender.startswith(name)), "#9aa0a6")
+    return next(
+        (color for name, color in COLORS.items() if contender.startswith(name)),
+        "#9aa0a6",
+    )
 
 
 def _listed(axes: Any) -> list[Any]:
@@ -416,7 +585,7 @@ def _listed(axes: Any) -> list[Any]:
 
 
 def write(raw: dict[str, Any], directory: Path) -> Path:
-    """Write RESULTS.md and its plots into a directory; return its path."""
+    """Write RESULTS.md and its plots into a directory, and return the path."""
     run = Run(raw)
     _plots(run, directory / "plots")
     path = directory / "RESULTS.md"
@@ -439,7 +608,13 @@ def _page(run: Run) -> Iterable[str]:
     yield table(["", ""], rows)
     yield f"\n{_EXPLANATION}"
     if run.run["absent"]:
-        yield "Not measured: " + "; ".join(f"{label(name)} ({why})" for name, why in run.run["absent"].items()) + ".\n"
+        yield (
+            "Not measured: "
+            + "; ".join(
+                f"{label(name)} ({why})" for name, why in run.run["absent"].items()
+            )
+            + ".\n"
+        )
     broken = run.broken()
     if broken:
         yield "### What went wrong\n"
@@ -448,8 +623,14 @@ def _page(run: Run) -> Iterable[str]:
         yield "Nobody let two in at once, and nobody failed.\n"
     if {"contended", "uncontended"} <= {experiment for experiment, _, _ in run.series}:
         yield "## What is to be reached\n"
-        yield "The first six at 32 processes, one key, hold 1 ms; the others with nobody else there. Ratios are those"
-        yield "of the same round: the median, and in brackets the least and the largest. Reached, or not, is what all"
+        yield (
+            "The first six at 32 processes, one key, hold 1 ms; the others with nobody"
+            " else there. Ratios are those"
+        )
+        yield (
+            "of the same round: the median, and in brackets the least and the largest."
+            " Reached, or not, is what all"
+        )
         yield "rounds agree on.\n"
         yield _targets(run)
     if run.contenders("contended"):
@@ -471,23 +652,33 @@ def _page(run: Run) -> Iterable[str]:
 
 
 def busy(run: dict[str, Any]) -> list[str]:
-    """Return the row that tells what else the machine did."""
-    disturbances = sorted(result["disturbance"] for result in run["results"] if "disturbance" in result)
-    shares = ", ".join(f"{name} {quantile(disturbances, share):.0%}" for name, share in _SHARES.items())
-    return ["busy with other things", f"{shares} (of the processor, just before each measurement)"]
+    """Return the row about other load on the machine."""
+    disturbances = sorted(
+        result["disturbance"] for result in run["results"] if "disturbance" in result
+    )
+    shares = ", ".join(
+        f"{name} {quantile(disturbances, share):.0%}" for name, share in _SHARES.items()
+    )
+    return [
+        "busy with other things",
+        f"{shares} (of the processor, just before each measurement)",
+    ]
 
 
 _SHARES = {"median": 0.5, "p90": 0.9, "most": 1.0}
 
 _EXPLANATION = """\
-The servers and all the processes share this machine's cores, and so does whatever else runs on it: only what was
-measured in one run compares. Contenders take turns, round by round; a figure is the median of the rounds, with the
-least and the largest in brackets. `flush` is how long a write of 8 KiB and its fdatasync take. A hold is a sleep, so
-that it costs no processor. Wait: from asking to having. Jain's index over the waiters' grants is 1 when all got
-equally many, and 1/n when one got all. A wait that had begun when the time was over is waited for and counts. Each
-holder adds one to an unguarded counter, read when the hold begins and written when it ends, so a lock that lets two
-in is found out. Peers are used as they document it, and in their favour: their objects are used again, their leases
-are not renewed. Those of dlocks are made anew each time, and renewed.
+The servers and all the processes share this machine's cores, and so does whatever else
+runs on it: only what was measured in one run compares. Contenders take turns, round by
+round; a figure is the median of the rounds, with the least and the largest in brackets.
+`flush` is how long a write of 8 KiB and its fdatasync take. A hold is a sleep, so that
+it costs no processor. Wait: from asking to having. Jain's index over the waiters'
+grants is 1 when all got equally many, and 1/n when one got all. A wait that had begun
+when the time was over is waited for and counts. Each holder adds one to an unguarded
+counter, read when the hold begins and written when it ends, so a lock that lets two in
+is found out. Peers are used as they document it, and in their favour: their objects are
+used again, their leases are not renewed. Those of dlocks are made anew each time, and
+renewed.
 """
 
 
@@ -511,11 +702,17 @@ def number(value: float, digits: int | None = None) -> str:
 
 def spread(value: float, low: float, high: float, digits: int) -> str:
     write: Callable[[float], str] = lambda figure: number(figure, digits)  # noqa: E731
-    return write(value) if low == high else f"{write(value)} ({write(low)}–{write(high)})"
+    return (
+        write(value) if low == high else f"{write(value)} ({write(low)}–{write(high)})"
+    )
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
-    lines = [head, ["---", *("---:" if len(head) > 2 else "---" for _ in head[1:])], *rows]
+    lines = [
+        head,
+        ["---", *("---:" if len(head) > 2 else "---" for _ in head[1:])],
+        *rows,
+    ]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 

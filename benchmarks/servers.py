@@ -1,4 +1,4 @@
-"""Throwaway servers for the benchmarks, each as durable as its engine is by default."""
+"""Temporary servers for the benchmarks, with their default durability."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.contenders import REDLOCK
 from tests import servers as tested
 from tests.servers import Server
 
-# Enough for a thousand waiters, each with a connection of its own.
+# Enough for a thousand waiters with a connection each.
 CONNECTIONS = 1200
 
 
@@ -20,7 +20,13 @@ class PostgreSQL(tested.PostgreSQL):
     durability = "fsync and synchronous_commit on (its defaults)"
 
     def command(self) -> list[str]:
-        return [*super().command(), "-c", "fsync=on", "-c", f"max_connections={CONNECTIONS}"]
+        return [
+            *super().command(),
+            "-c",
+            "fsync=on",
+            "-c",
+            f"max_connections={CONNECTIONS}",
+        ]
 
     def version(self) -> str:
         return _first_line([str(self._tool("postgres")), "--version"])
@@ -30,14 +36,41 @@ class MariaDB(tested.MariaDB):
     durability = "innodb_flush_log_at_trx_commit=1 (its default), no binary log"
 
     def command(self) -> list[str]:
-        return [*super().command(), "--innodb-flush-log-at-trx-commit=1", f"--max-connections={CONNECTIONS}"]
+        return [
+            *super().command(),
+            "--innodb-flush-log-at-trx-commit=1",
+            f"--max-connections={CONNECTIONS}",
+        ]
 
     def version(self) -> str:
         return _first_line([self.command()[0], "--version"])
 
 
+class MySQL(tested.MySQL):
+    durability = (
+        "innodb_flush_log_at_trx_commit=1 and sync_binlog=1, binary log on (its"
+        " defaults)"
+    )
+
+    def command(self) -> list[str]:
+        options = [
+            "--innodb-flush-log-at-trx-commit=1",
+            "--sync-binlog=1",
+            f"--max-connections={CONNECTIONS}",
+        ]
+        return [*super().command(), *options]
+
+    def version(self) -> str:
+        return _first_line([self.command()[0], "--version"]).replace(
+            f"{self.unpacked}/", ""
+        )
+
+
 class Redis(tested.Redis):
-    durability = "none: in memory only (its default snapshots switched off, so that they do not disturb)"
+    durability = (
+        "none: in memory only (its default snapshots switched off, so that they do not"
+        " disturb)"
+    )
 
     def version(self) -> str:
         return _first_line([self.server, "--version"])
@@ -45,7 +78,10 @@ class Redis(tested.Redis):
 
 class DurableRedis(Redis):
     engine = "redis-always"
-    durability = "appendonly with appendfsync=always: the promise that the databases make by default"
+    durability = (
+        "appendonly with appendfsync=always: the promise that the databases make by"
+        " default"
+    )
     settings: ClassVar[dict[str, str]] = {"appendonly": "yes", "appendfsync": "always"}
 
 
@@ -57,16 +93,31 @@ class ZooKeeper(tested.ZooKeeper):
     durability = "forceSync=yes (its default), one server"
 
     def version(self) -> str:
-        return tested.asked(self.port, b"srvr").decode().partition("\n")[0].partition("-")[0].replace(" version:", "")
+        return (
+            tested.asked(self.port, b"srvr")
+            .decode()
+            .partition("\n")[0]
+            .partition("-")[0]
+            .replace(" version:", "")
+        )
 
 
 SERVERS: dict[str, type[Server]] = {
-    server.engine: server for server in (PostgreSQL, MariaDB, Redis, DurableRedis, *map(_member, REDLOCK), ZooKeeper)
+    server.engine: server
+    for server in (
+        PostgreSQL,
+        MariaDB,
+        MySQL,
+        Redis,
+        DurableRedis,
+        *map(_member, REDLOCK),
+        ZooKeeper,
+    )
 }
 
 
 def start(names: Iterable[str], stack: ExitStack) -> dict[str, Server]:
-    """Start servers, and tell the settings by the environment where they are."""
+    """Start servers, and pass their ports to the settings by the environment."""
     started = {name: stack.enter_context(SERVERS[name]()) for name in sorted(names)}
     for name, server in started.items():
         os.environ[f"BENCHMARKS_{name.upper().replace('-', '_')}"] = str(server.port)
@@ -75,5 +126,7 @@ def start(names: Iterable[str], stack: ExitStack) -> dict[str, Server]:
 
 def _first_line(command: list[str]) -> str:
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    output = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
     return output.strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The settings of the benchmarks: every engine at once, at the ports that the environment names."""
+"""The settings of the benchmarks: all engines, on ports from the environment."""
 
 import os
 from importlib.util import find_spec
@@ -6,7 +6,8 @@ from pathlib import Path
 
 DIRECTORY = Path(os.environ.get("BENCHMARKS_DIRECTORY", "."))
 
-# The alias "default" is for peers that know no other; the process that measures one says what it stands for.
+# Some peers support only the alias "default". The process that measures such a peer
+# replaces it.
 DATABASES = {
     "default": {},
     "postgresql": {
@@ -22,6 +23,13 @@ DATABASES = {
         "USER": "root",
         "HOST": "127.0.0.1",
         "PORT": os.environ.get("BENCHMARKS_MARIADB", ""),
+    },
+    "mysql": {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": "dlocks",
+        "USER": "root",
+        "HOST": "127.0.0.1",
+        "PORT": os.environ.get("BENCHMARKS_MYSQL", ""),
     },
     "sqlite": {
         "ENGINE": "django.db.backends.sqlite3",
@@ -47,7 +55,7 @@ if find_spec("dlocks.backends.session"):
     KINDS["session"] = "dlocks.backends.session.SessionBackend"
 DLOCKS = {
     f"{database}-{kind}": {"BACKEND": path, "OPTIONS": {"database": database}}
-    for database in ("postgresql", "mariadb", "sqlite")
+    for database in ("postgresql", "mariadb", "mysql", "sqlite")
     for kind, path in KINDS.items()
     if (database, kind) != ("sqlite", "session")
 }
@@ -55,9 +63,17 @@ DLOCKS["default"] = DLOCKS["postgresql-pessimistic"]
 DLOCKS |= {
     name: {
         "BACKEND": "dlocks.backends.redis.RedisBackend",
-        "OPTIONS": {"url": f"redis://127.0.0.1:{os.environ.get(f'BENCHMARKS_{variable}', '0')}/0"},
+        "OPTIONS": {
+            "url": (
+                f"redis://127.0.0.1:{os.environ.get(f'BENCHMARKS_{variable}', '0')}/0"
+            )
+        },
     }
-    for name in ("redis", "redis-always", *(f"redis-{number}" for number in range(1, 6)))
+    for name in (
+        "redis",
+        "redis-always",
+        *(f"redis-{number}" for number in range(1, 6)),
+    )
     for variable in (name.upper().replace("-", "_"),)
 }
 DLOCKS["redlock"] = {

@@ -1,6 +1,8 @@
-"""The tables that the benchmarks need, and rows in them."""
+"""The tables of the benchmarks, and their rows."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from django.core.management import call_command
 from django.db import connections
@@ -8,66 +10,99 @@ from django.db import connections
 from benchmarks.contenders import TABLE
 
 _NUMBERS = {
-    # Where the numbers from {first} to {last} come from, and the key of each.
+    # The source of the numbers from {first} to {last}, and the key for a number.
     "postgresql": ("generate_series({first}, {last}) AS number", "'key-' || number"),
     "mariadb": ("seq_{first}_to_{last}", "CONCAT('key-', seq)"),
-    "sqlite": ("generated", "'key-' || number"),
+    "mysql": ("numbers", "CONCAT('key-', number)"),
+    "sqlite": ("numbers", "'key-' || number"),
 }
-_EPOCH = {"postgresql": "timestamptz '2020-01-01'", "mariadb": "'2020-01-01'", "sqlite": "'2020-01-01 00:00:00.000000'"}
+_EPOCH = {
+    "postgresql": "timestamptz '2020-01-01'",
+    "mariadb": "'2020-01-01'",
+    "mysql": "'2020-01-01'",
+    "sqlite": "'2020-01-01 00:00:00.000000'",
+}
 
 
-def create(databases: list[str], mariadb_port: int | None) -> None:
-    """Make the tables, with the rows that every contender needs."""
-    if mariadb_port is not None:
-        import MySQLdb
-
-        MySQLdb.connect(host="127.0.0.1", port=mariadb_port, user="root").query(
-            "CREATE DATABASE dlocks CHARACTER SET utf8mb4"
-        )
+def create(databases: list[str], ports: Mapping[str, int]) -> None:
+    """Create the tables, with the rows that every contender needs."""
     for database in databases:
+        if database in {"mariadb", "mysql"}:
+            import MySQLdb
+
+            MySQLdb.connect(host="127.0.0.1", port=ports[database], user="root").query(
+                "CREATE DATABASE dlocks CHARACTER SET utf8mb4"
+            )
         for app in ("dlocks", "db_mutex"):
             call_command("migrate", app, database=database, verbosity=0)
         moment, options = {
             "postgresql": ("timestamptz", " WITH (fillfactor = 50)"),
             "mariadb": ("datetime(6)", ""),
+            "mysql": ("datetime(6)", ""),
             "sqlite": ("text", ""),
         }[database]
         with connections[database].cursor() as cursor:
             cursor.execute(
-                f"CREATE TABLE {TABLE} (name varchar(255) PRIMARY KEY, version bigint NOT NULL,"
-                f" owner varchar(64) NOT NULL, end_time {moment} NOT NULL){options}"
+                f"CREATE TABLE {TABLE} (name varchar(255) PRIMARY KEY, version bigint"
+                f" NOT NULL, owner varchar(64) NOT NULL, end_time {moment} NOT"
+                f" NULL){options}"
             )
     fill(databases, 1000)
 
 
 def fill(databases: list[str], rows: int) -> None:
-    """Bring the tables to so many rows."""
+    """Add rows to the tables until each has ``rows``."""
     for database in databases:
         with connections[database].cursor() as cursor:
             for table, columns, values in (
-                (TABLE, "name, version, owner, end_time", f"{{key}}, 0, '', {_EPOCH[database]}"),
+                (
+                    TABLE,
+                    "name, version, owner, end_time",
+                    f"{{key}}, 0, '', {_EPOCH[database]}",
+                ),
                 (
                     "dlocks_resourcelock",
-                    "key_resource, status, owner, holder, end_time, hold_count, version",
+                    (
+                        "key_resource, status, owner, holder, end_time, hold_count,"
+                        " version"
+                    ),
                     f"{{key}}, 'S', '', '', {_EPOCH[database]}, 0, 1",
                 ),
             ):
-                cursor.execute(f"SELECT COUNT(*) FROM {table} WHERE {columns.partition(',')[0]} LIKE 'key-%%'", [])
+                cursor.execute(
+                    f"SELECT COUNT(*) FROM {table} WHERE {columns.partition(',')[0]}"
+                    " LIKE 'key-%%'",
+                    [],
+                )
                 first = cursor.fetchone()[0]
                 if first < rows:
-                    cursor.execute(_insert(database, table, columns, values, first, rows - 1))
-                    cursor.execute(f"ANALYZE {'TABLE ' if database == 'mariadb' else ''}{table}")
+                    cursor.execute(
+                        _insert(database, table, columns, values, first, rows - 1)
+                    )
+                    word = "TABLE " if database in {"mariadb", "mysql"} else ""
+                    cursor.execute(f"ANALYZE {word}{table}")
 
 
-def _insert(database: str, table: str, columns: str, values: str, first: int, last: int) -> str:
+def _insert(
+    database: str, table: str, columns: str, values: str, first: int, last: int
+) -> str:
     source, key = _NUMBERS[database]
-    generated = ""
-    if database == "sqlite":
+    generated = hint = ""
+    if source == "numbers":
         generated = (
-            f"WITH RECURSIVE generated (number) AS (VALUES ({first}) UNION ALL SELECT number + 1 FROM generated"
-            f" WHERE number < {last}) "
+            f"WITH RECURSIVE numbers (number) AS (SELECT {first} UNION ALL SELECT"
+            f" number + 1 FROM numbers WHERE number < {last}) "
         )
+    if database == "mysql":
+        # By default, MySQL aborts a recursion after 1,000 rows.
+        hint = f" /*+ SET_VAR(cte_max_recursion_depth = {last + 1}) */"
     source, values = source.format(first=first, last=last), values.format(key=key)
-    ignore = {"postgresql": ("", " ON CONFLICT DO NOTHING"), "mariadb": (" IGNORE", ""), "sqlite": (" OR IGNORE", "")}
-    before, after = ignore[database]
-    return f"INSERT{before} INTO {table} ({columns}) {generated}SELECT {values} FROM {source}{after}"
+    ignore = {
+        "postgresql": ("", " ON CONFLICT DO NOTHING"),
+        "sqlite": (" OR IGNORE", ""),
+    }
+    before, after = ignore.get(database, (" IGNORE", ""))
+    return (
+        f"INSERT{hint}{before} INTO {table} ({columns}) {generated}SELECT {values} FROM"
+        f" {source}{after}"
+    )

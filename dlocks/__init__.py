@@ -1,10 +1,10 @@
-"""Distributed locks for Django, on the database that the project already runs."""
+"""Distributed locks for Django, on the database that the project already uses."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlocks.backends.base import Holder
+    from dlocks.api import db_lock, db_rwlock, db_semaphore
     from dlocks.decorators import locked_view
     from dlocks.election import LeaderElection
     from dlocks.exceptions import (
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     )
     from dlocks.handover import aresume_hold, resume_hold
     from dlocks.holds import Hold
+    from dlocks.keeper import shutdown
     from dlocks.keys import user_key
-    from dlocks.kinds import ReadWriteLock, db_rwlock, db_semaphore
-    from dlocks.locks import Lock, db_lock
+    from dlocks.kinds import ReadWriteLock
+    from dlocks.locks import Lock
     from dlocks.multi import MultiHold, MultiLock
     from dlocks.schedules import SingleInstance, run_once
-    from dlocks.signals import lock_acquired, lock_detached, lock_lost, lock_released, lock_timeout
+    from dlocks.signals import (
+        lock_acquired,
+        lock_detached,
+        lock_lost,
+        lock_released,
+        lock_timeout,
+    )
+    from dlocks.values import Holder
+    from dlocks.version import __version__ as __version__
 
 __all__ = [
     "Hold",
@@ -55,14 +64,14 @@ __all__ = [
     "locked_view",
     "resume_hold",
     "run_once",
+    "shutdown",
     "user_key",
 ]
 
-__version__ = "0.1.0"
-
-# Loaded when first asked for: pytest loads the plugin of every package there is, wanted or not.
+# Modules are imported at the first access. pytest imports this package for its plugin
+# even in projects that do not use it.
 _MODULES = {
-    "backends.base": ["Holder"],
+    "api": ["Lock", "db_lock", "db_rwlock", "db_semaphore"],
     "decorators": ["locked_view"],
     "election": ["LeaderElection"],
     "exceptions": [
@@ -77,18 +86,28 @@ _MODULES = {
     ],
     "handover": ["aresume_hold", "resume_hold"],
     "holds": ["Hold"],
+    "keeper": ["shutdown"],
     "keys": ["user_key"],
-    "kinds": ["ReadWriteLock", "db_rwlock", "db_semaphore"],
-    "locks": ["Lock", "db_lock"],
+    "kinds": ["ReadWriteLock"],
     "multi": ["MultiHold", "MultiLock"],
     "schedules": ["SingleInstance", "run_once"],
-    "signals": ["lock_acquired", "lock_detached", "lock_lost", "lock_released", "lock_timeout"],
+    "signals": [
+        "lock_acquired",
+        "lock_detached",
+        "lock_lost",
+        "lock_released",
+        "lock_timeout",
+    ],
+    "values": ["Holder"],
 }
-_HOMES = {name: f"dlocks.{module}" for module, names in _MODULES.items() for name in names}
+_HOMES = {
+    name: f"dlocks.{module}" for module, names in _MODULES.items() for name in names
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = "dlocks.version" if name == "__version__" else _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module 'dlocks' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(home), name)
     return value

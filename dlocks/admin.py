@@ -1,4 +1,4 @@
-"""Locks in Django's admin: to look at, to clear when stale, and to force free."""
+"""The admin of locks: list them, clear stale ones, and force releases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from dlocks import audit, control_room, privacy
+from dlocks import audit, control_room
 from dlocks.backends.database import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
@@ -30,27 +30,27 @@ from dlocks.oversight import (
     claims,
     clear,
     describe,
-    duration,
     end_share,
     heard_of,
     in_row,
     is_column,
     is_unused,
     mode,
-    moment,
     name_of,
-    printable,
     purge,
     reason_of,
     state_of,
     take_out,
     time_left,
 )
+from dlocks.text import duration, moment, printable, shows_holder
+from dlocks.values import Kept
 
-# Locks that one action takes on: two fields of the form for each must stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
+# Locks that one action accepts. The form has two fields for each, and their number must
+# stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
 AT_ONCE = 400
 
-# Shares, and places in line, that the page of a lock shows.
+# Shared holds, and queued claims, on the page of a lock.
 SHOWN = 100
 
 # Locks that one message names.
@@ -59,7 +59,10 @@ NAMED = 10
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be taken from somebody: a lock by its version, a share by its token, or a claim by its number."""
+    """The target of an action.
+
+    It is a lock with its version, a shared hold with its token, or a claim with its id.
+    """
 
     key: str
     kind: Literal["lock", "share", "claim"]
@@ -67,7 +70,7 @@ class Target:
 
     @classmethod
     def parse(cls, key: str, field: str) -> Self:
-        """Return the target of two fields of a form, or raise ValueError."""
+        """Return the target from two fields of a form, or raise ValueError."""
         kind, _, number = field.rpartition(":")
         if kind not in {"", "share", "claim"}:
             raise ValueError(kind)
@@ -94,18 +97,25 @@ class StateFilter(admin.SimpleListFilter):
         return LockState.choices
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.filter(state=self.value()) if self.value() in LockState.values else queryset
+        return (
+            queryset.filter(state=self.value())
+            if self.value() in LockState.values
+            else queryset
+        )
 
 
 @admin.register(ResourceLock)
 class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """Read-only: a row is changed by holding the lock, and otherwise only by the actions."""
+    """A read-only admin.
+
+    A row changes only when the lock is used, or by one of the actions.
+    """
 
     list_display = ("key", "state", "who", "begin", "left", "waiting")
     list_filter = (StateFilter,)
     search_fields = ("key_resource", "holder", "owner_ip")
     ordering = ("key_resource",)
-    # The owner is the capability of the hold, so it is on no page.
+    # The owner is a secret that controls the hold, so no page shows it.
     fields = readonly_fields = (
         "key",
         "state",
@@ -135,41 +145,89 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return False
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
-        return self.backend() is not None and request.user.has_perm("dlocks.clear_resourcelock")
+        return self.backend() is not None and request.user.has_perm(
+            "dlocks.clear_resourcelock"
+        )
 
     def has_force_release_permission(self, request: HttpRequest) -> bool:
-        return self.backend() is not None and request.user.has_perm("dlocks.force_release_resourcelock")
+        return self.backend() is not None and request.user.has_perm(
+            "dlocks.force_release_resourcelock"
+        )
 
     def has_purge_permission(self, request: HttpRequest) -> bool:
-        return self.backend() is not None and request.user.has_perm("dlocks.purge_resourcelock")
+        return self.backend() is not None and request.user.has_perm(
+            "dlocks.purge_resourcelock"
+        )
 
     def get_urls(self) -> list[Any]:
-        live = self.admin_site.admin_view(lambda request: control_room.view(self, request))
-        return [path("live/", live, name="dlocks_resourcelock_live"), *super().get_urls()]
+        live = self.admin_site.admin_view(
+            lambda request: control_room.view(self, request)
+        )
+        return [
+            path("live/", live, name="dlocks_resourcelock_live"),
+            *super().get_urls(),
+        ]
 
-    def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest | None = None) -> bool:
-        # ?owner__startswith=… would tell the owner letter by letter, though no page shows it.
+    def lookup_allowed(
+        self, lookup: str, value: Any, request: HttpRequest | None = None
+    ) -> bool:
+        # ``?owner__startswith=…`` would reveal the owner letter by letter, although no
+        # page shows it.
         return lookup == StateFilter.parameter_name
 
     def get_list_display(self, request: HttpRequest) -> Any:
-        # What is not shown is not told by the order of the rows either, ...
-        shown = privacy.shows_holder()
-        return [column if shown or column != "who" else "who_unsorted" for column in self.list_display]
+        # The order of the rows must not reveal a hidden holder.
+        shown = shows_holder()
+        return [
+            column if shown or column != "who" else "who_unsorted"
+            for column in self.list_display
+        ]
 
     def get_search_fields(self, request: HttpRequest) -> Any:
-        # ... nor by what is found.
-        return self.search_fields if privacy.shows_holder() else ("key_resource",)
+        # Neither must the results of a search.
+        return self.search_fields if shows_holder() else ("key_resource",)
+
+    def changelist_view(
+        self, request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        self._find_kept(request)
+        return super().changelist_view(request, *args, **kwargs)
+
+    def changeform_view(
+        self, request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        self._find_kept(request)
+        return super().changeform_view(request, *args, **kwargs)
+
+    def _find_kept(self, request: HttpRequest) -> None:
+        """Load the expired leases that transactions keep.
+
+        This happens once per request, for all its querysets.
+        """
+        if (backend := self.backend()) is not None and self.has_view_permission(
+            request
+        ):
+            request.dlocks_kept = backend.kept()  # type: ignore[attr-defined]
 
     def get_queryset(self, request: HttpRequest) -> LockQuerySet:
+        return self.locks(request, getattr(request, "dlocks_kept", Kept()))
+
+    def locks(self, request: HttpRequest, kept: Kept) -> LockQuerySet:
         locks: Any = super().get_queryset(request)
         backend = self.backend()
         if backend is not None:
             locks = locks.using(backend.database).filter(under(backend.prefix))
-        return locks.by_clock().with_line().defer("owner")  # type: ignore[no-any-return]
+        return locks.by_clock(kept).with_line(kept).defer("owner")  # type: ignore[no-any-return]
 
-    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
-        # PostgreSQL would rather fail than look for it.
-        return None if "\0" in object_id else super().get_object(request, object_id, from_field)
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        # PostgreSQL raises an error for a NUL in a query's parameter.
+        return (
+            None
+            if "\0" in object_id
+            else super().get_object(request, object_id, from_field)
+        )
 
     def backend(self) -> DatabaseBackend | None:
         backend = backends[DEFAULT_ALIAS]
@@ -180,7 +238,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         assert backend is not None, "there is no action without"  # noqa: S101
         return backend
 
-    # The columns.
+    # Columns.
 
     @admin.display(description=gettext_lazy("key"), ordering="key_resource")
     def key(self, lock: Shown) -> str:
@@ -192,10 +250,14 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @admin.display(description=gettext_lazy("holder"), ordering="holder")
     def who(self, lock: Shown) -> str | None:
-        # The row of a shared key tells only who had it last alone.
+        # The row of a shared key describes only its last exclusive holder.
         if not in_row(lock) or not lock.holder:
             return None
-        times = "" if lock.state == LockState.FREE or lock.hold_count < 2 else f" ×{lock.hold_count}"
+        times = (
+            ""
+            if lock.state == LockState.FREE or lock.hold_count < 2
+            else f" ×{lock.hold_count}"
+        )
         return format_html(
             '<span class="dlocks-who">{}{} <small>{}</small></span>',
             name_of(lock),
@@ -219,7 +281,11 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def begin(self, lock: Shown) -> str:
         if lock.begin_time is None or not in_row(lock):
             return self.empty_value_display
-        age = "" if lock.state == LockState.FREE else _("%s ago") % duration(lock.seconds_held)
+        age = (
+            ""
+            if lock.state == LockState.FREE
+            else _("%s ago") % duration(lock.seconds_held)
+        )
         return format_html("{} <small>{}</small>", _time(lock.begin_time), age)
 
     @admin.display(description=gettext_lazy("end"), ordering="end_time")
@@ -230,7 +296,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def left(self, lock: Shown) -> str:
         if lock.state == LockState.FREE or not in_row(lock):
             return self.empty_value_display
-        return duration(lock.seconds_left) if lock.state == LockState.HELD else time_left(lock)
+        return duration(lock.seconds_left) if lock.seconds_left > 0 else time_left(lock)
 
     @admin.display(description=gettext_lazy("waiting"), ordering="waiting")
     def waiting(self, lock: Shown) -> str:
@@ -238,7 +304,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @admin.display(description=gettext_lazy("version"), ordering="version")
     def token(self, lock: Shown) -> str:
-        # People compare it with their logs, where it has no thousands separators.
+        # No thousands separators: users compare the version with their logs.
         return str(lock.version)
 
     def action_checkbox(self, obj: ResourceLock) -> Any:
@@ -247,14 +313,23 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     # The page of a lock.
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        # The row of a shared key tells only who had it last alone.
-        return self.fields if obj is None or in_row(obj) else ("key", "state", "waiting", "token")
+        # The row of a shared key describes only its last exclusive holder.
+        return (
+            self.fields
+            if obj is None or in_row(obj)
+            else ("key", "state", "waiting", "token")
+        )
 
-    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+    def render_change_form(
+        self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
         lock, backend = context.get("original"), self.backend()
         if lock is not None and backend is not None:
             of_key = claims(backend, [lock.pk])
-            sharing, in_line = of_key.filter(version__isnull=False), of_key.filter(version__isnull=True)
+            sharing, in_line = (
+                of_key.filter(version__isnull=False),
+                of_key.filter(version__isnull=True),
+            )
             may_force = self.has_force_release_permission(request)
             context |= {
                 "shares": [self._row(share, may_force) for share in sharing[:SHOWN]],
@@ -263,13 +338,19 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 "more_in_line": max(0, in_line.count() - SHOWN),
                 **self.form_of(lock),
                 "live": control_room.url(self, key=lock.pk),
-                "force_lock": may_force and in_row(lock) and lock.state != LockState.FREE,
-                "clear_stale": self._stale_fields(lock, of_key) if self.has_clear_permission(request) else [],
+                "force_lock": (
+                    may_force and in_row(lock) and lock.state != LockState.FREE
+                ),
+                "clear_stale": (
+                    self._stale_fields(lock, of_key)
+                    if self.has_clear_permission(request)
+                    else []
+                ),
             }
         return super().render_change_form(request, context, *args, **kwargs)
 
     def form_of(self, shown: Shown) -> dict[str, str]:
-        """Return what a form sends that is about a lock, a share, or a place in line."""
+        """Return the form fields that identify a lock, a shared hold or a claim."""
         target = Target.of(shown)
         return {
             "field": _to_form(target.key),
@@ -282,16 +363,25 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         for claim in in_line:
             waits = claim.state == ClaimState.WAITING
             place += waits
-            places.append({**self._row(claim, may_force and not waits), "place": place if waits else None})
+            places.append(
+                {
+                    **self._row(claim, may_force and not waits),
+                    "place": place if waits else None,
+                }
+            )
         return places
 
     def _row(self, shown: Shown, may_force: bool = False) -> dict[str, Any]:
-        """Return what a table says of a lock, a share, or a place in line."""
+        """Return the table row of a lock, a shared hold or a queued claim."""
         target = Target.of(shown)
         if target.kind == "claim":
             left = "" if shown.state == ClaimState.WAITING else heard_of(shown)
         else:
-            left = duration(shown.seconds_left) if shown.seconds_left > 0 else time_left(shown)
+            left = (
+                duration(shown.seconds_left)
+                if shown.seconds_left > 0
+                else time_left(shown)
+            )
         return {
             **self.form_of(shown),
             "key": _key(target.key),
@@ -309,11 +399,14 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return found.filter(state__in=[ClaimState.STALE, ClaimState.DEAD])
 
     def _stale_fields(self, lock: Shown, of_key: Any) -> list[str]:
-        """Return what a form sends of all that is stale here."""
+        """Return the form fields of everything stale on this page."""
         stale = [lock] if lock.state == LockState.STALE and in_row(lock) else []
-        return [Target.of(one).field for one in [*stale, *self._stale_claims(of_key)[:SHOWN]]]
+        return [
+            Target.of(one).field
+            for one in [*stale, *self._stale_claims(of_key)[:SHOWN]]
+        ]
 
-    # The actions.
+    # Actions.
 
     @admin.action(description=gettext_lazy("Clear stale locks"), permissions=["clear"])
     def clear_stale_locks(self, request: HttpRequest, queryset: Any) -> None:
@@ -326,19 +419,29 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         targets = [Target.of(claim) for claim in found]
         claimed = {target.key for target in targets}
         for key, lock in seen.items():
-            # What is not stale is told of, unless something else on the key is.
-            if lock is None or (lock.state == LockState.STALE and in_row(lock)) or key not in claimed:
+            # Report a lock that is not stale, unless its key has a stale claim.
+            if (
+                lock is None
+                or (lock.state == LockState.STALE and in_row(lock))
+                or key not in claimed
+            ):
                 targets.append(Target(key, "lock", 0 if lock is None else lock.version))
         if shown := set(request.POST.getlist("shown")):
-            # From the page of a lock: what is stale now may be another hold than was looked at.
+            # The request comes from the page of a lock. A hold that is stale now may be
+            # another one than the page showed.
             targets = [target for target in targets if target.field in shown]
             if not targets:
-                text = _("What the page showed is not stale any more, and nothing was cleared. Look at it again.")
+                text = _(
+                    "What the page showed is not stale any more, and nothing was"
+                    " cleared. Look at it again."
+                )
                 self.message_user(request, text, messages.WARNING)
                 return
         self._clear(request, targets, audit.STALE, stale_only=True)
 
-    @admin.action(description=gettext_lazy("Force release"), permissions=["force_release"])
+    @admin.action(
+        description=gettext_lazy("Force release"), permissions=["force_release"]
+    )
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         if "version" in request.POST:
             targets = self._confirmed(request)
@@ -347,35 +450,56 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             try:
                 reason = reason_of(request.POST.get("reason", ""))
             except ValueError as error:
-                return self._confirmation(request, self._as_posted(targets), error=str(error))
+                return self._confirmation(
+                    request, self._as_posted(targets), error=str(error)
+                )
             self._clear(request, targets, reason)
             return self._back(request)
         selected = self._selected(request, queryset.exclude(state=LockState.FREE))
         if selected is None:
             return None
         only = request.POST.get("only")
-        sharing = self._claims(request, selected, lambda found: found if only else found.filter(version__isnull=False))
+        sharing = self._claims(
+            request,
+            selected,
+            lambda found: found if only else found.filter(version__isnull=False),
+        )
         if sharing is None:
             return None
         shared = {share.key_resource for share in sharing}
-        locks = [lock for lock in selected.values() if lock is not None and lock.state != LockState.FREE]
-        shown = sorted([*filter(in_row, locks), *sharing], key=lambda one: Target.of(one).key)
+        locks = [
+            lock
+            for lock in selected.values()
+            if lock is not None and lock.state != LockState.FREE
+        ]
+        shown = sorted(
+            [*filter(in_row, locks), *sharing], key=lambda one: Target.of(one).key
+        )
         if only:
             shown = [one for one in shown if Target.of(one).field == only]
         if not shown:
-            self.message_user(request, _("None of the selected locks is held any more."), messages.WARNING)
+            self.message_user(
+                request,
+                _("None of the selected locks is held any more."),
+                messages.WARNING,
+            )
             return self._back(request)
         left_out = (
             0
             if only
             else sum(
-                lock is None or (lock.state == LockState.FREE and key not in shared) for key, lock in selected.items()
+                lock is None or (lock.state == LockState.FREE and key not in shared)
+                for key, lock in selected.items()
             )
         )
-        return self._confirmation(request, [(Target.of(one), one) for one in shown], left_out)
+        return self._confirmation(
+            request, [(Target.of(one), one) for one in shown], left_out
+        )
 
     @admin.action(description=gettext_lazy("Delete unused rows"), permissions=["purge"])
-    def delete_unused_rows(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+    def delete_unused_rows(
+        self, request: HttpRequest, queryset: Any
+    ) -> HttpResponse | None:
         if "version" in request.POST:
             targets = self._confirmed(request)
             if targets is not None:
@@ -384,7 +508,9 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         selected = self._selected(request, queryset.filter(state=LockState.FREE))
         if selected is None:
             return None
-        unused = [lock for lock in selected.values() if lock is not None and is_unused(lock)]
+        unused = [
+            lock for lock in selected.values() if lock is not None and is_unused(lock)
+        ]
         if not unused:
             text = _("None of the selected keys has been unused for a day.")
             self.message_user(request, text, messages.WARNING)
@@ -398,12 +524,19 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "media": self.media,
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "left_out": len(selected) - len(unused),
-            "locks": [{**self._row(lock), "end": _time(lock.end_time)} for lock in unused],
+            "locks": [
+                {**self._row(lock), "end": _time(lock.end_time)} for lock in unused
+            ],
         }
-        return TemplateResponse(request, "admin/dlocks/resourcelock/purge_confirmation.html", context)
+        return TemplateResponse(
+            request, "admin/dlocks/resourcelock/purge_confirmation.html", context
+        )
 
     def _purge(self, request: HttpRequest, targets: Iterable[Target]) -> None:
-        """Delete each row that is still as it was seen, write it to the log, and tell."""
+        """Delete each row that has not changed since it was shown.
+
+        Write each deletion to the logs, and report the result to the user.
+        """
         backend = self._own_backend()
         deleted: list[str] = []
         refused: dict[str, list[str]] = {}
@@ -420,7 +553,11 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 break
             else:
                 deleted.append(target.key)
-                self.log_change(request, ResourceLock(pk=target.key), _("Deleted the row of the unused key."))
+                self.log_change(
+                    request,
+                    ResourceLock(pk=target.key),
+                    _("Deleted the row of the unused key."),
+                )
                 self._audit(request, backend, "purge", target, row, audit.UNUSED)
         self._tell(
             request,
@@ -428,7 +565,9 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             refused,
             trouble,
             lambda number: ngettext(
-                "%(count)d row was deleted: %(keys)s", "%(count)d rows were deleted: %(keys)s", number
+                "%(count)d row was deleted: %(keys)s",
+                "%(count)d rows were deleted: %(keys)s",
+                number,
             ),
             lambda number: ngettext(
                 "%(count)d row was not deleted (%(reason)s): %(keys)s",
@@ -446,57 +585,107 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         succeeded: Callable[[int], str],
         failed: Callable[[int], str],
     ) -> None:
-        """Tell what became of the keys, in texts that are made for so many."""
+        """Report to the user what happened to the keys.
+
+        ``succeeded`` and ``failed`` return the message for a number of keys.
+        """
         if done:
             text = succeeded(len(done)) % {"count": len(done), "keys": _named(done)}
             self.message_user(request, text, messages.SUCCESS)
         for why, keys in refused.items():
-            text = failed(len(keys)) % {"count": len(keys), "reason": why, "keys": _named(keys)}
+            text = failed(len(keys)) % {
+                "count": len(keys),
+                "reason": why,
+                "keys": _named(keys),
+            }
             self.message_user(request, text, messages.WARNING)
         if trouble:
             self.message_user(request, trouble, messages.ERROR)
 
     def _confirmed(self, request: HttpRequest) -> list[Target] | None:
-        """Return what a confirmation is about, or None where it does not fit together."""
-        keys, versions = (request.POST.getlist(name) for name in (helpers.ACTION_CHECKBOX_NAME, "version"))
+        """Return the targets of a confirmation, or None if it is incomplete."""
+        keys, versions = (
+            request.POST.getlist(name)
+            for name in (helpers.ACTION_CHECKBOX_NAME, "version")
+        )
         try:
-            return [Target.parse(key, version) for key, version in zip(keys, versions, strict=True)]
+            return [
+                Target.parse(key, version)
+                for key, version in zip(keys, versions, strict=True)
+            ]
         except ValueError:
-            self.message_user(request, _("The confirmation was incomplete: nothing is changed."), messages.ERROR)
+            self.message_user(
+                request,
+                _("The confirmation was incomplete: nothing is changed."),
+                messages.ERROR,
+            )
             return None
 
-    def _as_posted(self, targets: Iterable[Target]) -> list[tuple[Target, Shown | None]]:
-        """Return each of the targets with what it is now; None where that is not the target any more."""
+    def _as_posted(
+        self, targets: Iterable[Target]
+    ) -> list[tuple[Target, Shown | None]]:
+        """Return each target with its present row, or with None if it has changed."""
         backend = self._own_backend()
         targets = list(targets)
-        keys = [target.key for target in targets if "\0" not in target.key and target.key.startswith(backend.prefix)]
+        keys = [
+            target.key
+            for target in targets
+            if "\0" not in target.key and target.key.startswith(backend.prefix)
+        ]
         numbers: dict[str, list[int]] = {"lock": [], "share": [], "claim": []}
         for target in targets:
             if is_column(target.number):
                 numbers[target.kind].append(target.number)
-        locks = ResourceLock.objects.using(backend.database).by_clock().with_line().defer("owner")
-        which = Q(version__in=numbers["share"]) | Q(version__isnull=True, pk__in=numbers["claim"])
-        found = [*locks.filter(pk__in=keys, version__in=numbers["lock"]), *claims(backend, keys).filter(which)]
+        kept = backend.kept(keys)
+        locks = (
+            ResourceLock.objects.using(backend.database)
+            .by_clock(kept)
+            .with_line(kept)
+            .defer("owner")
+        )
+        which = Q(version__in=numbers["share"]) | Q(
+            version__isnull=True, pk__in=numbers["claim"]
+        )
+        found = [
+            *locks.filter(pk__in=keys, version__in=numbers["lock"]),
+            *claims(backend, keys).filter(which),
+        ]
         now = {Target.of(one): one for one in found}
         return [(target, now.get(target)) for target in targets]
 
     def _back(self, request: HttpRequest) -> HttpResponse | None:
-        """Go back to the control room, if that is where it came from; otherwise to the list."""
+        """Return a redirect to the live page if the request came from there.
+
+        Otherwise return None, and the admin goes back to the list.
+        """
         if "live" not in request.POST:
             return None
         return HttpResponseRedirect(control_room.back_to(self, request.POST["live"]))
 
-    def _claims(self, request: HttpRequest, keys: Iterable[str], wanted: Callable[[Any], Any]) -> list[Shown] | None:
-        """Return those of the claims on the keys that are wanted, or None when they are too many."""
+    def _claims(
+        self, request: HttpRequest, keys: Iterable[str], wanted: Callable[[Any], Any]
+    ) -> list[Shown] | None:
+        """Return the claims on the keys that ``wanted`` keeps.
+
+        Return None if there are too many.
+        """
         backend = self._own_backend()
-        found = list(wanted(claims(backend, [key for key in keys if "\0" not in key]))[: AT_ONCE + 1])
+        found = list(
+            wanted(claims(backend, [key for key in keys if "\0" not in key]))[
+                : AT_ONCE + 1
+            ]
+        )
         if len(found) <= AT_ONCE:
             return found
         self._too_many(request)
         return None
 
     def _confirmation(
-        self, request: HttpRequest, shown: list[tuple[Target, Shown | None]], left_out: int = 0, error: str = ""
+        self,
+        request: HttpRequest,
+        shown: list[tuple[Target, Shown | None]],
+        left_out: int = 0,
+        error: str = "",
     ) -> HttpResponse:
         request.current_app = self.admin_site.name
         kinds = {target.kind for target, _now in shown}
@@ -509,22 +698,34 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "left_out": left_out,
             "any_held": any(
-                now is not None and now.state in {LockState.HELD, ClaimState.HELD} for _target, now in shown
+                now is not None and now.state in {LockState.HELD, ClaimState.HELD}
+                for _target, now in shown
             ),
             "any_hold": bool(kinds - {"claim"}),
             "any_share": "share" in kinds,
             "any_claim": "claim" in kinds,
-            "locks": [self._changed(target) if now is None else self._row(now) for target, now in shown],
+            "locks": [
+                self._changed(target) if now is None else self._row(now)
+                for target, now in shown
+            ],
             "reason": request.POST.get("reason", ""),
             "reason_length": REASON_LENGTH,
             "error": error,
             "live": request.POST.get("live"),
-            "back": control_room.back_to(self, request.POST["live"]) if "live" in request.POST else None,
+            "back": (
+                control_room.back_to(self, request.POST["live"])
+                if "live" in request.POST
+                else None
+            ),
         }
-        return TemplateResponse(request, "admin/dlocks/resourcelock/force_release_confirmation.html", context)
+        return TemplateResponse(
+            request,
+            "admin/dlocks/resourcelock/force_release_confirmation.html",
+            context,
+        )
 
     def _changed(self, target: Target) -> dict[str, Any]:
-        """Return what a table says of what is not there any more as it was shown."""
+        """Return the table row of a target that has changed since it was shown."""
         return {
             "field": _to_form(target.key),
             "version": target.field,
@@ -533,14 +734,25 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "token": "" if target.kind == "claim" else str(target.number),
         }
 
-    def _selected(self, request: HttpRequest, across: Any) -> dict[str, Shown | None] | None:
-        """Return the selected locks by key, None for one that is gone, or None when there are too many."""
+    def _selected(
+        self, request: HttpRequest, across: Any
+    ) -> dict[str, Shown | None] | None:
+        """Return the selected locks by key, with None for each that is gone.
+
+        Return None instead if there are too many.
+        """
         if request.POST.get("select_across") == "1":
             selected = {lock.pk: lock for lock in across[: AT_ONCE + 1]}
         else:
-            # Not by the queryset of the page: a lock that has left its filter meanwhile must be told of.
-            keys = [_from_form(key) for key in request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)]
-            found: Any = self.get_queryset(request).in_bulk([key for key in keys if "\0" not in key])
+            # The page's queryset would drop a lock that no longer matches its filter.
+            # Such a lock must be reported.
+            keys = [
+                _from_form(key)
+                for key in request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
+            ]
+            found: Any = self.get_queryset(request).in_bulk(
+                [key for key in keys if "\0" not in key]
+            )
             selected = {key: found.get(key) for key in keys}
         if len(selected) <= AT_ONCE:
             return selected
@@ -549,12 +761,23 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def _too_many(self, request: HttpRequest) -> None:
         text = _(
-            "At most %(number)d locks can be selected: nothing is changed. 'manage.py reap_locks' frees all stale ones."
+            "At most %(number)d locks can be selected: nothing is changed. 'manage.py"
+            " reap_locks' frees all stale ones."
         )
         self.message_user(request, text % {"number": AT_ONCE}, messages.ERROR)
 
-    def _clear(self, request: HttpRequest, targets: Iterable[Target], reason: str, *, stale_only: bool = False) -> None:
-        """Clear each target that is still the one that was seen, write it to the log, and tell."""
+    def _clear(
+        self,
+        request: HttpRequest,
+        targets: Iterable[Target],
+        reason: str,
+        *,
+        stale_only: bool = False,
+    ) -> None:
+        """Clear each target that has not changed since it was shown.
+
+        Write each change to the logs, and report the result to the user.
+        """
         backend = self._own_backend()
         cleared: list[str] = []
         refused: dict[str, list[str]] = {}
@@ -578,7 +801,9 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             refused,
             trouble,
             lambda number: ngettext(
-                "%(count)d lock was cleared: %(keys)s", "%(count)d locks were cleared: %(keys)s", number
+                "%(count)d lock was cleared: %(keys)s",
+                "%(count)d locks were cleared: %(keys)s",
+                number,
             ),
             lambda number: ngettext(
                 "%(count)d lock was not cleared (%(reason)s): %(keys)s",
@@ -587,10 +812,18 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             ),
         )
         if not (cleared or refused or trouble):
-            self.message_user(request, _("None of the selected locks is stale."), messages.WARNING)
+            self.message_user(
+                request, _("None of the selected locks is stale."), messages.WARNING
+            )
 
     def _audit(
-        self, request: HttpRequest, backend: DatabaseBackend, what: audit.What, target: Target, lost: Shown, reason: str
+        self,
+        request: HttpRequest,
+        backend: DatabaseBackend,
+        what: audit.What,
+        target: Target,
+        lost: Shown,
+        reason: str,
     ) -> None:
         audit.taken(
             what,
@@ -605,19 +838,30 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             database=backend.database,
         )
 
-    def _clear_one(self, backend: DatabaseBackend, target: Target, stale_only: bool) -> tuple[audit.What, Shown, str]:
-        """Clear what is still the one that was seen; return what that was, and what to log, or raise NotCleared."""
+    def _clear_one(
+        self, backend: DatabaseBackend, target: Target, stale_only: bool
+    ) -> tuple[audit.What, Shown, str]:
+        """Clear a target that has not changed since it was shown, or raise NotCleared.
+
+        Return the kind of the action, the row as it was before, and the text for the
+        log.
+        """
         if target.kind == "claim":
             claim = take_out(backend, target.key, target.number)
             return (
                 "take_out",
                 claim,
-                _("Took the claim of %(holder)s out of line.") % {"holder": describe(claim, on_page=True)},
+                _("Took the claim of %(holder)s out of line.")
+                % {"holder": describe(claim, on_page=True)},
             )
         what: audit.What = "clear" if stale_only else "force_release"
         if target.kind == "share":
             share = end_share(backend, target.key, target.number, stale_only=stale_only)
-            text = _("Ended the stale share of %(holder)s.") if stale_only else _("Ended the share of %(holder)s.")
+            text = (
+                _("Ended the stale share of %(holder)s.")
+                if stale_only
+                else _("Ended the share of %(holder)s.")
+            )
             return what, share, text % {"holder": describe(share, on_page=True)}
         lock = clear(backend, target.key, target.number, stale_only=stale_only)
         text = (
@@ -633,20 +877,32 @@ def _key(key: str) -> str:
 
 
 def _badge(shown: Shown) -> str:
-    return format_html('<span class="dlocks-state dlocks-{}">{}</span>', shown.state, state_of(shown))
+    return format_html(
+        '<span class="dlocks-state dlocks-{}">{}</span>', shown.state, state_of(shown)
+    )
 
 
 def _time(value: Any) -> str:
-    return format_html('<time datetime="{}">{}</time>', value.isoformat(), moment(value))
+    return format_html(
+        '<time datetime="{}">{}</time>', value.isoformat(), moment(value)
+    )
 
 
 def _named(keys: list[str]) -> str:
     named = ", ".join(map(printable, keys[:NAMED]))
-    return _("%(named)s and %(number)d more") % {"named": named, "number": len(keys) - NAMED} if keys[NAMED:] else named
+    return (
+        _("%(named)s and %(number)d more")
+        % {
+            "named": named,
+            "number": len(keys) - NAMED,
+        }
+        if keys[NAMED:]
+        else named
+    )
 
 
 def _to_form(key: str) -> str:
-    # A browser sends every line break in a form as CR LF.
+    # Browsers send every line break in a form as CR LF.
     return key.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

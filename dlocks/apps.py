@@ -1,4 +1,4 @@
-"""The Django app."""
+"""The configuration of the Django app."""
 
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
@@ -9,4 +9,5 @@ class DlocksConfig(AppConfig):
     verbose_name = _("Distributed locks")
 
     def ready(self) -> None:
-        from dlocks import checks  # noqa: F401 (registers the system checks)
+        # They register the system checks and the observers of locks.
+        from dlocks import checks, history, telemetry  # noqa: F401

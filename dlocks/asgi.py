@@ -1,4 +1,4 @@
-"""What an ASGI server tells of its end, so that the process gives back what it holds."""
+"""A wrapper for ASGI applications that releases locks when the server stops."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from dlocks import clock
 from dlocks.coroutines import acquiring
 from dlocks.keeper import keeper
 
@@ -14,18 +15,20 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
-# How long tasks are given to leave their blocks.
+# Seconds that cancelled tasks have to leave their blocks.
 PATIENCE = 5.0
 
 
 def release_at_shutdown(application: Application) -> Application:
-    """
-    Return the application with an answer to the server's ``lifespan``, which Django's own has not.
+    """Return the application with a handler for the server's ``lifespan``.
 
-    A server may end its process by the very signal that it was told to end by: requests that have not ended in time
-    are not waited for, and nothing is run at the exit. At the lifespan's shutdown, which comes before, tasks that
-    hold a lock or wait for one are cancelled, and what the process still holds is given back: the next holder can
-    have at once what otherwise runs out with its ttl.
+    Django's own application has no such handler.
+
+    A server may end its process by the same signal that stopped the server. It then
+    neither waits for requests that are still running nor runs exit handlers. The
+    lifespan's shutdown comes before that. Tasks that hold a lock or wait for one are
+    cancelled, and the process's remaining holds are released. The next holder acquires
+    such a key at once instead of after its ttl.
     """
 
     async def with_lifespan(scope: Any, receive: Receive, send: Send) -> None:
@@ -35,10 +38,16 @@ def release_at_shutdown(application: Application) -> Application:
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        if tasks := {task for task in asyncio.all_tasks() if task in acquiring or keeper.keeps_for(task)}:
+        if tasks := {
+            task
+            for task in asyncio.all_tasks()
+            if task in acquiring or keeper.keeps_for(task)
+        }:
             for task in tasks:
-                task.cancel("the server ends")
-            await asyncio.wait(tasks, timeout=PATIENCE)
+                task.cancel("The server is shutting down.")
+            await clock.wait_for_any(
+                [asyncio.gather(*tasks, return_exceptions=True)], PATIENCE
+            )
         await asyncio.to_thread(keeper.run, keeper.close)
         await send({"type": "lifespan.shutdown.complete"})
 

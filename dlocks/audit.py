@@ -1,4 +1,7 @@
-"""The audit: who took what from whom, and why. One line of the logger ``dlocks.audit`` for each."""
+"""The audit log, written to the logger ``dlocks.audit``.
+
+Each line names an intervention, the operator and the reason.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ logger = logging.getLogger("dlocks.audit")
 
 What = Literal["clear", "force_release", "take_out", "purge"]
 
-# The reasons that nobody has to give.
+# Reasons that an operator need not enter.
 STALE, UNUSED = "stale", "unused"
 
 
@@ -31,15 +34,15 @@ def taken(
     via: str,
     database: str,
 ) -> None:
-    """
-    Write that a lock, a share or a claim was taken from its holder; ``number`` is the version, token or number of it.
+    """Log that a hold, a shared hold or a claim was taken from its holder.
 
-    The owner is the capability of the hold, and is not among the facts.
+    ``number`` is its version, token or number. The owner is secret and left out.
     """
-    # Every text is quoted as Python would: nothing in it can end the line, or pass for another fact.
+    # %r keeps a text from ending the line and from imitating another field.
     _write(
         database,
-        f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s), by %r via %s: %r",
+        f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s),"
+        " by %r via %s: %r",
         (key, number, holder, owner_ip or "-", by, via, reason),
         {
             "audit_action": what,
@@ -55,11 +58,21 @@ def taken(
     )
 
 
-def reaped(*, freed: int, deleted: int, forgotten: int, by: str, via: str, alias: str, database: str) -> None:
-    """Write how much a run of reaping has freed and deleted."""
+def reaped(
+    *,
+    freed: int,
+    deleted: int,
+    forgotten: int,
+    by: str,
+    via: str,
+    alias: str,
+    database: str,
+) -> None:
+    """Log how many rows one reaping run has freed and deleted."""
     _write(
         database,
-        "reap of %r: %d freed, %d unused rows deleted, %d records deleted, by %r via %s",
+        "reap of %r: %d freed, %d unused rows deleted, %d records deleted, by %r"
+        " via %s",
         (alias, freed, deleted, forgotten, by, via),
         {
             "audit_action": "reap",
@@ -73,7 +86,7 @@ def reaped(*, freed: int, deleted: int, forgotten: int, by: str, via: str, alias
 
 
 def operator() -> str:
-    """Return who runs this process, as the system knows them."""
+    """Return the system user and the host of this process."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -81,12 +94,14 @@ def operator() -> str:
     return f"{name}@{socket.gethostname()}"
 
 
-def _write(database: str, message: str, values: tuple[Any, ...], facts: dict[str, Any]) -> None:
+def _write(
+    database: str, message: str, values: tuple[Any, ...], facts: dict[str, Any]
+) -> None:
     def write() -> None:
         logger.info(message, *values, extra=facts)
 
     if connections[database].in_atomic_block:
-        # What is rolled back has not been done.
+        # A change that is rolled back must not be logged.
         transaction.on_commit(write, using=database, robust=True)
     else:
         write()

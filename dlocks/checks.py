@@ -1,7 +1,8 @@
-"""System checks: what in the settings and in the database would make locks unsafe or useless."""
+"""System checks for settings and databases that make locks unsafe."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -9,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.conf import settings
 from django.core import checks
+from django.core.checks.registry import CheckRegistry
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
 from django.db.utils import Error
 
-from dlocks import privacy
-from dlocks.backends.session.wires import wire_class
-from dlocks.conf import backends
+from dlocks.conf import UnknownDatabaseError, backends
 from dlocks.exceptions import LockBackendError
+from dlocks.sql.schemas import find_tables
+from dlocks.text import HASH
 
 if TYPE_CHECKING:
     from dlocks.backends.base import BaseBackend
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @checks.register("dlocks")
 def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
-    """Check that the app is installed, and each alias of DLOCKS."""
+    """Check that the app is installed, and check each alias of DLOCKS."""
     messages: list[checks.CheckMessage] = []
     if not apps.is_installed("dlocks"):
         messages.append(
@@ -37,125 +38,63 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
             )
         )
     shown = getattr(settings, "DLOCKS_SHOW_HOLDER", True)
-    # Not by equality alone: 1 is not True.
-    if not isinstance(shown, bool) and shown != privacy.HASH:
+    # The type is checked too, since 1 equals True.
+    if not isinstance(shown, bool) and shown != HASH:
         messages.append(
             checks.Error(
                 f"DLOCKS_SHOW_HOLDER is {shown!r}, so holders are hidden.",
-                hint=f"Set it to True, {privacy.HASH!r} or False.",
+                hint=f"Set it to True, {HASH!r} or False.",
                 id="dlocks.E008",
             )
         )
     try:
         aliases = list(backends)
     except ImproperlyConfigured as error:
-        return [*messages, checks.Error(str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002")]
+        return [
+            *messages,
+            checks.Error(
+                str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002"
+            ),
+        ]
     for alias in aliases:
         try:
             messages += backends[alias].check()
+        except UnknownDatabaseError as error:
+            messages.append(
+                checks.Error(
+                    str(error), hint="Correct the DLOCKS setting.", id="dlocks.E003"
+                )
+            )
         except ImproperlyConfigured as error:
-            messages.append(checks.Error(str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002"))
+            messages.append(
+                checks.Error(
+                    str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002"
+                )
+            )
     return messages
-
-
-def check_database_backend(backend: DatabaseBackend) -> list[checks.CheckMessage]:
-    """Check what the settings say of a backend's database, without asking it."""
-    alias, database = backend.alias, backend.database
-    if database not in connections.settings:
-        return [_no_such_database(alias, database)]
-    connection = connections[database]
-    options = connection.settings_dict["OPTIONS"]
-    if connection.vendor == "sqlite":
-        if connection.is_in_memory_db():  # type: ignore[attr-defined]
-            return [
-                checks.Warning(
-                    f"The locks of DLOCKS[{alias!r}] are in an in-memory SQLite database, which each connection and "
-                    "process has for itself: they exclude nobody outside of the thread.",
-                    hint="Use a database in a file, or dlocks.backends.memory.MemoryBackend in tests.",
-                    id="dlocks.W001",
-                )
-            ]
-        if str(options.get("transaction_mode", "")).upper() not in {"IMMEDIATE", "EXCLUSIVE"}:
-            return [
-                checks.Warning(
-                    f"Transactions on the SQLite database {database!r} begin as readers, and fail at once with "
-                    "'database is locked' when they come to write, as a lock inside of them does.",
-                    hint=f"Set DATABASES[{database!r}]['OPTIONS']['transaction_mode'] = 'IMMEDIATE'.",
-                    id="dlocks.W002",
-                )
-            ]
-    elif connection.vendor == "mysql":
-        level = options.get("isolation_level", "read committed")
-        if str(level).lower() != "read committed":
-            return [
-                checks.Warning(
-                    f"Transactions on database {database!r} run at {level or 'the server default'}, where a snapshot "
-                    "older than the lock hides what its last holder did: locks inside transactions are refused.",
-                    hint=f"Set DATABASES[{database!r}]['OPTIONS']['isolation_level'] = 'read committed'.",
-                    id="dlocks.W003",
-                )
-            ]
-    elif connection.vendor == "postgresql":
-        # psycopg's numbers: read uncommitted and read committed; the server's default is the latter.
-        if options.get("isolation_level") not in {None, 1, 2}:
-            return [
-                checks.Warning(
-                    f"Transactions on database {database!r} run at an isolation level above READ COMMITTED, where a"
-                    " snapshot older than the lock hides what its last holder did: locks inside transactions are"
-                    " refused.",
-                    hint=f"Leave out DATABASES[{database!r}]['OPTIONS']['isolation_level'].",
-                    id="dlocks.W003",
-                )
-            ]
-    else:
-        return [
-            checks.Error(
-                f"DLOCKS[{alias!r}] is on database {database!r} of the kind {connection.vendor!r}.",
-                hint="Use PostgreSQL, MariaDB, MySQL or SQLite.",
-                id="dlocks.E004",
-            )
-        ]
-    return []
-
-
-def check_session_backend(backend: SessionBackend) -> list[checks.CheckMessage]:
-    """Check what the settings say of a session backend's database, without asking it."""
-    if backend.database not in connections.settings:
-        return [_no_such_database(backend.alias, backend.database)]
-    try:
-        wire_class(backend.database)
-    except ImproperlyConfigured as error:
-        return [
-            checks.Error(
-                f"DLOCKS[{backend.alias!r}]: {error}",
-                hint="Choose another BACKEND, or another database.",
-                id="dlocks.E004",
-            )
-        ]
-    return []
-
-
-def _no_such_database(alias: str, database: str) -> checks.CheckMessage:
-    return checks.Error(
-        f"DLOCKS[{alias!r}] names the database {database!r}, which DATABASES does not have.",
-        hint=f"Use one of {', '.join(map(repr, connections.settings))}.",
-        id="dlocks.E003",
-    )
 
 
 @checks.register("dlocks", deploy=True)
 def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
-    """Check that each alias of DLOCKS is for more than tests ('manage.py check --deploy')."""
+    """Check that no alias of DLOCKS has a backend for tests.
+
+    It is run by 'manage.py check --deploy'.
+    """
     from dlocks.backends.dummy import DummyBackend
     from dlocks.backends.memory import MemoryBackend
 
     messages: list[checks.CheckMessage] = []
     for alias, backend in _made():
         if isinstance(backend, (DummyBackend, MemoryBackend)):
-            whom = "nobody" if isinstance(backend, DummyBackend) else "nobody outside of the process"
+            whom = (
+                "nobody"
+                if isinstance(backend, DummyBackend)
+                else "nobody outside of the process"
+            )
             messages.append(
                 checks.Warning(
-                    f"The locks of DLOCKS[{alias!r}] are those of {type(backend).__name__}, and exclude {whom}.",
+                    f"The locks of DLOCKS[{alias!r}] are those of"
+                    f" {type(backend).__name__}, and exclude {whom}.",
                     hint="It is for tests: choose another BACKEND.",
                     id="dlocks.W007",
                 )
@@ -164,7 +103,10 @@ def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
 
 
 def _made() -> Iterator[tuple[str, BaseBackend]]:
-    """Yield those of the backends that can be made; another check tells why the others cannot."""
+    """Yield the backends that can be created.
+
+    Another check reports why the others cannot.
+    """
     try:
         aliases = list(backends)
     except ImproperlyConfigured:
@@ -175,12 +117,20 @@ def _made() -> Iterator[tuple[str, BaseBackend]]:
 
 
 @checks.register("dlocks", checks.Tags.database)
-def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[checks.CheckMessage]:
-    """Check the tables themselves, where the databases are asked ('manage.py check --database default')."""
+def check_tables(
+    databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[checks.CheckMessage]:
+    """Check the tables in the databases.
+
+    It is run by 'manage.py check --database default'.
+    """
     from dlocks.backends.database import DatabaseBackend
     from dlocks.backends.session import SessionBackend
 
     messages: list[checks.CheckMessage] = []
+    if not apps.is_installed("dlocks"):
+        # Without the app there are no models to compare with.
+        return messages
     seen = set()
     for _, backend in _made():
         if getattr(backend, "database", None) not in (databases or []):
@@ -190,9 +140,13 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> list[
         if not isinstance(backend, DatabaseBackend):
             continue
         if backend.database not in seen:
-            messages += _check_migrated(backend)
+            # A session does not find tables in another schema, so they would be
+            # reported as missing.
+            messages += _check_schema(backend) or _check_migrated(backend)
             if backend.connection.vendor == "mysql":
                 messages += _check_innodb(backend)
+            if backend.connection.vendor != "sqlite":
+                messages += _check_isolation(backend)
         seen.add(backend.database)
     return messages
 
@@ -201,7 +155,11 @@ def _check_session(backend: SessionBackend) -> list[checks.CheckMessage]:
     try:
         backend.try_session()
     except ImproperlyConfigured as error:
-        return [checks.Error(str(error), hint="See docs/how-to/session-locks.md.", id="dlocks.E007")]
+        return [
+            checks.Error(
+                str(error), hint="See docs/how-to/session-locks.md.", id="dlocks.E007"
+            )
+        ]
     except LockBackendError as error:
         return [checks.Warning(str(error), id="dlocks.W005")]
     return []
@@ -211,23 +169,57 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     from dlocks.models import HoldRecord, LockClaim, ResourceLock
 
     locks, claims = ResourceLock._meta.db_table, LockClaim._meta.db_table
-    needed = {claims: "whoever has to wait for a lock fails", HoldRecord._meta.db_table: "no hold is recorded"}
+    needed = {
+        claims: "whoever has to wait for a lock fails",
+        HoldRecord._meta.db_table: "no hold is recorded",
+    }
     try:
         with backend.connection.cursor() as cursor:
             tables = backend.connection.introspection.table_names(cursor)
     except Error as error:
-        return [checks.Warning(f"The tables of dlocks could not be looked at: {error}", id="dlocks.W005")]
-    # Neither is there before the first migrate, which runs this check and must not be in its own way.
+        return [
+            checks.Warning(
+                f"The tables of dlocks could not be looked at: {error}",
+                id="dlocks.W005",
+            )
+        ]
+    hint = f"Run 'manage.py migrate dlocks --database {backend.database}'."
+    if locks not in tables:
+        # The first 'manage.py migrate' also runs this check, just before it creates the
+        # table.
+        if sys.argv[1:2] == ["migrate"]:
+            return []
+        what = (
+            f"Database {backend.database!r} does not have the table {locks}: every lock"
+            " on it fails."
+        )
+        return [checks.Warning(what, hint=hint, id="dlocks.W006")]
     return [
         checks.Warning(
-            f"Database {backend.database!r} has the table {locks} but not {table}: it is at an older version of "
-            f"dlocks, and {consequence}.",
-            hint=f"Run 'manage.py migrate dlocks --database {backend.database}'.",
+            f"Database {backend.database!r} has the table {locks} but not {table}: it"
+            f" is at an older version of dlocks, and {consequence}.",
+            hint=hint,
             id="dlocks.W006",
         )
         for table, consequence in needed.items()
-        if locks in tables and table not in tables
+        if table not in tables
     ]
+
+
+def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+    if backend.connection.vendor != "postgresql":
+        return []
+    try:
+        refusal = find_tables(backend.connection).refusal(backend.database)
+    except Error as error:
+        return [
+            checks.Warning(
+                f"The schemas of dlocks could not be looked at: {error}",
+                id="dlocks.W005",
+            )
+        ]
+    # This is a warning, since an error would stop the migrate that solves the problem.
+    return [] if refusal is None else [checks.Warning(refusal, id="dlocks.W008")]
 
 
 def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
@@ -249,19 +241,26 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
             )
             engines = sorted(cursor.fetchall())
             cursor.execute(
-                "SELECT table_name, column_name, collation_name FROM information_schema.columns"
-                " WHERE table_schema = DATABASE() AND table_name IN (%s, %s)",
+                "SELECT table_name, column_name, collation_name FROM"
+                " information_schema.columns WHERE table_schema = DATABASE() AND"
+                " table_name IN (%s, %s)",
                 [ResourceLock._meta.db_table, LockClaim._meta.db_table],
             )
-            collations = {(table, column): collation for table, column, collation in cursor.fetchall()}
-            cursor.execute(backend.dialect.show_isolation)
-            level, *all_or_nothing = cursor.fetchone()
+            collations = {
+                (table, column): collation
+                for table, column, collation in cursor.fetchall()
+            }
     except Error as error:
-        return [checks.Warning(f"The tables of dlocks could not be looked at: {error}", id="dlocks.W005")]
+        return [
+            checks.Warning(
+                f"The tables of dlocks could not be looked at: {error}",
+                id="dlocks.W005",
+            )
+        ]
     messages += [
         checks.Error(
-            f"The table {table} on database {backend.database!r} is {engine}, which has neither transactions "
-            "nor row locks: its locks are not safe.",
+            f"The table {table} on database {backend.database!r} is {engine}, which has"
+            " neither transactions nor row locks: its locks are not safe.",
             hint=f"ALTER TABLE {table} ENGINE = InnoDB;",
             id="dlocks.E005",
         )
@@ -272,30 +271,97 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         table, column = field.model._meta.db_table, field.column
         wanted = field.db_parameters(backend.connection)["collation"]
         if (found := collations.get((table, column), wanted)) != wanted:
-            definition = f"{field.db_type(backend.connection)} COLLATE {wanted} NOT NULL"
+            definition = (
+                f"{field.db_type(backend.connection)} COLLATE {wanted} NOT NULL"
+            )
             messages.append(
                 checks.Error(
-                    f"{table}.{column} on database {backend.database!r} has the collation {found}, by which keys that "
-                    "differ may be the same lock.",
+                    f"{table}.{column} on database {backend.database!r} has the"
+                    f" collation {found}, by which keys that differ may be the same"
+                    " lock.",
                     hint=f"ALTER TABLE {table} MODIFY {column} {definition};",
                     id="dlocks.E006",
                 )
             )
-    if level.upper() != "READ-COMMITTED":
+    return messages
+
+
+def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+    """Check the isolation level of a session.
+
+    It may be a default of the server, the database or the role.
+    """
+    connection = backend.connection
+    options = connection.settings_dict["OPTIONS"]
+    if connection.vendor == "postgresql" and options.get("isolation_level") is not None:
+        # The driver sets it at each BEGIN, and another check has examined it.
+        return []
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(backend.dialect.show_isolation)
+            level, *all_or_nothing = cursor.fetchone()
+    except Error:
+        # The checks of the tables have reported the error.
+        return []
+    messages: list[checks.CheckMessage] = []
+    # PostgreSQL treats READ UNCOMMITTED as READ COMMITTED.
+    fit = (
+        {"READ COMMITTED", "READ UNCOMMITTED"}
+        if connection.vendor == "postgresql"
+        else {"READ COMMITTED"}
+    )
+    if level.upper().replace("-", " ") not in fit:
+        if connection.vendor == "mysql":
+            how = "'read committed'"
+        else:
+            how = (
+                "IsolationLevel.READ_COMMITTED, or change default_transaction_isolation"
+                " on the server"
+            )
         messages.append(
             checks.Warning(
-                f"Sessions on database {backend.database!r} run at {level}: locks inside transactions are refused.",
-                hint=f"Set DATABASES[{backend.database!r}]['OPTIONS']['isolation_level'] = 'read committed'.",
+                f"Sessions on database {backend.database!r} run at {level}: locks"
+                " inside transactions are refused.",
+                hint=(
+                    f"Set DATABASES[{backend.database!r}]['OPTIONS']['isolation_level']"
+                    f" = {how}."
+                ),
                 id="dlocks.W004",
             )
         )
     if any(all_or_nothing):
         messages.append(
             checks.Warning(
-                f"The server of database {backend.database!r} runs with innodb_rollback_on_timeout=ON, and a key that "
-                "is busy would take back a whole transaction: locks inside transactions are refused.",
-                hint="Switch it off in the configuration of the server, or lock with scope='lease'.",
+                f"The server of database {backend.database!r} runs with"
+                " innodb_rollback_on_timeout=ON, and a key that is busy would take"
+                " back a whole transaction: locks inside transactions are refused.",
+                hint=(
+                    "Switch it off in the configuration of the server, or lock with"
+                    " scope='lease'."
+                ),
                 id="dlocks.W004",
             )
         )
     return messages
+
+
+def _join_running_checks() -> None:
+    """Add a check to the running checks if one of them imported this module.
+
+    An installed app registers its checks when Django starts. Otherwise the first import
+    may come from the views, which Django imports to check the URLs. By then it has
+    already listed the checks.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if (
+            frame.f_code is CheckRegistry.run_checks.__code__
+            and not frame.f_locals["tags"]
+        ):
+            frame.f_locals["checks"].append(check_settings)
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+if apps.ready and not apps.is_installed("dlocks"):
+    _join_running_checks()

@@ -1,26 +1,51 @@
-"""From the DLOCKS setting to backends: one of each alias for the whole process."""
+"""The backends of the DLOCKS setting, one per alias and process."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
+from django.db import connections
 from django.utils.module_loading import import_string
 
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import BaseBackend, Runtime
 from dlocks.keeper import OUTSIDE_PATIENCE, keeper
 
+T = TypeVar("T")
+
 DEFAULT_ALIAS = "default"
-DEFAULT: dict[str, Any] = {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}
+DEFAULT: dict[str, Any] = {
+    DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.database.PessimisticBackend"}
+}
+
+
+class UnknownDatabaseError(ImproperlyConfigured):
+    """The database of a DLOCKS alias is missing from DATABASES."""
+
+
+class KeeperRuntime(Runtime):
+    """The runtime that uses the threads and the holds of the keeper."""
+
+    def run(self, function: Callable[[], T]) -> T:
+        return keeper.run(function, self.backend, patience=OUTSIDE_PATIENCE)
+
+    def call_later(self, function: Callable[[], None], seconds: float) -> None:
+        keeper.later(function, seconds, self.backend)
+
+    def on_lost(self, owners: Collection[str], why: str) -> None:
+        keeper.tell_lost(owners, why)
+
+    def backend_of(self, alias: str) -> BaseBackend:
+        return backends[alias]
 
 
 class BackendHandler:
-    """The backends by alias, made when first asked for."""
+    """The backends by alias, created on first access."""
 
     def __init__(self) -> None:
         self._backends: dict[str, BaseBackend] = {}
@@ -30,7 +55,9 @@ class BackendHandler:
     def settings(self) -> dict[str, Any]:
         configured = getattr(settings, "DLOCKS", {})
         if not isinstance(configured, dict):
-            raise ImproperlyConfigured(f"DLOCKS is a dict of aliases, not {type(configured).__name__}.")
+            raise ImproperlyConfigured(
+                f"DLOCKS is a dict of aliases, not {type(configured).__name__}."
+            )
         return {**DEFAULT, **configured}
 
     def __getitem__(self, alias: str) -> BaseBackend:
@@ -46,36 +73,48 @@ class BackendHandler:
         return iter(self.settings)
 
     def reset(self) -> None:
-        """Forget the backends, so that changed settings take effect."""
+        """Discard the backends, so that changed settings take effect."""
         with self._mutex:
             self._backends.clear()
 
     def _make(self, alias: str) -> BaseBackend:
         if alias not in self.settings:
-            raise ImproperlyConfigured(f"DLOCKS has no alias {alias!r}; it has {', '.join(map(repr, self.settings))}.")
+            raise ImproperlyConfigured(
+                f"DLOCKS has no alias {alias!r}; it has"
+                f" {', '.join(map(repr, self.settings))}."
+            )
         conf = self.settings[alias]
         options = conf.get("OPTIONS", {}) if isinstance(conf, dict) else None
         if not isinstance(options, dict):
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}] is a dict, and so are its 'OPTIONS'.")
+            raise ImproperlyConfigured(
+                f"DLOCKS[{alias!r}] is a dict, and so are its 'OPTIONS'."
+            )
         conf, options = dict(conf), dict(options)
         path = conf.pop("BACKEND", None)
         conf.pop("OPTIONS", None)
         if conf:
             raise ImproperlyConfigured(
-                f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it takes 'BACKEND' and 'OPTIONS'."
+                f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it"
+                " takes 'BACKEND' and 'OPTIONS'."
             )
         if path is None:
             raise ImproperlyConfigured(f"DLOCKS[{alias!r}] names no 'BACKEND'.")
         if not isinstance(path, str):
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'] is a dotted path, not {path!r}.")
+            raise ImproperlyConfigured(
+                f"DLOCKS[{alias!r}]['BACKEND'] is a dotted path, not {path!r}."
+            )
         try:
             backend_class = import_string(path)
         except (ImportError, ValueError) as error:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}"
             ) from error
-        if not (isinstance(backend_class, type) and issubclass(backend_class, BaseBackend)):
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend.")
+        if not (
+            isinstance(backend_class, type) and issubclass(backend_class, BaseBackend)
+        ):
+            raise ImproperlyConfigured(
+                f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend."
+            )
         known = options_of(backend_class)
         for option in options:
             if option not in known:
@@ -86,11 +125,19 @@ class BackendHandler:
         try:
             backend = backend_class(alias, **options)
         except (TypeError, ValueError) as error:
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}]['OPTIONS']: {error}") from error
-        backend.outside = lambda function: keeper.run(  # type: ignore[method-assign]
-            function, backend, patience=OUTSIDE_PATIENCE
-        )
-        backend.tell_lost = keeper.tell_lost  # type: ignore[method-assign]
+            raise ImproperlyConfigured(
+                f"DLOCKS[{alias!r}]['OPTIONS']: {error}"
+            ) from error
+        if (
+            "database" in known
+            and (database := backend.database) not in connections.settings
+        ):
+            raise UnknownDatabaseError(
+                f"DLOCKS[{alias!r}]['OPTIONS']['database'] is {database!r}, which"
+                " DATABASES does not have; it has"
+                f" {', '.join(map(repr, connections.settings))}."
+            )
+        backend.runtime = KeeperRuntime(backend)
         return backend
 
 
@@ -100,7 +147,9 @@ def options_of(backend_class: type) -> set[str]:
         name
         for base in backend_class.__mro__
         if "__init__" in vars(base)
-        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
+        for name, parameter in inspect.signature(
+            vars(base)["__init__"]
+        ).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
 
@@ -117,12 +166,19 @@ def _setting_changed(*, setting: str, enter: bool | None = None, **kwargs: Any) 
 
 
 def _forget_holds() -> None:
-    """End what a test has left behind within the process: the next one, whose backends are others, would enter it."""
+    """End the holds that a test has left in this process.
+
+    The next test has new backends, and would otherwise enter these holds again.
+    """
     from dlocks.backends.dummy import DummyBackend
     from dlocks.backends.memory import MemoryBackend
     from dlocks.holds import holds_by_caller
 
-    theirs = [one for one in backends._backends.values() if isinstance(one, (MemoryBackend, DummyBackend))]
+    theirs = [
+        one
+        for one in backends._backends.values()
+        if isinstance(one, (MemoryBackend, DummyBackend))
+    ]
     for hold in list(holds_by_caller.values()):
         if hold.backend in theirs:
             hold._end()

@@ -1,8 +1,8 @@
-"""
-This thread's connections, as ``django.db.connections`` has them, for where they are looked at again and again.
+"""Fast access to the database connections of this thread.
 
-Django keeps them in a ``Local`` of asgiref's, which asks at every look whether an event loop runs, and is told so by an
-exception: a few of them cost as much as all the rest of a lock does in Python.
+Each access to asgiref's ``Local``, where Django keeps them, checks for a running event
+loop. An exception says that there is none. A few such accesses cost as much as all the
+rest of a lock in Python.
 """
 
 from __future__ import annotations
@@ -26,28 +26,42 @@ def connection_of(alias: str) -> BaseDatabaseWrapper:
 
 
 def in_atomic_blocks() -> Sequence[BaseDatabaseWrapper]:
-    """Return those of this thread's connections that are in an atomic block."""
+    """Return the connections of this thread that are in an atomic block."""
     opened = []
     if found := _here():
         for alias, connection in list(found.items()):
-            # There may be values for event loops beside them.
+            # There may also be values for event loops.
             if alias in connections.settings and connection.in_atomic_block:
                 opened.append(connection)
         return opened
-    return [connection for connection in connections.all(initialized_only=True) if connection.in_atomic_block]
+    return [
+        connection
+        for connection in connections.all(initialized_only=True)
+        if connection.in_atomic_block
+    ]
 
 
 def _here() -> Mapping[str, Any]:
-    """Return this thread's connections by alias; nothing where they have to be asked for in Django's own way."""
-    if _get_running_loop() is not None or type(connections).__getitem__ is not _DJANGOS_OWN:
+    """Return this thread's connections by alias.
+
+    It is empty where only Django's own access is correct.
+    """
+    if (
+        _get_running_loop() is not None
+        or type(connections).__getitem__ is not _DJANGOS_OWN
+    ):
         return {}
     known, storage = _known
-    found: Mapping[str, Any] = vars(storage if known is connections._connections else _storage())  # type: ignore[attr-defined]
+    mine = connections._connections  # type: ignore[attr-defined]
+    found: Mapping[str, Any] = vars(storage if known is mine else _storage())
     return found
 
 
 def _storage() -> Any:
-    """Return where the connections of all threads are kept, and know it from now on; or what is empty."""
+    """Find and remember the storage of all threads' connections.
+
+    Return an empty object if asgiref does not store them as expected.
+    """
     global _known
     kept = connections._connections  # type: ignore[attr-defined]
     storage = getattr(kept, "_storage", None) if _is_plain() else None
@@ -61,7 +75,7 @@ _DJANGOS_OWN = BaseConnectionHandler.__getitem__
 
 @cache
 def _is_plain() -> bool:
-    """Try whether asgiref keeps what belongs to a thread, where no loop runs, in a plain ``threading.local``."""
+    """Return whether asgiref uses a plain ``threading.local`` without a loop."""
     probe = Local(thread_critical=True)
     probe.value = probe
     storage = getattr(probe, "_storage", None)

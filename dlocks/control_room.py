@@ -1,4 +1,7 @@
-"""The control room of the admin: the locks of this moment and of the last hour, on a page that keeps itself current."""
+"""The live page of the admin: current locks, and the holds of the last hour.
+
+The page refreshes itself.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from django.contrib.admin.utils import quote
 from django.core.exceptions import PermissionDenied
@@ -19,35 +22,54 @@ from django.urls import reverse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
-from dlocks.backends.base import KEY_LENGTH
+from dlocks.backends.database import DatabaseBackend
 from dlocks.models import ClaimState, HoldRecord, LockClaim, LockState, under
-from dlocks.oversight import Shown, address_of, duration, in_row, moment, name_of, printable, state_of, time_left
+from dlocks.oversight import Shown, address_of, in_row, name_of, state_of, time_left
+from dlocks.text import duration, moment, printable
+from dlocks.values import KEY_LENGTH, Kept
 
-if TYPE_CHECKING:
-    from dlocks.admin import ResourceLockAdmin
-
-# Locks on one page, and claims behind each.
+# Locks per page, and waiters shown for each lock.
 LOCKS, IN_LINE = 50, 3
-# Minutes of the past, and how many holds of them are shown as the longest.
+# Minutes of history, and the number of longest holds shown.
 MINUTES, LONGEST = 60, 6
-# Holds in the timeline of a key, and how many beside each other.
+# Holds in the timeline of a key, and rows in which overlapping holds are drawn.
 HOLDS, LANES = 60, 6
-# Seconds after which the page asks for each of its parts again.
+# Seconds between two refreshes of each part of the page.
 EVERY = {"now": 2, "past": 15}
-
-# The drawings: units of their view boxes.
+# Sizes of the charts, in units of their view boxes.
 WIDTH, HEIGHT, LANE = 1000, 100, 14
 
 
-def view(admin: ResourceLockAdmin, request: HttpRequest) -> HttpResponse:
-    """Show the page; with ``?part=`` one part of it, for its script. With ``?key=`` it is about that key alone."""
+class LockAdmin(Protocol):
+    """The part of the admin of locks that the page uses."""
+
+    admin_site: Any
+    opts: Any
+
+    @property
+    def media(self) -> Any: ...
+    def has_view_permission(self, request: HttpRequest) -> bool: ...
+    def has_force_release_permission(self, request: HttpRequest) -> bool: ...
+    def backend(self) -> DatabaseBackend | None: ...
+    def locks(self, request: HttpRequest, kept: Kept) -> Any: ...
+    def form_of(self, shown: Shown) -> dict[str, str]: ...
+
+
+def view(admin: LockAdmin, request: HttpRequest) -> HttpResponse:
+    """Return the page.
+
+    With ``?part=``, return one part of it, for the page's script. With ``?key=``, show
+    only that key.
+    """
     if not admin.has_view_permission(request):
         raise PermissionDenied
     request.current_app = admin.admin_site.name
     room = Room(admin, request)
     part = request.GET.get("part")
     if part in EVERY:
-        return TemplateResponse(request, f"admin/dlocks/resourcelock/live_{part}.html", {"room": room})
+        return TemplateResponse(
+            request, f"admin/dlocks/resourcelock/live_{part}.html", {"room": room}
+        )
     context = {
         **admin.admin_site.each_context(request),
         "title": _("Control room"),
@@ -59,29 +81,44 @@ def view(admin: ResourceLockAdmin, request: HttpRequest) -> HttpResponse:
     return TemplateResponse(request, "admin/dlocks/resourcelock/live.html", context)
 
 
-def url(admin: ResourceLockAdmin, **query: str | int) -> str:
-    """Return the address of the control room."""
-    address = reverse("admin:dlocks_resourcelock_live", current_app=admin.admin_site.name)
+def url(admin: LockAdmin, **query: str | int) -> str:
+    """Return the address of the live page."""
+    address = reverse(
+        "admin:dlocks_resourcelock_live", current_app=admin.admin_site.name
+    )
     return f"{address}?{urlencode(query)}" if query else address
 
 
-def back_to(admin: ResourceLockAdmin, query: str) -> str:
-    """Return the address of the room as it was, by what ``Room.query`` said then."""
-    return url(admin, **{name: str(value) for name, value in QueryDict(query).items() if name in {"key", "page"}})
+def back_to(admin: LockAdmin, query: str) -> str:
+    """Return the address of the page that had this ``Room.query``."""
+    return url(
+        admin,
+        **{
+            name: str(value)
+            for name, value in QueryDict(query).items()
+            if name in {"key", "page"}
+        },
+    )
 
 
 class Room:
-    """What the templates show. Each part asks the database only for what is its own, so many times for any number."""
+    """The context of the templates.
 
-    def __init__(self, admin: ResourceLockAdmin, request: HttpRequest) -> None:
+    Each part runs only its own queries. Their number does not depend on the number of
+    locks.
+    """
+
+    def __init__(self, admin: LockAdmin, request: HttpRequest) -> None:
         self.admin = admin
         self.request = request
         key = request.GET.get("key", "")
-        # PostgreSQL would rather fail than look for a NUL.
+        # PostgreSQL raises an error for a NUL in a query's parameter.
         self.key = key if "\0" not in key and len(key) <= KEY_LENGTH else ""
         self.every = EVERY
+        # Loaded only if a lease looks stale.
+        self._kept = Kept()
 
-    # Now.
+    # The part "now": current locks.
 
     @cached_property
     def as_of(self) -> str:
@@ -89,30 +126,47 @@ class Room:
 
     @cached_property
     def query(self) -> str:
-        """What brings this page of the room back."""
+        """Return the query string that leads back to this page."""
         return urlencode(self._of_page(self.page.number))
 
-    @cached_property
+    @property
     def _busy(self) -> Any:
-        locks = self.admin.get_queryset(self.request).filter(~Q(state=LockState.FREE) | Q(waiting__gt=0))
+        locks = self.admin.locks(self.request, self._kept).filter(
+            ~Q(state=LockState.FREE) | Q(waiting__gt=0)
+        )
         return locks.filter(pk=self.key) if self.key else locks
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many locks there are in each state, and how many callers wait."""
+        """Return the number of locks in each state, and the number of waiters."""
+        counts = self._count()
+        return self._count() if counts["stale"] and self._find_kept() else counts
+
+    def _find_kept(self) -> bool:
+        """Load expired leases that transactions keep; return whether there are any."""
+        if (backend := self.admin.backend()) is not None:
+            self._kept = backend.kept([self.key] if self.key else None)
+        return self._kept != Kept()
+
+    def _count(self) -> dict[str, int]:
         by_state = {
             str(state): Count("pk", filter=Q(state=state))
             for state in (LockState.HELD, LockState.SHARED, LockState.STALE)
         }
-        counts = self._busy.aggregate(total=Count("pk"), line=Sum("waiting", default=0), **by_state)
+        counts = self._busy.aggregate(
+            total=Count("pk"), line=Sum("waiting", default=0), **by_state
+        )
         return {name: int(number) for name, number in counts.items()}
 
     @cached_property
     def page(self) -> Any:
-        # The longest line first, and then the oldest hold.
-        paginator = Paginator(self._busy.order_by("-waiting", "begin_time", "pk"), LOCKS)
-        # Known already.
-        paginator.count = self.counts["total"]
+        total = self.counts["total"]
+        # The longest queue comes first, then the oldest hold.
+        paginator = Paginator(
+            self._busy.order_by("-waiting", "begin_time", "pk"), LOCKS
+        )
+        # The number is known, so the paginator need not query it again.
+        paginator.count = total
         return paginator.get_page(self.request.GET.get("page"))
 
     @property
@@ -128,37 +182,59 @@ class Room:
 
     @cached_property
     def locks(self) -> list[dict[str, Any]]:
-        """The rows of the table."""
+        """Return the rows of the table."""
         locks = list(self.page.object_list)
         lines = self._lines([lock.pk for lock in locks if lock.waiting])
         may_force = self.admin.has_force_release_permission(self.request)
         return [self._row(lock, lines.get(lock.pk, []), may_force) for lock in locks]
 
     def _lines(self, keys: Sequence[str]) -> dict[str, list[Shown]]:
-        """Return the first of those who wait for each of the keys."""
+        """Return the first waiters of each of the keys."""
         lines: dict[str, list[Shown]] = {}
         if keys:
-            place = Window(RowNumber(), partition_by=F("key_resource"), order_by=F("id").asc())
-            waiting = LockClaim.objects.using(self._busy.db).by_clock().defer("owner", "channel")
-            waiting = waiting.filter(key_resource__in=keys, state=ClaimState.WAITING).annotate(place=place)
-            for claim in waiting.filter(place__lte=IN_LINE).order_by("key_resource", "id"):
+            place = Window(
+                RowNumber(), partition_by=F("key_resource"), order_by=F("id").asc()
+            )
+            waiting = (
+                LockClaim.objects.using(self._busy.db)
+                .by_clock()
+                .defer("owner", "channel")
+            )
+            waiting = waiting.filter(
+                key_resource__in=keys, state=ClaimState.WAITING
+            ).annotate(place=place)
+            for claim in waiting.filter(place__lte=IN_LINE).order_by(
+                "key_resource", "id"
+            ):
                 lines.setdefault(claim.key_resource, []).append(claim)
         return lines
 
-    def _row(self, lock: Shown, line: Sequence[Shown], may_force: bool) -> dict[str, Any]:
+    def _row(
+        self, lock: Shown, line: Sequence[Shown], may_force: bool
+    ) -> dict[str, Any]:
         alone = in_row(lock) and lock.state != LockState.FREE
         known = {
             "holder": name_of(lock) or _("unknown"),
             "owner_ip": address_of(lock),
             "held_for": "" if lock.begin_time is None else duration(lock.seconds_held),
             "since": None if lock.begin_time is None else moment(lock.begin_time),
-            "left": duration(lock.seconds_left) if lock.seconds_left > 0 else time_left(lock),
-            # Of the time that it has when it was renewed, as far as is known.
+            "left": (
+                duration(lock.seconds_left)
+                if lock.seconds_left > 0
+                else time_left(lock)
+            ),
+            # The percentage of the lease that is left. Its full length is taken to be
+            # the backend's ttl, unless more than that is left.
             "share_left": self._share(lock.seconds_left),
         }
         return {
-            # Where the script finds it again.
-            "id": "lock-" + hashlib.blake2s(lock.pk.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(),
+            # The script finds the row again by this id.
+            "id": (
+                "lock-"
+                + hashlib.blake2s(
+                    lock.pk.encode("utf-8", "surrogatepass"), digest_size=8
+                ).hexdigest()
+            ),
             "key": printable(lock.pk),
             "url": reverse(
                 "admin:dlocks_resourcelock_change",
@@ -169,7 +245,10 @@ class Room:
             "label": state_of(lock),
             **(known if alone else {}),
             "waiting": lock.waiting,
-            "line": [{"holder": name_of(claim), "waited": duration(claim.seconds_held)} for claim in line],
+            "line": [
+                {"holder": name_of(claim), "waited": duration(claim.seconds_held)}
+                for claim in line
+            ],
             "more_in_line": max(0, lock.waiting - len(line)),
             **(self.admin.form_of(lock) if may_force and alone else {}),
         }
@@ -179,7 +258,7 @@ class Room:
         ttl = max(seconds_left, 1.0 if backend is None else backend.ttl)
         return round(100 * max(0.0, seconds_left) / ttl)
 
-    # The past.
+    # The part "past": ended holds.
 
     @cached_property
     def has_history(self) -> bool:
@@ -189,35 +268,57 @@ class Room:
     @cached_property
     def _ended(self) -> Any:
         backend = self.admin.backend()
-        ended = HoldRecord.objects.using(self._busy.db).filter(under("" if backend is None else backend.prefix))
+        ended = HoldRecord.objects.using(self._busy.db).filter(
+            under("" if backend is None else backend.prefix)
+        )
         return ended.filter(key_resource=self.key) if self.key else ended.all()
 
     @cached_property
     def contention(self) -> dict[str, Any]:
-        """The holds of each minute of the last hour: how many there were, and how many of them had been waited for."""
+        """Return the holds per minute of the last hour.
+
+        For each minute, count the holds, and those that were waited for.
+        """
         by_minute = (
             self._ended.since(MINUTES * 60)
             .with_times()
             .annotate(minute=Floor(F("seconds_ago") / 60.0))
             .values("minute")
-            .annotate(holds=Count("pk"), waits=Count("pk", filter=Q(waited__gt=0)), longest=Max("waited"))
+            .annotate(
+                holds=Count("pk"),
+                waits=Count("pk", filter=Q(waited__gt=0)),
+                longest=Max("waited"),
+            )
             .order_by("minute")
         )
         found = {min(MINUTES - 1, max(0, int(row["minute"]))): row for row in by_minute}
-        holds, waits = (sum(row[name] for row in found.values()) for name in ("holds", "waits"))
+        holds, waits = (
+            sum(row[name] for row in found.values()) for name in ("holds", "waits")
+        )
         most = max((row["holds"] for row in found.values()), default=0)
         step = WIDTH / MINUTES
         bars = []
         for minute, row in found.items():
-            total, waited = (_part(row[name], most, HEIGHT) for name in ("holds", "waits"))
+            total, waited = (
+                _part(row[name], most, HEIGHT) for name in ("holds", "waits")
+            )
             bars.append(
                 {
                     "x": _unit((MINUTES - 1 - minute) * step + step * 0.1),
                     "width": _unit(step * 0.8),
                     "total": {"y": _unit(HEIGHT - total), "height": _unit(total)},
                     "waited": {"y": _unit(HEIGHT - waited), "height": _unit(waited)},
-                    "title": _("%(minute)d min ago: %(holds)d holds, %(waits)d of them waited for")
-                    % {"minute": minute, "holds": row["holds"], "waits": row["waits"]},
+                    "title": (
+                        _(
+                            "%(minute)d min ago: %(holds)d holds, %(waits)d of them"
+                            " waited for"
+                        )
+                        % {
+                            "minute": minute,
+                            "holds": row["holds"],
+                            "waits": row["waits"],
+                        }
+                    ),
                 }
             )
         return {
@@ -226,34 +327,75 @@ class Room:
             "holds": holds,
             "waits": waits,
             "percent": round(100 * waits / holds) if holds else 0,
-            "longest": duration(max((row["longest"] for row in found.values()), default=0.0)),
+            "longest": duration(
+                max((row["longest"] for row in found.values()), default=0.0)
+            ),
         }
 
     @cached_property
     def longest(self) -> list[dict[str, Any]]:
-        """The longest holds of the last hour."""
-        found = list(self._ended.since(MINUTES * 60).with_times().order_by("-held", "-id")[:LONGEST])
+        """Return the longest holds of the last hour."""
+        found = list(
+            self._ended.since(MINUTES * 60)
+            .with_times()
+            .order_by("-held", "-id")[:LONGEST]
+        )
         longest = max((_seconds(record) for record in found), default=0.0)
-        return [{**self._record(record), "share": _part(_seconds(record), longest, 100)} for record in found]
+        return [
+            {**self._record(record), "share": _part(_seconds(record), longest, 100)}
+            for record in found
+        ]
 
     @cached_property
     def timeline(self) -> dict[str, Any] | None:
-        """The last holds of the key, each where it was in time, from the first of them until now."""
+        """Return the key's last holds on a time axis that ends now.
+
+        Without a key, return None.
+        """
         if not self.key:
             return None
         found = list(self._ended.with_times().order_by("-token")[:HOLDS])
-        holds = [(record.seconds_ago + _seconds(record), record.seconds_ago, self._record(record)) for record in found]
+        holds = [
+            (
+                record.seconds_ago + _seconds(record),
+                record.seconds_ago,
+                self._record(record),
+            )
+            for record in found
+        ]
         lock = self._busy.first()
-        if lock is not None and in_row(lock) and lock.begin_time is not None and lock.state != LockState.FREE:
-            current = {"ending": "now", "label": state_of(lock), "holder": name_of(lock)}
-            holds.insert(0, (lock.seconds_held, 0.0, {**current, "held": duration(lock.seconds_held)}))
+        if lock is not None and lock.state == LockState.STALE and self._find_kept():
+            lock = self._busy.first()
+        if (
+            lock is not None
+            and in_row(lock)
+            and lock.begin_time is not None
+            and lock.state != LockState.FREE
+        ):
+            current = {
+                "ending": "now",
+                "label": state_of(lock),
+                "holder": name_of(lock),
+            }
+            holds.insert(
+                0,
+                (
+                    lock.seconds_held,
+                    0.0,
+                    {**current, "held": duration(lock.seconds_held)},
+                ),
+            )
         holds.sort(key=lambda hold: -hold[0])
         span = max((began for began, _ended, _record in holds), default=0.0) or 1.0
         lanes: list[float] = []
         bars = []
         for began, ended, record in holds:
-            # The first lane that is free by then; holds are beside each other where the key was shared.
-            lane = next((number for number, free in enumerate(lanes) if free >= began), min(len(lanes), LANES - 1))
+            # Use the first row that is free at that time. Holds of a shared key
+            # overlap, so they need several rows.
+            lane = next(
+                (number for number, free in enumerate(lanes) if free >= began),
+                min(len(lanes), LANES - 1),
+            )
             lanes[lane : lane + 1] = [ended]
             width = max(3.0, (began - ended) / span * WIDTH)
             bars.append(
@@ -270,7 +412,11 @@ class Room:
             "bars": bars,
             "height": str(max(1, len(lanes)) * LANE),
             "span": duration(span),
-            "holds": [record for _began, _ended, record in reversed(holds) if record["ending"] != "now"],
+            "holds": [
+                record
+                for _began, _ended, record in reversed(holds)
+                if record["ending"] != "now"
+            ],
         }
 
     def _record(self, record: Any) -> dict[str, Any]:
@@ -292,10 +438,13 @@ def _seconds(record: Any) -> float:
 
 
 def _part(value: float, whole: float, of: int) -> int:
-    """Return the value's share of the whole; what is there at all is to be seen."""
+    """Return ``value`` as a part of ``whole``, scaled to ``of``.
+
+    A value above 0 yields at least 1, so that it stays visible.
+    """
     return 0 if value <= 0 else max(1, round(of * value / whole))
 
 
 def _unit(value: float) -> str:
-    # A text, which no template writes with a comma.
+    # A string, since templates may localize a number with a decimal comma.
     return f"{value:.2f}"

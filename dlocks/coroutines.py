@@ -1,4 +1,4 @@
-"""How a coroutine has something done in a thread: to the end, whatever becomes of its task meanwhile."""
+"""Calls from coroutines into threads, completed even if cancelled."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
+from dlocks import clock
 from dlocks.forks import in_child
-from dlocks.keeper import leave_pools
+from dlocks.pools import leave_pools
 
 T = TypeVar("T")
 
-# How long Django's thread is given to begin, while a thread of this process waits for a lock.
+# Seconds for which a call waits for Django's thread, while a thread of this process
+# waits for a lock.
 PATIENCE = 0.05
 
-# Tasks on their way to a hold. Not for longer than they are there: one whose loop was closed never leaves.
+# Tasks that are acquiring a lock. Weak, because a task whose loop was closed never
+# leaves.
 acquiring: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _waiting: set[threading.Thread] = set()
@@ -33,19 +36,26 @@ _spare: ThreadPoolExecutor
 
 
 def refuse_in_a_coroutine(instead: str) -> None:
-    """
-    Refuse where an event loop runs, as Django's ``async_unsafe()`` does.
+    """Raise SynchronousOnlyOperation where an event loop runs.
 
-    Called at the beginning, and no decorator: up to Python 3.11 a signal is seen as a function returns to one that was
-    called with ``*args``, and what that has taken would be nobody's. Nor is it told by an exception that no loop runs.
+    This is no decorator like Django's ``async_unsafe()``. Up to Python 3.11, a signal
+    is handled when a function returns to a caller that used ``*args``, and an acquired
+    lock would have no owner. No exception is used to learn that no loop runs.
     """
-    if _get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
-        raise SynchronousOnlyOperation(f"This would stop the event loop: in a coroutine it is {instead}.")
+    if _get_running_loop() is not None and not os.environ.get(
+        "DJANGO_ALLOW_ASYNC_UNSAFE"
+    ):
+        raise SynchronousOnlyOperation(
+            f"This would stop the event loop: in a coroutine it is {instead}."
+        )
 
 
 @contextmanager
 def waiting_for_a_lock() -> Iterator[None]:
-    """Note that this thread waits for a lock: if it is Django's one thread, nothing else gets done there."""
+    """Record that this thread waits for a lock.
+
+    If it is Django's sync thread, it can do nothing else.
+    """
     thread = threading.current_thread()
     _waiting.add(thread)
     try:
@@ -55,13 +65,14 @@ def waiting_for_a_lock() -> Iterator[None]:
 
 
 async def in_django_thread(function: Callable[[], T], *, only_there: bool = False) -> T:
-    """
-    Call a function in Django's one thread; return when its outcome is known, and let a cancellation go on only then.
+    """Call a function in Django's one sync thread, and return its result.
 
-    Two things must not keep a hold from being given back, nor its holder from going on. That thread may wait for a
-    lock itself, perhaps for the very one that is to be given back. And a task may outlive its request or its loop,
-    and so the thread. Then the function is called in the spare thread; unless ``only_there``, for what is part of a
-    transaction.
+    A cancellation is only raised when the outcome is known.
+
+    That thread may itself wait for a lock, perhaps for the one to be released. A task
+    may outlive its request or its loop, and with it the thread. The function is then
+    called in the spare thread, so that holds are released and holders continue.
+    ``only_there`` forbids that, for the work of a transaction.
     """
     call = _Call(function)
     outcome = asyncio.wrap_future(call.outcome)
@@ -70,11 +81,11 @@ async def in_django_thread(function: Callable[[], T], *, only_there: bool = Fals
     patience: float | None = PATIENCE
     while not outcome.done():
         if way is None or (way.cancelled() and not call.begun):
-            # Cancelled by a loop that ends all of its tasks.
+            # A loop that ends all of its tasks has cancelled this one.
             way = asyncio.create_task(sync_to_async(call)())
         ends: list[asyncio.Future[Any]] = [outcome] if way.done() else [outcome, way]
         try:
-            await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await clock.wait_for_any(ends, patience)
         except asyncio.CancelledError as error:
             cancelled = error
         no_way = way.exception() if way.done() and not way.cancelled() else None
@@ -82,11 +93,14 @@ async def in_django_thread(function: Callable[[], T], *, only_there: bool = Fals
             patience = None
         elif no_way is not None and only_there:
             raise no_way
-        elif patience is not None and (no_way is not None or (_waiting and not only_there)):
+        elif patience is not None and (
+            no_way is not None or (_waiting and not only_there)
+        ):
             call.elsewhere()
             patience = None
-    # Nor is the way itself left in the middle, where a loop may end: whichever thread then collected it as garbage
-    # would go through its last lines, and get the context variables that it puts back.
+    # A loop may end, so the task must not stay unfinished. The thread that collects it
+    # as garbage would run its last lines, and get the context variables that they
+    # restore.
     while way is not None and not way.done():
         if call.is_elsewhere:
             way.cancel()
@@ -101,7 +115,7 @@ async def in_django_thread(function: Callable[[], T], *, only_there: bool = Fals
 
 
 class _Call(Generic[T]):
-    """One call, made by whichever thread comes to it first."""
+    """One call, made by the first thread that reaches it."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.outcome: Future[T] = Future()
@@ -118,13 +132,13 @@ class _Call(Generic[T]):
             return
         try:
             result = self._function()
-        except BaseException as error:  # noqa: BLE001 (it is the caller's)
+        except BaseException as error:  # noqa: BLE001 (passed to the caller)
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(result)
 
     def elsewhere(self) -> None:
-        """Have it made in the spare thread, with a connection of its own."""
+        """Make the call in the spare thread, on a connection of its own."""
         self.is_elsewhere = True
         context = contextvars.copy_context()
 
@@ -144,7 +158,7 @@ def _make_spare() -> None:
 
 
 def _forked() -> None:
-    # Of the threads and tasks there is only one left, and that neither waits nor is on its way.
+    # Only one thread is left, and it neither waits for a lock nor acquires one.
     _waiting.clear()
     acquiring.clear()
     _make_spare()

@@ -1,4 +1,7 @@
-"""Functions and views under a lock: the key from the call's arguments, and what happens when it is busy."""
+"""Decorators that run a function or a view under a lock.
+
+They compute the key from the call's arguments and define what happens if it is busy.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,45 @@ import inspect
 import math
 import re
 import string
+import sys
 import types
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
+from dataclasses import fields
+from datetime import timedelta
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    Never,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import SynchronousOnlyOperation
+from django.db import models
 from django.http import HttpResponse
 from django.utils.translation import gettext as _
 from django.views import View
 
+# It reports that the app is not installed, so the app cannot register it.
+from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.coroutines import in_django_thread
 from dlocks.exceptions import LockNotAwaitable, LockTimeout
-from dlocks.locks import Lock
+from dlocks.locks import Lock, changed_options, decorate_with, shown
+from dlocks.options import VIEW, ViewOptions, refuse_unknown
+from dlocks.responses import hold_until_produced
+from dlocks.values import Duration
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 V = TypeVar("V", bound=View)
-# What a call gives when the key is busy.
+# The result of a call when the key is busy.
 B = TypeVar("B", covariant=True)
 
 Key = str | Callable[..., str]
@@ -43,27 +65,29 @@ FIELD = re.compile(r"(?P<name>[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]]+\])*")
 
 
 class LockDecorator(Generic[B]):
-    """
-    What ``db_lock(…)`` puts around a function, a coroutine function, a method or a class-based view.
+    """The decorator that puts a function under a lock.
 
-    Each call takes the lock whose key its own arguments say. It has no ``with`` block: there is no call to take the
-    arguments from, and a block cannot be skipped.
+    ``db_lock(…)`` creates it. It decorates functions, coroutine functions, methods and
+    class-based views. Each call acquires the lock of the key that its arguments yield.
+    The decorator cannot be used in a ``with`` statement: a block has no arguments and
+    cannot be skipped.
     """
 
     def __init__(self, key: Key, *, busy: Any = "raise", **policy: Any) -> None:
-        if not callable(key):
-            Lock(key=key, **policy)
-        else:
-            # To have the policy judged now; the key is known only at the call.
-            Lock(key="-", **policy)
+        # Validate the options now. If the key is a function, the real one is known only
+        # at the call.
+        self._example = Lock(key="-" if callable(key) else key, **policy)
         if busy not in ("raise", "skip") and not callable(busy):
-            raise ValueError(f"busy must be 'raise', 'skip' or a callable, not {busy!r}")
+            raise ValueError(
+                f"busy must be 'raise', 'skip' or a callable, not {busy!r}"
+            )
         self.key = key
         self.busy = busy
         self.policy = policy
 
     def __repr__(self) -> str:
-        return f"<LockDecorator {self.key!r} busy={self.busy!r}>"
+        policy = f"busy={shown(self.busy)}{changed_options(self._example)}"
+        return f"<LockDecorator {shown(self.key)} {policy}>"
 
     def lock(self, key: str) -> Lock:
         """Return the lock of one call."""
@@ -76,74 +100,107 @@ class LockDecorator(Generic[B]):
     def __call__(self, function: type[V]) -> type[V]: ...
 
     @overload
-    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R | B]]: ...
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]]
+    ) -> Callable[P, Coroutine[Any, Any, R | B]]: ...
 
     @overload
     def __call__(self, function: Callable[P, R]) -> Callable[P, R | B]: ...
 
     def __call__(self, function: Any) -> Any:
-        """Return the function under the lock, or raise TypeError or ValueError for what cannot be put under it."""
+        """Return the function under the lock.
+
+        Raise TypeError or ValueError if the function cannot be decorated.
+        """
         if isinstance(function, type):
             return self._view_class(function)
         refuse_what_has_no_end(function)
         key_of = self.key if callable(self.key) else _KeyOfCall(self.key, function)
-        return self._asynchronous(function, key_of) if iscoroutinefunction(function) else self._sync(function, key_of)
+        return (
+            self._asynchronous(function, key_of)
+            if iscoroutinefunction(function)
+            else self._sync(function, key_of)
+        )
 
-    def _sync(self, function: Callable[..., Any], key_of: Callable[..., str]) -> Callable[..., Any]:
+    def _sync(
+        self, function: Callable[..., Any], key_of: Callable[..., str]
+    ) -> Callable[..., Any]:
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
             lock, entered = self.lock(key_of(*args, **kwargs)), False
             try:
-                with lock:
+                with lock as hold:
                     entered = True
                     result = function(*args, **kwargs)
                     if inspect.iscoroutine(result):
                         result.close()
                         raise TypeError(
-                            f"{_name(function)} returned a coroutine, which would have run after the lock was given "
-                            "back. Make it an 'async def', or mark it with asgiref.sync.markcoroutinefunction()."
+                            f"{_name(function)} returned a coroutine, which would run"
+                            " after the release of the lock. Make it an 'async def', or"
+                            " mark it with asgiref.sync.markcoroutinefunction()."
                         )
+                    hold_until_produced(hold, result)
                     return _done(function, result)
             except (LockTimeout, LockNotAwaitable) as error:
-                # One of the function's own is not about this lock.
+                # A LockTimeout from the function itself concerns another lock.
                 if entered or self.busy == "raise":
                     raise
-                return None if self.busy == "skip" else self.busy(_as_timeout(lock, error), *args, **kwargs)
+                return (
+                    None
+                    if self.busy == "skip"
+                    else self.busy(_as_timeout(lock, error), *args, **kwargs)
+                )
 
         return locked
 
-    def _asynchronous(self, function: Callable[..., Any], key_of: Callable[..., str]) -> Callable[..., Any]:
+    def _asynchronous(
+        self, function: Callable[..., Any], key_of: Callable[..., str]
+    ) -> Callable[..., Any]:
         @functools.wraps(function)
         async def locked(*args: Any, **kwargs: Any) -> Any:
             try:
                 key = key_of(*args, **kwargs)
             except SynchronousOnlyOperation:
-                # It asks the database, as request.user does.
+                # The key needs the database, for example for ``request.user``.
                 key = await in_django_thread(functools.partial(key_of, *args, **kwargs))
             lock, entered = await self.alock(key), False
             try:
-                async with lock:
+                async with lock as hold:
                     entered = True
-                    return _done(function, await function(*args, **kwargs))
+                    result = await function(*args, **kwargs)
+                    hold_until_produced(hold, result)
+                    return _done(function, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":
                     raise
-                result = None if self.busy == "skip" else self.busy(_as_timeout(lock, error), *args, **kwargs)
+                result = (
+                    None
+                    if self.busy == "skip"
+                    else self.busy(_as_timeout(lock, error), *args, **kwargs)
+                )
                 return await result if inspect.isawaitable(result) else result
 
         return locked
 
     def _view_class(self, view_class: type) -> type:
         if not issubclass(view_class, View):
-            raise TypeError(f"{view_class.__qualname__} is not a view: decorate its methods.")
+            raise TypeError(
+                f"{view_class.__qualname__} is not a class-based view. Decorate its"
+                " methods instead."
+            )
         dispatch = view_class.dispatch
         key_of = self.key if callable(self.key) else _KeyOfCall(self.key, dispatch)
-        sync, asynchronous = self._sync(dispatch, key_of), self._asynchronous(dispatch, key_of)
+        sync, asynchronous = (
+            self._sync(dispatch, key_of),
+            self._asynchronous(dispatch, key_of),
+        )
 
         @functools.wraps(dispatch)
         def locked(self: View, *args: Any, **kwargs: Any) -> Any:
-            # dispatch() is no coroutine function even where it returns a coroutine.
-            return (asynchronous if type(self).view_is_async else sync)(self, *args, **kwargs)
+            # ``dispatch()`` is no coroutine function even if it returns a coroutine.
+            return (asynchronous if type(self).view_is_async else sync)(
+                self, *args, **kwargs
+            )
 
         view_class.dispatch = locked  # type: ignore[method-assign]
         return view_class
@@ -153,30 +210,51 @@ def locked_view(
     key: Key,
     *,
     status: Literal[409, 423] = 409,
-    retry_after: bool | int = True,
-    timeout: float | None = 0,
+    retry_after: bool | int | timedelta = True,
+    timeout: Duration | None = 0,
     using: str = DEFAULT_ALIAS,
-    **policy: Any,
+    **options: Unpack[ViewOptions],
 ) -> LockDecorator[HttpResponse]:
-    """
-    Put a view, a function or a class, under a lock; a request that finds it busy is answered with ``status``.
+    """Decorate a view, so that a request that finds the key busy gets ``status``.
 
-    409 is Conflict and 423 Locked. ``retry_after`` adds the header: the seconds that the holder's lease still has,
-    at least 1, or the number given. ``timeout`` is how long a request waits first, by default not at all. The rest
-    is the policy of ``db_lock()``.
+    The view can be a function or a class.
+
+    ``status`` is 409 (Conflict) or 423 (Locked). ``retry_after`` adds the header: the
+    seconds left on the holder's lease, at least 1, or the given number or
+    ``timedelta``. ``timeout`` is the time for which a request waits first. By default
+    it does not wait. The other options are those of ``db_lock()``.
     """
+    policy: dict[str, Any] = {**options}
+    refuse_unknown(
+        "locked_view()",
+        policy,
+        VIEW,
+        busy="To choose the response, use db_lock(key, busy=…) as the decorator.",
+    )
+    refuse_bare("locked_view", key)
+    if isinstance(retry_after, timedelta):
+        retry_after = math.ceil(retry_after.total_seconds())
     if status not in {409, 423}:
         raise ValueError(f"status must be 409 or 423, not {status!r}")
     if not isinstance(retry_after, int) or retry_after < 0:
-        raise ValueError(f"retry_after must be True, False or a whole number of seconds, not {retry_after!r}")
+        raise ValueError(
+            "retry_after must be True, False, a whole number of seconds or a timedelta,"
+            f" not {retry_after!r}"
+        )
 
     def busy(error: LockTimeout, /, *args: Any, **kwargs: Any) -> HttpResponse:
-        # Not who has it: that is nothing for the outside.
-        response = HttpResponse(_("Somebody else is at work on this. Try again later."), "text/plain", status)
+        # The response does not name the holder, which is internal information.
+        response = HttpResponse(
+            _("This is in use at the moment. Try again later."),
+            "text/plain",
+            status,
+        )
         if retry_after is True:
             left = error.holder.remaining if error.holder is not None else 0.0
-            # Not every backend knows it.
-            response["Retry-After"] = str(max(1, math.ceil(left)) if math.isfinite(left) else 1)
+            # Some backends do not know the time left.
+            response["Retry-After"] = str(
+                max(1, math.ceil(left)) if math.isfinite(left) else 1
+            )
         elif retry_after is not False:
             response["Retry-After"] = str(retry_after)
         return response
@@ -184,48 +262,90 @@ def locked_view(
     return LockDecorator(key, busy=busy, timeout=timeout, using=using, **policy)
 
 
+def refuse_bare(name: str, key: Any) -> None:
+    """Raise TypeError if a decorator without parentheses decorates ``key``.
+
+    ``key`` is then no key function but the decorated one. The decorator's caller is
+    just defining it, and has not bound it to its name yet.
+    """
+    function = inspect.unwrap(key) if callable(key) else key
+    if isinstance(function, types.FunctionType):
+        frame, label = sys._getframe(2), function.__name__
+        is_bare = (
+            function.__code__ in frame.f_code.co_consts
+            and label != "<lambda>"
+            and not any(value is key for value in frame.f_locals.values())
+            and frame.f_globals.get(label) is not key
+        )
+    else:
+        # A key function returns a string. The only such classes are those of strings.
+        is_bare = isinstance(key, type) and not issubclass(key, str)
+    if is_bare:
+        raise TypeError(
+            f"@{name} on {function.__name__!r} has no key. Write it in parentheses, as"
+            f" in @{name}('report')."
+        )
+
+
 def _as_timeout(lock: Lock, error: LockTimeout | LockNotAwaitable) -> LockTimeout:
-    """Return what a function for busy keys is called with, also where the key could not be waited for."""
+    """Return the LockTimeout that is passed to a busy function.
+
+    A LockNotAwaitable, raised if the caller could not wait for the key, is converted.
+    """
     if isinstance(error, LockTimeout):
         return error
     return LockTimeout(str(error), key=lock.key, timeout=0.0, holder=error.holder)
 
 
 def _done(function: Any, result: T) -> T:
-    """Return the result of a call; raise TypeError for one whose work is still to come."""
+    """Return the result of a call.
+
+    Raise TypeError for a generator or a context manager, which works after the call has
+    returned.
+    """
     if isinstance(result, WORKS_LATER):
         raise TypeError(
-            f"{_name(function)} returned a {type(result).__name__}, which would have worked after the lock was given "
-            "back. Use 'with db_lock(…)' inside of it."
+            f"{_name(function)} returned a {type(result).__name__}, which would work"
+            " after the release of the lock. Use 'with db_lock(…)' inside the function."
         )
     return result
 
 
 def refuse_what_has_no_end(function: Any) -> None:
-    """Raise TypeError for what is no function, or goes on after its call has returned."""
+    """Raise TypeError if the lock would not cover the function's work.
+
+    This includes objects that are not functions, and generator functions, which work
+    after their call has returned.
+    """
     if isinstance(function, (staticmethod, classmethod)):
-        raise TypeError(f"Put the lock under @{type(function).__name__}, next to the function.")
+        raise TypeError(
+            f"Put the decorator of the lock below @{type(function).__name__}, next to"
+            " the function."
+        )
     if not callable(function):
         raise TypeError(
-            f"A lock decorates functions, methods and class-based views, not {function!r}. Write the key in "
-            "parentheses: @db_lock('report')."
+            "A lock decorates functions, methods and class-based views, not"
+            f" {function!r}. Write the key in parentheses: @db_lock('report')."
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
-            f"{_name(function)} is a generator: it works after its call has returned, when the lock would have been "
-            "given back. Use 'with db_lock(…)' inside of it."
+            f"{_name(function)} is a generator, which would work after the release of"
+            " the lock. Use 'with db_lock(…)' inside the function."
         )
 
 
 class Template(string.Formatter):
-    """A key with fields in it, as ``str.format()`` has them; ``names`` are the names that the fields begin with."""
+    """A key with fields in the syntax of ``str.format()``.
+
+    ``names`` are the arguments that the fields start from.
+    """
 
     def __init__(self, template: str) -> None:
         self.template = template
         try:
             self.pieces = list(self.parse(template))
         except ValueError as error:
-            raise ValueError(f"{template!r} is not a template: {error}.") from error
+            raise ValueError(f"{template!r} is not a valid key: {error}.") from error
         self.names: list[str] = []
         for number, (_literal, field, spec, conversion) in enumerate(self.pieces):
             if field is None:
@@ -234,8 +354,9 @@ class Template(string.Formatter):
             self.names.append(_first_of(field))
             if number + 1 < len(self.pieces) and not self.pieces[number + 1][0]:
                 raise ValueError(
-                    f"{template!r} needs something between {{{field}}} and the field after it, or calls with "
-                    "different arguments would have the same key."
+                    f"{template!r} needs a separator between {{{field}}} and the next"
+                    " field. Without it, calls with different arguments could have the"
+                    " same key."
                 )
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -246,15 +367,32 @@ class Template(string.Formatter):
                 continue
             fields_left -= 1
             value, _first = self.get_field(field, (), values)
-            text = self.format_field(self.convert_field(value, cast("Any", conversion)), spec or "")
+            if value is None or (
+                isinstance(value, models.Model) and not value._is_pk_set()  # type: ignore[attr-defined]
+            ):
+                what = (
+                    "None"
+                    if value is None
+                    else f"a {type(value).__name__} without a primary key"
+                )
+                raise ValueError(
+                    f"{{{field}}} of {self.template!r} is {what} in this call, so"
+                    " unrelated calls would have the same key. Save the object first,"
+                    " or pass a function as the key."
+                )
+            text = self.format_field(
+                self.convert_field(value, cast("Any", conversion)), spec or ""
+            )
             if fields_left:
-                # A field that ends where this is first met can be told from what follows; the last may hold anything.
+                # A value is unambiguous if the following separator does not occur
+                # before its end. The last field may hold any value.
                 following = self.pieces[number + 1][0]
                 if (text + following).find(following) != len(text):
                     raise ValueError(
-                        f"{{{field}}} of {self.template!r} is {text!r} here, which with {following!r} after it could "
-                        "be taken for other values. Put that field last, choose another separator, or pass a function "
-                        "as the key."
+                        f"{{{field}}} of {self.template!r} is {text!r} in this call."
+                        f" With {following!r} after it, other values could have the"
+                        " same key. Put this field last, choose another separator, or"
+                        " pass a function as the key."
                     )
             key += text
         return key
@@ -262,32 +400,51 @@ class Template(string.Formatter):
     def _check(self, field: str, spec: str, conversion: str | None) -> None:
         if not FIELD.fullmatch(field):
             raise ValueError(
-                f"{self.template!r}: {{{field}}} is not a field. Name an argument, as in {{order}}, {{order.pk}} or "
-                "{items[0]}; double the braces that stand for themselves."
+                f"{self.template!r}: {{{field}}} is not a valid field. Name an"
+                " argument, as in {order}, {order.pk} or {items[0]}. Double the braces"
+                " that are ordinary characters."
             )
-        if any(name.startswith("_") for name in re.findall(r"\.(\w+)", re.sub(r"\[[^\]]*\]", "", field))):
-            raise ValueError(f"{self.template!r}: {{{field}}} reaches for an attribute that begins with an underscore.")
+        if any(
+            name.startswith("_")
+            for name in re.findall(r"\.(\w+)", re.sub(r"\[[^\]]*\]", "", field))
+        ):
+            raise ValueError(
+                f"{self.template!r}: {{{field}}} uses an attribute that begins with an"
+                " underscore."
+            )
         if conversion not in {None, "r", "s", "a"}:
-            raise ValueError(f"{self.template!r}: {{{field}!{conversion}}} has a conversion other than !r, !s and !a.")
+            raise ValueError(
+                f"{self.template!r}: {{{field}!{conversion}}} has a conversion other"
+                " than !r, !s and !a."
+            )
         if "{" in spec:
-            raise ValueError(f"{self.template!r}: {{{field}}} has a field within its format.")
+            raise ValueError(
+                f"{self.template!r}: {{{field}}} has a field in its format specifier."
+            )
 
 
 class _KeyOfCall:
-    """The key of a call: the template over the arguments that the call binds, defaults too."""
+    """The key of a call: a template, filled with the call's arguments and defaults."""
 
     def __init__(self, template: str, function: Callable[..., Any]) -> None:
         self.template = Template(template)
         self.function = function
-        # method_decorator() says of a bound method that it wraps the function, which has one argument more.
-        self.signature = inspect.signature(function, follow_wrapped=not isinstance(function, functools.partial))
-        kinds = {parameter.kind: name for name, parameter in self.signature.parameters.items()}
+        # ``method_decorator()`` marks its partial of a bound method as wrapping the
+        # plain function, which has one more argument.
+        self.signature = inspect.signature(
+            function, follow_wrapped=not isinstance(function, functools.partial)
+        )
+        kinds = {
+            parameter.kind: name
+            for name, parameter in self.signature.parameters.items()
+        }
         self.others = kinds.get(inspect.Parameter.VAR_KEYWORD)
         for name in self.template.names:
             if name not in self.signature.parameters and self.others is None:
                 raise ValueError(
-                    f"{template!r} needs an argument {name!r}; {_name(function)} takes "
-                    f"{', '.join(map(repr, self.signature.parameters)) or 'none'}."
+                    f"{template!r} needs an argument {name!r}, but"
+                    f" {_name(function)} has"
+                    f" {', '.join(map(repr, self.signature.parameters)) or 'none'}."
                 )
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
@@ -301,7 +458,10 @@ class _KeyOfCall:
             values = {**values[self.others], **values}
         for name in self.template.names:
             if name not in values:
-                raise TypeError(f"{_name(self.function)} needs {name!r} here, for {self.template.template!r}.")
+                raise TypeError(
+                    f"{_name(self.function)} needs the argument {name!r} in this call,"
+                    f" for the key {self.template.template!r}."
+                )
         return self.template.render(values)
 
 
@@ -311,3 +471,11 @@ def _first_of(field: str) -> str:
 
 def _name(function: Any) -> str:
     return f"{getattr(function, '__qualname__', None) or repr(function)}()"
+
+
+def _decorate(lock: Lock, function: Any) -> Any:
+    policy = {field.name: getattr(lock, field.name) for field in fields(lock)}
+    return LockDecorator[Never](**policy)(function)
+
+
+decorate_with.append(_decorate)

@@ -1,4 +1,7 @@
-"""Leader election: one process of many leads, until it ends, is lost or stops; then the next one does."""
+"""Leader election: one of many processes leads.
+
+When its lead ends or is lost, or the process stops, the next one is elected.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,57 @@ from typing import Any, Self
 
 from django.db import connections
 
-from dlocks import clock
-from dlocks.backends.base import Holder
+# It reports that the app is not installed, so the app cannot register it.
+from dlocks import checks, clock  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.coroutines import in_django_thread, waiting_for_a_lock
 from dlocks.exceptions import LockBackendError, LockError, LockLost, StaleToken
 from dlocks.greenlets import is_alive
 from dlocks.holds import Hold, current_caller
+from dlocks.keeper import keeper
 from dlocks.locks import FROM_SETTINGS, Attempt, Lock, check_key, ring_in
+from dlocks.values import Duration, Holder, in_seconds
 
 logger = logging.getLogger("dlocks")
 
-# How long to wait before campaigning again after on_elected has failed.
-PAUSE = 5.0
-# How long between two questions to a backend that cannot be asked: twice as long each time.
+# Seconds before the next campaign after ``on_elected`` has failed. They double with
+# each further failure in a row, up to the second value.
+PAUSE, LONGEST_PAUSE = 5.0, 60.0
+# Seconds between two requests to a backend that cannot be reached. They double each
+# time, up to the second value.
 FIRST_RETRY, LONGEST_RETRY = 0.25, 10.0
-# How long the end of the process waits for one that runs in another thread.
+UNREACHABLE = "The election %r cannot reach its backend, and retries: %s"
+
+# Seconds for which the end of the process waits for an election in another thread.
 EXIT_PATIENCE = 5.0
 
 
 class LeaderElection:
-    """
-    Campaigns for the lead among all that run an election of the same name, leads, and campaigns again.
+    """An election among all processes that run one of the same name.
 
-    ``on_elected(hold)`` is called when this process has become the leader. It may do the leader's work, as long as
-    ``is_leader`` says so, or begin it and return: the lead is kept until it is lost or ``stop()`` is called. After
-    that ``on_deposed(hold)`` is called, once for each ``on_elected`` and however that ended, and then a lead that was
-    not lost is given back: the next in line has it at once. The two are never called at the same time. An error in
-    ``on_elected`` is logged, and gives the lead back for a while.
+    The process campaigns until it leads, and campaigns again after its lead.
 
-    A leader that dies or cannot reach the backend is followed by another after ``ttl`` seconds and the backend's
-    grace. By then it has ceased to be the leader by its own ``is_leader``, even if it was stopped meanwhile.
-    ``hold.token`` grows with every lead.
+    ``on_elected(hold)`` is called when this process has become the leader. It can do
+    the leader's work for as long as ``is_leader`` is true, or start that work and
+    return. The lead lasts until it is lost or ``stop()`` is called. Then
+    ``on_deposed(hold)`` is called, once for each ``on_elected``, however that ended.
+    After that, a lead that was not lost is released, and the next process in the queue
+    acquires it at once. The two functions are never called at the same time.
 
-    ``run()`` blocks, ``start()`` runs it in a thread, as ``with`` does; ``arun()`` is for an event loop. An election
-    runs once: after ``stop()`` it is over. One that runs in a thread is stopped as the process ends, which waits for
-    ``on_elected`` and ``on_deposed`` five seconds at most.
+    An error in ``on_elected`` is logged and ends the lead. The process campaigns again
+    after 5 seconds. This time doubles with each further failure in a row, up to a
+    minute. With ``give_up_after=3`` the third failure in a row ends the election:
+    ``run()`` and ``arun()`` raise the error, and a thread of ``start()`` logs it. A
+    lead that ended well or lasted more than a minute resets the count.
+
+    If a leader dies or cannot reach the backend, another one follows after ``ttl``
+    seconds and the backend's grace. By then ``is_leader`` is false in the old leader,
+    even if its process was paused meanwhile. ``hold.token`` grows with every lead.
+
+    ``run()`` blocks. ``start()`` and ``with`` run the election in a thread, and
+    ``arun()`` runs it in an event loop. An election runs once, and cannot be restarted
+    after ``stop()``. An election in a thread is stopped at the end of the process,
+    which waits at most five seconds for ``on_elected`` and ``on_deposed``.
     """
 
     def __init__(
@@ -63,75 +81,101 @@ class LeaderElection:
         on_elected: Callable[[Hold], Any] | None = None,
         on_deposed: Callable[[Hold], Any] | None = None,
         using: str = DEFAULT_ALIAS,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
+        give_up_after: int | None = None,
     ) -> None:
         check_key(name)
+        if give_up_after is not None:
+            if isinstance(give_up_after, bool) or not isinstance(give_up_after, int):
+                raise TypeError(
+                    "give_up_after must be an int or None, not"
+                    f" {type(give_up_after).__name__}"
+                )
+            if give_up_after < 1:
+                raise ValueError(
+                    f"give_up_after must be 1 or more, not {give_up_after}"
+                )
         for argument, value in (("on_elected", on_elected), ("on_deposed", on_deposed)):
             if value is not None and not callable(value):
-                raise TypeError(f"{argument} must be callable, not {type(value).__name__}")
+                raise TypeError(
+                    f"{argument} must be callable, not {type(value).__name__}"
+                )
         self.name = name
         self.on_elected = on_elected
         self.on_deposed = on_deposed
+        self.give_up_after = give_up_after
+        # The number of failures of ``on_elected`` in a row, and the type of the last
+        # one.
+        self._failures = 0
+        self._last_failure: type[BaseException] | None = None
         self._lock = Lock(
-            # Not the name itself: whoever leads may well take a lock of that name.
+            # The name itself is left to the application: a leader may acquire a lock of
+            # that name.
             key=f"leader:{name}",
             using=using,
             timeout=None,
-            ttl=FROM_SETTINGS if ttl is None else ttl,
+            ttl=FROM_SETTINGS if ttl is None else in_seconds(ttl),
             scope="lease",
             release_at="exit",
             on_lost=self._lost,
         )
         self._hold: Hold | None = None
         self._stopping = False
-        # Whether it is about to give the lead back.
+        # Whether the lead is about to be released.
         self._deposing = False
         self._pid = 0
         self._mutex = threading.Lock()
         self._ended = threading.Event()
         self._runner: threading.Thread | None = None
-        # Whether the thread that it runs in is one of its own.
+        # Whether ``start()`` created the thread in which the election runs.
         self._alone = False
-        # Unlike an Event it can be rung from a signal handler whatever it interrupts.
+        # A signal handler can put into a SimpleQueue whatever it interrupts. It cannot
+        # safely set an Event.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ring: Callable[[], object] = functools.partial(self._bell.put, None)
-        # Those of the threads that wait().
+        # One queue for each thread in ``wait()``.
         self._bells_of_work: list[queue.SimpleQueue[None]] = []
 
     def __repr__(self) -> str:
-        return f"<LeaderElection {self.name!r} {'leads' if self.is_leader else 'does not lead'}>"
+        return (
+            f"<LeaderElection {self.name!r}"
+            f" {'leads' if self.is_leader else 'does not lead'}>"
+        )
 
-    # What it is.
+    # State.
 
     @property
     def key(self) -> str:
-        """The key of the lock behind it."""
+        """Return the key of the lock behind the election."""
         return self._lock.key
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process leads for certain, and is to go on. No I/O."""
+        """Whether this process certainly leads and is to continue. Does no I/O."""
         hold = self._hold
         return hold is not None and not (self._stopping or self._deposing) and hold.held
 
     @property
     def token(self) -> int | None:
-        """The fencing token of this process's lead, or None when it does not lead."""
+        """The fencing token of this process's lead, or None if it does not lead."""
         hold = self._hold
         return hold.token if hold is not None and self.is_leader else None
 
     def leader(self) -> Holder | None:
-        """Ask who leads now; None when nobody does."""
+        """Return the current leader, or None. Queries the backend."""
         holder = self._lock.holder()
         return None if holder is None or holder.stale else holder
 
     async def aleader(self) -> Holder | None:
         return await in_django_thread(self.leader)
 
-    # Running it.
+    # Running and stopping.
 
     def run(self) -> None:
-        """Campaign and lead until ``stop()`` is called; a backend that cannot be asked is asked again and again."""
+        """Campaign and lead until ``stop()`` is called.
+
+        If the backend cannot be reached, retry until it can.
+        """
         self._refuse_coroutines()
         self._begin()
         retries = _retries()
@@ -153,9 +197,11 @@ class LeaderElection:
                 self._ended.set()
 
     def start(self) -> None:
-        """Run in a thread of its own."""
+        """Run the election in a new thread."""
         self._refuse_coroutines()
-        thread = threading.Thread(target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True)
+        thread = threading.Thread(
+            target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True
+        )
         self._begin(thread)
         self._alone = True
         try:
@@ -164,12 +210,14 @@ class LeaderElection:
             self._ended.set()
             raise
 
-    def stop(self, timeout: float | None = None) -> bool:
-        """
-        Stop, give the lead back, and wait until that is done, for so many seconds at most; return whether it is done.
+    def stop(self, timeout: Duration | None = None) -> bool:
+        """Stop the election, release the lead, and wait until that is done.
 
-        From within the election itself, as from a signal handler over ``run()``, it returns without waiting: the
-        election ends as soon as ``on_elected`` has returned.
+        Wait for ``timeout`` at most, and return whether it is done.
+
+        A call from within the election itself, for example from a signal handler during
+        ``run()``, returns without waiting. The election then ends as soon as
+        ``on_elected`` has returned.
         """
         self._stopping = True
         self._ring()
@@ -177,29 +225,36 @@ class LeaderElection:
         if self._runner is None:
             return True
         if self._pid != os.getpid():
-            # It runs in the process that this one is a fork of.
+            # This process is a fork of the one in which the election runs.
             self._hold = None
             return True
         if self._runner is threading.current_thread():
             return self._ended.is_set()
-        # Perhaps in Django's one thread, where the election would give the lead back.
+        # This may be the thread of ``sync_to_async()``, in which the election would
+        # release the lead. The mark makes it use another thread.
         with waiting_for_a_lock():
-            return self._ended.wait(timeout)
+            return self._ended.wait(in_seconds(timeout))
 
-    def wait(self, seconds: float) -> bool:
-        """
-        Wait within ``on_elected``, as long as this process leads; return whether it still does.
+    def wait(self, seconds: Duration) -> bool:
+        """Wait within ``on_elected`` while this process leads.
 
-        Threads of its work may wait too: the end of the lead wakes them all, and a later one is not theirs.
+        Wait for ``seconds`` at most, and return whether the process still leads.
+
+        Threads that ``on_elected`` started may wait too. The end of the lead wakes all
+        of them, and a later lead does not count as theirs.
         """
-        deadline = clock.now() + seconds
+        deadline = clock.now() + in_seconds(seconds)
         bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Before there is a bell: a lead that ends in between has ended when it is looked at, and is not taken for the
-        # next one's.
+        # Read the hold before registering the queue. If the lead ends in between, the
+        # loop notices it and does not mistake a later lead for this one.
         hold = self._hold
         self._bells_of_work.append(bell)
         try:
-            while self._hold is hold and self.is_leader and (left := deadline - clock.now()) > 0:
+            while (
+                self._hold is hold
+                and self.is_leader
+                and (left := deadline - clock.now()) > 0
+            ):
                 with suppress(queue.Empty):
                     bell.get(timeout=min(left, threading.TIMEOUT_MAX))
             return self._hold is hold and self.is_leader
@@ -214,11 +269,10 @@ class LeaderElection:
         self.stop()
 
     async def arun(self) -> None:
-        """
-        Campaign and lead until ``stop()`` is called or this task is cancelled.
+        """Campaign and lead until ``stop()`` is called or this task is cancelled.
 
-        ``on_elected`` and ``on_deposed`` may be coroutine functions. The coroutine of the first is cancelled when the
-        lead ends before it does.
+        ``on_elected`` and ``on_deposed`` may be coroutine functions. The coroutine of
+        ``on_elected`` is cancelled if the lead ends first.
         """
         self._begin()
         bell = asyncio.Event()
@@ -229,7 +283,7 @@ class LeaderElection:
                 try:
                     await self._acampaign(bell)
                 except LockBackendError as error:
-                    logger.warning("Nobody can be elected %r just now: %s", self.name, error)
+                    logger.warning(UNREACHABLE, self.name, error)
                     await _arest(bell, next(retries))
                     continue
                 retries = _retries()
@@ -241,23 +295,31 @@ class LeaderElection:
             finally:
                 self._ended.set()
 
-    # Inside.
+    # Internals.
 
     def _refuse_coroutines(self) -> None:
         for function in (self.on_elected, self.on_deposed):
             if inspect.iscoroutinefunction(function):
-                raise TypeError(f"{function!r} is a coroutine function, which nobody would await here: use arun().")
+                raise TypeError(
+                    f"{function!r} is a coroutine function, which run() and start() do"
+                    " not await. Use arun()."
+                )
 
     def _begin(self, runner: threading.Thread | None = None) -> None:
         with self._mutex:
-            if self._runner is not None and not (runner is None and self._runner is threading.current_thread()):
-                raise RuntimeError(f"The election of {self.name!r} runs already, or is over: make another one.")
+            if self._runner is not None and not (
+                runner is None and self._runner is threading.current_thread()
+            ):
+                raise RuntimeError(
+                    f"The election {self.name!r} is already running, or has ended."
+                    " Create a new LeaderElection."
+                )
             self._runner = runner or threading.current_thread()
             self._pid = os.getpid()
         _begun.add(self)
 
     def _ring_work(self) -> None:
-        """Ring for those in ``wait()``."""
+        """Wake the threads in ``wait()``."""
         for bell in list(self._bells_of_work):
             bell.put(None)
 
@@ -265,19 +327,31 @@ class LeaderElection:
         try:
             self.run()
         except BaseException:
-            logger.exception("The election of %r ended", self.name)
+            if not self._gives_up:
+                logger.exception("The election %r ended with an error", self.name)
         finally:
             connections.close_all()
 
     def _see_to_connections(self) -> None:
-        """Do between leads what Django does between requests, where nobody else does."""
+        """Close unusable connections between leads, as Django does between requests.
+
+        This is needed only in a thread of the election's own.
+        """
         for connection in connections.all(initialized_only=True) if self._alone else ():
             connection.close_if_unusable_or_obsolete()
 
     def end_at_exit(self) -> None:
-        """Stop as the process ends, if it runs in another thread: it would campaign again as its lead is given back."""
+        """Stop at the end of the process, if the election runs in another thread.
+
+        Otherwise it would campaign again when the keeper releases its lead.
+        """
         runner = self._runner
-        if self._pid == os.getpid() and runner is not None and is_alive(runner) and not self._ended.is_set():
+        if (
+            self._pid == os.getpid()
+            and runner is not None
+            and is_alive(runner)
+            and not self._ended.is_set()
+        ):
             self.stop(EXIT_PATIENCE)
 
     def _lost(self, hold: Hold) -> None:
@@ -299,8 +373,10 @@ class LeaderElection:
         attempt.give_up()
 
     def _lead(self, hold: Hold) -> None:
-        logger.info("Elected %r: %s, token %d", self.name, hold.claim.holder, hold.token)
-        failed = False
+        logger.info(
+            "Elected %r: %s, token %d", self.name, hold.claim.holder, hold.token
+        )
+        failure: BaseException | None = None
         try:
             try:
                 if self.on_elected is not None:
@@ -308,33 +384,84 @@ class LeaderElection:
                 while self.is_leader:
                     self._rest(hold.remaining)
             except Exception as error:  # noqa: BLE001 (logged there)
-                failed = self._failed(hold, error)
+                failure = self._failure(hold, error)
             except SystemExit as error:
                 if not self._alone:
                     raise
-                # Nothing but this thread would end by it.
-                failed = self._failed(hold, error)
+                # SystemExit would end only this thread, so it counts as a failure.
+                failure = self._failure(hold, error)
             finally:
                 self._depose(hold)
         finally:
-            self._give_back(failed=failed)
-        if failed:
-            self._pause(PAUSE)
+            self._give_back(failed=failure is not None)
+        # Drop the reference to the error, whose traceback refers to this frame.
+        pause, failure = self._pause_after(failure), None
+        self._pause(pause)
 
-    def _failed(self, hold: Hold, error: BaseException) -> bool:
-        """Log an error of on_elected; return whether it is not how that learned that it leads no more."""
+    def _failure(self, hold: Hold, error: BaseException) -> BaseException | None:
+        """Count, log and return an error of ``on_elected``.
+
+        Return None if the error only reports that the lead was lost.
+        """
         lost = isinstance(error, LockLost) and error.key == hold.key
         stale = isinstance(error, StaleToken) and error.token == hold.token
         if (lost or stale) and not hold.held:
-            return False
-        logger.error("on_elected of %r failed, and the lead is given back", self.name, exc_info=error)
-        return True
+            return None
+        if hold.age > LONGEST_PAUSE:
+            self._failures = 0
+        self._failures += 1
+        is_known = self._failures > 1 and type(error) is self._last_failure
+        self._last_failure = type(error)
+        then = (
+            "The election ends."
+            if self._gives_up
+            else f"The next campaign begins in {self._backoff:g} s."
+        )
+        if is_known:
+            what = f"{type(error).__name__}: {error}"
+            logger.error(
+                "on_elected of %r failed %d times in a row: %s. %s",
+                self.name,
+                self._failures,
+                what,
+                then,
+            )
+        else:
+            logger.error("on_elected of %r failed. %s", self.name, then, exc_info=error)
+        return error
+
+    @property
+    def _backoff(self) -> float:
+        """Seconds until the next campaign after a failure."""
+        return float(min(PAUSE * 2 ** min(self._failures - 1, 30), LONGEST_PAUSE))
+
+    @property
+    def _gives_up(self) -> bool:
+        return self.give_up_after is not None and self._failures >= self.give_up_after
+
+    def _pause_after(self, failure: BaseException | None) -> float:
+        """Return the seconds until the next campaign.
+
+        Raise the error of ``on_elected`` if it ends the election.
+        """
+        if failure is None:
+            self._failures = 0
+            return 0.0
+        if self._gives_up:
+            failure.add_note(
+                f"The election {self.name!r} ends after {self._failures} failures in a"
+                " row."
+            )
+            raise failure
+        return self._backoff
 
     def _depose(self, hold: Hold) -> None:
         self._deposing = True
-        # For those who wait(), whom on_deposed may wait for.
+        # ``on_deposed`` may wait for threads in ``wait()``.
         self._ring_work()
-        logger.info("Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token)
+        logger.info(
+            "Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token
+        )
         if self.on_deposed is not None:
             try:
                 _refuse_coroutine(self.on_deposed(hold))
@@ -345,21 +472,24 @@ class LeaderElection:
         hold, self._hold = self._hold, None
         self._deposing = False
         if hold is not None:
-            # That it was lost is known, and a backend that cannot be asked lets the lease run out.
+            # The loss of a lead has been reported already. If the backend cannot be
+            # reached, the lease expires.
             with suppress(LockError):
                 hold.release(failed=failed)
 
     def _rest(self, seconds: float | None) -> None:
-        """Wait for the bell, for so many seconds at most."""
+        """Wait until woken, at most ``seconds``."""
         with suppress(queue.Empty):
-            self._bell.get(timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+            self._bell.get(
+                timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+            )
 
     def _rest_of(self, seconds: float, error: LockError) -> None:
-        logger.warning("Nobody can be elected %r just now: %s", self.name, error)
+        logger.warning(UNREACHABLE, self.name, error)
         self._pause(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait for so long, unless stopped."""
+        """Wait for ``seconds``, unless the election is stopped."""
         deadline = clock.now() + seconds
         while not self._stopping and (left := deadline - clock.now()) > 0:
             self._rest(left)
@@ -381,31 +511,45 @@ class LeaderElection:
         await in_django_thread(attempt.give_up)
 
     async def _alead(self, hold: Hold, bell: asyncio.Event) -> None:
-        logger.info("Elected %r: %s, token %d", self.name, hold.claim.holder, hold.token)
-        failed = False
+        logger.info(
+            "Elected %r: %s, token %d", self.name, hold.claim.holder, hold.token
+        )
+        failure: BaseException | None = None
         work: asyncio.Future[Any] | None = None
         try:
-            if self.on_elected is not None and inspect.isawaitable(begun := self.on_elected(hold)):
+            if self.on_elected is not None and inspect.isawaitable(
+                begun := self.on_elected(hold)
+            ):
                 work = asyncio.ensure_future(begun)
                 work.add_done_callback(lambda _: bell.set())
-            while self.is_leader and (work is None or not work.done() or _returned(work)):
+            while self.is_leader and (
+                work is None or not work.done() or _returned(work)
+            ):
                 await _arest(bell, hold.remaining)
             if self.is_leader and work is not None and work.cancelled():
-                failed = self._failed(hold, RuntimeError("It was cancelled, and not by the election."))
+                failure = self._failure(
+                    hold, RuntimeError("It was cancelled, but not by the election.")
+                )
         except Exception as error:  # noqa: BLE001 (logged there)
-            failed = self._failed(hold, error)
+            failure = self._failure(hold, error)
         finally:
             await self._adepose(hold, work)
-        if work is not None and not work.cancelled() and isinstance(trouble := work.exception(), Exception):
-            failed = self._failed(hold, trouble)
-        await in_django_thread(functools.partial(self._give_back, failed=failed))
-        deadline = clock.now() + PAUSE
-        while failed and not self._stopping and (left := deadline - clock.now()) > 0:
+        if (
+            work is not None
+            and not work.cancelled()
+            and isinstance(trouble := work.exception(), Exception)
+        ):
+            failure = self._failure(hold, trouble)
+        await in_django_thread(
+            functools.partial(self._give_back, failed=failure is not None)
+        )
+        deadline, failure = clock.now() + self._pause_after(failure), None
+        while not self._stopping and (left := deadline - clock.now()) > 0:
             await _arest(bell, left)
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
         self._deposing = True
-        # For those of its threads that wait().
+        # ``on_deposed`` may wait for threads in ``wait()``.
         self._ring_work()
         cancelled: asyncio.CancelledError | None = None
         if work is not None:
@@ -414,11 +558,15 @@ class LeaderElection:
                 try:
                     await asyncio.wait([work])
                 except asyncio.CancelledError as error:
-                    # The lead is not over before the work is.
+                    # The lead must not end before its work has ended.
                     cancelled = error
-        logger.info("Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token)
+        logger.info(
+            "Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token
+        )
         try:
-            if self.on_deposed is not None and inspect.isawaitable(told := self.on_deposed(hold)):
+            if self.on_deposed is not None and inspect.isawaitable(
+                told := self.on_deposed(hold)
+            ):
                 await told
         except Exception:
             logger.exception("on_deposed of %r failed", self.name)
@@ -429,7 +577,10 @@ class LeaderElection:
 def _refuse_coroutine(result: object) -> None:
     if inspect.iscoroutine(result):
         result.close()
-        raise TypeError(f"{result!r} was returned, which nobody awaits here: use arun().")
+        raise TypeError(
+            f"{result!r} was returned, which run() and start() do not await. Use"
+            " arun()."
+        )
 
 
 def _returned(work: asyncio.Future[Any]) -> bool:
@@ -437,22 +588,21 @@ def _returned(work: asyncio.Future[Any]) -> bool:
 
 
 async def _arest(bell: asyncio.Event, seconds: float | None) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await bell.wait()
+    await clock.wait_for(bell, seconds)
     bell.clear()
 
 
 def _retries() -> Any:
-    """Yield the seconds between two questions to a backend that cannot be asked."""
+    """Yield the seconds between two requests to an unreachable backend."""
     longest = FIRST_RETRY
     while True:
-        # Half of it by chance, so that those who failed together do not come back together.
+        # Half of the time is random, so that processes that failed together do not
+        # retry together.
         yield random.uniform(longest / 2, longest)  # noqa: S311 (jitter)
         longest = min(longest * 2, LONGEST_RETRY)
 
 
-# Those that may have to be stopped as the process ends.
+# The elections that may have to be stopped at the end of the process.
 _begun: weakref.WeakSet[LeaderElection] = weakref.WeakSet()
 
 
@@ -461,5 +611,7 @@ def _at_exit() -> None:
         election.end_at_exit()
 
 
-# Before the keeper's, which is registered already.
+# atexit calls the last function first, so this one runs before the keeper's. The second
+# line covers processes that skip atexit.
 atexit.register(_at_exit)
+keeper.before_exit.append(_at_exit)

@@ -1,4 +1,4 @@
-"""What is different where gevent has put greenlets in the place of threads."""
+"""Helpers for processes in which gevent replaces threads by greenlets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import threading
 
 
 def threads_are_green() -> bool:
-    """Tell whether it has: then a call into C that waits keeps all of them waiting."""
+    """Return whether gevent has replaced the threads.
+
+    A blocking call into C then stops all greenlets.
+    """
     monkey = sys.modules.get("gevent.monkey")
     return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
 def is_alive(thread: threading.Thread) -> bool:
-    """Tell whether a thread goes on, or a greenlet: is_alive() of its stand-in says so for ever, or raises an error."""
+    """Return whether a thread or greenlet is still running.
+
+    ``is_alive()`` of gevent's stand-in for a thread stays true after its end, or raises
+    an error.
+    """
     return thread in threading.enumerate() if threads_are_green() else thread.is_alive()

@@ -1,109 +1,178 @@
-"""A transaction that commits under a hold, or not at all."""
+"""Transactions that commit only while a lock is held."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.db import transaction
+from django.db.utils import DatabaseError
 
 from dlocks import clock
-from dlocks.backends.database.dialects import refuse_lost
 from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError, LockError
+from dlocks.sql.dialects import dialect_of, refuse_lost
 from dlocks.transactions import Mark, why_untold
 
 if TYPE_CHECKING:
-    from dlocks.holds import Hold
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from dlocks.protocols import GuardedHold
+
+
+# Seconds for which an outermost guard restarts its transaction after conflicts.
+BEGIN_AGAIN_FOR = 15.0
 
 
 @contextmanager
-def guarded(hold: Hold, using: str | None, atomic: dict[str, Any]) -> Iterator[None]:
-    """
-    Open a transaction that has the lock row locked, and written, from its beginning: so long nobody takes the key.
+def guarded(
+    holds: Sequence[GuardedHold], using: str | None, atomic: dict[str, Any]
+) -> Iterator[None]:
+    """Open a transaction that locks and writes the rows of the holds first.
 
-    The row is written again at the end, so that the lease is whole when the transaction is committed.
+    No caller acquires a key before it ends. The rows are written again at the end, so
+    that the leases have their full ttl at the commit.
     """
-    database = _database_for(hold, using)
+    database = _database_for(holds[0], using)
     connection = connection_of(database)
+    key = ", ".join(hold.key for hold in holds)
     if not connection.get_autocommit() and (why := why_untold(connection)) is not None:
         refuse_lost(connection)
-        raise RuntimeError(f"{hold.key!r} cannot guard this transaction. {why}.")
-    if hold.scope == "transaction" and connection is not hold._connection:
-        raise RuntimeError(
-            f"{hold.key!r} belongs to a transaction on {hold.backend.database!r}, which ends by itself: it cannot guard"
-            f" another one on {database!r}. Take the lock before the transactions, or write on that alias."
-        )
-    try:
-        with transaction.atomic(using=database, **atomic):
-            yield from _pinned(hold, connection, database)
-    finally:
-        # Or else the keeper would think it open where the connection was lost on the way out of it.
-        hold.unpin()
+        raise RuntimeError(f"{key!r} cannot guard this transaction. {why}.")
+    for hold in holds:
+        if hold.scope == "transaction" and connection is not hold._connection:
+            raise RuntimeError(
+                f"{hold.key!r} is held by a transaction on {hold.backend.database!r},"
+                f" and cannot guard another one on {database!r}. Acquire the lock"
+                f" before the transactions, or write on {hold.backend.database!r}."
+            )
+    outermost = not connection.in_atomic_block
+    began = clock.real_now()
+    for number in itertools.count():
+        try:
+            with transaction.atomic(using=database, **atomic):
+                pinned: list[tuple[GuardedHold, Mark | None]] = []
+                try:
+                    # No comprehension: an interrupt in an inlined one bypasses the
+                    # handlers (CPython 3.12).
+                    for hold in holds:
+                        pinned.append((hold, _pin_first(hold, connection, database)))  # noqa: PERF401
+                except LockBackendError as error:
+                    if not _is_conflict(error, connection):
+                        raise
+                    if not outermost:
+                        raise LockBackendError(
+                            f"{key!r} cannot guard this transaction on database"
+                            f" {database!r}: another session has locked its row, or has"
+                            " changed it since the transaction began. Retry the"
+                            " transaction from its start, begin it with hold.atomic(),"
+                            f" or run it at READ COMMITTED. ({error})"
+                        ) from error
+                    if clock.real_now() > began + BEGIN_AGAIN_FOR:
+                        raise
+                    # No code of the caller has run yet. The block rolls back without an
+                    # error.
+                else:
+                    yield
+                    if not connection.needs_rollback:
+                        for hold, mark in pinned:
+                            if mark is not None:
+                                mark.at_commit.append(
+                                    partial(hold.committed, _pin(hold, database))
+                                )
+                    return
+        finally:
+            # Otherwise the keeper would consider the transaction open after a lost
+            # connection.
+            for hold in holds:
+                hold.unpin()
+        time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
 
 
-def _pinned(hold: Hold, connection: Any, database: str) -> Iterator[None]:
+def _pin_first(
+    hold: GuardedHold, connection: BaseDatabaseWrapper, database: str
+) -> Mark | None:
+    """Pin a hold in a transaction that begins.
+
+    Return the ``Mark`` of this point, or None if the row is already the transaction's.
+    """
     if hold.scope == "transaction":
-        # The row is this transaction's already.
         hold.check()
-        yield
-        return
+        return None
     if hold.is_over:
         raise hold._told_lost()
-    # A savepoint around may take the writing back, though the row stays locked. First of what is done on commit.
+    # The rollback of an outer savepoint may undo the write, although the row stays
+    # locked. This comes first among the on_commit() callbacks.
     here = Mark.here(connection)
     pin = Mark.of_lock(connection)
-    # Before the row is written: whatever becomes of that, the keeper asks nothing meanwhile.
+    # Before the write, so that the keeper sends no request for the hold meanwhile.
     hold.pinned_in.append(pin)
     try:
         _pin(hold, database)
     except LockError:
-        # It was not. Where the connection was lost, the keeper may have found that by itself.
+        # The write failed. After a lost connection, the keeper may have removed the
+        # pin.
         with suppress(ValueError):
             hold.pinned_in.remove(pin)
         raise
-    yield
-    if not connection.needs_rollback:
-        here.at_commit.append(partial(hold.committed, _pin(hold, database)))
+    return here
 
 
-def _pin(hold: Hold, database: str) -> float:
-    """Lock and renew the row of the hold in the open transaction; return when that was asked for."""
+def _pin(hold: GuardedHold, database: str) -> float:
+    """Lock and renew a hold's row in the open transaction.
+
+    Return when the request was sent.
+    """
     sent = clock.now()
     try:
         stands = hold.backend.pin(hold.claim, database)
     except LockBackendError:
-        # The transaction is of no use any more.
+        # The transaction is now unusable.
         connection_of(database).needs_rollback = True
         raise
     if not stands:
-        hold.lose("the backend says it is no longer this hold's")
+        hold.lose(hold.why_gone())
         raise hold.lost_error()
     return sent
 
 
-def _database_for(hold: Hold, using: str | None) -> str:
+def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bool:
+    """Return whether another session caused the error, and a retry may succeed."""
+    dialect, cause = dialect_of(connection), error.__cause__
+    return (
+        not dialect.one_writer
+        and isinstance(cause, DatabaseError)
+        and dialect.is_contention(cause)
+    )
+
+
+def _database_for(hold: GuardedHold, using: str | None) -> str:
     backend = hold.backend
     if not backend.supports_guard:
         raise RuntimeError(
-            f"{type(backend).__name__} cannot guard a transaction: that takes a lock in the database of the data. "
-            "Compare hold.token in every write (FencedModel), or use a backend of the database family."
+            f"{type(backend).__name__} cannot guard a transaction, because its locks"
+            " are not in the database of the data. Compare hold.token in every write"
+            " (FencedModel), or use a database backend."
         )
     own = backend.database
     if using is None or using == own:
         return own
     if _place_of(using) != _place_of(own):
         raise RuntimeError(
-            f"The lock on {hold.key!r} is in database {own!r}, and {using!r} is another one: a transaction there "
-            "cannot be guarded. Put the lock where the data is (OPTIONS['database'])."
+            f"The lock on {hold.key!r} is in database {own!r}, and cannot guard a"
+            f" transaction on the other database {using!r}. Put the lock into the"
+            " database of the data (OPTIONS['database'])."
         )
     return using
 
 
 def _place_of(database: str) -> tuple[Any, ...]:
-    """Return what is the same for two aliases of one database."""
+    """Return a value that is equal for all aliases of one database."""
     connection = connection_of(database)
     settings = connection.settings_dict
     place = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])

@@ -1,4 +1,7 @@
-"""The history: holds that have ended, on their way to the table, for the backends that want it."""
+"""The history: buffers for ended holds until they are written to its table.
+
+Only database backends with the ``history`` option have one.
+"""
 
 from __future__ import annotations
 
@@ -18,46 +21,57 @@ from dlocks.keeper import keeper
 from dlocks.signals import End, Watcher, watchers
 
 if TYPE_CHECKING:
-    from dlocks.holds import Hold
+    from dlocks.protocols import ObservedHold
 
 logger = logging.getLogger("dlocks")
 
-# How long a record waits for others to be written with: what a process that is killed loses.
+# Seconds for which a record waits, so that one statement writes several. A process that
+# is killed loses the records of this time.
 WRITE_EVERY = 2.0
-# How soon it is tried again after the database could not be reached, ...
+# Seconds until the next attempt after the database could not be reached.
 TRY_AGAIN = 3.0
-# ... and how many records wait for that at most.
+# Records that are kept while the database cannot be reached. Further ones are dropped.
 KEPT = 10_000
-# Records in one statement.
+# Records per statement.
 BATCH = 500
 
 
 class Book:
-    """The holds of one backend that are not written yet."""
+    """The ended holds of one backend that have not been written yet."""
 
     def __init__(self, backend: DatabaseBackend) -> None:
         self.backend = backend
         self._notes: deque[Finished] = deque()
         self._writing = threading.Lock()
-        # Told already, until it has been written again.
+        # Whether a failure or a dropped record has been logged since the last
+        # successful write.
         self._failed = self._dropped = False
 
-    def note(self, hold: Hold, ending: str) -> None:
-        """Have a hold written soon, by the keeper."""
+    def note(self, hold: ObservedHold, ending: str) -> None:
+        """Add a hold to the buffer. The keeper writes it soon."""
         connection = self.backend.connection
-        if any(getattr(block, "_from_testcase", False) for block in connection.atomic_blocks):
-            # Nothing of a TestCase stays, and the keeper would be outside of its transaction.
+        if any(
+            getattr(block, "_from_testcase", False)
+            for block in connection.atomic_blocks
+        ):
+            # A TestCase rolls everything back. The keeper would write outside of its
+            # transaction.
             return
         if len(self._notes) >= KEPT:
             if not self._dropped:
                 self._dropped = True
-                logger.warning("The history of DLOCKS[%r] leaves holds out: %d wait", self.backend.alias, KEPT)
+                logger.warning(
+                    "The history of DLOCKS[%r] leaves holds out: %d wait",
+                    self.backend.alias,
+                    KEPT,
+                )
             return
         claim = hold.claim
         finished = Finished(
             key=claim.key,
             token=hold.token,
-            # As the other tables have it: not every engine cuts it by itself.
+            # Cut to the column's length, as in the other tables. Some engines reject a
+            # longer value.
             holder=claim.holder[:255],
             owner_ip=claim.owner_ip,
             scope=hold.scope,
@@ -69,13 +83,23 @@ class Book:
             database=connection.settings_dict["NAME"],
         )
         self._notes.append(finished)
-        keeper.later(self.write, WRITE_EVERY, self.backend)
+        if keeper.is_exiting:
+            # The process is about to end, so there is no later write.
+            keeper.run(self.write, self.backend)
+        else:
+            self.backend.runtime.call_later(self.write, WRITE_EVERY)
 
     def write(self) -> None:
-        """Write what there is; what cannot be written now is tried again, up to a bound."""
+        """Write the buffered records.
+
+        If the database cannot be reached, they are kept, up to a limit, and written
+        later.
+        """
         with self._writing:
             while self._notes:
-                batch = [self._notes.popleft() for _ in range(min(BATCH, len(self._notes)))]
+                batch = [
+                    self._notes.popleft() for _ in range(min(BATCH, len(self._notes)))
+                ]
                 database = self.backend.connection.settings_dict["NAME"]
                 try:
                     if records := [note for note in batch if note.database == database]:
@@ -86,7 +110,7 @@ class Book:
                         logger.warning("The history could not be written: %s", error)
                     if isinstance(error.__cause__, OperationalError | InterfaceError):
                         self._notes.extendleft(reversed(batch))
-                        keeper.later(self.write, TRY_AGAIN, self.backend)
+                        self.backend.runtime.call_later(self.write, TRY_AGAIN)
                         return
                 else:
                     self._failed = self._dropped = False
@@ -96,15 +120,15 @@ _books: dict[DatabaseBackend, Book] = {}
 
 
 def flush() -> None:
-    """Write what there is now, and return when that is done: for tests."""
+    """Write all buffered records and wait until that is done. For tests."""
     for book in list(_books.values()):
         keeper.run(book.write, book.backend)
 
 
 class History(Watcher):
-    """Notes the holds that end."""
+    """The watcher that records ended holds."""
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, hold: ObservedHold, how: End) -> None:
         backend = hold.backend
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return
@@ -112,9 +136,9 @@ class History(Watcher):
         book.note(hold, "F" if how == "released" and hold._failed else _ENDINGS[how])
 
 
-# As HoldRecord has them.
+# The choices of ``HoldRecord.ending``.
 _ENDINGS = {"released": "R", "lost": "L", "detached": "D"}
 
 watchers.append(History())
-# What the parent has noted, the parent writes.
+# The parent process writes its own records. A forked child must not write them again.
 in_child(_books.clear)

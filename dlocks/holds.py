@@ -1,4 +1,4 @@
-"""The holding of a lock: what ``with db_lock(…) as hold`` gives."""
+"""Holds: the object that ``with db_lock(…) as hold`` returns."""
 
 from __future__ import annotations
 
@@ -18,81 +18,97 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from django.db import connections
 
-from dlocks import clock, privacy
-from dlocks.backends.base import BaseBackend, Claim, Grant
+from dlocks import clock
+from dlocks.backends.base import BaseBackend
 from dlocks.connected import connection_of
 from dlocks.coroutines import in_django_thread, refuse_in_a_coroutine
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.forks import in_child
 from dlocks.greenlets import is_alive
 from dlocks.guard import guarded
-from dlocks.keeper import FOREVER, keeper
+from dlocks.keeper import FOREVER, GONE, OUTSIDE_PATIENCE, keeper
 from dlocks.signals import tell_ended
+from dlocks.text import shown_holder
 from dlocks.transactions import Mark, open_connections
+from dlocks.values import Claim, Duration, Grant
 
 if TYPE_CHECKING:
-    from dlocks.locks import Lock
+    from dlocks.protocols import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger("dlocks")
 
-# How often the keeper looks whether a transaction in which a lease was left has ended.
+# Seconds between two checks whether a transaction in which a lease was left has ended.
 LOOK_EVERY = 0.05
-
-# How soon a hold that came from the line, with a short lease, is renewed.
+# Seconds after which a short lease from the queue is first renewed.
 RENEW_SOON = 0.1
-# How soon a renewal that came to nothing is tried again at the earliest.
+# Minimum seconds before a failed renewal is retried.
 SOONEST_RENEWAL = 0.02
-
-# How long the end of a transaction waits for the keeper, where that gives a lease back which was left in it.
+# Seconds for which the end of a transaction waits while the keeper releases a lease
+# left in it.
 SETTLING_PATIENCE = 5.0
+
+# Seconds before its deadline in which a lease may expire on the way to the database.
+ALMOST_OVER = 1.0
+# Seconds for which an expired lease counts as not lost, after a reply that it could not
+# be renewed just then.
+NOT_LOST_FOR = 1.0
 
 HANDED_OVER = "it was handed over"
 
 Caller = threading.Thread | asyncio.Task[Any]
 
-# Refused before anything is done, so that the other verb can do it.
+# Refused before anything happens, so that the asynchronous method can do it.
 not_in_a_coroutine = partial(
-    refuse_in_a_coroutine, "'async with', or a verb with an 'a', as in 'await hold.arelease()'"
+    refuse_in_a_coroutine,
+    "'async with', or the method with an 'a', as in 'await hold.arelease()'",
 )
 
-# Whose hold, of which backend, on which key, and whether it is shared.
+# Caller, backend, key, and whether the hold is shared.
 Entrance = tuple[Caller, str, str, bool]
 
 
 def current_caller() -> Caller:
-    """Return who holds what is acquired here: the running asyncio task, or else the thread."""
-    # Rather than to ask for a task and to catch the error where no loop runs, as is the rule.
+    """Return the running asyncio task, or else the thread."""
+    # Usually no loop runs, and then current_task() would raise an error.
     loop = _get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     return task or threading.current_thread()
 
 
 class Hold:
-    """
-    One holding of one key. It ends by ``release()``, or is lost.
+    """One holding of one key, which ends by ``release()`` or is lost.
 
-    Ownership is the hold itself: any thread that has it may release it. ``token`` is the fencing token: larger than
-    that of every earlier hold of the key. ``owner`` is the capability behind the hold, never to be shown whole.
-    ``waited`` says how many seconds the caller waited for it: 0 when the key was free. ``takeover`` says that its last
-    holder never came back.
+    Any thread with a reference to it may release it. ``token`` is the fencing token,
+    larger than that of every earlier hold of the key. ``owner`` is the secret identity,
+    never to be shown whole. ``waited`` is the seconds that the caller waited, 0 if the
+    key was free. ``takeover`` says that the last holder never released the key.
     """
 
-    # How many blocks of its own it is in: 'with hold'.
+    # Number of 'with hold' blocks that are open.
     _blocks = 0
     _ended = False
     _lost: str | None = None
     _failed = False
-    # Set when it has been settled, by the thread that came first to it.
+    # Created by the thread that settles the hold, and set when it is done.
     _settled: threading.Event | None = None
-    # The transaction that the hold belongs to, and where in it.
+    # When the backend last answered a renewal.
+    _answered_at = 0.0
+    # The transaction of the hold, and the point in it.
     _connection: Any = None
     _mark: Mark | None = None
 
     def __init__(
-        self, lock: Lock, backend: BaseBackend, claim: Claim, grant: Grant, caller: Caller, sent: float, waited: float
+        self,
+        lock: Policy,
+        backend: BaseBackend,
+        claim: Claim,
+        grant: Grant,
+        caller: Caller,
+        sent: float,
+        waited: float,
     ) -> None:
         lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.lock = lock
@@ -106,23 +122,26 @@ class Hold:
         self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._count = 1
-        # Whether all of its entries are content that it is left at their end, and not with the transaction.
+        # Whether all entries accept a release before the transaction ends.
         self.leaves_at_exit = lock.release_at == "exit"
         self._granted_at = clock.now()
-        # Counted from before the request was sent, so this clock always runs out before the backend's.
+        # Counted from before the request, so it always passes before the backend's
+        # deadline.
         self._deadline = FOREVER if self.scope == "transaction" else sent + lease
         self._last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
-        # One that is not to be renewed lasts for its ttl all the same where the backend answers for less at a time.
+        # Without renewal, a hold still lasts for its ttl if the backend grants shorter
+        # leases.
         short = grant.lease is not None and backend.renew_every < FOREVER
         self._kept_until = FOREVER if lock.renew else sent + claim.ttl if short else 0.0
-        # The first lease of a claim that stood in line is a short one: only what is over at once is not renewed.
+        # The first lease of a queued claim is short. Only a very short hold needs no
+        # renewal.
         due = self._granted_at + RENEW_SOON if grant.lease else sent + lease / 3
         self.renew_at = min(due, self._granted_at + backend.renew_every)
-        # The open transactions in which the lease was left, and at the end of which it is given back.
+        # Transactions in which the lease was left, and at whose end it is released.
         self._left_in: list[Mark] = []
-        # The transactions of hold.atomic() that keep the key, whatever the clocks say.
+        # Transactions of hold.atomic() that keep the key, whatever the clocks say.
         self.pinned_in: list[Mark] = []
-        # Its places in holds_by_caller.
+        # Its keys in holds_by_caller.
         self.entered_as: list[Entrance] = []
         if self.scope == "transaction":
             self._connection = connection_of(backend.database)
@@ -130,9 +149,10 @@ class Hold:
             self._mark.keys.add((backend.identity, claim.key))
 
     def __repr__(self) -> str:
-        return f"<Hold {self.key!r} token={self.token} count={self._count} {'held' if self.held else 'ended or lost'}>"
-
-    # What it is.
+        return (
+            f"<Hold {self.key!r} token={self.token} count={self._count}"
+            f" {'held' if self.held else 'ended or lost'}>"
+        )
 
     @property
     def key(self) -> str:
@@ -144,7 +164,10 @@ class Hold:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """The fencing tokens by key: one, unless several keys are held."""
+        """Return the fencing tokens by key.
+
+        There is one, unless several keys are held.
+        """
         return {self.key: self.token}
 
     @property
@@ -153,12 +176,15 @@ class Hold:
 
     @property
     def count(self) -> int:
-        """How often the holder has entered and not left."""
+        """Return how often the holder has entered and not left."""
         return self._count
 
     @property
     def held(self) -> bool:
-        """Whether the key is this hold's for certain. No I/O: False may mean that it is merely not known."""
+        """Return whether the key is certainly held. This does no I/O.
+
+        False may mean that the state is unknown.
+        """
         if self.is_over:
             return False
         if self.scope == "transaction":
@@ -167,41 +193,46 @@ class Hold:
 
     @property
     def remaining(self) -> float:
-        """Seconds for which the key is this hold's even if nothing renews it; infinite in a transaction."""
+        """Return the seconds for which the key is held without a renewal.
+
+        This is infinite in a transaction.
+        """
         return max(0.0, self._deadline - clock.now()) if self.held else 0.0
 
     @property
-    def waiting(self) -> int:
-        """How many callers stand in line for the key now. Asks the backend; 0 where it has no line."""
+    def age(self) -> float:
+        """Return the seconds since the grant."""
+        return clock.now() - self._granted_at
+
+    # Methods for the holder.
+
+    def queue_length(self) -> int:
+        """Return the number of callers that are queued for the key now.
+
+        This asks the backend. It is 0 where there is no queue.
+        """
         backend = self.backend
-        if backend.in_transaction() and backend.lease_refused() is None:
+        if backend.must_ask_outside():
             return keeper.run(partial(backend.waiting, self.claim.key), backend)
         return backend.waiting(self.claim.key)
 
-    async def awaiting(self) -> int:
-        return await self._there(lambda: self.waiting)
-
-    @property
-    def age(self) -> float:
-        """Seconds since it was granted."""
-        return clock.now() - self._granted_at
-
-    # What its holder can do.
-
     def check(self) -> None:
-        """Ask the backend whether the key is still this hold's; raise LockLost when not."""
+        """Check with the backend that the key is held, or raise LockLost."""
         not_in_a_coroutine()
         if not self._keeps or not self._confirmed(self._count):
-            self.lose("the backend says it is no longer this hold's" if self._keeps else self.why_not())
+            self.lose(self.why_gone() if self._keeps else self.why_not())
             raise self._told_lost()
 
     def renew(self) -> None:
-        """Extend the lease to its ttl from now; raise LockLost when it is gone. In a transaction there is no lease."""
+        """Extend the lease to its ttl from now, or raise LockLost.
+
+        In a transaction there is no lease, so this only checks the hold.
+        """
         not_in_a_coroutine()
         if self.scope == "transaction" or self.pinned:
             self.check()
             return
-        if self.held:
+        if self._keeps:
             sent = clock.now()
             if self._kept_until:
                 self._kept_until = max(self._kept_until, sent + self.claim.ttl)
@@ -212,20 +243,20 @@ class Hold:
         raise self._told_lost()
 
     def renewed(self, sent: float, left: Mapping[str, float]) -> None:
-        """Note what the backend answered, by owner, to a renewal that the caller asked for."""
+        """Record the reply to the caller's renewal: the seconds left, by owner."""
         if self.owner not in left:
-            self.lose("the backend says it is no longer this hold's")
+            self.lose(self.why_gone())
             raise self._told_lost()
         if self.backend.lease_refused() is None:
-            # Otherwise it was written by the caller's transaction, which may take it back.
+            # Otherwise the caller's transaction wrote it, and may roll it back.
             self.note_answer(sent, left[self.owner])
 
     def release(self, *, failed: bool = False) -> None:
-        """
-        Leave once; the last to leave gives the key back. To leave again does nothing.
+        """Leave the hold once. The last entry to leave releases the key.
 
-        ``failed`` is for people who look at the row: its status becomes F instead of S. Raise LockLost when the hold
-        was lost before: what was done under it was perhaps not done alone.
+        Releasing again does nothing. ``failed`` sets the status of the row to F instead
+        of S, for people who read it. Raise LockLost if the hold was lost, because its
+        work was perhaps not exclusive.
         """
         not_in_a_coroutine()
         count = None
@@ -240,25 +271,35 @@ class Hold:
         except LockError:
             raise
         except BaseException:
-            # Interrupted on the way: the key must not stay taken for that.
+            # An interrupted release must not leave the key acquired.
             if count == 0:
                 self._end()
                 with suppress(LockError):
                     self.take_back()
             raise
 
-    def atomic(self, *, using: str | None = None, **atomic: Any) -> AbstractContextManager[None]:
-        """
-        Open a transaction that commits while the key is this hold's, or does not commit: ``with hold.atomic():``.
+    def atomic(
+        self, *, using: str | None = None, **atomic: Any
+    ) -> AbstractContextManager[None]:
+        """Open a transaction that commits while the key is held, or not at all.
 
-        However long the process is paused in it, nobody takes the key before it has ended. Raise LockLost, with
-        nothing written, when the hold is lost already. The other arguments are those of Django's ``atomic()``;
-        ``using`` may be another alias of the database that the lock is in.
-        """
-        return guarded(self, using, atomic)
+            with hold.atomic():
+                ...
 
-    async def aatomic(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a function in ``hold.atomic()``, in Django's own thread; return its result."""
+        However long the process is paused, no other caller acquires the key before the
+        transaction ends. If the hold is lost already, raise LockLost and write nothing.
+        ``using`` may be another alias of the lock's database. Other arguments are those
+        of Django's ``atomic()``.
+        """
+        return guarded([self], using, atomic)
+
+    async def aatomic(
+        self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call a function in ``hold.atomic()``, in Django's sync thread.
+
+        Return its result.
+        """
 
         def call() -> R:
             with self.atomic():
@@ -267,40 +308,48 @@ class Hold:
                     if inspect.iscoroutine(result):
                         result.close()
                     raise TypeError(
-                        f"aatomic() calls a function in Django's own thread, where nobody awaits what {function!r} "
-                        "returns: give it the synchronous twin."
+                        "aatomic() calls a synchronous function in Django's sync"
+                        f" thread, but {function!r} returned an awaitable. Pass its"
+                        " synchronous version."
                     )
                 return result
 
         return await in_django_thread(call, only_there=True)
 
-    def detach(self, *, within: float | None = None) -> str:
-        """Give the hold away, to the process that resumes it by the text returned; see ``dlocks.handover``."""
+    def detach(self, *, within: Duration | None = None) -> str:
+        """Detach the hold, and return the text by which a process resumes it.
+
+        See ``dlocks.detach``.
+        """
         not_in_a_coroutine()
-        from dlocks.handover import detach
+        from dlocks.detach import detach
 
         return detach(self, within=within)
 
     def _leave(self, count: int) -> None:
         if self._pid != os.getpid():
             self._ended = True
-            raise self.lost_error("this process is a fork of the one that holds it")
+            raise self.lost_error("this process is a fork of its holder")
         if not self._keeps:
             self.lose(self.why_not())
         if self._lost is not None:
             if count == 0 and self._end():
-                # Nobody may have taken it yet; then it need not wait for the grace of a crash.
+                # If no caller has acquired the key yet, the next one need not wait for
+                # the grace.
                 with suppress(LockError):
                     self._ask(self.backend.release, self.claim, failed=True)
             raise self.lost_error()
         if count > 0:
             if not self._is_undone and not self._confirmed(count):
-                self.lose("the backend says it is no longer this hold's")
+                self.lose(self.why_gone())
                 raise self.lost_error()
         elif not self._leave_in_transactions() and self._end():
             self.give_back()
 
-    # The same for coroutines.
+    # The same methods for coroutines.
+
+    async def aqueue_length(self) -> int:
+        return await self._there(self.queue_length)
 
     async def acheck(self) -> None:
         await self._there(self.check)
@@ -308,11 +357,11 @@ class Hold:
     async def arenew(self) -> None:
         await self._there(self.renew)
 
-    async def adetach(self, *, within: float | None = None) -> str:
+    async def adetach(self, *, within: Duration | None = None) -> str:
         try:
             return await self._there(partial(self.detach, within=within))
         except asyncio.CancelledError:
-            # Nobody will ever have the text.
+            # No process will ever receive the text.
             await self._there(self._take_back)
             raise
 
@@ -322,26 +371,30 @@ class Hold:
     def __enter__(self) -> Self:
         if self._blocks >= self._entries:
             raise RuntimeError(
-                f"This hold of {', '.join(map(repr, self.keys))} was given back already, or is by a block around "
-                "this one: acquire the lock once more for each block."
+                f"This hold of {', '.join(map(repr, self.keys))} has been released, or"
+                " an outer block releases it. Acquire the lock once for each block."
             )
         self._blocks += 1
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
         self._blocks = max(0, self._blocks - 1)
         self.leave(error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    async def __aexit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
         self._blocks = max(0, self._blocks - 1)
         await self.aleave(error)
 
     @property
     def _entries(self) -> int:
-        """How often it is still to be left."""
+        """Return how many entries are still to be left."""
         return 0 if self._ended else self._count
 
     async def _there(self, function: Callable[[], R]) -> R:
@@ -351,7 +404,10 @@ class Hold:
         await self._there(partial(self.leave, error))
 
     def leave(self, error: BaseException | None) -> None:
-        """End a block: release, but let the block's own error pass, with a note about what went wrong besides."""
+        """End a block by releasing the hold.
+
+        If the block itself failed, a failed release only adds a note to its error.
+        """
         try:
             self.release(failed=error is not None)
         except LockError as trouble:
@@ -359,37 +415,49 @@ class Hold:
                 raise
             error.add_note(f"{type(trouble).__name__}: {trouble}")
 
-    # For the handover.
+    # Methods for the handover.
 
     def give_away(self, ttl: float) -> tuple[float, float]:
-        """
-        End the hold here, without giving the key back, and leave it a lease of ``ttl`` seconds.
+        """End the hold here, without releasing the key.
 
-        Return what is left of its at_least and max_hold.
+        The lease lasts for ``ttl`` more seconds. Return the seconds left of
+        ``min_hold`` and ``max_hold``.
         """
         if self.scope == "transaction":
             raise RuntimeError(
-                f"{self.key!r} belongs to a transaction, which cannot be handed over: take it with scope='lease'."
+                f"{self.key!r} is held by a transaction, and cannot be handed over."
+                " Acquire it with scope='lease'."
             )
         if self.lock.shared:
-            raise RuntimeError(f"{self.key!r} is shared, and a share cannot be handed over.")
+            raise RuntimeError(
+                f"The shared hold on {self.key!r} cannot be handed over."
+            )
         if not self.backend.supports_handover:
-            raise RuntimeError(f"{type(self.backend).__name__} cannot hand {self.key!r} over to another process.")
+            raise RuntimeError(
+                f"{type(self.backend).__name__} cannot hand {self.key!r} over to"
+                " another process."
+            )
         if (why := self.backend.lease_refused()) is not None:
             raise RuntimeError(f"{self.key!r} cannot be handed over here. {why}")
         with self._mutex:
             if self._count > 1:
-                raise RuntimeError(f"{self.key!r} was entered {self._count} times: only a single entry is handed over.")
+                raise RuntimeError(
+                    f"{self.key!r} cannot be handed over while its caller has acquired"
+                    f" it {self._count} times. Release the inner holds first."
+                )
             ended = self._ended or self._count == 0
         now = clock.now()
-        left = max(0.0, self.lock.at_least - (now - self._granted_at)), self._last_at - now
+        left = (
+            max(0.0, self.lock.min_hold - (now - self._granted_at)),
+            self._last_at - now,
+        )
         if not ended and not self.held:
             self.lose(self.why_not())
         if self._lost is not None or ended or not self._end():
             raise self.lost_error(self._lost or "it has ended")
         claim = dataclasses.replace(self.claim, ttl=min(ttl, left[1]))
         try:
-            # By the keeper, so that no renewal which is on its way comes after this one.
+            # By the keeper, so that no pending renewal comes after it.
             stands = keeper.run(partial(self._leave_lease, claim), self.backend)
         except BaseException:
             self._ended = False
@@ -398,7 +466,7 @@ class Hold:
             raise
         if not stands:
             self._ended = False
-            self.lose("the backend says it is no longer this hold's")
+            self.lose(self.why_gone())
             self._ended = True
             raise self.lost_error()
         self._lost = HANDED_OVER
@@ -417,41 +485,49 @@ class Hold:
                 return False
             if left[claim.owner] >= claim.ttl:
                 return True
-            # Locked just then, by somebody who tried to take it.
+            # A caller that tried to acquire the key has locked the row for a moment.
             time.sleep(0.001 * 2**number)
-        raise LockBackendError(f"The lease on {self.key!r} could not be extended: it is locked by another transaction.")
+        raise LockBackendError(
+            f"The lease on {self.key!r} could not be extended: another transaction has"
+            " locked its row."
+        )
 
-    # For the lock.
+    # Methods for the lock.
 
     @property
     def enterable(self) -> bool:
-        """Whether the same caller, entering again, is in this hold rather than in need of a new one."""
+        """Return whether the same caller enters this hold, and needs no new one."""
         if self._ended or self._pid != os.getpid():
             return False
         if self.scope == "transaction":
             return self.held
-        # One that is left, in a transaction, is kept for its at_least from whoever comes, also from this caller.
-        return self._count > 0 or (self.held and self.age >= self.lock.at_least)
+        # A hold left in a transaction is kept for its min_hold from all callers, even
+        # this one.
+        return self._count > 0 or (self.held and self.age >= self.lock.min_hold)
 
     @property
     def is_left(self) -> bool:
-        """Whether it is kept, to the end of transactions, for nobody who is inside of it."""
+        """Return whether only open transactions keep the hold."""
         return self._count == 0 and self.in_transactions and self.held
 
-    def enter(self, lock: Lock) -> bool:
-        """Count one entry more, and ask whether the key is still this hold's; return False when it has ended."""
+    def enter(self, lock: Policy) -> bool:
+        """Count one more entry, and check that the key is still held.
+
+        Return False if the hold has ended. Raise LockLost if it is lost.
+        """
         with self._mutex:
-            # Counted before asking: from here on nobody gives the key back behind this caller's back.
+            # Counted first, so that no other thread releases the key meanwhile.
             if self._ended:
                 return False
             if self._count == 0:
-                # Left in a transaction, and entered anew: the blocks of before are of no account.
+                # The hold was left in a transaction. Its earlier blocks no longer
+                # count.
                 self._blocks = 0
                 self.leaves_at_exit = True
             self.leaves_at_exit = self.leaves_at_exit and lock.release_at == "exit"
             self._count += 1
             count = self._count
-            # What it was left in before is of no account until it is left again.
+            # The earlier transactions do not matter until the hold is left again.
             left_in, self._left_in = self._left_in, []
         keeper.forget_end(self)
         try:
@@ -459,7 +535,7 @@ class Hold:
                 self.lose(self.why_not())
                 raise self._told_lost()
             if not self._confirmed(count):
-                self.lose("the backend says it is no longer this hold's")
+                self.lose(self.why_gone())
                 raise self._told_lost()
         except BaseException:
             with self._mutex:
@@ -470,139 +546,211 @@ class Hold:
             raise
         return True
 
-    def abandon(self) -> bool:
-        """
-        Forget a hold that its caller never learned of; the claim behind it is given up by the lock.
+    def prolong(self) -> None:
+        """Count one more entry, so that the hold outlasts the current block."""
+        with self._mutex:
+            self._count += 1
 
-        Return whether its end is still to be told.
+    def abandon(self) -> bool:
+        """Discard a hold that its caller never received.
+
+        The lock cancels its claim. Return whether its end is still to be signalled.
         """
         self._count, self._failed = 0, True
         return self._end() and self._lost is None
 
     def undo_entry(self, count: int) -> None:
-        """Go back to the count from before an entry that its caller never learned of."""
+        """Restore the count from before an entry that its caller never received."""
         self._count = min(self._count, count)
-        if self._count == 0 and not self._left_in and not self._leave_in_transactions() and self._end():
+        if (
+            self._count == 0
+            and not self._left_in
+            and not self._leave_in_transactions()
+            and self._end()
+        ):
             self.give_back()
 
-    # For the keeper.
+    # Methods for the keeper.
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, was lost, or is that of the process that this one is a fork of."""
+        """Return whether the hold has ended, is lost, or is a parent process's."""
         return self._ended or self._lost is not None or self._pid != os.getpid()
 
     @property
     def pinned(self) -> bool:
-        """Whether a transaction that has not ended keeps the key."""
+        """Return whether an open transaction of ``atomic()`` keeps the key."""
         return any(mark.stands for mark in list(self.pinned_in))
 
     @property
     def _keeps(self) -> bool:
-        """Whether to ask the backend at all: it is held, or a transaction keeps it though its lease is over."""
-        return self.held or (not self.is_over and self.pinned)
+        """Return whether the key is held, or may still be.
+
+        A hold may still be renewed after its lease has expired.
+        """
+        return self.held or (not self.is_over and (self.pinned or self._may_be_late))
+
+    @property
+    def _may_be_late(self) -> bool:
+        """Return whether a renewal restores an expired lease.
+
+        It does if no other caller has acquired the key.
+        """
+        return self.backend.renews_late and self.scope == "lease" and self.renewable
 
     @property
     def _is_undone(self) -> bool:
-        """Whether what has been done under it, in this thread's transaction, is about to be rolled back."""
+        """Return whether work under the hold is about to be rolled back.
+
+        Only the transactions of this thread count.
+        """
         if self.scope == "transaction":
             return bool(self._connection.needs_rollback)
-        return any(mark.stands and not mark.is_elsewhere and mark.is_undone for mark in list(self.pinned_in))
+        return any(
+            mark.stands and not mark.is_elsewhere and mark.is_undone
+            for mark in list(self.pinned_in)
+        )
 
     def _confirmed(self, count: int) -> bool:
-        """Ask the backend whether the key is still this hold's, and have it note the count."""
+        """Ask the backend whether the key is still held, and store the count."""
         for mark in list(self.pinned_in):
             if mark.stands:
-                # The row is locked by that transaction, and only there can it be asked for; its lease may be over, and
-                # nobody takes it before the end of that.
-                return mark.is_elsewhere or bool(self.backend.pin(self.claim, mark.alias))
-        return bool(self._ask(self.backend.recount, self.claim, count))
+                # Only that transaction can check the row, which it has locked. The
+                # lease may have expired, but no caller takes the key before the
+                # transaction ends.
+                return mark.is_elsewhere or bool(
+                    self.backend.pin(self.claim, mark.alias)
+                )
+        claim, sent = (
+            self.next_claim() if self._may_be_late else self.claim,
+            clock.now(),
+        )
+        confirmed = bool(self._ask(self.backend.recount, claim, count))
+        if confirmed and claim.late and self.backend.lease_refused() is None:
+            self.note_answer(sent, claim.ttl)
+        return confirmed
 
     def unpin(self) -> None:
-        """Forget the pins that have ended."""
+        """Remove the pins that have ended."""
         for mark in list(self.pinned_in):
             if not mark.stands:
-                # The caller and the keeper may do it at once.
+                # The caller and the keeper may do this at once.
                 with suppress(ValueError):
                     self.pinned_in.remove(mark)
 
     def committed(self, sent: float) -> None:
-        """Note that a transaction which pinned the key is committed: the lease is whole since its last statement."""
+        """Record the commit of a transaction that pinned the key.
+
+        The lease counts from its last statement.
+        """
         self.note_answer(sent, self.claim.ttl)
         self.unpin()
         keeper.look()
 
     @property
     def due_at(self) -> float:
-        """When the keeper should look at this hold."""
+        """Return when the keeper should check this hold."""
         if self.in_transactions:
             return clock.now() + LOOK_EVERY
-        return min(self.renew_at, self._deadline) if self.renewable else self._deadline
+        return min(self.renew_at, self._lost_at) if self.renewable else self._deadline
+
+    @property
+    def _lost_at(self) -> float:
+        """Return when the hold is lost unless it is renewed."""
+        if self._may_be_late:
+            return max(self._deadline, self._answered_at + NOT_LOST_FOR)
+        return self._deadline
 
     @property
     def first_due_at(self) -> float:
-        """The same, of a hold that was granted just now to who asks."""
+        """Return ``due_at`` for a hold that was just granted to this caller."""
         return min(self.renew_at, self._deadline) if self.lock.renew else self.due_at
 
     @property
     def renewable(self) -> bool:
-        """Whether the keeper should renew: not for a caller that has died, nor beyond max_hold."""
-        if self._ended or self._lost is not None or self._deadline >= min(self._last_at, self._kept_until):
+        """Return whether the keeper should renew the hold.
+
+        Not for a caller that has died, nor beyond ``max_hold``.
+        """
+        if (
+            self._ended
+            or self._lost is not None
+            or self._deadline >= min(self._last_at, self._kept_until)
+        ):
             return False
         if self.pinned_in and self.pinned:
             return False
-        # No isinstance(): there are those who put classes of their own in the place of Thread and Task.
+        # Some libraries replace Thread and Task, so isinstance() does not work.
         if hasattr(self.caller, "get_loop"):
-            # Not the task itself: one that only acquires, as gather() makes them, is done at once.
+            # Not the task itself. One that only acquires, as in gather(), is done at
+            # once.
             return self.caller.get_loop().is_running()
         return is_alive(self.caller)
 
     def next_claim(self) -> Claim:
-        """Return the claim to renew by: for its ttl, but not beyond max_hold."""
-        ttl = min(self.claim.ttl, min(self._last_at, self._kept_until or FOREVER) - clock.now())
-        return self.claim if ttl == self.claim.ttl else dataclasses.replace(self.claim, ttl=max(ttl, 0.0))
+        """Return the claim for a renewal, at most until ``max_hold``.
+
+        It is ``late`` where the lease may have expired.
+        """
+        now = clock.now()
+        ttl = min(self.claim.ttl, min(self._last_at, self._kept_until or FOREVER) - now)
+        late = self._deadline - now < ALMOST_OVER and self._may_be_late
+        if ttl == self.claim.ttl and not late:
+            return self.claim
+        return dataclasses.replace(self.claim, ttl=max(ttl, 0.0), late=late)
 
     def note_answer(self, sent: float, seconds: float) -> None:
-        """Note what a renewal answered: so many seconds from when it was sent."""
+        """Record a renewal that lasts for ``seconds`` from ``sent``."""
         with self._mutex:
+            self._answered_at = clock.now()
             self._deadline = max(self._deadline, min(sent + seconds, self._last_at))
             step = min(self.claim.ttl / 3, self.backend.renew_every)
             if seconds >= step:
                 self.renew_at = sent + step
                 return
-        # Not in full when the row was locked just then: soon again.
+        # The row was locked, so the lease was not fully extended. Retry soon.
         self.put_off_renewal()
 
     def put_off_renewal(self) -> None:
-        # The first lease of a claim that stood in line is much shorter than its ttl.
+        # The first lease of a queued claim is much shorter than its ttl.
         now = clock.now()
-        soon = max(SOONEST_RENEWAL, min(self.claim.ttl / 10, (self._deadline - now) / 4))
+        soon = max(
+            SOONEST_RENEWAL, min(self.claim.ttl / 10, (self._deadline - now) / 4)
+        )
         self.renew_at = now + min(soon, self.backend.renew_every)
 
     @property
     def in_transactions(self) -> bool:
-        """Whether transactions have to end before anything can be said of it."""
+        """Return whether the hold's state depends on the end of transactions."""
         return bool(self.pinned_in or self._left_in)
 
     @property
     def to_settle(self) -> bool:
-        """Whether the transactions in which it was left have ended."""
+        """Return whether the transactions in which it was left have ended."""
         left_in = self._left_in
         return bool(left_in) and not any(mark.stands for mark in left_in)
 
     def look(self) -> None:
-        """See whether the lease ran out, or the transactions that pinned the key have ended."""
+        """Check whether the lease has expired, or pinning transactions have ended."""
         if self.pinned_in:
             if self.pinned:
                 return
             self.unpin()
-        if not self._ended and self._lost is None and clock.now() >= self._deadline:
+        if not self._ended and self._lost is None and clock.now() >= self._lost_at:
             self.lose(self.why_not())
 
     def settle(self, patience: float = SETTLING_PATIENCE) -> None:
-        """Give back a lease that was left in transactions, once all of them have ended; or wait for who is about it."""
+        """Release a lease once all transactions in which it was left have ended.
+
+        If another thread does so, wait for it, at most ``patience`` seconds.
+        """
         with self._mutex:
-            stays = self._count or self._ended or not self._left_in or any(mark.stands for mark in self._left_in)
+            stays = (
+                self._count
+                or self._ended
+                or not self._left_in
+                or any(mark.stands for mark in self._left_in)
+            )
             settled = self._settled
             if not stays:
                 self._left_in = []
@@ -611,7 +759,7 @@ class Hold:
         if settled is None:
             return
         if stays:
-            # The keeper may have seen the end of the transaction first.
+            # The keeper may have noticed the end of the transaction first.
             settled.wait(patience)
             return
         try:
@@ -620,7 +768,7 @@ class Hold:
         except LockError as trouble:
             logger.warning("%s", trouble)
         except BaseException:
-            # Interrupted, perhaps before the release was sent: nobody else would do it.
+            # Perhaps the release was not sent yet, and nothing else would send it.
             with suppress(LockError):
                 self.take_back()
             raise
@@ -628,7 +776,7 @@ class Hold:
             settled.set()
 
     def lose(self, why: str) -> None:
-        """Mark the hold as lost and tell so, once."""
+        """Mark the hold as lost, and signal the loss once."""
         with self._mutex:
             if self._ended or self._lost is not None:
                 return
@@ -636,12 +784,18 @@ class Hold:
         keeper.drop(self)
         logger.warning("%s", self.lost_error())
         if keeper.is_current:
-            # What users do there must not keep the keeper from the other holds.
+            # User code must not keep the keeper from the other holds.
             try:
-                threading.Thread(target=self._tell_and_disconnect, name="dlocks-lost", daemon=True).start()
+                threading.Thread(
+                    target=self._tell_and_disconnect, name="dlocks-lost", daemon=True
+                ).start()
             except RuntimeError:
-                # There can be no more threads: late is better than never.
-                logger.exception("The loss of %r is told by the keeper, who does nothing else meanwhile", self.key)
+                # A late signal is better than none.
+                logger.exception(
+                    "No thread could be started, so the keeper signals the loss of %r"
+                    " itself, and renews no lease meanwhile",
+                    self.key,
+                )
                 self._tell_and_disconnect()
         else:
             self._tell()
@@ -661,7 +815,7 @@ class Hold:
             connections.close_all()
 
     def end_at_exit(self) -> None:
-        """Give the key back when the process ends, whatever was going on under it."""
+        """Release the key at the end of the process, even while it is in use."""
         if self.held and self._end():
             self._failed = True
             try:
@@ -669,85 +823,119 @@ class Hold:
             except LockError as trouble:
                 logger.warning("%s", trouble)
 
-    # Inside.
+    # Internal methods.
 
     def _ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Ask the backend about the hold; about a lease, from outside of the caller's transaction."""
+        """Call the backend about the hold.
+
+        A lease is handled outside of the caller's transaction and pool.
+        """
         backend = self.backend
-        if self.scope == "transaction" and connection_of(backend.database) is not self._connection:
+        if (
+            self.scope == "transaction"
+            and connection_of(backend.database) is not self._connection
+        ):
             raise RuntimeError(
-                f"{self.key!r} belongs to a transaction of another thread: only that one can use the hold."
+                f"{self.key!r} is held by a transaction of another thread. Only that"
+                " thread can use the hold."
             )
-        outside = self.scope == "lease" and backend.in_transaction() and backend.lease_refused() is None
-        # Within hold.atomic() nobody else can write the row.
-        if outside and not self.pinned:
+        # Within hold.atomic() only the caller's transaction can write the row.
+        if (
+            self.scope == "lease"
+            and backend.must_ask_outside()
+            and (not self.pinned or backend.lacks_connection())
+        ):
             return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
 
     def _leave_in_transactions(self) -> bool:
-        """
-        Keep a lease until the open transactions have ended, since what they do is not seen before.
+        """Keep a lease until the open transactions end, and return whether it is.
 
-        With ``release_at="exit"`` only until those have beside which the lease cannot be written: they have it pinned,
-        or the database has one writer.
+        Their changes are not visible before. With ``release_at="exit"``, keep it only
+        for those beside which it cannot be written. They have pinned it, or the
+        database has a single writer.
         """
         if self.scope == "transaction":
             return False
         marks = [mark for mark in list(self.pinned_in) if mark.stands]
         if not self.leaves_at_exit:
-            marks += [mark for mark in map(Mark.whole, open_connections()) if mark not in marks]
+            marks += [
+                mark
+                for mark in map(Mark.whole, open_connections())
+                if mark not in marks
+            ]
         elif not marks and self.backend.lease_refused() is not None:
-            # What is written here its rollback would take back.
-            marks = [Mark.whole(one) for one in open_connections() if one.alias == self.backend.database]
+            # A rollback would undo a release written here.
+            marks = [
+                Mark.whole(one)
+                for one in open_connections()
+                if one.alias == self.backend.database
+            ]
         for mark in marks:
             if self.settle not in mark.at_commit:
                 mark.at_commit.append(self.settle)
         with self._mutex:
             self._left_in = marks
         if marks:
-            # Django drops what is to be done on commit by a rollback, and with that perhaps the last who knows of it.
+            # A rollback drops the on_commit() callbacks, perhaps with the last
+            # reference to this hold.
             keeper.await_end(self)
         return bool(marks)
 
     def end_with_others(self, *, failed: bool) -> bool:
-        """End, but for the backend's being told; or return False where there is more, or less, to do than that."""
+        """End the hold, except for the request to the backend.
+
+        Return False if a release has more to do, or less.
+        """
         with self._mutex:
-            if self._count != 1 or not self.held or self.lock.at_least:
+            if self._count != 1 or not self.held or self.lock.min_hold:
                 return False
             self._count, self._failed = 0, self._failed or failed
         return self._end()
 
     def give_back(self, *, done: bool = False) -> None:
-        """Tell the backend, unless that is done, that the hold, ended already, is given back."""
+        """Release the key of an ended hold.
+
+        ``done`` says that the backend has released it.
+        """
         broken = self.scope == "transaction" and self._connection.needs_rollback
         try:
-            released = done or self._ask(self.backend.release, self.claim, failed=self._failed, keep=self._kept_for())
+            released = done or self._ask(
+                self.backend.release,
+                self.claim,
+                failed=self._failed,
+                keep=self._kept_for(),
+            )
         except LockBackendError as error:
             if self.scope != "transaction":
                 raise
             if not broken and self._connection.needs_rollback:
-                # Told only now: the server has rolled it back, since another node of the cluster was first.
-                raise self.lost_error("the server has rolled back its transaction") from error
-            # The caller's transaction is broken, and the row goes with it.
+                # The server has rolled it back because another node of the cluster was
+                # first.
+                raise self.lost_error(
+                    "the server has rolled back its transaction"
+                ) from error
+            # The broken transaction releases the row when it ends.
             return
         if not released:
             if self.scope == "transaction":
-                # The server has rolled it back, and the caller goes on in another one.
+                # The server has rolled it back, and the caller is in another
+                # transaction.
                 self._connection.needs_rollback = self._connection.in_atomic_block
             self._ended = False
-            self.lose("the backend says it is no longer this hold's")
+            self.lose(self.why_gone())
             self._ended = True
             raise self.lost_error()
         tell_ended(self, "released")
 
     def take_back(self) -> None:
-        """Tell the backend, perhaps once more, that the hold, ended already, is given back."""
+        """Release the key of an ended hold, perhaps once more."""
         self._ask(self.backend.release, self.claim, failed=True, keep=self._kept_for())
 
     def _kept_for(self) -> float:
-        """Return for how many seconds the key stays taken though it is given back."""
-        # Counted from the reply to the acquisition, so not a moment short of the row's begin_time.
-        return max(0.0, self.lock.at_least - self.age) if self.lock.at_least else 0.0
+        """Return the seconds for which the key stays taken after its release."""
+        # Counted from the reply, so it is never too short by the row's begin_time.
+        return max(0.0, self.lock.min_hold - self.age) if self.lock.min_hold else 0.0
 
     def _end(self) -> bool:
         with self._mutex:
@@ -759,7 +947,8 @@ class Hold:
         return True
 
     def _forget_entrances(self) -> None:
-        # By hand, though it would go by itself: Python swallows a Ctrl-C that comes while a weak reference dies.
+        # Weak references would go by themselves. But Python swallows a Ctrl-C that
+        # comes while one dies.
         for key in self.entered_as:
             if hold_by(key) is self:
                 del holds_by_caller[key]
@@ -768,32 +957,62 @@ class Hold:
         if self.scope == "transaction":
             return "its transaction has ended"
         if clock.now() >= self._last_at:
-            return f"it was held for its max_hold of {self.lock.max_hold} s"
+            return f"it was held for its max_hold of {self.lock.max_hold:.10g} s"
         return f"it was not renewed within its ttl of {self.claim.ttl:g} s"
 
+    def why_gone(self) -> str:
+        """Return why the key is no longer held, and who took it, if known."""
+        if self.scope == "transaction" or self._lost is not None:
+            return GONE
+        backend = self.backend
+        ask = partial(backend.taken_by, self.claim, self.token, self.age)
+        try:
+            outside = backend.in_transaction() and backend.lease_refused() is None
+            fact = (
+                keeper.run(ask, backend, patience=OUTSIDE_PATIENCE)
+                if outside
+                else ask()
+            )
+        except Exception:
+            # The loss is certain, and it is what matters.
+            logger.debug("The new holder of %r is not known", self.key, exc_info=True)
+            fact = None
+        return f"{GONE}: {fact}" if fact else GONE
+
     def _told_lost(self) -> LockLost:
-        """Return the error for a caller who learns by it of the loss: to acquire after it is to start anew."""
+        """Return the error for a caller that learns of the loss by it.
+
+        Its next acquisition makes a new hold.
+        """
         self._forget_entrances()
         return self.lost_error()
 
     def lost_error(self, why: str | None = None) -> LockLost:
         why = why or self._lost
-        who = f"{privacy.holder(self.claim.holder)} (token {self.token})"
+        who = f"{shown_holder(self.claim.holder)} (token {self.token})"
         return LockLost(
-            f"{self.key!r} was lost by {who}: {why}."
-            if why
-            else f"{self.key!r} was given back by {who}, and has ended.",
+            (
+                f"{self.key!r} was lost by {who}: {why}."
+                if why
+                else f"{self.key!r} has been released by {who}."
+            ),
             key=self.key,
             token=self.token,
         )
 
 
-# Who is in which hold: for entering again. Weak: a hold that nobody has is in nobody's way.
-holds_by_caller: weakref.WeakValueDictionary[Entrance, Hold] = weakref.WeakValueDictionary()
+# The holds by caller, for entering again. They are weak, so that a forgotten hold can
+# end.
+holds_by_caller: weakref.WeakValueDictionary[Entrance, Hold] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def hold_by(entrance: Entrance) -> Hold | None:
-    """Return who is in there, past ``get()``: that learns by an exception that nobody is, as is the rule."""
+    """Return the hold of a caller, or None.
+
+    Unlike ``get()``, this raises no internal exception in the usual case of no hold.
+    """
     reference: Any = holds_by_caller.data.get(entrance)  # type: ignore[attr-defined]
     return None if reference is None else reference()
 

@@ -1,8 +1,8 @@
-"""
-The keeper: looks after the holds of this process, in the background.
+"""The keeper: renews and watches the holds of this process.
 
-One thread keeps the time and asks nothing, so that it tells of a loss in time whatever a server does. What there is to
-ask is asked at desks, one for each server: a server that gives no answer keeps its own desk waiting, and no other.
+One thread keeps the time and sends no requests, so it reports a loss in time, whatever
+a server does. Workers (``Desk``), one for each server, send the requests. A server that
+does not answer blocks only its own worker.
 """
 
 from __future__ import annotations
@@ -23,82 +23,92 @@ from django.db import connections
 
 from dlocks import clock
 from dlocks.exceptions import LockBackendError
-from dlocks.forks import in_child
+from dlocks.forks import at_child_exit, in_child
+from dlocks.greenlets import is_alive
+from dlocks.pools import leave_pools
 
 if TYPE_CHECKING:
     from dlocks.backends.base import BaseBackend
-    from dlocks.holds import Hold
+    from dlocks.protocols import KeptHold
 
 T = TypeVar("T")
 
-# For how many seconds who is in a transaction waits for an answer from outside of it, where his time is over: behind a
-# pooler, each of those who wait may have one of the sessions that the others wait for.
+# Seconds for which a caller in a transaction waits for an answer on another connection,
+# after its timeout. Behind a pooler, each waiter may occupy a session that the others
+# wait for.
 OUTSIDE_PATIENCE = 5.0
 
 logger = logging.getLogger("dlocks")
 
-# How long a private connection stays open when nothing needs it: less than a DROP DATABASE waits for it to go.
+# Seconds for which an unneeded private connection stays open. DROP DATABASE waits
+# longer than that for it to close.
 LINGER = 0.5
-
-# How long the keeper stays ready after a hold: those that come meanwhile need not wake it.
+# Seconds for which the keeper stays ready after a hold. Further holds then need not
+# wake it.
 READY = 0.1
-
-# How long after its deadline a hold is not told to be lost, while a renewal of it waits for its answer: a process that
-# was stopped for a while may find that the key is still its own.
+# Seconds that a renewal may take before its hold is reported as lost, even after the
+# deadline. A process that was stopped may find that it still holds the key.
 PATIENCE = 1.0
 
 FOREVER = float("inf")
 
+# Maximum lost holds per renewal for which the backend is asked who took the key.
+EXPLAINED = 10
+# The reason given for all other lost holds.
+GONE = "the backend says it is no longer this hold's"
+
 
 class Desk:
-    """
-    Where one server is asked: by one thread, one question after the other, outside of all transactions of callers.
+    """The worker of one server: a thread that runs one job after the other.
 
-    What Django connects in the thread are private connections. They are closed, and the thread ends, when nothing
-    needs them.
+    It runs outside of all transactions of callers, on private connections. When nothing
+    needs them, they are closed and the thread ends.
     """
 
     def __init__(self, is_needed: Callable[[Desk], bool]) -> None:
         self._is_needed = is_needed
-        # Entered in the condition's place: in C, so that a signal in the middle of it leaves nothing taken.
+        # Entered in place of the condition. It is written in C, so a signal in the
+        # middle leaves nothing locked.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
         self._idle_at = FOREVER
         self.jobs: deque[Callable[[], None]] = deque()
-        # What is not to stand behind those, and whether one of these was done last.
+        # Renewals, which do not queue behind the jobs, and whether the last job was
+        # one.
         self.renewals: deque[Callable[[], None]] = deque()
         self._renewed = False
         self.connected: list[Any] = []
-        # Which backends' holds are being renewed, and since when; and which holds are about to be settled.
+        # The backends that are renewing their holds, with the time of the start, and
+        # the holds that are about to be settled.
         self.renewing: dict[BaseBackend, float] = {}
-        self.settling: set[Hold] = set()
+        self.settling: set[KeptHold] = set()
 
     @property
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
     def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
-        """Have something done here, soon; a renewal and what others have asked take turns."""
+        """Queue a job. Renewals and other jobs take turns."""
 
         def safely() -> None:
             try:
                 job()
-            except BaseException:  # the desk outlives whatever is asked at it
+            except BaseException:  # the worker survives any error of a job
                 logger.exception("The keeper of dlocks failed, and goes on")
                 time.sleep(LINGER)
 
         self._queue(safely, self.renewals if renewal else self.jobs)
 
     def run(self, function: Callable[[], T], patience: float | None = None) -> T:
-        """
-        Call a function here, and return its result.
+        """Call a function in the worker's thread, and return its result.
 
-        Raise LockBackendError where there is none after so many seconds; the function is called all the same, then.
+        Raise LockBackendError if there is none after ``patience`` seconds. The function
+        is called even then.
         """
         if self.is_current:
             return function()
-        # In C: an interrupted Event may stay locked, and the desk would wait for it.
+        # In C. An interrupted Event may stay locked, and the worker would wait for it.
         done: SimpleQueue[None] = SimpleQueue()
         results: list[T] = []
         errors: list[BaseException] = []
@@ -106,7 +116,7 @@ class Desk:
         def job() -> None:
             try:
                 results.append(function())
-            except BaseException as error:  # noqa: BLE001 (it is the caller's)
+            except BaseException as error:  # noqa: BLE001 (passed to the caller)
                 errors.append(error)
             finally:
                 done.put(None)
@@ -116,8 +126,9 @@ class Desk:
             done.get(timeout=patience)
         except Empty:
             raise LockBackendError(
-                f"There was no answer in {patience:g} s on a connection outside of the caller's transaction. Have those"
-                " who wait in one all the sessions of a pooler?"
+                f"There was no answer in {patience:g} s on a connection outside of the"
+                " caller's transaction. Have those who wait in one all the sessions of"
+                " a pooler?"
             ) from None
         if errors:
             raise errors[0]
@@ -129,19 +140,22 @@ class Desk:
             try:
                 self._wake()
             except BaseException:
-                # Nobody waits for it any more, and who asks again asks anew.
+                # No caller waits for it any more. A retry queues a new job.
                 jobs.remove(job)
                 raise
 
     def look(self) -> None:
-        """See now whether anything here is still needed; a desk without a thread has nothing."""
+        """Make the worker check now whether it is needed, if it has a thread."""
         with self._mutex:
             self._changed.notify()
 
     def _wake(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            # Noted before it starts: an interrupt in between must not leave a second one at work beside the next.
-            self._thread = threading.Thread(target=self._loop, name="dlocks-desk", daemon=True)
+            # Recorded before its start. An interrupt in between must not leave a second
+            # thread running beside the next one.
+            self._thread = threading.Thread(
+                target=self._loop, name="dlocks-desk", daemon=True
+            )
             self._thread.start()
         self._changed.notify()
 
@@ -152,7 +166,8 @@ class Desk:
         while True:
             with self._mutex:
                 if self._thread is not this:
-                    # Whoever started this one was interrupted, and another has been started since.
+                    # The start of this thread was interrupted, and another one has
+                    # started since.
                     self._changed.notify()
                     break
                 # A test may have turned the clock back.
@@ -161,15 +176,23 @@ class Desk:
                 if not (self.jobs or self.renewals) and pause > 0:
                     self._changed.wait(pause)
                 job = self._next()
-                if job is None and clock.now() >= self._idle_at and not self._is_needed(self):
+                if (
+                    job is None
+                    and clock.now() >= self._idle_at
+                    and not self._is_needed(self)
+                ):
                     self._thread = None
                     break
             if job is not None:
                 job()
-            self.connected = [one.connection for one in connections.all(initialized_only=True) if one.connection]
+            self.connected = [
+                one.connection
+                for one in connections.all(initialized_only=True)
+                if one.connection
+            ]
             if job is not None or self._is_needed(self):
                 self._idle_at = clock.now() + LINGER
-            # A reference kept over the pause would keep a hold alive.
+            # A reference kept during the pause would keep a hold alive.
             job = None
         connections.close_all()
         with self._mutex:
@@ -182,109 +205,117 @@ class Desk:
         return jobs.popleft() if jobs else None
 
 
-def leave_pools() -> None:
-    """
-    Have Django connect in this thread past its pool of connections.
-
-    Who waits for a lock, or is in a transaction, has one of the pool's; what he waits for must not need another one.
-    """
-    for alias in connections:
-        settings = connections.settings[alias]
-        options = settings.get("OPTIONS") or {}
-        # Other drivers have pools of their own.
-        if options.get("pool") and settings.get("ENGINE", "").endswith("postgresql"):
-            own = {name: value for name, value in options.items() if name != "pool"}
-            # Whoever needs one that cannot be had is told why.
-            with suppress(Exception):
-                # Its own copy: the settings are those of all threads.
-                connections[alias].settings_dict = {**settings, "OPTIONS": own}
+def _is_at_work(hold: KeptHold) -> bool:
+    """Return whether another thread still works under a hold."""
+    caller = hold.caller
+    if hasattr(caller, "get_loop"):
+        return caller.get_loop().is_running()
+    return caller is not threading.current_thread() and is_alive(caller)
 
 
 class Keeper:
-    """
-    Renews leases in batches, notices what is lost, and speaks to the servers from outside of a transaction.
+    """The background service that renews leases and detects lost holds.
 
-    Its thread starts when first needed. Holds are referred to weakly: one that nobody has any more ends with its ttl.
+    It renews in batches, and sends requests outside of callers' transactions. Its
+    thread starts when first needed. Its references are weak, so a forgotten hold ends
+    with its ttl.
     """
 
     def __init__(self) -> None:
         self._reset()
         self._inherited: list[Any] = []
+        # Called at the end of the process, before the holds are released.
+        self.before_exit: list[Callable[[], None]] = []
         in_child(self._forked)
-        atexit.register(self.close)
+        atexit.register(self.exit)
 
     def _reset(self) -> None:
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        # Their references, rather than a WeakSet, which is written in Python.
-        self._kept: set[weakref.ref[Hold]] = set()
-        # Those that nobody may have any more, and that are to be given back when a transaction has ended.
-        self._left: set[Hold] = set()
+        # Weak references in a plain set. WeakSet is written in Python.
+        self._kept: set[weakref.ref[KeptHold]] = set()
+        # Holds that may have no other reference, to be released at the end of a
+        # transaction.
+        self._left: set[KeptHold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._chores: dict[Callable[[], None], tuple[float, Desk]] = {}
         self._desks: dict[str, Desk] = {}
         self._thread: threading.Thread | None = None
-        # The thread that has begun to look, and has not ended.
+        # The thread that has begun to work and has not ended.
         self._at_work: threading.Thread | None = None
         self._wakes_at = FOREVER
         self._has_kept = False
+        # Whether this is an ending child process, in which only threads at work are
+        # left.
+        self.is_exiting = False
 
     @property
     def is_current(self) -> bool:
-        """Whether this is a thread of the keeper."""
+        """Return whether the current thread belongs to the keeper."""
         this = threading.current_thread()
-        return this is self._thread or any(desk.is_current for desk in list(self._desks.values()))
+        return this is self._thread or any(
+            desk.is_current for desk in list(self._desks.values())
+        )
 
     @property
-    def holds(self) -> list[Hold]:
-        """What it looks after."""
+    def holds(self) -> list[KeptHold]:
+        """Return the holds that the keeper watches."""
         return [hold for kept in list(self._kept) if (hold := kept()) is not None]
 
-    def keep(self, hold: Hold) -> None:
-        """Look after a hold, from now until it is dropped."""
+    def keep(self, hold: KeptHold) -> None:
+        """Renew and watch a hold until it is dropped."""
         with self._mutex:
             self._kept.add(weakref.ref(hold, self._kept.discard))
             self._has_kept = True
-            # A hold is looked at first long after the last one was added: rarely is there a need to wake up.
+            # A hold is due long after it was added, so it is rarely necessary to wake
+            # up.
             thread = self._thread
-            if thread is None or self._at_work is not thread or hold.first_due_at < self._wakes_at:
+            if (
+                thread is None
+                or self._at_work is not thread
+                or hold.first_due_at < self._wakes_at
+            ):
                 self._wake()
 
-    def await_end(self, hold: Hold) -> None:
-        """Look after a hold that was left in a transaction, though its caller forgets it: it is still to be settled."""
+    def await_end(self, hold: KeptHold) -> None:
+        """Keep a hold that was left in a transaction until it is settled.
+
+        Its caller may have forgotten it.
+        """
         with self._mutex:
-            # Or else it has been dropped, just now.
+            # Otherwise it has just been dropped.
             if not hold.is_over:
                 self._left.add(hold)
             self._wake()
 
-    def forget_end(self, hold: Hold) -> None:
-        """Leave a hold to its caller, who has entered it again."""
+    def forget_end(self, hold: KeptHold) -> None:
+        """Stop keeping a hold whose caller has entered it again."""
         self._left.discard(hold)
 
     def keeps_for(self, caller: Any) -> bool:
-        """Return whether a thread or task holds something."""
+        """Return whether a thread or task holds any lock."""
         with self._mutex:
             return any(hold.caller is caller for hold in self.holds)
 
-    def drop(self, hold: Hold) -> None:
-        """Look after a hold no longer."""
+    def drop(self, hold: KeptHold) -> None:
+        """Stop watching a hold."""
         with self._mutex:
             self._kept.discard(weakref.ref(hold))
             self._left.discard(hold)
             idle = not self._kept
-        # Not under the lock: from Python 3.12 on an interrupt in a comprehension there would not let go of it.
+        # Outside of the mutex. From Python 3.12 on, an interrupt in a comprehension
+        # would leave it locked.
         for desk in list(self._desks.values()) if idle else ():
             if desk.connected:
                 desk.look()
 
     def look(self) -> None:
-        """Look at all holds now, since the state of one has changed."""
+        """Check all holds now, because one has changed."""
         with self._mutex:
             self._wake()
 
     def tell_lost(self, owners: Collection[str], why: str) -> None:
-        """Tell the holds of these owners, soon and in the keeper's thread, that they are lost."""
+        """Mark the holds of these owners as lost, soon and in the keeper's thread."""
 
         def job() -> None:
             with self._mutex:
@@ -296,13 +327,31 @@ class Keeper:
             self._jobs.append(job)
             self._wake()
 
-    def run(self, function: Callable[[], T], backend: BaseBackend | None = None, *, patience: float | None = None) -> T:
-        """Call a function at the desk of a backend, where no transaction of the caller's is open; see ``Desk.run``."""
-        # At a desk there is none, and two desks must not wait for each other.
-        return function() if self.is_current else self._desk(backend).run(function, patience)
+    def run(
+        self,
+        function: Callable[[], T],
+        backend: BaseBackend | None = None,
+        *,
+        patience: float | None = None,
+    ) -> T:
+        """Call a function in the worker of a backend. See ``Desk.run``.
 
-    def later(self, chore: Callable[[], None], seconds: float, backend: BaseBackend) -> None:
-        """Call a function at the desk of a backend after so many seconds, or at exit; asked again before, once."""
+        No transaction of the caller is open there.
+        """
+        # A worker has no transaction, and two workers must not wait for each other.
+        return (
+            function()
+            if self.is_current
+            else self._desk(backend).run(function, patience)
+        )
+
+    def later(
+        self, chore: Callable[[], None], seconds: float, backend: BaseBackend
+    ) -> None:
+        """Call a function in the worker of a backend after ``seconds``, or at exit.
+
+        Further requests before that are merged.
+        """
         due = clock.now() + seconds
         known = self._chores.get(chore)
         if known is not None and known[0] <= due:
@@ -310,14 +359,18 @@ class Keeper:
         desk = self._desk(backend)
         with self._mutex:
             self._chores[chore] = due, desk
-            if self._thread is None or not self._thread.is_alive() or due < self._wakes_at:
+            if (
+                self._thread is None
+                or not self._thread.is_alive()
+                or due < self._wakes_at
+            ):
                 self._wake()
 
     def catch_up(self) -> None:
-        """Return when all has been done that is due now: for tests, and for those of users."""
+        """Return when all work that is due now is done. This is for tests."""
         for _ in range(2):
             for _ in range(2):
-                # Jobs come before the round, so after the second one a whole round has been.
+                # Jobs run before the round, so the second job follows a whole round.
                 done = threading.Event()
                 with self._mutex:
                     self._jobs.append(done.set)
@@ -328,25 +381,40 @@ class Keeper:
                 while desk.renewals:
                     desk.run(lambda: None)
 
+    def exit(self) -> None:
+        """Stop all background work and release all holds, at the end of the process."""
+        for step in self.before_exit:
+            self._at_exit(step)
+        self.close()
+
     def close(self) -> None:
-        """Give back all that this process still holds, and do what was put off: at its exit."""
+        """Release all holds and do deferred work, at the end of the process."""
         with self._mutex:
             holds = self.holds
+        # No other thread can start any more, and a pool may be exhausted.
+        leave_pools()
         for hold in holds:
-            self._at_exit(hold.end_at_exit)
+            if not (self.is_exiting and _is_at_work(hold)):
+                self._at_exit(hold.end_at_exit)
         with self._mutex:
             chores = list(self._chores)
         for chore in chores:
             self._at_exit(chore)
 
+    def _exit_child(self) -> None:
+        # The libraries that call this join threads, or sleep, before the process ends.
+        # A lock must not be released under a thread that still works.
+        self.is_exiting = True
+        self.exit()
+
     def _at_exit(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception:
-            # One's trouble is not the others'.
+            # An error in one step must not prevent the others.
             logger.exception("The keeper of dlocks failed at the end, and goes on")
 
-    # The thread.
+    # The keeper's thread.
 
     def _desk(self, backend: BaseBackend | None) -> Desk:
         identity = "" if backend is None else backend.identity
@@ -357,16 +425,22 @@ class Keeper:
         return desk
 
     def _is_needed(self, desk: Desk) -> bool:
-        """Return whether there will be something to ask at a desk."""
+        """Return whether a worker will have further jobs."""
         with self._mutex:
-            return any(self._desks.get(hold.backend.identity) is desk for hold in self.holds) or any(
-                there is desk for _, there in self._chores.values()
-            )
+            return any(
+                self._desks.get(hold.backend.identity) is desk for hold in self.holds
+            ) or any(there is desk for _, there in self._chores.values())
 
     def _wake(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            # Noted before it starts: an interrupt in between must not leave a second one at work beside the next.
-            self._thread = threading.Thread(target=self._loop, name="dlocks-keeper", daemon=True)
+            if self._thread is None:
+                # Once in each process, before it holds a lock.
+                at_child_exit(self._exit_child)
+            # Recorded before its start. An interrupt in between must not leave a second
+            # thread running beside the next one.
+            self._thread = threading.Thread(
+                target=self._loop, name="dlocks-keeper", daemon=True
+            )
             self._thread.start()
         self._changed.notify()
 
@@ -382,7 +456,8 @@ class Keeper:
         while True:
             with self._mutex:
                 if self._thread is not this:
-                    # Whoever started this one was interrupted, and another has been started since.
+                    # The start of this thread was interrupted, and another one has
+                    # started since.
                     self._changed.notify()
                     return
                 self._at_work = this
@@ -398,12 +473,16 @@ class Keeper:
                 self._jobs.clear()
                 holds = self.holds
                 now = clock.now()
-                chores = [(chore, desk) for chore, (due, desk) in self._chores.items() if due <= now]
+                chores = [
+                    (chore, desk)
+                    for chore, (due, desk) in self._chores.items()
+                    if due <= now
+                ]
                 for chore, desk in chores:
                     self._chores[chore] = FOREVER, desk
             if not self._safely(self._round, jobs, chores, holds):
                 time.sleep(LINGER)
-            # A reference kept over the pause would keep the hold alive.
+            # A reference kept during the pause would keep the hold alive.
             del jobs, holds, chores
             chore = desk = None  # type: ignore[assignment]
 
@@ -411,16 +490,21 @@ class Keeper:
         self,
         jobs: Iterable[Callable[[], None]],
         chores: Iterable[tuple[Callable[[], None], Desk]],
-        holds: Sequence[Hold],
+        holds: Sequence[KeptHold],
     ) -> bool:
         done = [self._safely(job) for job in jobs]
         done += [self._safely(self._have_done, *chore) for chore in chores]
-        done += [self._safely(self._have_renewed, *renewals) for renewals in self._due(holds)]
+        done += [
+            self._safely(self._have_renewed, *renewals) for renewals in self._due(holds)
+        ]
         done += [self._safely(self._look_at, hold) for hold in holds]
         return all(done)
 
     def _safely(self, step: Callable[..., object], *arguments: object) -> bool:
-        """Do one thing; the keeper, and all the rest that it has to do, outlive whatever happens."""
+        """Run one step and return whether it succeeded.
+
+        An error is only logged, so that the other work continues.
+        """
         try:
             return step(*arguments) is not False
         except BaseException:
@@ -428,26 +512,36 @@ class Keeper:
             return False
 
     def _next(self) -> float:
-        due = min([*map(self._due_at, self.holds), *(due for due, _ in self._chores.values())], default=FOREVER)
+        due = min(
+            [
+                *map(self._due_at, self.holds),
+                *(due for due, _ in self._chores.values()),
+            ],
+            default=FOREVER,
+        )
         if self._has_kept:
-            # Short holds, one after the other, would wake it each time.
+            # Short holds in succession would wake it each time.
             self._has_kept = False
             due = min(due, clock.now() + READY)
         return due
 
-    def _due_at(self, hold: Hold) -> float:
+    def _due_at(self, hold: KeptHold) -> float:
         answer_by = self._answer_by(hold)
-        return hold.due_at if answer_by is None or hold.in_transactions else max(hold._deadline, answer_by)
+        return (
+            hold.due_at
+            if answer_by is None or hold.in_transactions
+            else max(hold._deadline, answer_by)
+        )
 
-    def _answer_by(self, hold: Hold) -> float | None:
-        """Return until when the answer to a renewal of a hold may come, if there is one on its way."""
+    def _answer_by(self, hold: KeptHold) -> float | None:
+        """Return until when the reply to a pending renewal may arrive, or None."""
         desk = self._desks.get(hold.backend.identity)
         asked_at = None if desk is None else desk.renewing.get(hold.backend)
         return asked_at + PATIENCE if asked_at is not None and hold.renewable else None
 
-    def _look_at(self, hold: Hold) -> None:
+    def _look_at(self, hold: KeptHold) -> None:
         if hold.is_over:
-            # Whoever ended it was interrupted before it was dropped.
+            # The call that ended the hold was interrupted before it dropped it.
             self.drop(hold)
             return
         if hold.to_settle:
@@ -457,13 +551,20 @@ class Keeper:
         if answer_by is None or clock.now() >= answer_by:
             hold.look()
 
-    def _due(self, holds: Iterable[Hold]) -> list[tuple[BaseBackend, list[Hold]]]:
-        """Return the backends of which a lease is to be renewed now, each with its holds."""
+    def _due(
+        self, holds: Iterable[KeptHold]
+    ) -> list[tuple[BaseBackend, list[KeptHold]]]:
+        """Return the backends with a lease to renew now, each with its holds."""
         now = clock.now()
-        due = {hold.backend for hold in holds if hold.renewable and hold.renew_at <= now}
-        return [(backend, [hold for hold in holds if hold.backend is backend]) for backend in due]
+        due = {
+            hold.backend for hold in holds if hold.renewable and hold.renew_at <= now
+        }
+        return [
+            (backend, [hold for hold in holds if hold.backend is backend])
+            for backend in due
+        ]
 
-    # What is done at the desks.
+    # Jobs of the workers.
 
     def _have_done(self, chore: Callable[[], None], desk: Desk) -> None:
         try:
@@ -478,11 +579,12 @@ class Keeper:
             chore()
         finally:
             with self._mutex:
-                # Until now, so that it is not forgotten at the exit; unless it has been asked for anew.
+                # Kept until now, so that the exit does not miss it, and longer if it
+                # was requested again.
                 if self._chores.get(chore, (0.0, None))[0] == FOREVER:
                     del self._chores[chore]
 
-    def _have_settled(self, hold: Hold) -> None:
+    def _have_settled(self, hold: KeptHold) -> None:
         desk = self._desk(hold.backend)
         if hold in desk.settling:
             return
@@ -493,19 +595,20 @@ class Keeper:
             desk.settling.discard(hold)
             raise
 
-    def _settle(self, desk: Desk, hold: Hold) -> None:
+    def _settle(self, desk: Desk, hold: KeptHold) -> None:
         try:
             hold.settle(patience=0.0)
         finally:
             desk.settling.discard(hold)
 
-    def _have_renewed(self, backend: BaseBackend, holds: Iterable[Hold]) -> None:
+    def _have_renewed(self, backend: BaseBackend, holds: Iterable[KeptHold]) -> None:
         desk = self._desk(backend)
         if backend in desk.renewing:
             return
         desk.renewing[backend] = clock.now()
         try:
-            # A question may take seconds, where others have a row locked; many of them would outlast a lease.
+            # Other jobs may take seconds where a row is locked. A queue of them would
+            # outlast a lease.
             desk.post(partial(self._renew_all, desk, backend), renewal=True)
         except BaseException:
             del desk.renewing[backend]
@@ -519,47 +622,72 @@ class Keeper:
                 holds = [hold for hold in self.holds if hold.backend is backend]
             self._renew(holds)
             for hold in holds:
-                # There is an answer; the next renewal may be due already, and is not to be waited for.
+                # The reply is here. The next renewal may already be due, and must not
+                # be waited for.
                 hold.look()
         finally:
             del desk.renewing[backend]
             self.look()
 
-    def _renew(self, holds: Iterable[Hold]) -> None:
+    def _renew(self, holds: Iterable[KeptHold]) -> None:
         renewable = [hold for hold in holds if hold.renewable]
         now = clock.now()
         for backend in {hold.backend for hold in renewable if hold.renew_at <= now}:
-            # All of the backend's, not only those that are due: one statement each time.
-            by_owner = {hold.claim.owner: hold for hold in renewable if hold.backend is backend}
+            # All of the backend's holds, not only those that are due. It is one
+            # statement.
+            by_owner = {
+                hold.claim.owner: hold for hold in renewable if hold.backend is backend
+            }
             claims = [hold.next_claim() for hold in by_owner.values()]
             sent = clock.now()
             try:
                 left = backend.renew(claims)
-            except Exception as error:  # noqa: BLE001 (one backend's trouble is not the others')
-                # Not lost: unknown, until the deadline of each. The next try connects anew: a server that answers and
-                # does not write any more, after a failover say, would be asked for ever.
+            except Exception as error:  # noqa: BLE001 (it concerns one backend only)
+                # Not lost, but unknown until each deadline. The next try reconnects.
+                # After a failover, for example, the old server may answer but never
+                # write again.
                 logger.warning("Could not renew %d holds: %s", len(claims), error)
                 with suppress(Exception):
                     connections.close_all()
                 for hold in by_owner.values():
                     hold.put_off_renewal()
                 continue
+            lost = []
             for owner, hold in by_owner.items():
                 if owner in left:
                     hold.note_answer(sent, left[owner])
                 else:
-                    hold.lose("the backend says it is no longer this hold's")
+                    lost.append(hold)
+            for number, hold in enumerate(lost):
+                # After a long pause there may be many, and other holds wait to be
+                # renewed.
+                hold.lose(hold.why_gone() if number < EXPLAINED else GONE)
 
     # Forks.
 
     @property
     def _connected(self) -> list[Any]:
-        return [connection for desk in list(self._desks.values()) for connection in desk.connected]
+        return [
+            connection
+            for desk in list(self._desks.values())
+            for connection in desk.connected
+        ]
 
     def _forked(self) -> None:
-        # The parent's connections: to collect them here could say good-bye to the server in the parent's name.
+        # Keep the parent's connections. Collecting them here could close its sessions
+        # on the server.
         self._inherited += self._connected
         self._reset()
 
 
 keeper = Keeper()
+
+
+def shutdown() -> None:
+    """Release the holds of this process before it ends.
+
+    This also writes its history and stops its elections. It runs at the end of a Python
+    process, of a child of multiprocessing and of a Celery worker. Call it in a process
+    that ends by ``os._exit()`` or by a signal.
+    """
+    keeper.exit()

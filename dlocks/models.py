@@ -1,4 +1,4 @@
-"""The tables of locks: the schema, and nothing that locks."""
+"""The tables of locks. The locking itself is elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models.functions import Coalesce, Substr
 from django.db.models.lookups import Exact
+from django.db.models.sql import Query
+from django.db.models.sql.datastructures import BaseTable
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
-from dlocks.backends.base import KEY_LENGTH
-from dlocks.backends.database.dialects import dialect_of
+from dlocks.sql.dialects import dialect_of
+from dlocks.sql.schemas import qualified, schema_of
+from dlocks.text import printable
+from dlocks.values import KEY_LENGTH, Kept
 
 
 class KeyField(models.CharField):  # type: ignore[type-arg]
-    """A string that every database compares byte for byte: case, accents and trailing spaces tell keys apart."""
+    """A string that every database compares byte for byte.
+
+    Case, accents and trailing spaces are significant.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("db_collation", "C")
@@ -31,7 +38,8 @@ class KeyField(models.CharField):  # type: ignore[type-arg]
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         if connection.vendor == "postgresql":
-            # Under its long name, for which Django does not add an index for patterns: one more to be kept.
+            # Django adds a second index, for patterns, to a column of type ``varchar``.
+            # It does not recognise the long name of the type.
             return f"character varying({self.max_length})"
         return super().db_type(connection)
 
@@ -39,14 +47,33 @@ class KeyField(models.CharField):  # type: ignore[type-arg]
         parameters: dict[str, Any] = {**super().db_parameters(connection)}
         if connection.vendor == "mysql":
             mariadb = getattr(connection, "mysql_is_mariadb", False)
-            parameters["collation"] = "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
+            parameters["collation"] = (
+                "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
+            )
         elif connection.vendor == "sqlite":
             parameters["collation"] = "BINARY"
         return parameters
 
 
+class UnicodeField(models.CharField):  # type: ignore[type-arg]
+    """A string that holds any text, whatever the database's character set.
+
+    This matters on MySQL and MariaDB.
+    """
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        parameters: dict[str, Any] = {**super().db_parameters(connection)}
+        if connection.vendor == "mysql":
+            parameters["collation"] = "utf8mb4_unicode_520_ci"
+        return parameters
+
+
 class ClockField(models.DateTimeField):  # type: ignore[type-arg]
-    """A moment by the database's own clock: UTC in the table and aware here, whatever the zones in the settings."""
+    """A time of the database's own clock.
+
+    It is in UTC in the table and an aware datetime here, whatever the time zones in the
+    settings.
+    """
 
     def from_db_value(
         self, value: datetime | None, expression: Any, connection: BaseDatabaseWrapper
@@ -61,18 +88,26 @@ class ClockField(models.DateTimeField):  # type: ignore[type-arg]
 
 
 class SecondsUntil(models.Func):
-    """Seconds from the database's clock to a moment in a column; below zero when it has passed."""
+    """Seconds from now, by the database's clock, until the time in a column.
+
+    They are negative if that time has passed.
+    """
 
     output_field = models.FloatField()
     arity = 1
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any) -> Any:  # type: ignore[override]
+    def as_sql(  # type: ignore[override]
+        self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any
+    ) -> Any:
         column, parameters = compiler.compile(self.source_expressions[0])
         return dialect_of(connection).seconds_until(column), parameters
 
 
 class After(models.Expression):
-    """The moment so many seconds from now by the database's clock; below zero, one that has passed."""
+    """The time that is ``seconds`` from now by the database's clock.
+
+    Negative seconds give a time in the past.
+    """
 
     output_field = ClockField()
 
@@ -81,12 +116,19 @@ class After(models.Expression):
         self.microseconds = round(seconds * 1_000_000)
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        # Asked for once, so that an index on the column that it is compared with can be used.
-        return f"(SELECT {dialect_of(connection).after_column('%s')})", [self.microseconds]
+        # A subquery is evaluated once, so that an index on the compared column can be
+        # used.
+        return f"(SELECT {dialect_of(connection).after_column('%s')})", [
+            self.microseconds
+        ]
 
 
 class LockState(models.TextChoices):
-    """What a lock row says to a person; a row inside a transaction that has not ended is still seen as it was."""
+    """The state of a lock row, as shown to people.
+
+    Changes by an open transaction are not visible. An expired lease that it keeps is
+    held, as far as that is known; see ``ClockQuerySet``.
+    """
 
     HELD = "held", _("held")
     SHARED = "shared", _("shared")
@@ -95,7 +137,11 @@ class LockState(models.TextChoices):
 
 
 class ClaimState(models.TextChoices):
-    """What a claim's row says to a person: it shares the key, or did until its lease ran out; it waits, or is dead."""
+    """The state of a claim row, as shown to people.
+
+    A shared hold is held, or stale once its lease has expired. A queued claim is
+    waiting, or dead without a heartbeat.
+    """
 
     HELD = "held", _("held")
     STALE = "stale", _("stale")
@@ -103,57 +149,110 @@ class ClaimState(models.TextChoices):
     DEAD = "dead", _("silent")
 
 
-class ClockQuerySet(models.QuerySet[Any]):
-    def by_clock(self) -> Self:
-        """Add ``seconds_left``, ``seconds_held`` and ``state``, by the database's clock."""
+class SchemaTable(BaseTable):
+    """A table in FROM that is qualified by its schema."""
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        sql, parameters = super().as_sql(compiler, connection)
+        if schema := schema_of(connection):
+            # Columns are still qualified by the alias or by the name of the table
+            # alone.
+            sql = qualified(self.table_name, connection, schema) + sql.removeprefix(
+                compiler.quote_name_unless_alias(self.table_name)
+            )
+        return sql, parameters
+
+
+class SchemaQuery(Query):
+    base_table_class = SchemaTable
+
+
+class SchemaQuerySet(models.QuerySet[Any]):
+    """A query set on the lock tables, whatever search path the caller has set.
+
+    See ``schemas``.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        query: Any = None,
+        using: str | None = None,
+        hints: Any = None,
+    ) -> None:
+        super().__init__(
+            model, SchemaQuery(model) if query is None else query, using, hints
+        )
+
+
+class ClockQuerySet(SchemaQuerySet):
+    def by_clock(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
+        """Add ``seconds_left``, ``seconds_held`` and ``state``.
+
+        They are calculated by the database's clock. An expired lease that a transaction
+        keeps, as listed in ``kept``, is held, with no seconds left.
+        """
         return self.annotate(
             seconds_left=SecondsUntil("end_time"),
             seconds_held=-SecondsUntil("begin_time"),
-        ).annotate(state=self._state())
+        ).annotate(state=self._state(kept))
 
-    def _state(self) -> models.Case:
+    def _state(self, kept: Kept) -> models.Case:
         raise NotImplementedError
 
 
 def under(prefix: str) -> models.Q:
-    """Return the condition that a key begins with a prefix, byte for byte."""
+    """Return the condition that a key starts with a prefix, byte for byte."""
     if not prefix:
         return models.Q()
-    # Not startswith, for which SQLite does not tell capitals from small letters.
+    # On SQLite, ``startswith`` ignores case.
     return models.Q(Exact(Substr("key_resource", 1, len(prefix)), models.Value(prefix)))
 
 
 class LockQuerySet(ClockQuerySet):
-    def with_line(self) -> Self:
-        """
-        Add ``waiting`` and ``sharing``: how many wait for the key, and how many share it, by the clock.
+    def with_line(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
+        """Add ``waiting`` and ``sharing``, the numbers of waiters and shared holds.
 
-        After ``by_clock()``, whose ``state`` knows nothing of those who share a key; then it does.
+        They are counted by the database's clock. Call it after ``by_clock()``, whose
+        ``state`` ignores shared holds. This method includes them.
         """
         by_row, shared = self.query.annotations["state"], models.Q(shares__gt=0)
         free = models.Q(seconds_left__lte=0) & ~self.model.LEFT
+        live = models.Q(left__gt=0) | models.Q(pk__in=kept.shares)
         return self.annotate(
             waiting=_number_of(version__isnull=True, left__gt=0),
-            sharing=models.Case(models.When(shares=0, then=0), default=_number_of(version__isnull=False, left__gt=0)),
+            sharing=models.Case(
+                models.When(shares=0, then=0),
+                default=_number_of(live, version__isnull=False),
+            ),
             state=models.Case(
                 models.When(~free | ~shared, then=by_row),
-                models.When(_any_of(version__isnull=False, left__gt=0), then=models.Value(LockState.SHARED.value)),
-                models.When(_any_of(version__isnull=False), then=models.Value(LockState.STALE.value)),
+                models.When(
+                    _any_of(live, version__isnull=False),
+                    then=models.Value(LockState.SHARED.value),
+                ),
+                models.When(
+                    _any_of(version__isnull=False),
+                    then=models.Value(LockState.STALE.value),
+                ),
                 default=by_row,
             ),
         )
 
-    def _state(self) -> models.Case:
+    def _state(self, kept: Kept) -> models.Case:
+        live = models.Q(seconds_left__gt=0) | self.model.LEFT & models.Q(
+            pk__in=kept.keys
+        )
         return models.Case(
-            models.When(seconds_left__gt=0, then=models.Value(LockState.HELD.value)),
+            models.When(live, then=models.Value(LockState.HELD.value)),
             models.When(self.model.LEFT, then=models.Value(LockState.STALE.value)),
             default=models.Value(LockState.FREE.value),
         )
 
 
 class ClaimQuerySet(ClockQuerySet):
-    def _state(self) -> models.Case:
-        live = models.Q(seconds_left__gt=0)
+    def _state(self, kept: Kept) -> models.Case:
+        live = models.Q(seconds_left__gt=0) | models.Q(pk__in=kept.shares)
         in_line = models.Q(version__isnull=True)
         return models.Case(
             models.When(in_line & live, then=models.Value(ClaimState.WAITING.value)),
@@ -163,38 +262,49 @@ class ClaimQuerySet(ClockQuerySet):
         )
 
 
-class RecordQuerySet(models.QuerySet[Any]):
+class RecordQuerySet(SchemaQuerySet):
     def since(self, seconds: float) -> Self:
-        """Keep the holds that ended at most so many seconds ago."""
+        """Keep the holds that ended at most ``seconds`` ago."""
         return self.filter(end_time__gte=After(-seconds))
 
     def with_times(self) -> Self:
-        """Add ``seconds_ago``, since when it has ended, and ``held``, a timedelta."""
+        """Add ``seconds_ago``, counted from the end, and ``held``, a timedelta."""
         return self.annotate(
             seconds_ago=-SecondsUntil("end_time"),
-            held=models.ExpressionWrapper(models.F("end_time") - models.F("begin_time"), models.DurationField()),
+            held=models.ExpressionWrapper(
+                models.F("end_time") - models.F("begin_time"), models.DurationField()
+            ),
         )
 
 
-def _claims(**conditions: Any) -> Any:
+def _claims(*terms: models.Q, **conditions: Any) -> Any:
     claims = LockClaim.objects.filter(key_resource=models.OuterRef("pk"))
-    return claims.annotate(left=SecondsUntil("end_time")).filter(**conditions).order_by()
+    return (
+        claims.annotate(left=SecondsUntil("end_time"))
+        .filter(*terms, **conditions)
+        .order_by()
+    )
 
 
-def _any_of(**conditions: Any) -> models.Exists:
-    return models.Exists(_claims(**conditions))
+def _any_of(*terms: models.Q, **conditions: Any) -> models.Exists:
+    return models.Exists(_claims(*terms, **conditions))
 
 
-def _number_of(**conditions: Any) -> Coalesce:
-    number = _claims(**conditions).values("key_resource").annotate(number=models.Count("pk")).values("number")
+def _number_of(*terms: models.Q, **conditions: Any) -> Coalesce:
+    number = (
+        _claims(*terms, **conditions)
+        .values("key_resource")
+        .annotate(number=models.Count("pk"))
+        .values("number")
+    )
     return Coalesce(models.Subquery(number), 0)
 
 
 class ResourceLock(models.Model):
-    """
-    One key. It is free when ``end_time`` has passed by the database's clock, and nothing else makes it so.
+    """One key. It is free once ``end_time`` has passed by the database's clock.
 
-    ``version`` grows at every grant, takeover and clearing: its value at the grant is the fencing token of the hold.
+    Nothing else makes it free. ``version`` grows at every grant, takeover and clearing.
+    Its value at the grant is the fencing token of the hold.
     """
 
     class Status(models.TextChoices):
@@ -202,24 +312,35 @@ class ResourceLock(models.Model):
         SUCCEEDED = "S", _("succeeded")
         FAILED = "F", _("failed")
 
-    # Taken, and not given back.
+    # Acquired and not released.
     LEFT = models.Q(status=Status.PROCESSING)
 
     key_resource = KeyField(_("key"), primary_key=True, max_length=KEY_LENGTH)
     status = models.CharField(_("status"), max_length=1, choices=Status.choices)
-    owner = models.CharField(_("owner"), max_length=32, help_text=_("The capability of one hold."))
-    holder = models.CharField(_("holder"), max_length=255, help_text=_("Host, process and thread."))
+    owner = models.CharField(
+        _("owner"),
+        max_length=32,
+        help_text=_("The secret, random identity of one hold."),
+    )
+    holder = UnicodeField(
+        _("holder"), max_length=255, help_text=_("Host, process and thread.")
+    )
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     begin_time = ClockField(_("begin time"), null=True)
     end_time = ClockField(_("end time"))
     hold_count = models.PositiveIntegerField(_("hold count"), default=0)
     version = models.BigIntegerField(_("version"))
     waiters = models.PositiveIntegerField(
-        _("waiters"), db_default=0, help_text=_("Not fewer than the claims in line that were counted in.")
+        _("waiters"),
+        db_default=0,
+        help_text=_("Not fewer than the counted claims in the queue."),
     )
-    shares = models.PositiveIntegerField(_("shares"), db_default=0, help_text=_("How many share the key."))
+    shares = models.PositiveIntegerField(
+        _("shares"), db_default=0, help_text=_("The number of shared holds.")
+    )
 
-    # No index beyond the primary key: one on a column that changes with every hold would end PostgreSQL's HOT updates.
+    # There is no index besides the primary key. An index on a column that changes with
+    # every hold would prevent PostgreSQL's HOT updates.
 
     objects = LockQuerySet.as_manager()
 
@@ -234,36 +355,51 @@ class ResourceLock(models.Model):
         )
 
     def __str__(self) -> str:
-        # For the admin, which puts it into titles and its log.
-        from dlocks.oversight import printable
-
+        # The admin uses this text in titles and in its log.
         return printable(str(self.key_resource))
 
 
 class LockClaim(models.Model):
-    """
-    A claim that is not in the lock row itself: it stands in line, or shares the key with others.
+    """A claim outside of the lock row: a waiter or a shared hold.
 
-    In line ``version`` is NULL, and ``end_time`` is until when the claim counts without being heard from; the line is
-    in the order of ``id``. A share has its fencing token in ``version``, and ``end_time`` is the end of its lease.
+    A waiter has NULL as ``version``, and its heartbeat expires at ``end_time``. The
+    queue is ordered by ``id``. A shared hold has its fencing token in ``version``, and
+    its lease ends at ``end_time``.
     """
 
     id = models.BigAutoField(primary_key=True)
     key_resource = KeyField(_("key"), max_length=KEY_LENGTH)
     owner = KeyField(_("owner"), max_length=32, unique=True)
-    holder = models.CharField(_("holder"), max_length=255)
+    holder = UnicodeField(_("holder"), max_length=255)
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     begin_time = ClockField(_("begin time"))
     end_time = ClockField(_("end time"))
     version = models.BigIntegerField(_("version"), null=True)
     hold_count = models.PositiveIntegerField(_("hold count"), default=0)
     shared = models.BooleanField(_("shared"))
-    permits = models.PositiveIntegerField(_("permits"), help_text=_("How many may share the key, this one counted."))
-    scope = models.CharField(_("scope"), max_length=1, help_text=_("The status of the lock row once it is granted."))
+    permits = models.PositiveIntegerField(
+        _("permits"),
+        help_text=_("How many holds may share the key at once."),
+    )
+    scope = models.CharField(
+        _("scope"),
+        max_length=1,
+        help_text=_("The status of the lock row once it is granted."),
+    )
     takeover = models.BooleanField(_("takeover"))
-    counted = models.BooleanField(_("counted"), help_text=_("Whether the waiters of the lock row include it."))
-    patience = models.BigIntegerField(_("patience"), help_text=_("Microseconds for which it is granted unasked."))
-    channel = models.CharField(_("channel"), max_length=63, blank=True, help_text=_("Where it is told."))
+    counted = models.BooleanField(
+        _("counted"), help_text=_("Whether the waiters of the lock row include it.")
+    )
+    handover_ttl = models.BigIntegerField(
+        _("handover ttl"),
+        help_text=_("Microseconds of the lease that a handover gives."),
+    )
+    channel = models.CharField(
+        _("channel"),
+        max_length=63,
+        blank=True,
+        help_text=_("Where its notification is sent."),
+    )
 
     objects = ClaimQuerySet.as_manager()
 
@@ -293,11 +429,13 @@ class HoldRecord(models.Model):
     id = models.BigAutoField(primary_key=True)
     key_resource = KeyField(_("key"), max_length=KEY_LENGTH)
     token = models.BigIntegerField(_("token"))
-    holder = models.CharField(_("holder"), max_length=255)
+    holder = UnicodeField(_("holder"), max_length=255)
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     scope = models.CharField(_("scope"), max_length=1, choices=Scope.choices)
     shared = models.BooleanField(_("shared"))
-    waited = models.FloatField(_("waited"), help_text=_("Seconds for which its holder waited for it."))
+    waited = models.FloatField(
+        _("waited"), help_text=_("Seconds for which its holder waited for it.")
+    )
     begin_time = ClockField(_("begin time"))
     end_time = ClockField(_("end time"))
     ending = models.CharField(_("ending"), max_length=1, choices=Ending.choices)
@@ -308,7 +446,11 @@ class HoldRecord(models.Model):
         verbose_name = _("finished hold")
         verbose_name_plural = _("finished holds")
         default_permissions = ()
-        constraints = [models.UniqueConstraint(fields=["key_resource", "token"], name="dlocks_record_once")]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["key_resource", "token"], name="dlocks_record_once"
+            )
+        ]
         indexes = [models.Index(fields=["end_time"], name="dlocks_record_end")]
 
     def __str__(self) -> str:

@@ -1,79 +1,109 @@
-"""Several keys as one lock: all of them or none, in one order, so that no two callers wait for each other."""
+"""Locks on several keys: all of them or none.
+
+The keys are acquired in one order, so that no two callers wait for each other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlocks import clock
 from dlocks.exceptions import LockBackendError, LockError
+from dlocks.guard import guarded
 from dlocks.holds import Caller, Hold, not_in_a_coroutine
 from dlocks.locks import Attempt, Lock, check_key
 from dlocks.transactions import open_connections
+from dlocks.values import Duration
 from dlocks.waiting import delays
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MultiLock(Lock):
-    """
-    What ``db_lock()`` returns for more than one key; to be used as any lock.
+    """A lock on several keys, as returned by ``db_lock()``.
 
-    It is had when all keys are. They are asked for at once, in one statement where the backend can; where one of them
-    is busy, one after the other in the order of their bytes, each waited for in its line. ``timeout`` is for all
-    together, and what was had already is given back when it has passed. ``key`` is all keys, for people to read.
+    It is acquired when all keys are. All are requested at once, in one statement where
+    the backend can. If one is busy, they are acquired one by one, in the order of their
+    bytes and each in its queue. ``timeout`` covers all keys together. When it passes,
+    the keys acquired so far are released. ``key`` lists all keys, for people.
     """
 
-    # One for each key, in order.
+    # One lock per key, in order.
     locks: tuple[Lock, ...]
 
     def __post_init__(self) -> None:
-        """Check nothing: that is done for each key."""
+        """Check nothing. The lock of each key checks itself."""
 
     @classmethod
-    def of(cls, keys: Sequence[str], *, using: str, **policy: Any) -> MultiLock:
-        """Return the lock on the keys; one that is there twice counts once."""
+    def of(cls, keys: Sequence[str], **options: Any) -> MultiLock:
+        """Return the lock on the keys. A duplicate key counts once."""
         for key in keys:
             check_key(key)
-        # Strings are ordered as their UTF-8 is, and no less so with a prefix before each.
+        # Strings sort like their UTF-8, also behind a common prefix.
         ordered = sorted(set(keys))
-        locks = tuple(Lock(key=key, using=using, **policy) for key in ordered)
-        return cls(key=", ".join(ordered), locks=locks, using=using, **policy)
+        locks = tuple(Lock(key=key, **options) for key in ordered)
+        # As the locks have them, with durations in seconds.
+        policy = {name: getattr(locks[0], name) for name in options}
+        return cls(key=", ".join(ordered), locks=locks, **policy)
+
+    # These return the hold of several keys. Type checkers need to know.
+    if TYPE_CHECKING:
+
+        def acquire(self) -> MultiHold: ...
+        def try_acquire(self) -> MultiHold | None: ...
+        def __enter__(self) -> MultiHold: ...
+        async def aacquire(self) -> MultiHold: ...
+        async def atry_acquire(self) -> MultiHold | None: ...
+        async def __aenter__(self) -> MultiHold: ...
 
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(lock.key for lock in self.locks)
 
     def __call__(self, function: Any) -> Any:
-        raise TypeError("A decorator takes the lock on one key; take several with 'with' inside the function.")
+        raise TypeError(
+            "A lock on several keys cannot be a decorator. Use 'with db_lock(…)' inside"
+            " the function."
+        )
 
     def holder(self) -> Any:
-        """Return who has the first of the keys that somebody has, or None."""
-        return next((holder for lock in self.locks if (holder := lock.holder()) is not None), None)
+        """Return the holder of the first key that is held, or None."""
+        return next(
+            (holder for lock in self.locks if (holder := lock.holder()) is not None),
+            None,
+        )
 
     def locked(self) -> bool:
-        """Return whether somebody's lease on one of the keys stands, this caller's too."""
+        """Return whether any of the keys is leased, by this caller or another."""
         return any(lock.locked() for lock in self.locks)
 
-    def _attempt(self, caller: Caller, ring: Callable[[], object], *, wait: bool, here: bool = False) -> MultiAttempt:
+    def _attempt(
+        self,
+        caller: Caller,
+        ring: Callable[[], object],
+        *,
+        wait: bool,
+        here: bool = False,
+    ) -> MultiAttempt:
         return MultiAttempt(self, caller, ring, wait=wait)
 
 
 class MultiHold(Hold):
-    """
-    The holding of several keys: ``holds`` has one for each, in their order.
+    """The holding of several keys, with one hold per key in ``holds``.
 
-    It is held while all of them are. ``tokens`` are the fencing tokens by key: give each thing that is guarded the
-    token of its own key. ``token`` is the largest. Each ``acquire()`` returns one, to be released once.
+    It is held while all of them are. ``tokens`` has the fencing token of each key, for
+    what that key guards. ``token`` is the largest. Each ``acquire()`` returns a new
+    object, to be released once.
     """
 
     def __init__(self, lock: MultiLock, holds: Sequence[Hold]) -> None:
-        # Nothing is counted, renewed or lost here, but in the holds of the keys.
+        # The holds of the keys count, renew and report losses.
         self.lock = lock
         self.holds = tuple(holds)
         self.backend = holds[0].backend
@@ -82,12 +112,15 @@ class MultiHold(Hold):
         self.waited = max(hold.waited for hold in holds)
         self._connection = holds[0]._connection
         self._mutex = threading.Lock()
-        # What is still to leave, and the count of each inside.
+        # Holds that are still to be released, each with its count inside.
         self._inside = [(hold, hold.count) for hold in holds]
 
     def __repr__(self) -> str:
         keys = ", ".join(map(repr, self.keys))
-        return f"<MultiHold {keys} count={self.count} {'held' if self.held else 'ended or lost'}>"
+        return (
+            f"<MultiHold {keys} count={self.count}"
+            f" {'held' if self.held else 'ended or lost'}>"
+        )
 
     @property
     def _entries(self) -> int:
@@ -99,7 +132,9 @@ class MultiHold(Hold):
 
     @property
     def owner(self) -> str:
-        raise AttributeError("A hold of several keys has no owner of its own: each of its 'holds' has one.")
+        raise AttributeError(
+            "A hold of several keys has no single owner. Each hold in 'holds' has one."
+        )
 
     @property
     def pinned(self) -> bool:
@@ -113,16 +148,16 @@ class MultiHold(Hold):
     def age(self) -> float:
         return max(hold.age for hold in self.holds)
 
-    @contextmanager
-    def atomic(self, *, using: str | None = None, **atomic: Any) -> Iterator[None]:
-        with ExitStack() as guards:
-            for number, hold in enumerate(self.holds):
-                # The first opens the transaction; a durable one is not inside another.
-                guards.enter_context(hold.atomic(using=using, **(atomic if number == 0 else {"savepoint": False})))
-            yield
+    def atomic(
+        self, *, using: str | None = None, **atomic: Any
+    ) -> AbstractContextManager[None]:
+        return guarded(self.holds, using, atomic)
 
-    def detach(self, *, within: float | None = None) -> str:
-        raise RuntimeError("A hold of several keys cannot be handed over: hand its 'holds' over one by one.")
+    def detach(self, *, within: Duration | None = None) -> str:
+        raise RuntimeError(
+            "A hold of several keys cannot be handed over. Detach each hold in 'holds'"
+            " instead."
+        )
 
     @property
     def count(self) -> int:
@@ -136,24 +171,29 @@ class MultiHold(Hold):
     def remaining(self) -> float:
         return min(hold.remaining for hold in self.holds) if self._inside else 0.0
 
-    @property
-    def waiting(self) -> int:
-        """How many callers stand in line for the keys now; see ``Hold``."""
-        return sum(hold.waiting for hold in self.holds)
+    def queue_length(self) -> int:
+        """Return the number of callers that are queued for the keys now."""
+        return sum(hold.queue_length() for hold in self.holds)
 
     def check(self) -> None:
-        """Ask the backend whether all keys are still this hold's; raise LockLost when not."""
+        """Check with the backend that all keys are held, or raise LockLost."""
         not_in_a_coroutine()
-        if not (self.held and self._is_alike and self._ask(self.backend.check_all, self._claims)):
+        if not (
+            self.held
+            and self._is_alike
+            and self._ask(self.backend.check_all, self._claims)
+        ):
             for hold in self.holds:
                 hold.check()
 
     def renew(self) -> None:
-        """Extend all leases to their ttl from now; raise LockLost when one is gone."""
+        """Extend all leases to their ttl from now, or raise LockLost."""
         not_in_a_coroutine()
         if self.held and self._is_alike and self.scope == "lease" and not self.pinned:
             sent = clock.now()
-            left = self._ask(self.backend.renew, [hold.next_claim() for hold in self.holds])
+            left = self._ask(
+                self.backend.renew, [hold.next_claim() for hold in self.holds]
+            )
             for hold in self.holds:
                 hold.renewed(sent, left)
         else:
@@ -161,10 +201,11 @@ class MultiHold(Hold):
                 hold.renew()
 
     def release(self, *, failed: bool = False) -> None:
-        """Leave each key once, as ``Hold.release()`` does; what is wrong with one does not keep the others."""
+        """Release each key once, even if the release of another fails."""
         not_in_a_coroutine()
         inside = self._inside
-        # Before the block: what a tracer raises in an inlined comprehension passes the handlers by (CPython 3.12).
+        # Outside of the block, because an exception of a tracer in an inlined
+        # comprehension bypasses the handlers (CPython 3.12).
         holds = [hold for hold, _ in inside]
         try:
             with self._mutex:
@@ -175,7 +216,7 @@ class MultiHold(Hold):
         except LockError:
             raise
         except BaseException:
-            # Interrupted on the way: no key must stay taken for that.
+            # An interrupted release must leave no key acquired.
             self._inside = []
             for hold, count in inside:
                 with suppress(LockError):
@@ -186,11 +227,11 @@ class MultiHold(Hold):
                         hold.take_back()
             raise
 
-    # Inside.
+    # Internal methods.
 
     @property
     def _is_alike(self) -> bool:
-        """Whether the keys can be asked about in one question."""
+        """Return whether one request can cover all keys."""
         return len({hold.scope for hold in self.holds}) == 1
 
     @property
@@ -199,7 +240,9 @@ class MultiHold(Hold):
 
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
-        leaves_nothing = self.backend.lease_refused() is None and not any(hold.pinned for hold in holds)
+        leaves_nothing = self.backend.lease_refused() is None and not any(
+            hold.pinned for hold in holds
+        )
         if not all(hold.leaves_at_exit for hold in holds):
             leaves_nothing = leaves_nothing and not any(open_connections())
         if self._is_alike and (self.scope == "transaction" or leaves_nothing):
@@ -208,9 +251,13 @@ class MultiHold(Hold):
         trouble: LockError | None = None
         if len(together) > 1:
             try:
-                done = self._ask(self.backend.release_all, [hold.claim for hold in together], failed=failed)
+                done = self._ask(
+                    self.backend.release_all,
+                    [hold.claim for hold in together],
+                    failed=failed,
+                )
             except LockBackendError as error:
-                # In a transaction it is broken, and each hold knows what that means.
+                # In a transaction, which is broken now, each hold handles this itself.
                 if self.scope == "lease":
                     trouble = error
                     holds = [hold for hold in holds if hold not in together]
@@ -227,9 +274,16 @@ class MultiHold(Hold):
 
 
 class MultiAttempt:
-    """One caller's way to a hold of several keys: that of an attempt at each, and first one at all of them."""
+    """One caller's attempt at several keys, first at all of them at once.
 
-    def __init__(self, lock: MultiLock, caller: Caller, ring: Callable[[], object], *, wait: bool) -> None:
+    After that, each key has its own ``Attempt``.
+    """
+
+    attempts: Sequence[Attempt] = ()
+
+    def __init__(
+        self, lock: MultiLock, caller: Caller, ring: Callable[[], object], *, wait: bool
+    ) -> None:
         self.lock = lock
         self.began = clock.now()
         self._on_lost = None if lock.on_lost is None else _OnLost(lock.on_lost)
@@ -245,7 +299,11 @@ class MultiAttempt:
         return attempts
 
     def _start(self) -> None:
-        self.attempts = self._new()
+        attempts = self._new()
+        for attempt, earlier in zip(attempts, self.attempts, strict=False):
+            # Keep the first prefix. A coroutine may continue in another thread.
+            attempt.key = earlier.key
+        self.attempts = attempts
         self.holds: dict[Attempt, Hold] = {}
         self.fresh = True
 
@@ -254,7 +312,7 @@ class MultiAttempt:
         return any(attempt.in_transaction for attempt in self.attempts)
 
     def once(self) -> Hold | None:
-        """Try once."""
+        """Try once, and return the hold or None."""
         if self.fresh:
             self.fresh = False
             self._all_at_once()
@@ -265,7 +323,8 @@ class MultiAttempt:
                     return None
                 self.holds[attempt] = hold
         if any(hold.count == 1 and not hold.held for hold in self.holds.values()):
-            # Lost while the others were waited for. Not to be had anew behind them: the order would be wrong.
+            # A hold was lost during the wait. Acquiring it again now would violate the
+            # order.
             self.give_up()
             self._start()
             return None
@@ -278,27 +337,32 @@ class MultiAttempt:
         return False
 
     def pause(self) -> float | None:
-        """Return how long to wait before the next try, None for ever; raise LockTimeout when the time is over."""
+        """Return the seconds until the next try, or None for no limit.
+
+        Raise LockTimeout when ``timeout`` has passed.
+        """
         if self.fresh:
             return 0.0
-        attempt = next(attempt for attempt in self.attempts if attempt not in self.holds)
+        attempt = next(
+            attempt for attempt in self.attempts if attempt not in self.holds
+        )
         if attempt.timeout is not None and not attempt.paused:
-            # What is left of the time for all of them.
+            # The timeout is shared by all keys.
             attempt.delays = delays(max(clock.now(), self.began + attempt.timeout))
         return attempt.pause()
 
     def give_up(self) -> None:
-        """Leave nothing behind of an attempt that came to nothing."""
+        """Cancel the attempt, and leave no key acquired or queued."""
         for attempt in reversed(self.attempts):
             attempt.give_up()
 
     def close(self) -> None:
-        """Have the room give up for those that cannot do so themselves."""
+        """Let the background thread cancel the claims of a closed coroutine."""
         for attempt in self.attempts:
             attempt.close()
 
     def _all_at_once(self) -> None:
-        """Enter what the caller has, and claim all the rest in one step."""
+        """Enter the holds that the caller has, and claim all other keys at once."""
         rest: list[Attempt] = []
         for attempt in self.attempts:
             if (mine := attempt.begin()) is not None:
@@ -310,17 +374,19 @@ class MultiAttempt:
         backend = rest[0].backend
         sent = clock.now()
         claims = [attempt.claim for attempt in rest if attempt.claim is not None]
-        for attempt, grant in zip(rest, Attempt.ask_for(rest, backend.acquire_all, claims) or (), strict=False):
+        for attempt, grant in zip(
+            rest, Attempt.ask_for(rest, backend.acquire_all, claims) or (), strict=False
+        ):
             if (hold := attempt.accept(grant, sent)) is not None:
                 self.holds[attempt] = hold
 
 
 class _OnLost:
-    """Tells of a hold of several keys that is lost: once, however many of them are."""
+    """A callback that reports the loss of a hold of several keys only once."""
 
     def __init__(self, on_lost: Callable[[Hold], object]) -> None:
         self.on_lost = on_lost
-        # Weak, since a hold that nobody has is in nobody's way. None: its caller never learned of it.
+        # Weak, so that a forgotten hold can end. None until the caller has the hold.
         self.hold: Callable[[], Hold | None] | None = None
         self._mutex = threading.Lock()
 

@@ -1,4 +1,7 @@
-"""Fixtures for pytest, there as soon as dlocks is installed; nothing of dlocks is imported before one is used."""
+"""Fixtures for pytest, available as soon as dlocks is installed.
+
+No other module of dlocks is imported before a test uses a fixture.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def memory_locks() -> Iterator[None]:
-    """Locks in the memory of the process, new for this test."""
+    """Use locks in the memory of the process, empty for each test."""
     from dlocks.testing import override_locks
 
     with override_locks("memory"):
@@ -23,7 +26,7 @@ def memory_locks() -> Iterator[None]:
 
 @pytest.fixture
 def dummy_locks() -> Iterator[None]:
-    """Locks that exclude nobody."""
+    """Use locks that exclude no other caller."""
     from dlocks.testing import override_locks
 
     with override_locks("dummy"):
@@ -32,7 +35,7 @@ def dummy_locks() -> Iterator[None]:
 
 @pytest.fixture
 def frozen_lock_clock() -> Iterator[FrozenClock]:
-    """The clock of the locks, standing still; ``tick(seconds)`` turns it."""
+    """Freeze the clock of the locks. ``tick(seconds)`` advances it."""
     from dlocks.testing import frozen_clock
 
     with frozen_clock() as clock:
@@ -41,7 +44,10 @@ def frozen_lock_clock() -> Iterator[FrozenClock]:
 
 @pytest.fixture
 def lock_held_elsewhere() -> Iterator[Callable[..., None]]:
-    """Return a function that holds a key as another process would, to the end of the test."""
+    """Return a function that holds a key as another process would.
+
+    The key is released at the end of the test.
+    """
     from dlocks.testing import held_elsewhere
 
     with ExitStack() as stack:

@@ -1,78 +1,121 @@
-"""Work that every node starts and one must do: scheduled jobs and management commands."""
+"""Scheduled jobs and management commands that only one node may run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from django.core.management.base import BaseCommand, CommandError
 
-from dlocks.backends.base import seconds
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.coroutines import in_django_thread
 from dlocks.decorators import Key, LockDecorator, Template
 from dlocks.exceptions import LockTimeout
 from dlocks.holds import Hold
-from dlocks.locks import Lock
+from dlocks.locks import Lock, shown
+from dlocks.options import KEYS, RUN, RunOptions, refuse_unknown
+from dlocks.values import Duration, seconds
 
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, try again later.
+# EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried later.
 BUSY = 75
+
+# Why run_once() has not all options of db_lock().
+NEVER_WAITS = (
+    "It does not wait, and skips the job while the key is held. To change that, use"
+    " db_lock() as the decorator."
+)
 
 
 class _OneRun(LockDecorator[None]):
-    """A decorator that skips, and whose lease lasts for ``at_least`` even when its holder dies."""
+    """A decorator that skips a job that another node has begun.
+
+    Its lease lasts for ``min_hold`` even if the holder dies.
+    """
 
     def lock(self, key: str) -> Lock:
         backend = backends[self.policy["using"]]
-        ttl = max(self.policy["at_least"], backend.ttl)
+        ttl = max(self.policy["min_hold"], backend.ttl)
         policy = dict(self.policy)
-        if backend.in_transaction() and backend.lease_refused() is None and not backend.keeps_shares():
-            # One that belonged to the caller's transaction would end with that, and be taken back by its rollback.
+        if (
+            backend.in_transaction()
+            and backend.lease_refused() is None
+            and not backend.keeps_shares()
+        ):
+            # A hold in transaction scope would end with the caller's transaction, and a
+            # rollback would undo it.
             policy["scope"] = "lease"
         return Lock(key=key, ttl=ttl, **policy)
 
     async def alock(self, key: str) -> Lock:
-        # The caller's transaction, if there is one, is that of Django's thread.
+        # The caller's transaction, if any, belongs to the thread of
+        # ``sync_to_async()``.
         return await in_django_thread(partial(self.lock, key))
 
 
 def run_once(
     key: Key,
     *,
-    at_least: float,
-    at_most: float | None = None,
+    min_hold: Duration,
+    max_hold: Duration | None = None,
     using: str = DEFAULT_ALIAS,
-    **policy: Any,
+    **options: Unpack[RunOptions],
 ) -> LockDecorator[None]:
-    """
-    Decorate a job that every node starts at about the same time, and that one of them must run.
+    """Run a scheduled job on one node although every node starts it.
 
-    The others return None at once. For ``at_least`` seconds from its beginning the job is not begun again, however
-    soon it is done, fails or dies: more than the clocks of the nodes differ by, and less than the time between two
-    runs. A run that takes longer than ``at_most`` seconds no longer keeps the next one away, and ends with LockLost;
-    without ``at_most`` it keeps it away for as long as its process lives. The rest is the policy of ``db_lock()``.
+    The nodes start the job at about the same time. All but one return None at once.
+
+    ``min_hold`` is the time after a run's start in which no other run starts, in
+    seconds or as a ``timedelta``. This holds even if the run finishes early, fails or
+    dies. It must exceed the difference between the nodes' clocks, and be less than the
+    time between two runs.
+
+    A run that takes longer than ``max_hold`` no longer blocks the next one, and
+    ends with LockLost. Without ``max_hold`` it blocks the next one for as long as its
+    process lives. The other options are those of ``db_lock()``.
     """
-    seconds("at_least", at_least, above_zero=True)
-    if at_most is not None and seconds("at_most", at_most, above_zero=True) < at_least:
-        raise ValueError(f"at_most must be no less than at_least, {at_least!r}, not {at_most!r}")
-    if refused := {"busy", "max_hold", "timeout", "ttl"} & policy.keys():
-        raise TypeError(f"run_once() takes no {', '.join(sorted(refused))}: use db_lock() as the decorator.")
+    policy: dict[str, Any] = {**options}
+    refuse_unknown(
+        "run_once()",
+        policy,
+        RUN,
+        **dict.fromkeys(("busy", "reentrant", "timeout", "ttl"), NEVER_WAITS),
+    )
+    min_hold = seconds("min_hold", min_hold, above_zero=True)
+    if max_hold is not None:
+        max_hold = seconds("max_hold", max_hold, above_zero=True)
+        if max_hold < min_hold:
+            raise ValueError(
+                f"min_hold must not be greater than max_hold: {shown(min_hold)} s and"
+                f" {shown(max_hold)} s"
+            )
     if policy.get("scope") == "transaction":
-        raise ValueError("run_once() cannot belong to a transaction: a rollback would have the job begun again.")
+        raise ValueError(
+            "run_once() cannot use scope='transaction': after a rollback the job would"
+            " run again."
+        )
     return _OneRun(
-        key, busy="skip", timeout=0, at_least=at_least, max_hold=at_most, using=using, reentrant=False, **policy
+        key,
+        busy="skip",
+        timeout=0,
+        min_hold=min_hold,
+        max_hold=max_hold,
+        using=using,
+        reentrant=False,
+        **policy,
     )
 
 
 class SingleInstance(BaseCommand):
-    """
-    A mixin for management commands of which one at a time may run: ``class Command(SingleInstance, BaseCommand)``.
+    """A mixin for management commands of which only one may run at a time.
 
-    ``lock_key`` is the key, by default ``command:`` and the command's name; its fields are the command's options, as
-    in ``"import:{supplier}"``. ``lock_policy`` is that of ``db_lock()``; without a ``timeout`` the command does not
-    wait. While the command runs, ``hold`` is the hold. A command that runs already is a CommandError, with exit
-    status 75.
+    Use it as in ``class Command(SingleInstance, BaseCommand)``.
+
+    ``lock_key`` is the key. The default is ``command:`` and the command's name. Its
+    fields are the command's options, as in ``"import:{supplier}"``. ``lock_policy`` has
+    the options of ``db_lock()``. Without a ``timeout`` the command does not wait. While
+    the command runs, ``hold`` is its hold. If the command is running already,
+    CommandError is raised with exit status 75.
     """
 
     lock_key: str | None = None
@@ -85,6 +128,7 @@ class SingleInstance(BaseCommand):
             key = f"command:{type(self).__module__.rpartition('.')[2]}"
         else:
             key = Template(self.lock_key).render(options)
+        refuse_unknown("lock_policy", self.lock_policy, KEYS)
         return Lock(key=key, **{"timeout": 0, **self.lock_policy})
 
     def execute(self, *args: Any, **options: Any) -> str | None:
@@ -94,9 +138,11 @@ class SingleInstance(BaseCommand):
                 entered = True
                 return super().execute(*args, **options)
         except LockTimeout as error:
-            # One of the command's own is not about this lock.
+            # A LockTimeout from the command itself concerns another lock.
             if entered:
                 raise
-            raise CommandError(f"This command runs already: {error}", returncode=BUSY) from error
+            raise CommandError(
+                f"This command is already running: {error}", returncode=BUSY
+            ) from error
         finally:
             self.hold = None

@@ -1,9 +1,9 @@
-"""
-Signals about locks. The sender is the ``Lock``'s class.
+"""Signals about locks. The sender is the class of the ``Lock``.
 
-``lock_acquired``, ``lock_released``, ``lock_lost`` and ``lock_detached`` carry ``hold``; ``lock_timeout`` carries
-``lock``, ``holder`` and ``waited``. A nested entry and its end are not signalled. What a receiver raises is
-logged, and does not reach the caller. ``lock_lost`` may be sent from the keeper's thread.
+``lock_acquired``, ``lock_released``, ``lock_lost`` and ``lock_detached`` carry
+``hold``. ``lock_timeout`` carries ``lock``, ``holder`` and ``waited``. Entering a hold
+again, and leaving that entry, sends no signal. An exception of a receiver is logged and
+does not reach the caller. ``lock_lost`` may be sent from a background thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from django.dispatch import Signal
 
 if TYPE_CHECKING:
-    from dlocks.backends.base import Holder
-    from dlocks.holds import Hold
-    from dlocks.locks import Lock
+    from dlocks.protocols import ObservedHold, Policy
+    from dlocks.values import Holder
 
 logger = logging.getLogger("dlocks")
 
@@ -30,22 +29,25 @@ End = Literal["released", "lost", "detached"]
 
 
 class Watcher:
-    """One of our own that is told of locks, without a signal: that costs more than most of them do with it."""
+    """An observer of locks within dlocks.
 
-    def acquired(self, hold: Hold) -> None:
+    It is called directly. Sending a signal costs more than most observers do.
+    """
+
+    def acquired(self, hold: ObservedHold) -> None:
         pass
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, hold: ObservedHold, how: End) -> None:
         pass
 
-    def timed_out(self, lock: Lock, holder: Holder | None, waited: float) -> None:
+    def timed_out(self, lock: Policy, holder: Holder | None, waited: float) -> None:
         pass
 
 
 watchers: list[Watcher] = []
 
 
-def tell_acquired(hold: Hold) -> None:
+def tell_acquired(hold: ObservedHold) -> None:
     for watcher in watchers:
         try:
             watcher.acquired(hold)
@@ -54,7 +56,7 @@ def tell_acquired(hold: Hold) -> None:
     lock_acquired.send_robust(type(hold.lock), hold=hold)
 
 
-def tell_ended(hold: Hold, how: End) -> None:
+def tell_ended(hold: ObservedHold, how: End) -> None:
     for watcher in watchers:
         try:
             watcher.ended(hold, how)
@@ -63,7 +65,7 @@ def tell_ended(hold: Hold, how: End) -> None:
     _ENDS[how].send_robust(type(hold.lock), hold=hold)
 
 
-def tell_timed_out(lock: Lock, holder: Holder | None, waited: float) -> None:
+def tell_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
     for watcher in watchers:
         try:
             watcher.timed_out(lock, holder, waited)

@@ -1,4 +1,4 @@
-"""What locks tell those who watch them: log lines, warnings of slow ones, OpenTelemetry's metrics and spans."""
+"""Log lines, warnings about slow locks, and OpenTelemetry metrics and spans."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dlocks import __version__
 from dlocks.conf import backends
 from dlocks.signals import End, Watcher, watchers
+from dlocks.version import __version__
 
 try:
     from opentelemetry import metrics, trace
@@ -20,33 +20,69 @@ else:
     HAS_OPENTELEMETRY = True
 
 if TYPE_CHECKING:
-    from dlocks.backends.base import Holder
-    from dlocks.holds import Hold
-    from dlocks.locks import Lock
+    from dlocks.protocols import ObservedHold, Policy
+    from dlocks.values import Holder
 
-# Apart, so that a formatter may count on the fields of its records.
+# A logger of its own, so that a formatter can rely on the fields of its records.
 logger = logging.getLogger("dlocks.access")
 
-# Seconds: from one statement on a near server to a night's job.
-BOUNDARIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 28800)
+# Histogram boundaries in seconds, from one statement on a nearby server to a job that
+# runs all night.
+BOUNDARIES = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    300,
+    1800,
+    7200,
+    28800,
+)
 
 
 class Log(Watcher):
-    """Log lines whose records carry ``lock_key``, ``lock_holder``, ``lock_token``, ``lock_waited``, ``lock_held``."""
+    """The watcher that writes log lines.
 
-    def acquired(self, hold: Hold) -> None:
+    Their records have the fields ``lock_key``, ``lock_holder``, ``lock_token``,
+    ``lock_waited`` and ``lock_held``.
+    """
+
+    def acquired(self, hold: ObservedHold) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             who = hold.claim.holder
             message = "%r acquired by %s, token %d, waited %.3f s"
-            logger.debug(message, hold.key, who, hold.token, hold.waited, extra=_fields(hold))
+            logger.debug(
+                message, hold.key, who, hold.token, hold.waited, extra=_fields(hold)
+            )
         if hold.takeover:
-            message = "%r was taken over by %s, token %d: its last holder never came back"
-            logger.warning(message, hold.key, hold.claim.holder, hold.token, extra=_fields(hold))
+            message = (
+                "%r was taken over by %s, token %d: its last holder never came back"
+            )
+            logger.warning(
+                message, hold.key, hold.claim.holder, hold.token, extra=_fields(hold)
+            )
         slow = hold.backend.slow_wait
         if slow is not None and hold.waited >= slow:
-            self._slow_wait(slow, hold.key, hold.waited, f"acquired by {hold.claim.holder}", _fields(hold))
+            self._slow_wait(
+                slow,
+                hold.key,
+                hold.waited,
+                f"acquired by {hold.claim.holder}",
+                _fields(hold),
+            )
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, hold: ObservedHold, how: End) -> None:
         slow = hold.backend.slow_hold
         debugged = logger.isEnabledFor(logging.DEBUG)
         if slow is None and not debugged:
@@ -54,12 +90,29 @@ class Log(Watcher):
         held, who = hold.age, hold.claim.holder
         if debugged:
             message = "%r %s by %s, token %d, waited %.3f s, held %.3f s"
-            logger.debug(message, hold.key, how, who, hold.token, hold.waited, held, extra=_fields(hold, held))
+            logger.debug(
+                message,
+                hold.key,
+                how,
+                who,
+                hold.token,
+                hold.waited,
+                held,
+                extra=_fields(hold, held),
+            )
         if slow is not None and held >= slow:
             message = "%r was held for %.3f s by %s, token %d: slow_hold is %g s"
-            logger.warning(message, hold.key, held, who, hold.token, slow, extra=_fields(hold, held))
+            logger.warning(
+                message,
+                hold.key,
+                held,
+                who,
+                hold.token,
+                slow,
+                extra=_fields(hold, held),
+            )
 
-    def timed_out(self, lock: Lock, holder: Holder | None, waited: float) -> None:
+    def timed_out(self, lock: Policy, holder: Holder | None, waited: float) -> None:
         fields = {
             "lock_key": lock.key,
             "lock_holder": holder.holder if holder is not None else "",
@@ -68,22 +121,36 @@ class Log(Watcher):
             "lock_held": None,
         }
         who = f"held by {holder}" if holder is not None else "holder unknown"
-        logger.debug("%r not acquired, waited %.3f s; %s", lock.key, waited, who, extra=fields)
+        logger.debug(
+            "%r not acquired, waited %.3f s; %s", lock.key, waited, who, extra=fields
+        )
         slow = backends[lock.using].slow_wait
         if slow is not None and waited >= slow:
             self._slow_wait(slow, lock.key, waited, f"not acquired; {who}", fields)
 
-    def _slow_wait(self, slow: float, key: str, waited: float, what: str, fields: Mapping[str, Any]) -> None:
-        logger.warning("%r was waited for %.3f s: slow_wait is %g s; %s", key, waited, slow, what, extra=fields)
+    def _slow_wait(
+        self, slow: float, key: str, waited: float, what: str, fields: Mapping[str, Any]
+    ) -> None:
+        logger.warning(
+            "%r was waited for %.3f s: slow_wait is %g s; %s",
+            key,
+            waited,
+            slow,
+            what,
+            extra=fields,
+        )
 
 
 class OpenTelemetry(Watcher):
-    """Histograms, counters and spans, by the API alone: without an SDK they come to nothing."""
+    """The watcher that records histograms, counters and spans.
+
+    It uses only OpenTelemetry's API. Without an SDK nothing is recorded.
+    """
 
     def __init__(self) -> None:
         meter = metrics.get_meter("dlocks", __version__)
         self._tracer = trace.get_tracer("dlocks", __version__)
-        self._spans: WeakKeyDictionary[Hold, trace.Span] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[ObservedHold, trace.Span] = WeakKeyDictionary()
         self._wait = meter.create_histogram(
             "dlocks.wait.duration",
             "s",
@@ -91,18 +158,29 @@ class OpenTelemetry(Watcher):
             explicit_bucket_boundaries_advisory=BOUNDARIES,
         )
         self._hold = meter.create_histogram(
-            "dlocks.hold.duration", "s", "How long keys were held.", explicit_bucket_boundaries_advisory=BOUNDARIES
+            "dlocks.hold.duration",
+            "s",
+            "How long keys were held.",
+            explicit_bucket_boundaries_advisory=BOUNDARIES,
         )
         self._contentions = meter.create_counter(
-            "dlocks.contentions", "{attempt}", "Attempts that did not find the key free at once."
+            "dlocks.contentions",
+            "{attempt}",
+            "Attempts that did not find the key free at once.",
         )
-        self._timeouts = meter.create_counter("dlocks.timeouts", "{attempt}", "Attempts that did not get the key.")
-        self._losses = meter.create_counter("dlocks.losses", "{hold}", "Holds that were lost.")
+        self._timeouts = meter.create_counter(
+            "dlocks.timeouts", "{attempt}", "Attempts that did not get the key."
+        )
+        self._losses = meter.create_counter(
+            "dlocks.losses", "{hold}", "Holds that were lost."
+        )
         self._takeovers = meter.create_counter(
-            "dlocks.takeovers", "{hold}", "Holds taken over from a holder that never came back."
+            "dlocks.takeovers",
+            "{hold}",
+            "Holds taken over from a holder that never came back.",
         )
 
-    def acquired(self, hold: Hold) -> None:
+    def acquired(self, hold: ObservedHold) -> None:
         attributes = self._attributes(hold.lock, hold.scope)
         self._wait.record(hold.waited, {**attributes, "dlocks.outcome": "acquired"})
         if hold.waited:
@@ -110,15 +188,21 @@ class OpenTelemetry(Watcher):
         if hold.takeover:
             self._takeovers.add(1, attributes)
         if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-            # There is no SDK: a span costs more than all the rest here.
+            # Without an SDK spans are discarded, and creating one costs more than the
+            # rest of this method.
             return
         if hold.waited:
-            self._span("dlocks.wait", hold.lock, hold.waited, {"dlocks.token": hold.token}).end()
+            self._span(
+                "dlocks.wait", hold.lock, hold.waited, {"dlocks.token": hold.token}
+            ).end()
         self._spans[hold] = self._span(
-            "dlocks.hold", hold.lock, 0.0, {"dlocks.token": hold.token, "dlocks.takeover": hold.takeover}
+            "dlocks.hold",
+            hold.lock,
+            0.0,
+            {"dlocks.token": hold.token, "dlocks.takeover": hold.takeover},
         )
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, hold: ObservedHold, how: End) -> None:
         attributes = self._attributes(hold.lock, hold.scope)
         self._hold.record(hold.age, {**attributes, "dlocks.outcome": how})
         span = self._spans.pop(hold, None)
@@ -130,29 +214,40 @@ class OpenTelemetry(Watcher):
             span.set_attribute("dlocks.outcome", how)
             span.end()
 
-    def timed_out(self, lock: Lock, holder: Holder | None, waited: float) -> None:
+    def timed_out(self, lock: Policy, holder: Holder | None, waited: float) -> None:
         attributes = self._attributes(lock)
         self._wait.record(waited, {**attributes, "dlocks.outcome": "timeout"})
         self._contentions.add(1, attributes)
         self._timeouts.add(1, attributes)
         if waited:
-            span = self._span("dlocks.wait", lock, waited, {"dlocks.holder": holder.holder if holder else ""})
+            span = self._span(
+                "dlocks.wait",
+                lock,
+                waited,
+                {"dlocks.holder": holder.holder if holder else ""},
+            )
             span.set_status(trace.StatusCode.ERROR, "timeout")
             span.end()
 
-    def _attributes(self, lock: Lock, scope: str | None = None) -> dict[str, str]:
-        # Keys are without number, and a series for each would be the end of the store of metrics.
+    def _attributes(self, lock: Policy, scope: str | None = None) -> dict[str, str]:
+        # The number of different keys is unlimited, and one time series for each would
+        # overload a metrics store.
         group, colon, _rest = lock.key.partition(":")
-        attributes = {"dlocks.alias": lock.using, "dlocks.group": group if colon else ""}
+        attributes = {
+            "dlocks.alias": lock.using,
+            "dlocks.group": group if colon else "",
+        }
         return attributes if scope is None else {**attributes, "dlocks.scope": scope}
 
-    def _span(self, name: str, lock: Lock, ago: float, attributes: Mapping[str, Any]) -> trace.Span:
+    def _span(
+        self, name: str, lock: Policy, ago: float, attributes: Mapping[str, Any]
+    ) -> trace.Span:
         began = time.time_ns() - round(ago * 1e9)
         attributes = {"dlocks.key": lock.key, "dlocks.alias": lock.using, **attributes}
         return self._tracer.start_span(name, start_time=began, attributes=attributes)
 
 
-def _fields(hold: Hold, held: float | None = None) -> dict[str, Any]:
+def _fields(hold: ObservedHold, held: float | None = None) -> dict[str, Any]:
     return {
         "lock_key": hold.key,
         "lock_holder": hold.claim.holder,

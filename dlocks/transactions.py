@@ -1,4 +1,4 @@
-"""What the transactions open in this thread mean for a lease that is taken or left inside them."""
+"""Markers that show how the open transactions of a thread end."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
-from dlocks.backends.database.dialects import dialect_of
 from dlocks.connected import connection_of, in_atomic_blocks
+from dlocks.sql.dialects import dialect_of
 
 
 class Mark:
-    """
-    A mark set in a connection's transaction, and whether it still stands; set in its own thread, asked from any.
+    """A marker in a connection's transaction, which shows if it still stands.
 
-    Django has no sign of a rollback but the list of what to do on commit, so the mark is an entry there: the list is
-    emptied after the commit, after the rollback and at a close, and rid of what a savepoint's rollback undid. (The
-    identity of an ``Atomic`` says nothing: a decorator has one for all its calls.)
+    It is set in the connection's thread, and read from any. Django shows a rollback
+    only in its list of ``on_commit()`` callbacks, so the marker is an entry there.
+    Django empties the list after a commit, a rollback and a close, and removes what the
+    rollback of a savepoint undid. (An ``Atomic`` cannot serve, because a decorator has
+    one for all its calls.)
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any = None) -> None:
+    def __init__(
+        self, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any = None
+    ) -> None:
         self._connection = connection
         self._savepoints = savepoints
         self._block = block
         self.at_commit: list[Callable[[], object]] = []
-        # What is locked here, as ``keeps()`` asks for it.
+        # The keys that are locked here, for keeps().
         self.keys: set[Any] = set()
-        # Django names by it what fails after a commit.
+        # Django's name for a callback that fails after a commit.
         self.__qualname__ = type(self).__name__
         connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
 
@@ -41,33 +44,48 @@ class Mark:
 
     @classmethod
     def here(cls, connection: BaseDatabaseWrapper) -> Self:
-        """Mark where the caller stands: it stands until that is rolled back, or committed for good."""
+        """Return a marker of this point, until its rollback or the final commit."""
         savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
-        return cls._standing(connection, savepoints, None) or cls(connection, savepoints)
+        return cls._standing(connection, savepoints, None) or cls(
+            connection, savepoints
+        )
 
     @classmethod
     def whole(cls, connection: BaseDatabaseWrapper) -> Self:
-        """Mark the transaction as a whole, whatever is rolled back inside; in a TestCase, its outermost own block."""
+        """Return a marker of the whole transaction, whatever is rolled back inside.
+
+        In a TestCase, this is the outermost block that is not the TestCase's own.
+        """
         block = cls._block_of_test(connection)
         return cls._standing(connection, set(), block) or cls(connection, set(), block)
 
     @classmethod
     def of_lock(cls, connection: BaseDatabaseWrapper) -> Self:
-        """Mark the lock on a row that is written here: it stands as long as others are kept from the row."""
+        """Return a marker of the lock on a row that is written here.
+
+        It stands while the database keeps other sessions from the row.
+        """
         if dialect_of(connection).keeps_locks:
             return cls.whole(connection)
         block = cls._block_of_test(connection)
         savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
-        return cls._standing(connection, savepoints, block) or cls(connection, savepoints, block)
+        return cls._standing(connection, savepoints, block) or cls(
+            connection, savepoints, block
+        )
 
     @staticmethod
     def _block_of_test(connection: BaseDatabaseWrapper) -> Any:
-        """Return the outermost own block of a TestCase, which is its transaction; None elsewhere."""
+        """Return a TestCase's transaction: the outermost block not its own.
+
+        Return None outside of a TestCase.
+        """
         own = list(_own_blocks(connection))
         return own[0] if len(own) < len(connection.atomic_blocks) else None
 
     @classmethod
-    def _standing(cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any) -> Self | None:
+    def _standing(
+        cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any
+    ) -> Self | None:
         for found, mark, *_ in reversed(connection.run_on_commit):
             if isinstance(mark, cls) and found == savepoints and mark._block is block:
                 return mark
@@ -78,14 +96,20 @@ class Mark:
         connection = self._connection
         if connection.connection is None or connection.closed_in_transaction:
             return False
-        if not connection.in_atomic_block and connection.commit_on_exit and not self.is_elsewhere:
-            # The connection was lost between the end of the transaction and autocommit, and the list is as it was.
-            # Seen from another thread, it may just be about to commit.
+        if (
+            not connection.in_atomic_block
+            and connection.commit_on_exit
+            and not self.is_elsewhere
+        ):
+            # The connection was lost before autocommit, so the list was not emptied.
+            # For another thread, the transaction may be about to commit.
             return False
-        # The set, not the entry: a savepoint's rollback makes the others' entries anew.
+        # Not the entry: the rollback of a savepoint re-creates all others.
         if not any(entry[0] is self._savepoints for entry in connection.run_on_commit):
             return False
-        return self._block is None or any(block is self._block for block in connection.atomic_blocks)
+        return self._block is None or any(
+            block is self._block for block in connection.atomic_blocks
+        )
 
     @property
     def alias(self) -> str:
@@ -93,38 +117,43 @@ class Mark:
 
     @property
     def is_undone(self) -> bool:
-        """Whether the transaction is to be rolled back, and nothing can be asked in it any more."""
+        """Return whether the transaction is broken and must be rolled back."""
         return self._connection.needs_rollback
 
     @classmethod
     def keeps(cls, connection: BaseDatabaseWrapper, key: Any) -> bool:
-        """Return whether something is locked in the connection's transaction, by a hold that may have ended."""
-        return any(isinstance(mark, cls) and key in mark.keys for _, mark, *_ in connection.run_on_commit)
+        """Return whether a key is locked in the transaction, maybe by an ended hold."""
+        return any(
+            isinstance(mark, cls) and key in mark.keys
+            for _, mark, *_ in connection.run_on_commit
+        )
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the transaction is of another thread."""
+        """Return whether the transaction belongs to another thread."""
         return connection_of(self.alias) is not self._connection
 
 
 class Commit:
-    """
-    Whether a transaction was committed, by ``done``.
+    """A callback that records in ``done`` whether a transaction was committed.
 
-    A callback of ``on_commit()`` raises out of ``atomic()`` as a conflict does, and yet all is written.
+    Another callback can raise out of ``atomic()``, as a conflict does, after the
+    commit.
     """
 
     def __init__(self, using: str | None) -> None:
         self._using = using
         self.done = False
-        # Django names by it what fails after a commit.
+        # Django's name for a callback that fails after a commit.
         self.__qualname__ = type(self).__name__
 
     def watch(self) -> None:
-        """Look at the transaction that is open, if there is one, before it has any callbacks."""
+        """Watch the open transaction, if any, before it has any callbacks."""
         connection = transaction.get_connection(self._using)
-        # That of a TestCase is never committed, and its callbacks are counted by users.
-        if connection.in_atomic_block and len(list(_own_blocks(connection))) == len(connection.atomic_blocks):
+        # A TestCase never commits, and users count its callbacks.
+        if connection.in_atomic_block and len(list(_own_blocks(connection))) == len(
+            connection.atomic_blocks
+        ):
             transaction.on_commit(self, using=self._using)
 
     def __call__(self) -> None:
@@ -132,10 +161,10 @@ class Commit:
 
 
 class Written:
-    """
-    What was written in a connection's transaction, by ``models``, and whether that has taken it back.
+    """The models written in a transaction, and whether it was rolled back.
 
-    It is an entry among what is to be done on commit, as a ``Mark`` is; the first, so that the others find it done.
+    Like a ``Mark``, it is an ``on_commit()`` callback. It is the first one, so that the
+    others see it as committed.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str]) -> None:
@@ -150,8 +179,14 @@ class Written:
 
     @classmethod
     def here(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
-        """Note a write; return None where no rollback can come, or Django would not tell of it, or nobody is left."""
-        if why_untold(connection) is not None or len(list(_own_blocks(connection))) < len(connection.atomic_blocks):
+        """Record a write, and return the record.
+
+        Return None if no rollback can come, if Django would not report it, or if it
+        only comes after a test.
+        """
+        if why_untold(connection) is not None or len(
+            list(_own_blocks(connection))
+        ) < len(connection.atomic_blocks):
             return None
         savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
         for found, written, *_ in connection.run_on_commit[:1]:
@@ -164,7 +199,7 @@ class Written:
 
     @classmethod
     def around(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
-        """Return the last write to a model that what is read here may show, and a rollback would take back."""
+        """Return the last write to a model that may be visible and rolled back."""
         for _savepoints, written, *_ in connection.run_on_commit:
             if isinstance(written, cls) and model in written.models:
                 return written
@@ -175,7 +210,9 @@ class Written:
         if self._committed:
             return False
         connection = self._connection()
-        return connection is None or not any(entry[1] is self for entry in connection.run_on_commit)
+        return connection is None or not any(
+            entry[1] is self for entry in connection.run_on_commit
+        )
 
     def __copy__(self) -> Self:
         return self
@@ -184,44 +221,55 @@ class Written:
         return self
 
     def __reduce__(self) -> Any:
-        # What is pickled knows nothing of a connection.
+        # A pickle has no connection.
         return type(None), ()
 
 
 def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
-    """Yield the atomic blocks, outermost first, that are not a TestCase's own."""
-    return (block for block in connection.atomic_blocks if not getattr(block, "_from_testcase", False))
+    """Yield the atomic blocks that are not a TestCase's own, outermost first."""
+    return (
+        block
+        for block in connection.atomic_blocks
+        if not getattr(block, "_from_testcase", False)
+    )
 
 
 def open_connections() -> Sequence[BaseDatabaseWrapper]:
-    """
-    Return this thread's connections that are in an atomic block, other than a TestCase's own.
+    """Return this thread's connections in an atomic block.
 
-    Those whose end Django does not tell do not count.
+    A TestCase's own blocks do not count, nor do transactions whose end Django does not
+    report.
     """
     opened = _in_own_blocks()
-    return opened and [connection for connection in opened if why_untold(connection) is None]
+    return opened and [
+        connection for connection in opened if why_untold(connection) is None
+    ]
 
 
 def _in_own_blocks() -> Sequence[BaseDatabaseWrapper]:
-    # Mostly there is none, and then no more is done than to look.
+    # Usually there is none, and this is the only cost.
     opened = in_atomic_blocks()
-    return opened and [one for one in opened if not one.closed_in_transaction and any(_own_blocks(one))]
+    return opened and [
+        one for one in opened if not one.closed_in_transaction and any(_own_blocks(one))
+    ]
 
 
 def why_untold(connection: BaseDatabaseWrapper) -> str | None:
-    """Return why Django will not tell when the transaction of a connection ends, or None when it will."""
-    # An atomic block leaves what was begun by hand open, and runs no callbacks.
+    """Return why Django does not report a transaction's end, or None."""
+    # An atomic block leaves a manual transaction open, and runs no callbacks.
     if connection.in_atomic_block and connection.commit_on_exit:
         return None
     return (
-        f"Autocommit is switched off on {connection.alias!r}, and Django does not tell when such a transaction ends."
-        " Use 'with atomic()' where it is on"
+        f"Autocommit is switched off on {connection.alias!r}, and Django does not tell"
+        " when such a transaction ends. Use 'with atomic()' where it is on"
     )
 
 
 def warn_of_old_snapshots(key: str) -> None:
-    """Warn when a lease is taken in a transaction that may not see what the last holder did."""
+    """Warn when a lease is acquired in a transaction with an old snapshot.
+
+    Such a transaction may not see the changes of the last holder.
+    """
     for connection in _in_own_blocks():
         if connection.vendor not in {"postgresql", "mysql"}:
             continue
@@ -230,13 +278,14 @@ def warn_of_old_snapshots(key: str) -> None:
                 cursor.execute(dialect_of(connection).show_isolation)
                 level = cursor.fetchone()[0].upper().replace("-", " ")
         except Error:
-            # The transaction is broken; nothing will come of it.
+            # The transaction is broken.
             continue
         if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
             warnings.warn(
-                f"The lease on {key!r} is taken inside a transaction on {connection.alias!r} at {level}, whose "
-                "snapshot may be older than the lock and would not show what the last holder did. Take the lock "
-                "before the transaction begins, or run it at READ COMMITTED.",
+                f"The lease on {key!r} is taken inside a transaction on"
+                f" {connection.alias!r} at {level}, whose snapshot may be older than"
+                " the lock and would not show what the last holder did. Take the lock"
+                " before the transaction begins, or run it at READ COMMITTED.",
                 RuntimeWarning,
                 stacklevel=5,
             )

@@ -1,1 +1,1 @@
-"""A small shop that would sell more than it has, were it not for the locks."""
+"""A small shop that would oversell its stock without locks."""

@@ -1,4 +1,4 @@
-"""The settings of the example project: for a look on one's own machine, not for the world."""
+"""The settings of the example project, for local use and not for production."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,11 @@ DEBUG = os.environ.get("SHOP_DEBUG", "1") == "1"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 SECRET_KEY = "django-insecure-only-for-the-example-project"  # noqa: S105 (nothing is kept secret by it)
 
-# Where the shop keeps its data: a file of SQLite, or postgresql://user:password@host:port/name, or mysql://…
+# The database of the shop: a file of SQLite, postgresql://user:password@host:port/name
+# or mysql://…
 DATABASE = os.environ.get("SHOP_DATABASE", str(HERE / "shop.sqlite3"))
-# Where its locks are: redis://host:port/0, or zookeeper://host:port,host:port; else beside the data.
+# The server of the locks: redis://host:port/0 or zookeeper://host:port,host:port. By
+# default the locks are in the shop's database.
 LOCKS = os.environ.get("SHOP_LOCKS", "")
 
 url = urlsplit(DATABASE)
@@ -33,7 +35,8 @@ else:
             "ENGINE": "django.db.backends.sqlite3",
             "NAME": DATABASE,
             "OPTIONS": {
-                # A transaction asks for SQLite's one write lock when it begins, while it can still wait for it.
+                # The transaction requests SQLite's only write lock at its start, when
+                # it can still wait for it.
                 "transaction_mode": "IMMEDIATE",
                 "timeout": 20,
                 "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
@@ -42,7 +45,12 @@ else:
     }
 
 if LOCKS.startswith("redis"):
-    DLOCKS = {"default": {"BACKEND": "dlocks.backends.redis.RedisBackend", "OPTIONS": {"url": LOCKS}}}
+    DLOCKS = {
+        "default": {
+            "BACKEND": "dlocks.backends.redis.RedisBackend",
+            "OPTIONS": {"url": LOCKS},
+        }
+    }
 elif LOCKS.startswith("zookeeper://"):
     DLOCKS = {
         "default": {
@@ -52,7 +60,10 @@ elif LOCKS.startswith("zookeeper://"):
     }
 else:
     DLOCKS = {
-        "default": {"BACKEND": "dlocks.backends.database.PessimisticBackend", "OPTIONS": {"history": True}},
+        "default": {
+            "BACKEND": "dlocks.backends.database.PessimisticBackend",
+            "OPTIONS": {"history": True},
+        },
         "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},
         "insert": {"BACKEND": "dlocks.backends.database.InsertBackend"},
     }

@@ -1,4 +1,4 @@
-"""The example project for a WSGI server."""
+"""The WSGI application of the example project."""
 
 import os
 

@@ -1,4 +1,8 @@
-"""Ask the advisory database about what is installed here, by pip-audit: known holes, none, or "could not be asked"."""
+"""Check the installed packages for known vulnerabilities, with pip-audit.
+
+The exit status is 0 if there are none, 1 if there are some, and 2 if the advisory
+database could not be queried.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +27,37 @@ def main() -> int:
     try:
         packages = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError, TypeError):
-        # pip-audit ends with 1 in this case, too.
-        print("The advisory database could not be asked, so nothing is known:", file=sys.stderr)
-        print("\n".join(done.stderr.strip().splitlines()[-3:]) or f"status {done.returncode}", file=sys.stderr)
+        # pip-audit's exit status is 1 in this case, too.
+        print(
+            "The advisory database could not be asked, so nothing is known:",
+            file=sys.stderr,
+        )
+        print(
+            "\n".join(done.stderr.strip().splitlines()[-3:])
+            or f"status {done.returncode}",
+            file=sys.stderr,
+        )
         return NOT_ASKED
-    # An index that does not know of advisories is not told as an error, but as packages that are not on it.
+    # If an index has no advisories, pip-audit reports no error. It reports packages
+    # that are not on the index.
     skipped = [one for one in packages if "skip_reason" in one]
     unknown = [one["name"] for one in skipped if "editable" not in one["skip_reason"]]
-    found = [(one["name"], one["version"], hole) for one in packages for hole in one.get("vulns", [])]
+    found = [
+        (one["name"], one["version"], hole)
+        for one in packages
+        for hole in one.get("vulns", [])
+    ]
     for name, version, hole in found:
         fixed = ", ".join(hole.get("fix_versions", [])) or "no version yet"
         print(f"{name} {version}: {hole['id']}, fixed in {fixed}")
-    print(f"{len(packages) - len(skipped)} packages, {len(found)} known vulnerabilities.")
+    print(
+        f"{len(packages) - len(skipped)} packages, {len(found)} known vulnerabilities."
+    )
     if unknown:
-        print(f"The advisory database could not be asked about: {', '.join(unknown)}", file=sys.stderr)
+        print(
+            f"The advisory database could not be asked about: {', '.join(unknown)}",
+            file=sys.stderr,
+        )
     return FOUND if found else NOT_ASKED if unknown else 0
 
 

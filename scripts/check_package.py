@@ -1,4 +1,7 @@
-"""Build the package, and try the wheel in a clean environment and a new project, away from this tree."""
+"""Build the package, and test the wheel in a new environment and project.
+
+Nothing of this source tree is visible there.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dlocks"
 
-# What must be there in any case, whatever else is in the tree.
-ESSENTIAL = ("dlocks/py.typed", "dlocks/migrations/0001_initial.py", "dlocks/templates/", "dlocks/static/")
+# Files that must be there, whatever else is in the tree.
+ESSENTIAL = (
+    "dlocks/py.typed",
+    "dlocks/migrations/0001_initial.py",
+    "dlocks/templates/",
+    "dlocks/static/",
+)
 OF_THE_SDIST = (
     "pyproject.toml",
     "README.md",
@@ -33,8 +41,11 @@ OF_THE_SDIST = (
 INSTALLED = """
 import importlib.metadata, json, re
 print(json.dumps({
-    re.sub("[-_.]+", "-", one.metadata["Name"]).lower(): [re.match("[A-Za-z0-9._-]+", text)[0].lower()
-        for text in one.requires or [] if "extra ==" not in text]
+    re.sub("[-_.]+", "-", one.metadata["Name"]).lower(): [
+        re.match("[A-Za-z0-9._-]+", text)[0].lower()
+        for text in one.requires or []
+        if "extra ==" not in text
+    ]
     for one in importlib.metadata.distributions()
 }))
 """
@@ -47,7 +58,8 @@ from django.core.management import call_command, get_commands
 import dlocks
 from dlocks import db_lock
 
-assert os.path.dirname(dlocks.__file__).startswith(os.environ["TRIAL_VENV"]), dlocks.__file__
+place = os.path.dirname(dlocks.__file__)
+assert place.startswith(os.environ["TRIAL_VENV"]), place
 
 def try_elsewhere(outcome):
     from django.db import connections
@@ -78,7 +90,7 @@ assert elsewhere() is not None, "the key was not given back"
 
 
 class PackageError(Exception):
-    """The package is not as it should be."""
+    """The error for a package that is incomplete or wrong."""
 
 
 def main() -> int:
@@ -97,7 +109,7 @@ def main() -> int:
 
 
 def build(directory: Path) -> Path:
-    """Build the sdist, and the wheel from the sdist; return the wheel."""
+    """Build the sdist, then the wheel from it, and return the wheel."""
     say("building the sdist and the wheel")
     call([sys.executable, "-m", "build", "--outdir", directory, ROOT])
     (sdist,) = directory.glob("*.tar.gz")
@@ -110,7 +122,7 @@ def build(directory: Path) -> Path:
 
 
 def look_into(wheel: Path) -> None:
-    """See whether the wheel has what the tree has, and nothing but the package."""
+    """Check that the wheel contains all files of the package and no others."""
     say(f"looking into {wheel.name}")
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
@@ -121,19 +133,36 @@ def look_into(wheel: Path) -> None:
     }
     if missing := sorted(tree - inside):
         raise PackageError(f"the wheel lacks {', '.join(missing)}.")
-    if absent := [name for name in ESSENTIAL if not any(file.startswith(name) for file in inside)]:
+    if absent := [
+        name for name in ESSENTIAL if not any(file.startswith(name) for file in inside)
+    ]:
         raise PackageError(f"neither the tree nor the wheel has {', '.join(absent)}.")
     foreign = sorted(name for name in inside - tree if ".dist-info/" not in name)
     if foreign:
-        raise PackageError(f"the wheel has what is not the package's: {', '.join(foreign)}.")
+        raise PackageError(
+            f"the wheel has what is not the package's: {', '.join(foreign)}."
+        )
 
 
 def install(wheel: Path, directory: Path) -> Path:
-    """Install the wheel into an environment of its own; see that only Django came with it."""
+    """Install the wheel into a new environment, and return the environment.
+
+    Check that no other package than Django was installed with it.
+    """
     say("installing it where nothing else is")
     venv.create(directory, with_pip=True, clear=True)
     python = directory / "bin" / "python"
-    call([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel])
+    call(
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            wheel,
+        ]
+    )
     installed: dict[str, list[str]] = json.loads(call([python, "-c", INSTALLED]))
     expected = {"dlocks", "django", "pip", "setuptools", *installed["django"]}
     if besides := sorted(set(installed) - expected):
@@ -145,7 +174,7 @@ def install(wheel: Path, directory: Path) -> Path:
 
 
 def try_out(environment: Path, directory: Path) -> None:
-    """Take a lock in a new project that has no settings for it."""
+    """Acquire a lock in a new project that has no settings for it."""
     say("taking a lock in a new project")
     python = environment / "bin" / "python"
     directory.mkdir()
@@ -156,7 +185,11 @@ def try_out(environment: Path, directory: Path) -> None:
     call([python, "manage.py", "makemigrations", "--check", "--dry-run"], cwd=directory)
     call([python, "manage.py", "migrate", "--verbosity", "0"], cwd=directory)
     more = {"DJANGO_SETTINGS_MODULE": "trial.settings", "TRIAL_VENV": str(environment)}
-    print(call([python, "-W", "error::ResourceWarning", "-c", TRIAL], cwd=directory, **more).rstrip())
+    print(
+        call(
+            [python, "-W", "error::ResourceWarning", "-c", TRIAL], cwd=directory, **more
+        ).rstrip()
+    )
 
 
 def say(what: str) -> None:
@@ -164,8 +197,15 @@ def say(what: str) -> None:
 
 
 def call(command: list[object], *, cwd: Path | None = None, **more: str) -> str:
-    """Run to the end, with nothing of this tree in sight; return the output."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DJANGO"))}
+    """Run a command to its end, outside of this source tree.
+
+    Return its output. Raise PackageError if it fails.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "DJANGO"))
+    }
     finished = subprocess.run(
         [str(word) for word in command],
         cwd=cwd or tempfile.gettempdir(),
@@ -176,7 +216,10 @@ def call(command: list[object], *, cwd: Path | None = None, **more: str) -> str:
     )
     if finished.returncode:
         what = " ".join(map(str, command[1:4]))
-        raise PackageError(f"{what} … ended with {finished.returncode}.\n{finished.stdout}{finished.stderr}")
+        raise PackageError(
+            f"{what} … ended with"
+            f" {finished.returncode}.\n{finished.stdout}{finished.stderr}"
+        )
     return finished.stdout
 
 

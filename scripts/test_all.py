@@ -1,7 +1,9 @@
-"""
-Run the SQLite part of the suite with every supported Python that is here; no other package is needed to start.
+"""Run the SQLite tests with every supported Python that is installed.
 
-With ``--others``: with those that are not the one which runs this, and so ran the suite already.
+The script itself needs no packages.
+
+With ``--others``, skip the Python version that runs this script, since the suite has
+already run with it.
 """
 
 from __future__ import annotations
@@ -16,20 +18,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
-# Of each: two or three of them run side by side.
+# Shards per Python version. Two or three versions run in parallel.
 SHARDS = 4
 
 
 def main() -> int:
     this = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    versions = [version for version in VERSIONS if "--others" not in sys.argv[1:] or version != this]
-    found = {version: python for version in versions if (python := find(version)) is not None}
+    versions = [
+        version
+        for version in VERSIONS
+        if "--others" not in sys.argv[1:] or version != this
+    ]
+    found = {
+        version: python for version in versions if (python := find(version)) is not None
+    }
     if not found:
         print(f"None of Python {', '.join(VERSIONS)} was found.", file=sys.stderr)
         return 1
-    # Side by side: the suite waits more than it computes.
+    # In parallel, since the suite waits more than it computes.
     with ThreadPoolExecutor(len(versions)) as pool:
-        runs = {version: pool.submit(attempt, version, found.get(version)) for version in versions}
+        runs = {
+            version: pool.submit(attempt, version, found.get(version))
+            for version in versions
+        }
         outcomes = {version: one.result() for version, one in runs.items()}
     print("==> summary")
     for version, outcome in outcomes.items():
@@ -38,23 +49,33 @@ def main() -> int:
 
 
 def attempt(version: str, python: Path | None) -> str:
-    """Run the suite with an interpreter, if there is one, and return how that went."""
+    """Run the suite with an interpreter, if there is one, and return the outcome."""
     if python is None:
         return "not found, not run"
     try:
         return run(version, python)
     except subprocess.CalledProcessError as error:
-        return f"FAILED: {' '.join(map(str, error.cmd[1:4]))} … ended with {error.returncode}"
+        return (
+            f"FAILED: {' '.join(map(str, error.cmd[1:4]))} … ended with"
+            f" {error.returncode}"
+        )
 
 
 def find(version: str) -> Path | None:
-    """Return an interpreter of that version that really runs and can make an environment, or None."""
+    """Return an interpreter of this version, or None.
+
+    It must run and be able to create a virtual environment.
+    """
     name = f"python{version}"
     places = [Path(place) / name for place in os.get_exec_path()]
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    newest_first = sorted(pyenv.glob(f"{version}.*"), key=lambda path: _digits(path.name), reverse=True)
+    newest_first = sorted(
+        pyenv.glob(f"{version}.*"), key=lambda path: _digits(path.name), reverse=True
+    )
     places += [path / "bin" / name for path in newest_first]
-    return next((place for place in places if place.is_file() and _runs(place, version)), None)
+    return next(
+        (place for place in places if place.is_file() and _runs(place, version)), None
+    )
 
 
 def _digits(name: str) -> tuple[int, ...]:
@@ -62,17 +83,23 @@ def _digits(name: str) -> tuple[int, ...]:
 
 
 def _runs(python: Path, version: str) -> bool:
-    # A shim of pyenv may be there and fail.
+    # A pyenv shim can exist and still fail.
     code = "import sys, ensurepip, venv; print('%d.%d' % sys.version_info[:2])"
     try:
-        answer = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        answer = subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return answer.returncode == 0 and answer.stdout.strip() == version
 
 
 def run(version: str, python: Path) -> str:
-    """Run the suite in this version's own environment; return how it went."""
+    """Run the suite in the environment of this version, and return the outcome."""
     environment = ROOT / f".venv-{version}"
     inside = environment / "bin" / "python"
     stamp = environment / ".installed"
@@ -81,21 +108,37 @@ def run(version: str, python: Path) -> str:
         print(f"==> Python {version}: installing", flush=True)
         shutil.rmtree(environment, ignore_errors=True)
         _call(python, "-m", "venv", environment)
-        install = (inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        install = (
+            inside,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        )
         _call(*install, "--upgrade", "pip>=25.1")
-        # A new environment gets the newest Django that both this Python and pyproject.toml allow.
+        # A new environment gets the newest Django that this Python and pyproject.toml
+        # allow.
         _call(*install, "--editable", ".", "--group", "test-sqlite")
         stamp.write_text(state)
-    code = "import django, platform; print(f'{platform.python_version()}, Django {django.__version__}')"
-    what = subprocess.run([inside, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    code = (
+        "import django, platform; print(f'{platform.python_version()}, Django"
+        " {django.__version__}')"
+    )
+    what = subprocess.run(
+        [inside, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     print(f"==> Python {what}", flush=True)
     environ = dict(os.environ)
     if "--others" in sys.argv[1:]:
-        # Browsers, models, and what others do to a holder do not depend on it.
+        # Tests marked ``once`` do not depend on the Python version: browsers, models,
+        # and what other processes do to a holder.
         environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} -m 'not once'"
     environ.setdefault("DLOCKS_TEST_SHARDS", str(SHARDS))
     command = [inside, "-m", "tests.run", "sqlite"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout or ():
         print(f"Python {version}, {line}", end="", flush=True)
     status = process.wait()

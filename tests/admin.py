@@ -1,4 +1,4 @@
-"""The admin of the tests' versioned rows."""
+"""The admin of the versioned test models."""
 
 from django.contrib import admin
 
@@ -16,13 +16,16 @@ class CommentInline(VersionedTabularInline):
 class ArticleAdmin(VersionedModelAdmin):
     list_display = ["id", "title", "views"]
     list_editable = ["title", "views"]
-    fieldsets = [(None, {"fields": ["title", "body"]}), ("More", {"fields": ["author", "views", "version"]})]
+    fieldsets = [
+        (None, {"fields": ["title", "body"]}),
+        ("More", {"fields": ["author", "views", "version"]}),
+    ]
     readonly_fields = ["version"]
     inlines = [CommentInline]
     actions = ["lose"]
 
     def lose(self, request, queryset):
-        """Read, have somebody else write, and save."""
+        """Read an article, change it behind its back, and save it."""
         self.lost = getattr(self, "lost", 0) + 1
         article = queryset.get()
         queryset.update(title="theirs")

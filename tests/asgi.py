@@ -1,4 +1,4 @@
-"""The tests' project for an ASGI server: views under locks, sync and async, and what tests ask of them."""
+"""An ASGI application for the tests: sync and async views under locks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from django.urls import path
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 django.setup()
 
-from dlocks import LockTimeout, db_lock, locked_view  # noqa: E402 (it needs the settings)
+# These imports need the settings.
+from dlocks import LockTimeout, db_lock, locked_view  # noqa: E402
 from dlocks.asgi import release_at_shutdown  # noqa: E402
 
 COUNTER = Path(os.environ["DLOCKS_TEST_COUNTER"])
 
 
 def add():
-    """Add to the unguarded counter, in two steps, with a chance for others in between."""
+    """Add to the unguarded counter in two steps, so that updates can be lost."""
     value = int(COUNTER.read_text())
     time.sleep(0.001)
     COUNTER.write_text(str(value + 1))
@@ -46,7 +47,7 @@ async def decorated(request):
 
 
 async def hold(request):
-    """Hold the key for as long as the client is there."""
+    """Hold the key for as long as the client is connected."""
     async with db_lock("held", timeout=60):
         await asyncio.Event().wait()
 
@@ -57,7 +58,7 @@ async def wait(request):
 
 
 async def beat(request):
-    """Answer whether the loop and Django's thread for the request do."""
+    """Show that the event loop and Django's thread for the request respond."""
     return HttpResponse(f"{await db_lock('held').alocked()}")
 
 
@@ -65,7 +66,7 @@ kept = []
 
 
 def keep(request):
-    """Hold a key beyond the request, in no task, until the process ends."""
+    """Hold a key beyond the request, outside of any task, until the process ends."""
     thread = threading.Thread(target=lambda: kept.append(db_lock("kept").acquire()))
     thread.start()
     thread.join()

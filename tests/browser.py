@@ -1,4 +1,4 @@
-"""A real Chromium without a window, for tests that click."""
+"""A headless Chromium for tests of pages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FLAGS = (
 
 
 class Browser:
-    """
-    Playwright, in a thread of its own.
+    """Playwright, in a thread of its own.
 
-    Its sync API runs an event loop in the thread that uses it, in which Django's ORM refuses to work, and a lock would
-    be held by that loop's task. What a test gets are stand-ins of Playwright's objects: used alike, from any thread.
+    Its sync API runs an event loop in the thread that uses it. Django's ORM refuses to
+    work in such a thread, and a lock would be held by the task of that loop. A test
+    therefore gets proxies of Playwright's objects, which can be used from any thread.
     """
 
     def __init__(self, address: str) -> None:
@@ -39,42 +39,64 @@ class Browser:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for context in self._contexts:
             context.close()
         if self._troubles and error is None:
-            raise AssertionError("The pages had troubles:\n" + "\n".join(self._troubles))
+            raise AssertionError(
+                "The pages had troubles:\n" + "\n".join(self._troubles)
+            )
 
     def page(self, client: Client | None = None, **options: Any) -> Any:
-        """
-        Open a page of a browser that has seen nothing yet, logged in as the test client is.
+        """Open a page in a new browser context, logged in like the test client.
 
-        The options are those of Playwright's ``new_context()``: ``java_script_enabled``, ``viewport``,
-        ``color_scheme`` … An error in the page, or on its console, fails the test.
+        The options are those of Playwright's ``new_context()``:
+        ``java_script_enabled``, ``viewport``, ``color_scheme`` and others. An error in
+        the page or on its console fails the test.
         """
-        context = _start().new_context(base_url=self.address, reduced_motion="reduce", **options)
+        context = _start().new_context(
+            base_url=self.address, reduced_motion="reduce", **options
+        )
         self._contexts.append(context)
         context.set_default_timeout(60_000)
-        context.on("weberror", lambda error: self._troubles.append(f"error in the page: {error.error}"))
+        context.on(
+            "weberror",
+            lambda error: self._troubles.append(f"error in the page: {error.error}"),
+        )
         context.on("console", self._hear)
         if client is not None:
             context.add_cookies(
-                [{"name": name, "value": crumb.value, "url": self.address} for name, crumb in client.cookies.items()]
+                [
+                    {"name": name, "value": crumb.value, "url": self.address}
+                    for name, crumb in client.cookies.items()
+                ]
             )
         return context.new_page()
 
     def expect(self, subject: Any) -> Any:
-        """Return Playwright's assertions about a page or a locator, which wait until they hold."""
+        """Return Playwright's assertions about a page or a locator.
+
+        They wait until they are true.
+        """
         return _thread.call(expect, subject)
 
     def _hear(self, message: Any) -> None:
-        # The icon of the site is Chromium's own wish.
-        if message.type in {"error", "warning"} and not message.location["url"].endswith("/favicon.ico"):
-            self._troubles.append(f"{message.type} on the console: {message.text} ({message.location})")
+        # Chromium requests the site's icon by itself.
+        if message.type in {"error", "warning"} and not message.location[
+            "url"
+        ].endswith("/favicon.ico"):
+            self._troubles.append(
+                f"{message.type} on the console: {message.text} ({message.location})"
+            )
 
 
 class Thread:
-    """Where Playwright lives, from the first test that needs it to the end of the run."""
+    """The thread that runs Playwright.
+
+    It starts with the first test that needs it and stops at the end of the run.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "browser")
@@ -86,12 +108,20 @@ class Thread:
 
     def _start(self) -> Any:
         if self._chromium is None:
-            path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+            path = (
+                shutil.which("chromium")
+                or shutil.which("chromium-browser")
+                or shutil.which("google-chrome")
+            )
             if path is None:
-                raise FileNotFoundError("chromium is not installed: apt-get install chromium")
+                raise FileNotFoundError(
+                    "chromium is not installed: apt-get install chromium"
+                )
             self._playwright = sync_playwright().start()
             expect.set_options(timeout=60_000)
-            self._chromium = self._playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+            self._chromium = self._playwright.chromium.launch(
+                executable_path=path, args=list(FLAGS)
+            )
         return self._chromium
 
     def stop(self) -> None:
@@ -105,16 +135,23 @@ class Thread:
         self._chromium = self._playwright = None
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function there, with the objects themselves; return what it returns, or a stand-in of that."""
+        """Call a function in that thread and return its result.
+
+        Proxies among the arguments are replaced by the real objects. Objects of
+        Playwright are returned as proxies.
+        """
 
         def call() -> Any:
-            return function(*map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+            return function(
+                *map(_real, args),
+                **{name: _real(value) for name, value in kwargs.items()},
+            )
 
         return _stand_in(self._executor.submit(call).result())
 
 
 class Remote:
-    """Stands in for an object that only the browser's thread may touch."""
+    """A proxy of an object that only the browser's thread may use."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

@@ -1,4 +1,4 @@
-"""Management commands that tests call, and run as processes."""
+"""Management commands that tests call or run as processes."""
 
 from __future__ import annotations
 

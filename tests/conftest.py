@@ -7,46 +7,57 @@ import re
 import secrets
 import threading
 import zlib
+from importlib.util import find_spec
 
 import pytest
 from asgiref.sync import async_to_sync
 from django.db import OperationalError, connection, connections
 
-from dlocks.backends.database import DatabaseBackend
-from dlocks.conf import backends
-from dlocks.holds import holds_by_caller
-from dlocks.keeper import keeper
 from tests import browser as chromium
+from tests.internals import DatabaseBackend, backends, holds_by_caller, keeper
 from tests.processes import Worker, whereabouts
+from tests.settings import ENGINE
 from tests.timing import TooLateError, eventually, witness
 
 
 def pytest_configure(config):
-    # Where the package is not installed, nobody has loaded its plugin.
+    # pytest loads the plugin by itself only where the package is installed.
     if not config.pluginmanager.has_plugin("dlocks"):
         config.pluginmanager.import_plugin("dlocks.pytest_plugin")
     witness.start()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shard", default="1/1", help="run one part of the tests only, as in 2/3: the second of three")
+    parser.addoption(
+        "--shard",
+        default="1/1",
+        help="run one part of the tests only, as in 2/3: the second of three",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out, visibly, the tests that are about another engine, or in another shard."""
-    engine = connection.settings_dict["ENGINE"].rsplit(".", 1)[-1]
-    vendor = {"sqlite3": "sqlite", "mysql": "mariadb"}.get(engine, engine)
+    """Deselect tests of another engine, driver or shard, and report them."""
     shard, shards = map(int, config.getoption("shard").split("/"))
     keep, leave = [], []
     for item in items:
         marker = item.get_closest_marker("engine")
-        engines = set(marker.args) if marker else {"sqlite", "postgresql", "mariadb"}
+        engines = (
+            set(marker.args) if marker else {"sqlite", "postgresql", "mariadb", "mysql"}
+        )
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value in ("memory", "dummy") for value in parameters):
-            # No database has a part in it.
+        if any(
+            isinstance(value, str) and value in ("memory", "dummy")
+            for value in parameters
+        ):
+            # These backends use no database, so one engine is enough.
             engines &= {"sqlite"}
+        if item.get_closest_marker("psycopg3") and find_spec("psycopg") is None:
+            engines = engines - {"postgresql"}
         here = zlib.crc32(item.nodeid.encode()) % shards == shard - 1
-        (keep if here and vendor in engines else leave).append(item)
+        if shards > 1 and item.get_closest_marker("alone"):
+            # tests/run.py runs it after all shards.
+            here = False
+        (keep if here and ENGINE in engines else leave).append(item)
     if leave:
         config.hook.pytest_deselected(items=leave)
         items[:] = keep
@@ -54,21 +65,29 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run coroutine tests as Django does, each in a new loop: sync code of theirs runs in this thread."""
+    """Run a coroutine test as Django does, in a new event loop.
+
+    The test's sync code runs in this thread.
+    """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    arguments = {
+        name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
+    }
     async_to_sync(pyfuncitem.obj, force_new_loop=True)(**arguments)
     return True
 
 
-# How a program that does nothing wrong ends on a machine that stood still.
+# Errors by which a correct program may end if the machine stops for a while.
 LATE = {"LockLost", "LockTimeout", "NotYetError", "TimeoutError", "TimeoutExpired"}
 failed = pytest.StashKey[bool]()
 
 
 def error_of(excinfo):
-    """Return the name of an error and what it says; of a process's, which comes as its traceback, the last line."""
+    """Return the name and the message of an error.
+
+    An error from a process arrives as its traceback. Its last line has both.
+    """
     if excinfo.type is RuntimeError:
         name, _, said = str(excinfo.value).rstrip().rpartition("\n")[2].partition(": ")
         return name.rpartition(".")[2], said
@@ -77,50 +96,73 @@ def error_of(excinfo):
 
 @pytest.hookimpl(specname="pytest_runtest_makereport")
 def pytest_call_it_too_late(item, call):
-    """Call a failure late that looks like one, if the machine has been seen to stand still meanwhile."""
+    """Turn a timing failure into TooLateError if the machine stood still."""
     if call.when == "call":
         item.stash[failed] = call.excinfo is not None
         if call.excinfo is not None and (still := witness.longest(call.duration)):
             name, said = error_of(call.excinfo)
             if name in LATE:
-                error = TooLateError(f"The machine stood still for {still:.1f} s: {name}: {said}")
-                call.excinfo = pytest.ExceptionInfo.from_exception(error.with_traceback(call.excinfo.tb))
+                error = TooLateError(
+                    f"The machine stood still for {still:.1f} s: {name}: {said}"
+                )
+                call.excinfo = pytest.ExceptionInfo.from_exception(
+                    error.with_traceback(call.excinfo.tb)
+                )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Say of a test that failed where the processes were that it has talked to."""
+    """Add the stacks of the processes to the report of a failed test."""
     report = yield
-    if report.when == "call" and report.failed and (lines := [*whereabouts(), *open_transactions()]):
+    if (
+        report.when == "call"
+        and report.failed
+        and (lines := [*whereabouts(), *open_transactions()])
+    ):
         report.sections.append(("Processes at work", "\n".join(lines)))
         _seen.extend(lines)
     return report
 
 
 def open_transactions():
-    """Return a line for each transaction that is open on MariaDB, with what it has locked."""
+    """Return one line per open transaction on MariaDB or MySQL.
+
+    Each line includes the number of its row locks.
+    """
     lines = []
-    # Of no use to a test that failed for another reason: a server that is down, say.
+    # The query fails if the server is down, and the test failed for another reason.
     with contextlib.suppress(Exception):
         if connection.vendor == "mysql":
             import MySQLdb
 
             there = connection.settings_dict
-            server = MySQLdb.connect(host=there["HOST"], port=int(there["PORT"]), user=there["USER"], connect_timeout=5)
+            server = MySQLdb.connect(
+                host=there["HOST"],
+                port=int(there["PORT"]),
+                user=there["USER"],
+                connect_timeout=5,
+            )
             with contextlib.closing(server), server.cursor() as cursor:
                 cursor.execute(
-                    "SELECT trx_mysql_thread_id, trx_started, trx_state, trx_rows_locked, trx_rows_modified, command,"
-                    " time, info FROM information_schema.innodb_trx LEFT JOIN information_schema.processlist"
-                    " ON id = trx_mysql_thread_id"
+                    "SELECT trx_mysql_thread_id, trx_started, trx_state,"
+                    " trx_rows_locked, trx_rows_modified, command, time, info FROM"
+                    " information_schema.innodb_trx LEFT JOIN"
+                    " information_schema.processlist ON id = trx_mysql_thread_id"
                 )
-                lines = [f"process of the server, in a transaction: {row}" for row in cursor.fetchall()]
+                lines = [
+                    f"process of the server, in a transaction: {row}"
+                    for row in cursor.fetchall()
+                ]
     return lines
 
 
 def pytest_terminal_summary(terminalreporter):
     if witness.stops:
         longest = max(late for _ended, late in witness.stops)
-        terminalreporter.write_line(f"This machine stood still {len(witness.stops)} times, for up to {longest:.1f} s.")
+        terminalreporter.write_line(
+            f"This machine stood still {len(witness.stops)} times, for up to"
+            f" {longest:.1f} s."
+        )
     for line in _seen:
         terminalreporter.write_line(line)
 
@@ -130,12 +172,13 @@ _seen: list[str] = []
 
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup):
-    # The processes that tests start use this test database.
+    # Processes that are started by tests use this test database.
     os.environ["DLOCKS_TEST_NAME"] = str(connection.settings_dict["NAME"])
     return django_db_setup
 
 
-# TRUNCATE makes new files for a table and each of its indexes, DELETE costs nothing where there is hardly a row.
+# TRUNCATE creates new files for a table and each of its indexes. DELETE is cheap for a
+# table with few rows.
 FLUSH = """
 DO $$
 DECLARE name text;
@@ -156,11 +199,10 @@ END $$
 
 @pytest.fixture(scope="session", autouse=True)
 def flush_tries_again():
-    """
-    Empty the tables again where that met a process which had still been looking after its line.
+    """Flush the tables again after a deadlock with a process that still queues.
 
-    It takes the tables in an order of its own, and a step of the line takes two of them: the server ends one of the
-    two, as servers do, and says which.
+    The flush locks the tables in an order of its own, and a step of the queue locks two
+    of them. The server then ends one of the two transactions and reports a deadlock.
     """
     kind = type(connection.ops)
     flush = kind.execute_sql_flush
@@ -185,22 +227,26 @@ def flush_tries_again():
 
 @pytest.fixture
 def has_failed(request):
-    """Return a function that tells whether the test has failed: what it left behind says nothing more then."""
+    """Return a function that returns whether the test has failed.
+
+    After a failure, the holds that the test left behind mean nothing.
+    """
     return lambda: request.node.stash.get(failed, False)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(has_failed):
-    """Every test leaves the keeper without holds, and what it has seen of crowds is no hint to the next."""
+    """Check that each test leaves no holds, and reset the hints about contention."""
     yield
     for backend in backends._backends.values():
         if isinstance(backend, DatabaseBackend):
             backend._crowded.clear()
     left = keeper.holds
-    # They are told of once.
+    # A hold that was left is reported only once.
     keeper._kept.clear()
     keeper._left.clear()
-    # A test that failed keeps its own by its traceback, and the next, or it once more, would enter them.
+    # The traceback of a failed test keeps its holds alive. The next test, or a rerun of
+    # this one, would otherwise reenter them.
     holds_by_caller.clear()
     assert not left or has_failed(), "a hold was left"
 
@@ -215,10 +261,10 @@ def _pool(django_db_setup):
 
 @pytest.fixture
 def workers(_pool, transactional_db):
-    """
-    Return a function that gives so many processes, on this test's database, kept for the next test.
+    """Return a function that returns a number of processes on the test database.
 
-    Every second one is as if it were on another machine.
+    The processes are reused by later tests. Every second one behaves as if it were on
+    another host.
     """
 
     def bury() -> None:
@@ -234,13 +280,14 @@ def workers(_pool, transactional_db):
         return _pool[:number]
 
     yield get
-    # One that a failed test has left in a transaction would keep the tables from being emptied.
+    # A process that a failed test has left in a transaction would block the flush of
+    # the tables.
     bury()
 
 
 @pytest.fixture
 def doomed(transactional_db):
-    """Return a function that gives a process to kill or stop."""
+    """Return a function that starts a process which the test may kill or stop."""
     started: list[Worker] = []
 
     def get(*, far: bool = False, **environment: str) -> Worker:
@@ -254,7 +301,11 @@ def doomed(transactional_db):
 
 @pytest.fixture
 def elsewhere():
-    """Return a function that calls another one in a thread of its own, with its own connection; its result."""
+    """Return a function that calls another one in a new thread.
+
+    The thread has its own connection. The function returns the result of the call or
+    raises its error.
+    """
 
     def call(function, *args, **kwargs):
         outcome = []
@@ -281,13 +332,13 @@ def elsewhere():
 
 @pytest.fixture
 def until():
-    """Return a function that waits for a state, not for a time."""
+    """Return a function that waits for a condition instead of a fixed time."""
     return lambda condition, seconds=10.0: eventually(condition, seconds)
 
 
 @pytest.fixture
 def in_line(until):
-    """Return a function that waits until so many stand in line for a key."""
+    """Return a function that waits until a key has that number of waiters."""
 
     def wait(number, key="stock:7"):
         until(lambda: backends["default"].waiting(key) == number)
@@ -297,16 +348,19 @@ def in_line(until):
 
 @pytest.fixture
 def channel():
-    """Return a channel's name that no other suite has: those of all engines run on one machine, side by side."""
+    """Return a channel name that is unique among suites.
+
+    The suites of all engines run side by side on one machine.
+    """
     return f"dlocks_test_{secrets.token_hex(8)}"
 
 
 @pytest.fixture
 def threads(has_failed):
-    """
-    Return a function that starts a thread with its own connection, joined at the end; its result is appended.
+    """Return a function that starts a thread with its own connection.
 
-    Who joins a thread gets its error.
+    The result of the thread is appended to its ``results``. ``join()`` raises the error
+    of the thread. At the end of the test all threads are joined.
     """
     started = []
 
@@ -342,7 +396,7 @@ def threads(has_failed):
         except BaseException as error:
             errors.append(error)
         assert not thread.is_alive()
-    # It is the test's own failure that is of interest, where it failed.
+    # If the test itself has failed, its own error is the useful one.
     if errors and not has_failed():
         raise errors[0]
 
@@ -355,14 +409,17 @@ def _chromium():
 
 @pytest.fixture
 def browser(_chromium, live_server):
-    """Return a browser that visits this test's server: ``browser.page(client)``, ``browser.expect(…)``."""
+    """Return a browser for this test's live server.
+
+    Use ``browser.page(client)`` and ``browser.expect(locator)``.
+    """
     with chromium.Browser(live_server.url) as browser:
         yield browser
 
 
 @pytest.fixture
 def is_busy(elsewhere):
-    """Return a function that tells whether somebody else cannot have the key now."""
+    """Return a function that returns whether another caller finds the key held."""
 
     from dlocks import db_lock
 

@@ -1,4 +1,7 @@
-"""The two faces of a lock: cases written once, as coroutines, and run with the sync methods and with their twins."""
+"""Test cases that are written once and run with sync and async methods.
+
+The cases are coroutines.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from dlocks import aresume_hold, resume_hold
 
 
 class Sync:
-    """The methods of threads. None of them suspends, so the case runs to its end where it is."""
+    """The sync methods.
+
+    They never suspend, so the case runs to its end without an event loop.
+    """
 
     @staticmethod
     def run(case):
@@ -35,9 +41,6 @@ class Sync:
     async def resume(self, text):
         return resume_hold(text)
 
-    async def waiting(self, hold):
-        return hold.waiting
-
     def function(self, body):
         return body
 
@@ -45,12 +48,12 @@ class Sync:
         return function(*args, **kwargs)
 
     async def sync(self, function, *args, **kwargs):
-        """Call what is not about locks: of the ORM, say."""
+        """Call a function that has nothing to do with locks, for example of the ORM."""
         return function(*args, **kwargs)
 
 
 class Async:
-    """The twins."""
+    """The async methods."""
 
     @staticmethod
     def run(case):
@@ -67,9 +70,6 @@ class Async:
 
     async def resume(self, text):
         return await aresume_hold(text)
-
-    async def waiting(self, hold):
-        return await hold.awaiting()
 
     def function(self, body):
         @functools.wraps(body)
@@ -88,7 +88,7 @@ class Async:
 
 
 def both_faces(case):
-    """Run a case, whose first argument is the face, with both."""
+    """Run a case with the sync and the async methods, as its first argument."""
     signature = inspect.signature(case)
 
     @functools.wraps(case)

@@ -1,7 +1,8 @@
-"""What the processes of the tests do: see tests/processes.py."""
+"""The jobs that test processes run, see tests/processes.py."""
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -12,10 +13,12 @@ import signal
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
+from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.db import connections, models, transaction
 
 from dlocks import (
@@ -27,18 +30,15 @@ from dlocks import (
     db_lock,
     db_rwlock,
     db_semaphore,
-    history,
 )
-from dlocks.backends.base import KEPT_FOR, Claim
-from dlocks.conf import backends
-from dlocks.waiting import room_of
+from tests.internals import KEPT_FOR, Claim, backends, history, keeper, room_of
 from tests.processes import go_far_away
 from tests.servers import die_with_parent
 from tests.timing import in_time
 
 
 def hold(pipe, key, **policy):
-    """Acquire, say the token, and hold until told to release."""
+    """Acquire, send the token, and hold until notified."""
     with db_lock(key, **policy) as held:
         pipe.say(held.token)
         pipe.hear()
@@ -46,7 +46,7 @@ def hold(pipe, key, **policy):
 
 
 def read(pipe, key, **policy):
-    """Share a key, say the token, and hold until told to release."""
+    """Acquire a read lock, send the token, and hold until notified."""
     with db_rwlock(key, **policy).read() as held:
         pipe.say(held.token)
         pipe.hear()
@@ -54,7 +54,7 @@ def read(pipe, key, **policy):
 
 
 def hold_permit(pipe, key, permits, **policy):
-    """Have one of so many permits, say the token, and hold until told to release."""
+    """Acquire one permit of a semaphore, send the token, and hold until notified."""
     with db_semaphore(key, permits, **policy) as held:
         pipe.say(held.token)
         pipe.hear()
@@ -62,7 +62,7 @@ def hold_permit(pipe, key, permits, **policy):
 
 
 def flush_history(pipe):
-    """Write what this process has to tell of its holds."""
+    """Write the history that this process has buffered."""
     history.flush()
 
 
@@ -75,14 +75,21 @@ def hold_in_transaction(pipe, key, *, roll_back=False, **policy):
 
 
 def wait_for(pipe, key, **policy):
-    """Acquire, and say when on the clock that all processes share."""
+    """Acquire, and return the time of the monotonic clock and the token.
+
+    All processes share that clock.
+    """
     pipe.say("waiting")
     with db_lock(key, **policy) as held:
         return time.monotonic(), held.token
 
 
 def come_at_once(pipe, key, threads, **policy):
-    """Have so many threads take and give back a key at the same moment, when told; return how many could."""
+    """Let threads acquire and release a key at the same moment.
+
+    They start when the test sends a message. Return the number of threads that
+    acquired.
+    """
     gate = threading.Barrier(threads + 1)
     served, errors = [], []
 
@@ -109,7 +116,10 @@ def come_at_once(pipe, key, threads, **policy):
 
 
 def wait_until_a_signal(pipe, key, kind, **policy):
-    """Wait for a key until SIGUSR1, whose handler raises an error of that kind; return the name of what came."""
+    """Wait for a key until SIGUSR1, whose handler raises an error of ``kind``.
+
+    Return the name of the error that was raised.
+    """
 
     def end(number, frame):
         raise kind
@@ -126,8 +136,8 @@ def wait_until_a_signal(pipe, key, kind, **policy):
 
 
 def lock_row(pipe, key, using="default"):
-    """Lock a key's row with a statement of one's own, until told."""
-    from dlocks.models import ResourceLock
+    """Lock a key's row with a separate statement until notified."""
+    from tests.internals import ResourceLock
 
     with transaction.atomic(using=using):
         ResourceLock.objects.using(using).select_for_update().get(key_resource=key)
@@ -137,8 +147,8 @@ def lock_row(pipe, key, using="default"):
 
 
 def lock_share(pipe, token):
-    """Lock the row of a share with a statement of one's own, until told."""
-    from dlocks.models import LockClaim
+    """Lock the row of a shared hold with a separate statement until notified."""
+    from tests.internals import LockClaim
 
     with transaction.atomic():
         LockClaim.objects.select_for_update().get(version=token)
@@ -148,11 +158,15 @@ def lock_share(pipe, token):
 
 
 def lock_first_claim(pipe, key):
-    """Lock the claim that is the first in line with a statement of one's own, until told."""
-    from dlocks.models import LockClaim
+    """Lock the first claim in the queue with a separate statement until notified."""
+    from tests.internals import LockClaim
 
     with transaction.atomic():
-        first = LockClaim.objects.filter(key_resource=key, version=None).order_by("pk").first()
+        first = (
+            LockClaim.objects.filter(key_resource=key, version=None)
+            .order_by("pk")
+            .first()
+        )
         LockClaim.objects.select_for_update().get(pk=first.pk)
         pipe.say("locked")
         pipe.hear()
@@ -168,7 +182,7 @@ def try_once(pipe, key, **policy):
 
 
 def acquire(pipe, key, **policy):
-    """Acquire and never release; the answer is the token, or the error's name."""
+    """Acquire and never release. Return the token, or the name of the error."""
     try:
         held = db_lock(key, **policy).acquire()
     except LockError as error:
@@ -187,17 +201,20 @@ _kept = []
 
 
 def count(pipe, path, key, *, times, scope, **policy):
-    """
-    Add to an unguarded counter in a file, under the lock; return the tokens in order.
+    """Increment an unguarded counter in a file under the lock.
 
-    The counter goes wrong if the lock does: it is read and written in two steps, with a chance for others between.
+    Return the tokens in order. The counter is read and written in two steps, so it
+    loses updates if the lock fails.
     """
     tokens = []
     path = Path(path)
     for number in range(times):
         got = time.monotonic()
         try:
-            with transaction.atomic() if scope == "transaction" else nullcontext(), db_lock(key, **policy) as held:
+            with (
+                transaction.atomic() if scope == "transaction" else nullcontext(),
+                db_lock(key, **policy) as held,
+            ):
                 got = time.monotonic()
                 value, last = map(int, path.read_text().split())
                 assert held.token > last, f"token {held.token} after {last}"
@@ -206,17 +223,21 @@ def count(pipe, path, key, *, times, scope, **policy):
                 path.write_text(f"{value + 1} {held.token}")
                 tokens.append(held.token)
         except LockLost:
-            # A machine that stood still is told so, as is right: that is no failure of the lock's.
+            # LockLost is correct if the machine stood still, and no failure of the
+            # lock.
             in_time(time.monotonic() - got, 1.0)
             raise
     return tokens
 
 
 def write_again_and_again(pipe, key):
-    """Write the row of a key in transactions that are as short as can be, until told to end; return how often."""
+    """Write the row of a key in very short transactions until notified.
+
+    Return the number of writes.
+    """
     from django.db import OperationalError, connection
 
-    from dlocks.models import ResourceLock
+    from tests.internals import ResourceLock
 
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
@@ -233,17 +254,26 @@ def write_again_and_again(pipe, key):
 
 
 def ask_again_and_again(pipe, key, *, times):
-    """Ask for a key in one transaction that stays open until told to end it; return how often it was granted."""
+    """Request a key repeatedly in one transaction.
+
+    The transaction stays open until the test sends a message. Return how many requests
+    were granted.
+    """
     claim = Claim(key=key, ttl=30.0, scope="transaction")
     with transaction.atomic():
-        granted = sum(backends["default"].acquire(claim) is not None for _ in range(times))
+        granted = sum(
+            backends["default"].acquire(claim) is not None for _ in range(times)
+        )
         pipe.say("asked")
         pipe.hear()
     return granted
 
 
 def write_and_ask(pipe, key, **policy):
-    """Write something in a transaction, and ask for a key there; return why that is refused, and what was written."""
+    """Write a row in a transaction, then try to acquire a key there.
+
+    Return the reason why the lock was refused, and the number of rows written.
+    """
     from django.contrib.auth.models import Group
 
     refusal = ""
@@ -257,9 +287,11 @@ def write_and_ask(pipe, key, **policy):
 
 
 def what_the_check_says(pipe):
-    from dlocks.checks import check_tables
+    from tests.internals import check_tables
 
-    return [(message.id, message.msg) for message in check_tables(databases=["default"])]
+    return [
+        (message.id, message.msg) for message in check_tables(databases=["default"])
+    ]
 
 
 def migrate(pipe):
@@ -279,10 +311,10 @@ def migrate_databases(pipe, *names):
 
 
 def hold_again_and_again(pipe, path, key, **policy):
-    """
-    Hold for moments until told to end, and note on the clock of all processes from when until when each was sure.
+    """Acquire and release repeatedly until notified, and log each hold.
 
-    Return how often the lock could not be asked for.
+    The log has the times at which a hold was first and last known to be held, on the
+    clock that all processes share. Return how many attempts failed.
     """
     troubles = 0
     with Path(path).open("a") as notes:
@@ -291,7 +323,8 @@ def hold_again_and_again(pipe, path, key, **policy):
                 with db_lock(key, **policy) as hold:
                     got = until = time.monotonic()
                     if not hold.held:
-                        # Stopped, after it was granted and before it could look, until the lease was over.
+                        # The process was stopped after the grant until the lease had
+                        # expired.
                         continue
                     stop = got + random.uniform(0, 0.03)
                     while until < stop and hold.held:
@@ -309,12 +342,20 @@ def hold_again_and_again(pipe, path, key, **policy):
 
 
 def _create_database():
-    """Make the database on a server that is quite new."""
-    port, engine, name = (os.environ[f"DLOCKS_TEST_{part}"] for part in ("PORT", "ENGINE", "NAME"))
+    """Create the database on a new server."""
+    port, engine, name = (
+        os.environ[f"DLOCKS_TEST_{part}"] for part in ("PORT", "ENGINE", "NAME")
+    )
     if engine == "postgresql":
         import psycopg
 
-        server = psycopg.connect(host="127.0.0.1", port=port, user="dlocks", dbname="postgres", autocommit=True)
+        server = psycopg.connect(
+            host="127.0.0.1",
+            port=port,
+            user="dlocks",
+            dbname="postgres",
+            autocommit=True,
+        )
         server.execute(f"CREATE DATABASE {name}")
     else:
         import MySQLdb
@@ -324,15 +365,33 @@ def _create_database():
     server.close()
 
 
+def try_and_time(pipe, key, **policy):
+    """Try once. Return the name of the error, and the duration in seconds."""
+    began = time.monotonic()
+    try:
+        db_lock(key, timeout=0, **policy).acquire().release()
+    except LockError as error:
+        return type(error).__name__, time.monotonic() - began
+    return None, time.monotonic() - began
+
+
 def state(pipe, key):
     """Return the row as it is committed now."""
-    from dlocks.models import ResourceLock
+    from tests.internals import ResourceLock
 
-    return ResourceLock.objects.by_clock().filter(pk=key).values("status", "state", "hold_count", "version").first()
+    return (
+        ResourceLock.objects.by_clock()
+        .filter(pk=key)
+        .values("status", "state", "hold_count", "version")
+        .first()
+    )
 
 
 def hold_timed(pipe, key, **policy):
-    """Hold, and say when on the common clock the request was sent and answered."""
+    """Hold, and send the times of the request and the reply.
+
+    Both are on the clock that all processes share.
+    """
     before = time.monotonic()
     held = db_lock(key, **policy).acquire()
     pipe.say((before, time.monotonic(), held.token))
@@ -341,10 +400,16 @@ def hold_timed(pipe, key, **policy):
 
 
 def hold_here_and_elsewhere(pipe, key, ttl, **policy):
-    """Hold a key on the server and one in memory; say when the loss of the first is told; return how the other is."""
+    """Hold a key on the server and another one in memory.
+
+    Send the time at which the loss of the first is reported. Return the state of the
+    other.
+    """
     told = queue.SimpleQueue()
     other = db_lock("elsewhere", using="memory", ttl=3.0).acquire()
-    held = db_lock(key, ttl=ttl, on_lost=lambda hold: told.put(time.monotonic()), **policy).acquire()
+    held = db_lock(
+        key, ttl=ttl, on_lost=lambda hold: told.put(time.monotonic()), **policy
+    ).acquire()
     pipe.say(held.token)
     pipe.say(told.get(timeout=30))
     other.check()
@@ -352,7 +417,10 @@ def hold_here_and_elsewhere(pipe, key, ttl, **policy):
 
 
 def hold_until_lost(pipe, key, **policy):
-    """Hold, say the token, and return when the hold last called itself held, on the clock of all processes."""
+    """Hold, send the token, and return when the hold was last held.
+
+    The time is on the clock that all processes share.
+    """
     held = db_lock(key, **policy).acquire()
     pipe.say(held.token)
     moment = until = time.monotonic()
@@ -364,7 +432,7 @@ def hold_until_lost(pipe, key, **policy):
 
 
 def acquire_and_tell(pipe, key, **policy):
-    """Acquire, say the token and what remains of the lease, and hold until told to release."""
+    """Acquire, send the token and the remaining lease, and hold until notified."""
     with db_lock(key, **policy) as held:
         pipe.say((held.token, held.remaining))
         pipe.hear()
@@ -375,7 +443,7 @@ def wait_quietly(pipe, key, **policy):
     held = db_lock(key, **policy).acquire()
     granted = time.monotonic()
     with suppress(LockLost):
-        # Where its own lease was short.
+        # The lease may have been short and have expired.
         held.release()
     return granted, held.token
 
@@ -402,7 +470,10 @@ def release_all(pipe):
 
 
 def count_by_threads(pipe, paths, *, threads, times, **policy):
-    """Add to unguarded counters by threads that are not all patient; return how much was added to each."""
+    """Increment unguarded counters by threads with different timeouts.
+
+    Return how much was added to each.
+    """
     done, errors = [0] * len(paths), []
     mutex = threading.Lock()
 
@@ -437,7 +508,10 @@ def count_by_threads(pipe, paths, *, threads, times, **policy):
 
 
 def count_in_transactions(pipe, path, key, *, times, **policy):
-    """Add to the counter under a lock taken in a transaction, in whatever scope the backend has there."""
+    """Increment the counter under a lock acquired in a transaction.
+
+    The scope is the backend's default there.
+    """
     path = Path(path)
     for _ in range(times):
         with transaction.atomic():
@@ -447,7 +521,10 @@ def count_in_transactions(pipe, path, key, *, times, **policy):
 
 
 def count_through_trouble(pipe, path, key, *, times, **policy):
-    """Add to the counter; where the server is away, say so and go on. Return how many were added."""
+    """Increment the counter, and go on when the server is unavailable.
+
+    Return the number of increments and of failed attempts.
+    """
     path, done, troubles = Path(path), 0, 0
     for number in range(times):
         if number == times // 3:
@@ -467,23 +544,27 @@ def count_through_trouble(pipe, path, key, *, times, **policy):
 
 
 def kill_other_sessions(pipe):
-    """End every other session of the server's, from the server's side."""
+    """Close all other sessions from the server's side. Return their number."""
     from django.db import OperationalError, connection
 
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
-                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
-                " WHERE pid <> pg_backend_pid() AND datname = current_database() AND backend_type = 'client backend'"
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE"
+                " pid <> pg_backend_pid() AND datname = current_database() AND"
+                " backend_type = 'client backend'"
             )
             return cursor.fetchone()[0]
-        cursor.execute("SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND db = DATABASE()")
+        cursor.execute(
+            "SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID()"
+            " AND db = DATABASE()"
+        )
         sessions = cursor.fetchall()
         for (session,) in sessions:
             try:
                 cursor.execute(f"KILL {session}")
             except OperationalError as error:
-                # It has just ended by itself.
+                # The session has just ended by itself.
                 if error.args[0] != 1094:
                     raise
         return len(sessions)
@@ -494,7 +575,7 @@ def wall_clock(pipe):
 
 
 def hold_and_time_releases(pipe, key, *, seconds, **policy):
-    """Take a lease again and again; return the longest that giving it back took."""
+    """Acquire a lease repeatedly. Return the longest release in seconds."""
     end, longest = time.monotonic() + seconds, 0.0
     while time.monotonic() < end:
         with db_lock(key, timeout=None, **policy):
@@ -504,7 +585,7 @@ def hold_and_time_releases(pipe, key, *, seconds, **policy):
 
 
 def wait_in_transactions(pipe, key, *, seconds, **policy):
-    """Wait for the key inside of transactions that go on after it was not to be had."""
+    """Wait for the key in transactions that go on after a failure to acquire it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with transaction.atomic():
@@ -516,7 +597,7 @@ def wait_in_transactions(pipe, key, *, seconds, **policy):
 
 
 def increment(pipe, kind, times, **policy):
-    """Read all rows, add one to each and write them, again and again; return how often it had to be run again."""
+    """Increment all rows repeatedly, and return the number of retries."""
     from dlocks.optimistic import retry_on_conflict
     from tests import models as rows
 
@@ -534,7 +615,9 @@ def increment(pipe, kind, times, **policy):
             model.objects.bulk_update(instances, [field])
         else:
             for instance in instances:
-                instance.save(**({"update_fields": [field]} if how == "update_fields" else {}))
+                instance.save(
+                    **({"update_fields": [field]} if how == "update_fields" else {})
+                )
 
     pipe.say("ready")
     pipe.hear()
@@ -544,7 +627,10 @@ def increment(pipe, kind, times, **policy):
 
 
 def cross(pipe, first, second, **policy):
-    """Write two rows in one transaction, the other worker in the other order, so that one of them deadlocks."""
+    """Write two rows in one transaction.
+
+    Another process writes them in the opposite order, so that one of the two deadlocks.
+    """
     from dlocks.optimistic import retry_on_conflict
     from tests.models import Counter
 
@@ -565,7 +651,10 @@ def cross(pipe, first, second, **policy):
 
 
 def step_machine(pipe, pk, token):
-    """Claim the row, say so, and only then save what was read; the refusal's name, or None."""
+    """Claim the row, send its value, and save a new one when notified.
+
+    Return the name of the error, or None.
+    """
     from tests.models import Machine
 
     machine = Machine.objects.claim(pk, token)
@@ -580,7 +669,10 @@ def step_machine(pipe, pk, token):
 
 
 def delete_or_save(pipe, pk, action):
-    """Read the row, say so, and when told, delete or save it; the refusal's name, or None."""
+    """Read the row, and delete or save it when notified.
+
+    Return the name of the error, or None.
+    """
     from tests.models import Report
 
     report = Report.objects.get(pk=pk)
@@ -594,18 +686,21 @@ def delete_or_save(pipe, pk, action):
 
 
 def step_with_newer_tokens(pipe, pk, number, times):
-    """Add one to the row so many times, each time with a token newer than all before; return the refusals."""
+    """Increment the row a number of times, each with a new highest token.
+
+    Return the number of refused writes.
+    """
     from tests.models import Machine
 
     pipe.say("ready")
     pipe.hear()
     done = refused = 0
     while done < times:
-        # No two processes have the same one.
+        # Tokens are unique among processes.
         token = time.time_ns() // 1000 * 16 + number
         try:
             machine = Machine.objects.claim(pk, token)
-            # A chance for the others.
+            # This gives other processes a chance.
             time.sleep(0.001)
             machine.steps += 1
             machine.save()
@@ -617,7 +712,7 @@ def step_with_newer_tokens(pipe, pk, number, times):
 
 
 def run_job(pipe, key, *, wait=False, **policy):
-    """Start a job that every node starts; return whether it was run here."""
+    """Start a job that every node starts. Return whether it ran here."""
     from dlocks import run_once
 
     @run_once(key, **policy)
@@ -631,7 +726,7 @@ def run_job(pipe, key, *, wait=False, **policy):
 
 
 def resume(pipe, text):
-    """Resume a hold, say its token, and give it back when told to."""
+    """Resume a hold, send its token, and release it when notified."""
     from dlocks import resume_hold
 
     with resume_hold(text) as held:
@@ -657,7 +752,10 @@ def detach(pipe, key, within=None, **policy):
 
 
 def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
-    """Acquire, wait to be told, then write the row: in hold.atomic() or in a transaction that asks nobody."""
+    """Acquire, wait for a message, and write the row.
+
+    The write is in ``hold.atomic()``, or in a transaction that does not check the lock.
+    """
     from tests.models import Counter
 
     hold = db_lock(key, **policy).acquire()
@@ -680,10 +778,12 @@ def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
 
 
 @contextmanager
-def isolated(level):
-    """Have this thread's transactions at a level of isolation."""
-    connection = connections["default"]
-    scope = "SESSION CHARACTERISTICS AS" if connection.vendor == "postgresql" else "SESSION"
+def isolated(level, using="default"):
+    """Run this thread's transactions at an isolation level."""
+    connection = connections[using]
+    scope = (
+        "SESSION CHARACTERISTICS AS" if connection.vendor == "postgresql" else "SESSION"
+    )
     with connection.cursor() as cursor:
         cursor.execute(f"SET {scope} TRANSACTION ISOLATION LEVEL {level}")
     try:
@@ -693,18 +793,47 @@ def isolated(level):
 
 
 def share_under_guard(pipe, key, *, level="READ COMMITTED", **policy):
-    """Share a key, and stay in hold.atomic() until told."""
+    """Acquire a read lock, and stay in ``hold.atomic()`` until notified."""
     with db_rwlock(key, **policy).read() as hold, isolated(level), hold.atomic():
         pipe.say(hold.token)
         pipe.hear()
     return "ended"
 
 
+def use_keys(pipe, *keys, timeout):
+    """Write, read and queue for each key. Return the seconds of each step."""
+    took = {}
+    for key in keys:
+        began = time.monotonic()
+        with db_lock(key, timeout=timeout):
+            took[f"write {key}"] = time.monotonic() - began
+            queued = time.monotonic()
+            thread = threading.Thread(target=_time_out, args=(key,))
+            thread.start()
+            thread.join()
+            took[f"queue for {key}"] = time.monotonic() - queued
+        began = time.monotonic()
+        with db_rwlock(key, timeout=timeout).read():
+            took[f"read {key}"] = time.monotonic() - began
+    return took
+
+
+def _time_out(key):
+    try:
+        with suppress(LockTimeout):
+            db_lock(key, timeout=0.05).acquire()
+    finally:
+        connections.close_all()
+
+
 def hang_in_line(pipe, key, tasks, **policy):
-    """Have tasks wait for a key in a loop that stands still until told; return what became of them."""
+    """Let tasks wait for a key in an event loop that is blocked until notified.
+
+    Return the outcome of each task.
+    """
     import asyncio
 
-    from dlocks.models import LockClaim
+    from tests.internals import LockClaim
 
     async def wait():
         async with db_lock(key, **policy):
@@ -716,13 +845,19 @@ def hang_in_line(pipe, key, tasks, **policy):
             await asyncio.sleep(0.01)
         pipe.say("waiting")
         pipe.hear()
-        return [type(one).__name__ for one in await asyncio.gather(*waiting, return_exceptions=True)]
+        return [
+            type(one).__name__
+            for one in await asyncio.gather(*waiting, return_exceptions=True)
+        ]
 
     return asyncio.run(hang())
 
 
-def write_by_second_alias(pipe, key, **policy):
-    """Write in hold.atomic() through another alias of the same database; return why a third one is refused."""
+def write_by_second_alias(pipe, key, *, level="READ COMMITTED", **policy):
+    """Write in ``hold.atomic()`` through another alias of the same database.
+
+    Return the reasons why other aliases are refused.
+    """
     from django.db import connections
 
     from tests.models import Counter
@@ -732,11 +867,11 @@ def write_by_second_alias(pipe, key, **policy):
     connections.databases["elsewhere"] = {**usual, "NAME": "elsewhere"}
     try:
         with db_lock(key, **policy) as held:
-            with held.atomic(using="second"):
+            with isolated(level, "second"), held.atomic(using="second"):
                 Counter.objects.using("second").update(value=3)
                 pipe.say("inside")
                 pipe.hear()
-                # Its row is locked by another session, and that is its own.
+                # The row is locked by another session, which belongs to the hold.
                 held.check()
                 with db_lock(key, **policy) as again:
                     assert again.token == held.token
@@ -755,7 +890,10 @@ def write_by_second_alias(pipe, key, **policy):
 
 
 def leave_by_second_alias(pipe, *keys, **policy):
-    """Leave a block inside of a transaction of another alias that keeps the keys; then go on, and end it when told."""
+    """Leave a lock block within a transaction of another alias.
+
+    That transaction keeps the keys. It ends when the test sends a message.
+    """
     from django.db import connections
 
     connections.databases["second"] = {**connections.databases["default"]}
@@ -771,12 +909,11 @@ def leave_by_second_alias(pipe, *keys, **policy):
 
 
 def crowd(pipe, number, directory, key, **policy):
-    """
-    Be so many processes that stand in line for a key again and again, and note what became of it.
+    """Fork processes that queue for a key repeatedly and log the results.
 
-    About half of them are as if on other machines.
-
-    Told "more", be one more; told "end", wait until everybody has been served once more, and return how each ended.
+    About half of them behave as if they were on other hosts. The message "more" adds a
+    process. The message "end" waits until every process has been served once more.
+    Return the processes that did not end.
     """
     directory, ended = Path(directory), {}
     connections.close_all()
@@ -819,11 +956,13 @@ def crowd(pipe, number, directory, key, **policy):
 
 
 def _stand_in_line(directory, key, policy):
-    note = partial(_note, os.open(directory / "log", os.O_APPEND | os.O_WRONLY | os.O_CREAT))
+    note = partial(
+        _note, os.open(directory / "log", os.O_APPEND | os.O_WRONLY | os.O_CREAT)
+    )
     counter = os.open(directory / "counter", os.O_RDWR)
     lock, last = db_lock(key, timeout=None, **policy), False
     while not last:
-        # Once more after the end was told, so that everybody shows to be served.
+        # Acquire once more after the end, to show that every process is served.
         last = (directory / "end").exists()
         asked = time.monotonic()
         try:
@@ -836,7 +975,7 @@ def _stand_in_line(directory, key, policy):
         note("granted", asked, time.monotonic(), hold.token)
         value = int(os.pread(counter, 20, 0))
         time.sleep(0.02)
-        # Whoever is not sure any more leaves the counter alone.
+        # A process that may have lost the lock does not touch the counter.
         counted = hold.held
         if counted:
             os.pwrite(counter, b"%020d" % (value + 1), 0)
@@ -853,15 +992,25 @@ def _note(log, *facts):
 
 
 def line(pipe, key):
-    """Return the processes that stand in line for a key, the first one first, and the one that has the key."""
-    from dlocks.models import LockClaim, ResourceLock
+    """Return the processes queued for a key in order, and its holder."""
+    from tests.internals import LockClaim, ResourceLock
 
     def process(holder):
         return int(holder.split(":")[1]) if holder else 0
 
-    claims = LockClaim.objects.by_clock().filter(key_resource=key, version=None, seconds_left__gt=0).order_by("id")
-    lock = ResourceLock.objects.by_clock().filter(pk=key, status="P", seconds_left__gt=0).first()
-    return [process(claim.holder) for claim in claims], process(lock.holder) if lock else 0
+    claims = (
+        LockClaim.objects.by_clock()
+        .filter(key_resource=key, version=None, seconds_left__gt=0)
+        .order_by("id")
+    )
+    lock = (
+        ResourceLock.objects.by_clock()
+        .filter(pk=key, status="P", seconds_left__gt=0)
+        .first()
+    )
+    return [process(claim.holder) for claim in claims], (
+        process(lock.holder) if lock else 0
+    )
 
 
 def close_connections(pipe):
@@ -873,8 +1022,11 @@ def threads(pipe):
 
 
 def reap(pipe, *, seconds, using="default", idle_for=None):
-    """Reap, and purge, again and again; return how many locks and shares were taken."""
-    from dlocks.conf import backends
+    """Reap and purge repeatedly.
+
+    Return the number of reaped locks and shared holds.
+    """
+    from tests.internals import backends
 
     backend, end, reaped = backends[using], time.monotonic() + seconds, 0
     while time.monotonic() < end:
@@ -885,21 +1037,23 @@ def reap(pipe, *, seconds, using="default", idle_for=None):
 
 
 def waiters(pipe, key):
-    """Return how many claims there are, and how many the lock row has counted."""
-    from dlocks.models import LockClaim, ResourceLock
+    """Return the number of claims, and the number that the lock row has counted."""
+    from tests.internals import LockClaim, ResourceLock
 
     rows = ResourceLock.objects.filter(pk=key).values_list("waiters", "shares")
-    return LockClaim.objects.filter(key_resource=key).count(), sum(sum(row) for row in rows)
+    return LockClaim.objects.filter(key_resource=key).count(), sum(
+        sum(row) for row in rows
+    )
 
 
 def write_channels(pipe, channel):
-    from dlocks.models import LockClaim
+    from tests.internals import LockClaim
 
     LockClaim.objects.update(channel=channel)
 
 
 def listens(pipe, *, listening=None):
-    from dlocks.conf import backends
+    from tests.internals import backends
 
     backend = backends["default"]
     backend.listening = listening
@@ -930,7 +1084,10 @@ def migrate_only(pipe):
 
 
 def wait_and_time_out(pipe, key):
-    """Wait for a key that another thread of this process has; then close this thread's connections."""
+    """Wait for a key that another thread of this process holds.
+
+    Then close this thread's connections. Return the name of the error.
+    """
     taken, done = threading.Event(), threading.Event()
 
     def hold():
@@ -953,7 +1110,7 @@ def wait_and_time_out(pipe, key):
 
 
 def enter_and_leave(pipe, key, *, seconds, **policy):
-    """Take the key and give it back, again and again, through whatever becomes of it."""
+    """Acquire and release the key repeatedly, and ignore lock errors."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(LockError), db_lock(key, timeout=None, **policy):
@@ -966,31 +1123,42 @@ def longest_wait(pipe, key, *, seconds, **policy):
         asked = time.monotonic()
         hold = db_lock(key, timeout=None, **policy).acquire()
         longest = max(longest, time.monotonic() - asked)
-        # Lost where this very process was not run for as long as its ttl.
+        # The hold is lost if this process did not run for the length of its ttl.
         with suppress(LockLost):
             hold.release()
     return longest
 
 
 def count_several(pipe, directory, keys, *, seed, seconds, scope, **policy):
-    """Add to the counters of some of the keys at a time, in any order; return how often to each."""
+    """Increment the counters of several keys at a time, in any order.
+
+    Return the number of increments of each.
+    """
     chance = random.Random(seed)
     added = dict.fromkeys(keys, 0)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         some = chance.sample(keys, chance.randint(2, min(4, len(keys))))
-        with transaction.atomic() if scope == "transaction" else nullcontext(), db_lock(*some, **policy) as held:
+        with (
+            transaction.atomic() if scope == "transaction" else nullcontext(),
+            db_lock(*some, **policy) as held,
+        ):
             for key in some:
                 path = Path(directory, key)
                 value, last = map(int, path.read_text().split())
-                assert held.tokens[key] > last, f"token {held.tokens[key]} after {last} of {key}"
+                assert held.tokens[key] > last, (
+                    f"token {held.tokens[key]} after {last} of {key}"
+                )
                 path.write_text(f"{value + 1} {held.tokens[key]}")
                 added[key] += 1
     return added
 
 
 def acquire_after_another(pipe, key, **policy):
-    """Wait for a key that somebody has, say so when in line for it, and keep it until it is renewed for long."""
+    """Wait for a held key, and report when the claim has joined the queue.
+
+    Keep the key until its lease has been renewed for the full ttl.
+    """
     backend = backends[policy["using"]]
 
     def look():
@@ -1001,7 +1169,7 @@ def acquire_after_another(pipe, key, **policy):
 
     threading.Thread(target=look).start()
     token = acquire(pipe, key, **policy)
-    # The first lease is a short one.
+    # The first lease after a handover is short.
     while _kept[-1].remaining < KEPT_FOR:
         _kept[-1].check()
         time.sleep(0.01)
@@ -1009,7 +1177,7 @@ def acquire_after_another(pipe, key, **policy):
 
 
 def clear(pipe, key, token):
-    """Take a key from its holder, as a person does."""
+    """Clear a stale hold, as an operator does."""
     return backends["default"].clear(key, token)
 
 
@@ -1020,12 +1188,15 @@ def acquire_several(pipe, keys, **policy):
 
 
 def campaign(pipe, name, **policy):
-    """Run an election until told to stop; say what it is told, and return when each lead was seen first and last."""
+    """Run an election until notified, and send its callbacks.
+
+    Return the first and last time at which each lead was observed.
+    """
     seen = {}
 
     def elected(hold):
         at = time.monotonic()
-        # So that no lead that was told of is over before it was seen.
+        # Each reported lead lasts until it has been observed.
         while hold.token not in seen and election.is_leader:
             time.sleep(0.001)
         pipe.say(("elected", at, hold.token))
@@ -1037,10 +1208,11 @@ def campaign(pipe, name, **policy):
     with election:
         told_to_stop = False
         while not told_to_stop:
-            # Asked first, so that what was said before the end is seen once at least.
+            # The message is read first, so that a state before the end is observed at
+            # least once.
             told_to_stop = pipe.poll()
             now, token = time.monotonic(), election.token
-            # It led at that moment, if it does now.
+            # It led at that moment if it still leads with the same token.
             if token is not None and election.is_leader and election.token == token:
                 seen[token] = (seen.get(token, (now,))[0], now)
             time.sleep(0.001)
@@ -1049,7 +1221,10 @@ def campaign(pipe, name, **policy):
 
 
 def hold_and_fork(pipe, key, **policy):
-    """Hold a lock, fork a child that lives on, and say its number and what it found about the lock."""
+    """Hold a lock and fork a child that keeps running.
+
+    Send the child's pid and the state of the lock in the child.
+    """
     held = db_lock(key, **policy).acquire()
     reading, writing = os.pipe()
     child = os.fork()
@@ -1064,13 +1239,16 @@ def hold_and_fork(pipe, key, **policy):
 
 
 def echo(desk):
-    """What a process of a crew does in tests: say what it hears, and fail at nothing."""
+    """Send back each request, as a worker of the pool. Never fail."""
     for request in desk:
         desk.say("" + request)
 
 
 def visit(pipe, port, addresses, each):
-    """Visit each address so often, each with a client of its own at the same time; return what was answered."""
+    """Request each address repeatedly, with one client per address in parallel.
+
+    Return the responses.
+    """
     answers, mutex = [], threading.Lock()
 
     def client(address):
@@ -1091,12 +1269,12 @@ def visit(pipe, port, addresses, each):
 
 
 def take_turns(pipe, key, *, times, **policy):
-    """Take the key so many times; return how often this process had to look whether it was its turn."""
-    from dlocks.conf import backends
+    """Acquire the key a number of times, and return the number of polls."""
+    from tests.internals import backends
 
     backend, looked = backends["default"], []
     look = backend.look
-    # An earlier job may have had reason to look.
+    # An earlier job may have started polling.
     room_of(backend)._looks_until = 0.0
 
     def counting(claims, *, heard=True):
@@ -1114,7 +1292,7 @@ def take_turns(pipe, key, *, times, **policy):
 
 
 def noted_while_serving(pipe, key):
-    """Take the key three times; return what dlocks has warned of."""
+    """Acquire the key three times, and return the warnings that dlocks logged."""
     noted = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: noted.append(record.getMessage())
@@ -1124,7 +1302,7 @@ def noted_while_serving(pipe, key):
             with db_lock(key, timeout=20) as held:
                 if key == "stock:7":
                     deadline = time.monotonic() + 10
-                    while not held.waiting and time.monotonic() < deadline:
+                    while not held.queue_length() and time.monotonic() < deadline:
                         time.sleep(0.01)
     finally:
         logging.getLogger("dlocks").removeHandler(handler)
@@ -1132,7 +1310,7 @@ def noted_while_serving(pipe, key):
 
 
 def whole_cycle(pipe, using):
-    """Do with locks what an application does; return what was done."""
+    """Use locks in all the ways an application does. Return the steps done."""
     from dlocks import db_rwlock, db_semaphore, resume_hold
 
     done, went_wrong, own = [], [], f"least:{os.getpid()}"
@@ -1149,7 +1327,7 @@ def whole_cycle(pipe, using):
     with db_lock(f"{own}:a", using=using) as held:
         waiter = threading.Thread(target=wait)
         waiter.start()
-        while waiter.is_alive() and not held.waiting:
+        while waiter.is_alive() and not held.queue_length():
             time.sleep(0.005)
         with db_lock(f"{own}:a", using=using):
             held.renew()
@@ -1161,7 +1339,10 @@ def whole_cycle(pipe, using):
         done.append("transaction")
     with db_lock(f"{own}:c", f"{own}:d", using=using):
         done.append("several")
-    with db_semaphore(f"{own}:e", 2, using=using) as share, db_rwlock(f"{own}:f", using=using).read():
+    with (
+        db_semaphore(f"{own}:e", 2, using=using) as share,
+        db_rwlock(f"{own}:f", using=using).read(),
+    ):
         share.renew()
         done.append("shared")
     with db_lock(f"{own}:g", using=using) as held, held.atomic():
@@ -1172,9 +1353,11 @@ def whole_cycle(pipe, using):
 
 
 def rights(pipe, name):
-    """Do with rows what is not an application's: return what came of it."""
-    from dlocks import oversight
-    from dlocks.conf import backends
+    """Run an operation of maintenance or of the admin.
+
+    Return its result or its error.
+    """
+    from tests.internals import backends, oversight
 
     backend = backends["default"]
     calls = {
@@ -1182,7 +1365,8 @@ def rights(pipe, name):
         "reap": lambda: sum(backend.reap()),
         "forget": lambda: sum(backend.forget(0)),
         "look": lambda: sum(
-            len(list(oversight.with_claims(backend, page))) for page in oversight.pages(backend, ["held"])
+            len(list(oversight.with_claims(backend, page)))
+            for page in oversight.pages(backend, ["held"])
         ),
         "clear": lambda: oversight.clear(backend, "held", 1000).pk,
         "end_share": lambda: oversight.end_share(backend, "shared", 1001).version,
@@ -1195,8 +1379,11 @@ def rights(pipe, name):
 
 
 def lease_in_a_transaction(pipe, key):
-    """Take a lease beside a transaction that has this thread's connection; return how many rows say so."""
-    from dlocks.models import ResourceLock
+    """Acquire a lease beside a transaction that uses this thread's connection.
+
+    Return the number of rows that show it as held.
+    """
+    from tests.internals import ResourceLock
 
     with transaction.atomic():
         with db_lock(key, scope="lease"):
@@ -1204,8 +1391,11 @@ def lease_in_a_transaction(pipe, key):
 
 
 def wait_in_an_open_transaction(pipe, key, **policy):
-    """Wait in vain in a transaction that has its session already; return how that ended, and after how long."""
-    from dlocks.models import ResourceLock
+    """Time out while waiting in a transaction that already has a session.
+
+    Return the name of the error, and the duration in seconds.
+    """
+    from tests.internals import ResourceLock
 
     with transaction.atomic():
         ResourceLock.objects.exists()
@@ -1217,3 +1407,216 @@ def wait_in_an_open_transaction(pipe, key, **policy):
         except LockError as error:
             transaction.set_rollback(True)
             return type(error).__name__, time.monotonic() - began
+
+
+def write_and_try(pipe, key, **policy):
+    """Write a row in a transaction and try to acquire a key there.
+
+    Return the outcome and the number of committed rows.
+    """
+    from django.contrib.auth.models import Group
+
+    with transaction.atomic():
+        Group.objects.create(name=key)
+        try:
+            db_lock(key, timeout=0.2, **policy).acquire().release()
+            outcome = "acquired"
+        except LockTimeout:
+            outcome = "LockTimeout"
+    return outcome, Group.objects.filter(name=key).count()
+
+
+def outwait_a_row(pipe, key, locked, **policy):
+    """Lock a key in a transaction, then wait for a row until the server gives up.
+
+    Return the server's error number, and the results of ``check()`` and ``release()``
+    after it.
+    """
+    from django.db import OperationalError
+
+    from tests.internals import ResourceLock
+
+    outcomes = []
+    with transaction.atomic():
+        hold = db_lock(key, scope="transaction", **policy).acquire()
+        try:
+            ResourceLock.objects.select_for_update().get(key_resource=locked)
+        except OperationalError as error:
+            outcomes.append(error.args[0])
+        for step in hold.check, hold.release:
+            try:
+                outcomes.append(step())
+            except LockError as error:
+                outcomes.append(type(error).__name__)
+        transaction.set_rollback(True)
+    return outcomes
+
+
+def cipher(pipe):
+    """Return the cipher of this process's MySQL connection, empty without TLS."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
+        return cursor.fetchone()[1]
+
+
+class Turns:
+    """Turns under a busy lock, like requests that close their connections."""
+
+    def __init__(
+        self,
+        kind="lock",
+        *,
+        using="default",
+        query_before="never",
+        query=False,
+        close=False,
+    ):
+        self.lock = partial(LOCKS_IN_TURN[kind], using=using, timeout=20)
+        # How often the database is used before the lock is acquired, whether it is used
+        # under the lock, and whether connections are closed there.
+        self.query_before, self.query, self.close = query_before, query, close
+        self.holders = 0
+        self.done = 0
+        self.errors = []
+
+    def take(self, number=0):
+        try:
+            if self.asks_before(number):
+                self.ask()
+            with self.lock():
+                self.enter()
+                if self.close:
+                    connections.close_all()
+                if self.query:
+                    self.ask()
+                time.sleep(0.02)
+                self.leave()
+        except Exception as error:
+            self.errors.append(repr(error))
+        finally:
+            connections.close_all()
+
+    async def atake(self, number=0):
+        async with ThreadSensitiveContext():
+            try:
+                if self.asks_before(number):
+                    await sync_to_async(self.ask)()
+                async with self.lock():
+                    self.enter()
+                    if self.query:
+                        await sync_to_async(self.ask)()
+                    await asyncio.sleep(0.02)
+                    self.leave()
+            except Exception as error:
+                self.errors.append(repr(error))
+            finally:
+                await sync_to_async(connections.close_all)()
+
+    def asks_before(self, number):
+        return self.query_before == "always" or (
+            self.query_before == "sometimes" and number % 2 == 0
+        )
+
+    def ask(self):
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT 1")
+
+    def enter(self):
+        self.holders += 1
+        if self.holders > 1:
+            self.errors.append("two holders at a time")
+
+    def leave(self):
+        self.holders -= 1
+        self.done += 1
+
+
+LOCKS_IN_TURN = {
+    "lock": partial(db_lock, "stock:7"),
+    "unfair": partial(db_lock, "stock:7", fair=False),
+    "several": partial(db_lock, "stock:7", "stock:8"),
+    "semaphore": partial(db_semaphore, "stock:7", 1),
+}
+
+
+def take_turns_in_threads(pipe, threads, number, *args, **kwargs):
+    """Take turns in threads.
+
+    Return the number of turns, their duration in seconds, and the errors.
+    """
+    turns, began = Turns(*args, **kwargs), time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(turns.take, range(number)))
+    return turns.done, time.monotonic() - began, turns.errors
+
+
+def take_turns_in_coroutines(pipe, tasks, number, *args, context=True, **kwargs):
+    """Take turns in tasks of an event loop.
+
+    Each task has its own context, as each request of Django's ASGI handler has. Without
+    ``context``, it runs sync code with ``thread_sensitive=False``.
+    """
+    turns, began = Turns(*args, **kwargs), time.monotonic()
+
+    async def run():
+        executor = ThreadPoolExecutor(tasks)
+        bound = asyncio.Semaphore(tasks)
+
+        async def one(place):
+            async with bound:
+                if context:
+                    await turns.atake(place)
+                else:
+                    await sync_to_async(
+                        turns.take, thread_sensitive=False, executor=executor
+                    )(place)
+
+        await asyncio.gather(*map(one, range(number)))
+        executor.shutdown()
+
+    asyncio.run(run())
+    return turns.done, time.monotonic() - began, turns.errors
+
+
+def release_while_the_pool_is_exhausted(pipe, key, waiters):
+    """Release a key without a connection while the pool is exhausted.
+
+    All connections of the pool belong to transactions that wait for the key. Return the
+    seconds that the release took, and the number of grants.
+    """
+    granted = queue.SimpleQueue()
+
+    def wait():
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            cursor.execute("SELECT 1")
+            with db_lock(key, scope="lease", release_at="exit", timeout=20):
+                granted.put(True)
+        connections.close_all()
+
+    hold = db_lock(key).acquire()
+    connections.close_all()
+    crowd = [threading.Thread(target=wait) for _ in range(waiters)]
+    for thread in crowd:
+        thread.start()
+    while (
+        backends["default"].runtime.run(partial(backends["default"].waiting, key))
+        < waiters
+    ):
+        time.sleep(0.005)
+    began = time.monotonic()
+    hold.check()
+    hold.renew()
+    hold.release()
+    seconds = time.monotonic() - began
+    for thread in crowd:
+        thread.join()
+    return seconds, granted.qsize()
+
+
+def hold_at_exit(pipe, key):
+    """Acquire, close the connection, and keep the hold until the process ends."""
+    _kept.append(db_lock(key).acquire())
+    connections.close_all()
+    keeper.close()

@@ -1,8 +1,14 @@
-"""Rows for tests to work on."""
+"""The models that tests work on."""
 
 from django.db import models
 
-from dlocks.optimistic import FencedModel, VersionedManager, VersionedModel, VersionField, microseconds
+from dlocks.optimistic import (
+    FencedModel,
+    VersionedManager,
+    VersionedModel,
+    VersionField,
+    microseconds,
+)
 
 
 class Counter(models.Model):
@@ -14,20 +20,22 @@ class Counter(models.Model):
 
 
 class Article(VersionedModel):
-    """A row that people edit."""
+    """A versioned row that users edit."""
 
     title = models.CharField(max_length=50, default="")
     body = models.TextField(blank=True, default="")
     views = models.IntegerField(default=0)
     changed_at = models.DateTimeField(auto_now=True)
-    author = models.ForeignKey(Counter, models.SET_NULL, null=True, blank=True, related_name="articles")
+    author = models.ForeignKey(
+        Counter, models.SET_NULL, null=True, blank=True, related_name="articles"
+    )
 
     def __str__(self) -> str:
         return self.title
 
 
 class Report(Article):
-    """An article with a table of its own: the version is in its parent's."""
+    """An article with a table of its own. The version is in its parent's table."""
 
     pages = models.IntegerField(default=0)
 
@@ -45,11 +53,11 @@ class Place(models.Model):
 
 
 class Restaurant(Place, VersionedModel):
-    """The version is in the child's table; the parent has none."""
+    """A versioned child of an unversioned parent. The version is in its own table."""
 
     stars = models.IntegerField(default=0)
 
-    # Its first base has the plain manager that Django makes.
+    # The first base class has Django's default manager.
     objects = VersionedManager()  # type: ignore[misc]
 
     class Meta(VersionedModel.Meta):
@@ -57,7 +65,10 @@ class Restaurant(Place, VersionedModel):
 
 
 class Page(VersionedModel):
-    """A key of its own, a version of another name, and a field that anybody may write over."""
+    """A model with its own key, its own version field and an unversioned field.
+
+    Anyone may overwrite ``hits``.
+    """
 
     version = None
     lock_version = VersionField(start=microseconds, ignore_fields=["hits"])
@@ -71,7 +82,7 @@ class Page(VersionedModel):
 
 
 class Seat(VersionedModel):
-    """A key of two columns."""
+    """A model with a composite primary key of two columns."""
 
     pk = models.CompositePrimaryKey("row", "number")
     row = models.IntegerField()
@@ -83,7 +94,7 @@ class Seat(VersionedModel):
 
 
 class Comment(VersionedModel):
-    """What the admin shows inline."""
+    """A model that the admin shows inline."""
 
     article = models.ForeignKey(Article, models.CASCADE, related_name="comments")
     text = models.CharField(max_length=50)
@@ -93,7 +104,7 @@ class Comment(VersionedModel):
 
 
 class Footnote(models.Model):
-    """Not versioned; goes with its article."""
+    """An unversioned model that is deleted together with its article."""
 
     article = models.ForeignKey(Article, models.CASCADE, related_name="footnotes")
 
@@ -112,12 +123,12 @@ class Machine(FencedModel):
 
 
 class Robot(Machine):
-    """The fence is in the parent's table."""
+    """A fenced child of a fenced parent. The fence is in its parent's table."""
 
     arms = models.IntegerField(default=2)
 
 
 class Crane(FencedModel, Place):
-    """The fence is in the child's table; the parent has none."""
+    """A fenced child of an unfenced parent. The fence is in its own table."""
 
     steps = models.IntegerField(default=0)

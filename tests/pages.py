@@ -1,4 +1,4 @@
-"""The examples of the documentation, run as they are written there."""
+"""Run the examples of the documentation, and read its table of backends."""
 
 from __future__ import annotations
 
@@ -10,25 +10,32 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
 )
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """Return the code blocks of a page, as docs/how-to/decorators.md is "how-to/decorators"."""
+    """Return the code blocks of a page in one language.
+
+    The page docs/how-to/decorators.md is called "how-to/decorators".
+    """
     text = (DOCS / f"{page}.md").read_text()
     found = [match for match in FENCE.finditer(text) if match["language"] == language]
-    return [re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE) for match in found]
+    return [
+        re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
+        for match in found
+    ]
 
 
 def run(page: str, only: int | None = None, **names: object) -> types.ModuleType:
-    """
-    Run the Python of a page, all of it or so many blocks, top to bottom, as one module; return it.
+    """Run the Python blocks of a page from top to bottom as one module.
 
-    ``names`` are what the page takes for granted.
+    ``only`` limits this to the first blocks. ``names`` are the names that the page
+    takes for granted. Return the module.
     """
     module = types.ModuleType("docs_" + page.replace("/", "_").replace("-", "_"))
-    # Tasks and tests look their modules up by name.
+    # Tasks and tests look up their modules by name.
     sys.modules[module.__name__] = module
     vars(module).update(names)
     for code in blocks(page)[:only]:
@@ -37,14 +44,16 @@ def run(page: str, only: int | None = None, **names: object) -> types.ModuleType
 
 
 def table_of_backends() -> dict[str, dict[str, str]]:
-    """Return what docs/backends.md tells of each backend, row by row."""
+    """Return the rows of the table in docs/backends.md, with a cell per backend."""
     _, _, after = (DOCS / "backends.md").read_text().partition("\n| | Pessimistic |")
     table = ("| | Pessimistic |" + after).partition("\n\n")[0].splitlines()
-    (_, *kinds), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    (_, *kinds), _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table
+    )
     return {row: dict(zip(kinds, cells, strict=True)) for row, *cells in rows}
 
 
-# The rows of that table, by the flags of which they tell.
+# The row of that table that describes each flag.
 TOLD_AS = {
     "supports_transactions": "Can belong to a",
     "supports_guard": "guarded-commits.md) a transaction",
@@ -57,7 +66,10 @@ TOLD_AS = {
 
 
 def told_of(kind: type) -> dict[str, bool]:
-    """Return what docs/backends.md says that a backend can do."""
+    """Return the flags that docs/backends.md documents for a backend."""
     table = table_of_backends()
     name = kind.__name__.removesuffix("Backend")
-    return {flag: next(table[row][name] for row in table if part in row) != "no" for flag, part in TOLD_AS.items()}
+    return {
+        flag: next(table[row][name] for row in table if part in row) != "no"
+        for flag, part in TOLD_AS.items()
+    }

@@ -1,4 +1,4 @@
-"""What a process of the tests needs, imported in the one that they are all forked from."""
+"""Imports for the fork server from which all test processes are forked."""
 
 import os
 

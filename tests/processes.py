@@ -1,4 +1,4 @@
-"""Processes that tests talk to: each runs functions of tests/jobs.py on request."""
+"""Processes that run functions of tests/jobs.py for the tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from typing import Any
 
 from tests.timing import TooLateError
 
-# A start costs milliseconds: what a process needs is imported once, in the one that they are all forked from. That has
-# no threads and no connections.
+# A process starts within milliseconds, because its imports are done once in the fork
+# server. The fork server has no threads and no connections.
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(["tests.preload"])
 _spawning = multiprocessing.get_context("spawn")
@@ -31,22 +31,26 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
-    """
-    A process of its own, with its own connections.
+    """A process with its own connections.
 
-    One that is ``far`` is told of its turns, and tells others, as if it were on another machine.
+    A process that is ``far`` notifies others, and is notified, as if it were on another
+    host.
 
-    A job is ``function(pipe, *args, **kwargs)``: it may speak with the test over the pipe before it returns.
+    A job is ``function(pipe, *args, **kwargs)``. It may exchange messages with the test
+    over the pipe before it returns.
     """
 
     def __init__(self, *, far: bool = False, **environment: str) -> None:
         self.far = far
-        # Whether its last job has ended: one that a failed test left at work is of no use to the next.
+        # Whether the last job has ended. A process that a failed test left at work
+        # cannot be used by the next test.
         self.is_idle = True
-        # What is loaded before a program has to be there as it starts.
+        # A preloaded library must be present when the program starts.
         context = _spawning if "LD_PRELOAD" in os.environ else _forking
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, environment, far), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(theirs, environment, far), daemon=True
+        )
         self.process.start()
         theirs.close()
         _workers.add(self)
@@ -56,13 +60,17 @@ class Worker:
         self.pipe.send((job, args, kwargs))
 
     def hear(self, seconds: float = 60.0) -> Any:
-        """Return what the job says next."""
+        """Return the next message of the job."""
         if not self.pipe.poll(seconds):
             raise TimeoutError("the process said nothing")
         kind, value = self.pipe.recv()
         self.is_idle = kind != "said"
         if kind == "error":
-            raise (TooLateError if "TooLateError" in value.rstrip().rpartition("\n")[2] else RuntimeError)(value)
+            raise (
+                TooLateError
+                if "TooLateError" in value.rstrip().rpartition("\n")[2]
+                else RuntimeError
+            )(value)
         return value
 
     def tell(self, value: Any = "go") -> None:
@@ -73,7 +81,10 @@ class Worker:
         return self.hear()
 
     def stop(self) -> None:
-        """Stop it; on SQLite not in the middle of a write, which would keep everybody else from writing."""
+        """Stop the process, but on SQLite never in the middle of a write.
+
+        A process that stops there would keep all others from writing.
+        """
         self._stop()
         for _ in range(5):
             if not _nobody_can_write():
@@ -84,7 +95,7 @@ class Worker:
 
     def _stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
-        # The signal is sent, and not yet obeyed.
+        # The signal has been sent but may not have taken effect yet.
         deadline = time.monotonic() + 10
         while state_of(self.process.pid) not in "TZ" and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -108,7 +119,10 @@ class Worker:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process in one letter, as ``ps`` does; Z too for one that is buried already."""
+    """Return the state of a process in one letter, as ``ps`` does.
+
+    It is Z also for a process that no longer exists.
+    """
     return _state_in(Path(f"/proc/{pid}/stat"))
 
 
@@ -125,12 +139,17 @@ def _state_in(path: Path) -> str:
 
 
 def _nobody_can_write() -> bool:
-    """Tell whether SQLite's write lock is kept for longer than a write takes."""
+    """Return whether SQLite's write lock is held for longer than a write takes."""
     from django.db import connection
 
-    if connection.vendor != "sqlite" or not Path(connection.settings_dict["NAME"]).exists():
+    if (
+        connection.vendor != "sqlite"
+        or not Path(connection.settings_dict["NAME"]).exists()
+    ):
         return False
-    database = sqlite3.connect(connection.settings_dict["NAME"], timeout=0.3, isolation_level=None)
+    database = sqlite3.connect(
+        connection.settings_dict["NAME"], timeout=0.3, isolation_level=None
+    )
     with contextlib.closing(database):
         try:
             database.execute("BEGIN IMMEDIATE")
@@ -140,29 +159,41 @@ def _nobody_can_write() -> bool:
 
 
 def _stacks(pid: int) -> Path:
-    return Path(os.environ.get("DLOCKS_TEST_DIRECTORY", tempfile.gettempdir()), f"stacks-{pid}")
+    return Path(
+        os.environ.get("DLOCKS_TEST_DIRECTORY", tempfile.gettempdir()), f"stacks-{pid}"
+    )
 
 
 def whereabouts() -> list[str]:
-    """Return where the threads of all processes that work are: a line for each, the innermost call first."""
-    working = [worker for worker in _workers if worker.process.is_alive() and not worker.is_idle]
+    """Return the stacks of all threads of the processes at work.
+
+    There is one line per thread, with its innermost call first.
+    """
+    working = [
+        worker
+        for worker in _workers
+        if worker.process.is_alive() and not worker.is_idle
+    ]
     for worker in working:
-        # It may have ended just now.
+        # The process may have ended just now.
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process.pid, signal.SIGUSR2)
-    # One that is stopped does not answer.
+    # A stopped process does not answer.
     time.sleep(0.5 if working else 0)
     lines = []
     for worker in working:
         with contextlib.suppress(OSError):
             for stack in re.split(r"\n\n", _stacks(worker.process.pid).read_text()):
                 calls = re.findall(r'/([^/"]+)", line (\d+) in (\w+)', stack)[:9]
-                lines.append(f"process {worker.process.pid}: " + " < ".join(":".join(call) for call in calls))
+                lines.append(
+                    f"process {worker.process.pid}: "
+                    + " < ".join(":".join(call) for call in calls)
+                )
     return lines
 
 
 class Pipe:
-    """The job's side of the conversation."""
+    """The job's end of the pipe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -180,7 +211,7 @@ class Pipe:
 def _serve(connection: Connection, environment: dict[str, str], far: bool) -> None:
     os.environ.update(environment, DJANGO_SETTINGS_MODULE="tests.settings")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # For whereabouts(); the file is open as long as the process lives.
+    # ``whereabouts()`` reads this file. It stays open for as long as the process lives.
     faulthandler.register(signal.SIGUSR2, file=_stacks(os.getpid()).open("w"))
     import django
 
@@ -207,15 +238,19 @@ def _serve(connection: Connection, environment: dict[str, str], far: bool) -> No
 
 
 def go_far_away() -> None:
-    """Be a process that has no neighbours."""
-    from dlocks.backends.database import line, neighbours
+    """Make this process behave as if no other process were on the same host."""
+    from tests.internals import line, neighbours
 
     elsewhere = f"{secrets.token_hex(4)}_"
     neighbours.near = line.near = lambda: elsewhere
 
 
 def _read_settings_again() -> None:
-    """Those that were read before the fork were read with another environment; nothing was done with them yet."""
+    """Read the settings again with the environment of this process.
+
+    The first reading was before the fork, in another environment. Its result has not
+    been used yet.
+    """
     from django.conf import settings
     from django.core.signals import setting_changed
     from django.db import connections
@@ -226,17 +261,21 @@ def _read_settings_again() -> None:
             del connections[alias]
     for name in ("DATABASES", "DLOCKS"):
         setattr(settings, name, getattr(module, name))
-        setting_changed.send(sender=None, setting=name, value=getattr(module, name), enter=True)
+        setting_changed.send(
+            sender=None, setting=name, value=getattr(module, name), enter=True
+        )
     connections._settings = None  # type: ignore[assignment]
     vars(connections).pop("settings", None)
 
 
 def living(group: int) -> list[Path]:
-    """Return the processes of that group; those that have ended and are only not yet buried do not count."""
+    """Return the processes of a process group, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _parent, process_group, *_ = path.read_text().rpartition(")")[2].split()
+            state, _parent, process_group, *_ = (
+                path.read_text().rpartition(")")[2].split()
+            )
         except OSError:
             continue
         if state != "Z" and int(process_group) == group:

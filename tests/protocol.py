@@ -1,12 +1,14 @@
-"""
-The protocol of the leases as a small machine, and every way in which it can go searched.
+"""A model of the lease protocol, and an exhaustive search of its states.
 
-Two clients, one row, a line, one clock that ticks, pauses (a client that just does not step), replies that are lost,
-clients that die. What the clients do to a register under the lock is part of it. A state is a tuple; ``search()`` goes
-through all that can be reached, breadth first, so that what it shows is the shortest way to it.
+The model has two clients, one row with a queue, and one clock that ticks. Clients may
+pause, which means that they take no step. Replies may be lost and clients may die.
+Under the lock, the clients read and write a register, which is part of the model. A
+state is a tuple. ``search()`` visits all reachable states breadth first, so it finds
+the shortest path to a broken promise.
 
-It is the protocol and not the program: a bug that a change of the rules would bring shows here in seconds, with the
-steps that lead to it. ``MUTANTS`` are such changes; each has to show something.
+This checks the protocol and not the program. A harmful change of the rules shows within
+seconds, with the steps that lead to it. ``MUTANTS`` are such changes, and the search
+must find an error in each.
 """
 
 from __future__ import annotations
@@ -22,16 +24,19 @@ KEPT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What holds in the protocol; the mutants change one of them each."""
+    """The rules of the protocol. Each mutant changes one of them."""
 
-    # How often a reply may be lost, a client may die, and the database's clock may step.
+    # How many replies may be lost, how many clients may die, and how many times the
+    # database's clock may step.
     losses: int = 1
     deaths: int = 1
     steps: int = 0
     grace: int = 0
-    # The rules themselves.
+    # The rules of the protocol.
     owner_at_release: bool = True
     owner_at_renewal: bool = True
+    # Whether an expired lease can still be renewed, as on SQLite.
+    renewed_late: bool = False
     deadline_from: str = "request"
     deadline_looked_at: bool = True
     late_answer_refused: bool = True
@@ -45,7 +50,7 @@ class Rules:
 
 
 class Row(NamedTuple):
-    """The lock row: its owner, for how long yet, its token; and its line, the first one first."""
+    """The lock row: its owner, the ticks left, its token and its queue."""
 
     owner: int
     left: int
@@ -54,17 +59,17 @@ class Row(NamedTuple):
 
 
 class Client(NamedTuple):
-    """
-    One client. ``at`` is where it stands:
+    """A client in one of these states, named by ``at``.
 
-    idle, then ``sent`` (the request is under way) or ``looked`` (it saw the row free), ``reply`` (granted, the answer
-    under way), ``line``, ``told`` (a notice under way), ``held``, ``read`` (the register was read), ``written``,
-    ``dead``.
+    ``idle``; ``sent`` (the request is under way) or ``looked`` (it saw the row free);
+    ``reply`` (granted, and the reply is under way); ``line`` (queued); ``told`` (a
+    notification is under way); ``held``; ``read`` (it has read the register);
+    ``written``; ``dead``.
     """
 
     at: str
-    # Since when the request is under way, for how long the hold believes in itself, its token, and whether what it
-    # read is what is there.
+    # Ticks since the request was sent, ticks for which the client believes in its hold,
+    # its token, and whether the value that it read is still current.
     age: int = 0
     left: int = 0
     token: int = 0
@@ -72,11 +77,15 @@ class Client(NamedTuple):
 
 
 class State(NamedTuple):
-    """Times are relative and tokens ranks, so the states are finite however long it goes on."""
+    """The state of the row, the clients and the register.
+
+    Times are relative and tokens are ranks, so the number of states is finite.
+    """
 
     row: Row
     clients: tuple[Client, ...]
-    # The highest token that has claimed the register, the highest granted, and what may still go wrong.
+    # The highest token that has claimed the register, the highest token granted, and
+    # the faults that may still happen.
     fence: int
     highest: int
     steps: int
@@ -86,13 +95,15 @@ class State(NamedTuple):
 
 
 class Found(Exception):  # noqa: N818 (it is what is sought)
-    """A promise was broken; the steps that lead there."""
+    """A promise was broken. The message lists the steps that lead there."""
 
 
 def search(rules: Rules, clients: int = 2) -> int:
-    """Go through every state; return how many there are, or raise Found."""
+    """Visit every state, and return their number or raise ``Found``."""
     row = Row(-1, -rules.grace, 0, ())
-    start = State(row, (Client("idle"),) * clients, 0, 0, rules.steps, rules.losses, rules.deaths)
+    start = State(
+        row, (Client("idle"),) * clients, 0, 0, rules.steps, rules.losses, rules.deaths
+    )
     came_from: dict[State, tuple[State, str] | None] = {start: None}
     waiting = deque([start])
     while waiting:
@@ -119,11 +130,18 @@ def _way(came_from: dict[State, tuple[State, str] | None], state: State) -> list
 
 def _ranked(state: State) -> State:
     row = state.row
-    tokens = {row.token, state.fence, state.highest, *(client.token for client in state.clients)} - {0}
+    tokens = {
+        row.token,
+        state.fence,
+        state.highest,
+        *(client.token for client in state.clients),
+    } - {0}
     ranks = {0: 0, **{token: rank for rank, token in enumerate(sorted(tokens), 1)}}
     return state._replace(
         row=row._replace(token=ranks[row.token]),
-        clients=tuple(client._replace(token=ranks[client.token]) for client in state.clients),
+        clients=tuple(
+            client._replace(token=ranks[client.token]) for client in state.clients
+        ),
         fence=ranks[state.fence],
         highest=ranks[state.highest],
     )
@@ -135,13 +153,19 @@ def _broken(rules: Rules, state: State) -> str:
     believing = [
         client
         for client in state.clients
-        if client.at in {"held", "read"} and (client.left > 0 or not rules.deadline_looked_at)
+        if client.at in {"held", "read"}
+        and (client.left > 0 or not rules.deadline_looked_at)
     ]
     if len(believing) > 1:
         return "two valid holds"
     owner = state.row.owner
     alive = [client for client in state.clients if client.at not in {"dead", "idle"}]
-    if owner >= 0 and state.clients[owner].at in {"dead", "idle"} and alive and state.row.left > TTL:
+    if (
+        owner >= 0
+        and state.clients[owner].at in {"dead", "idle"}
+        and alive
+        and state.row.left > TTL
+    ):
         return "a key that nobody has and nobody gets"
     return ""
 
@@ -150,23 +174,33 @@ def _steps(rules: Rules, state: State) -> Iterator[tuple[str, State]]:
     row = state.row._replace(left=max(state.row.left - 1, -rules.grace))
     aged = tuple(
         client._replace(
-            age=min(client.age + 1, TTL) if client.at in {"sent", "looked", "reply"} else 0,
+            age=min(client.age + 1, TTL)
+            if client.at in {"sent", "looked", "reply"}
+            else 0,
             left=max(client.left - 1, 0),
         )
         for client in state.clients
     )
     yield "a tick", state._replace(row=row, clients=aged)
     if state.steps:
-        yield "the database's clock steps", state._replace(row=row, steps=state.steps - 1)
+        yield (
+            "the database's clock steps",
+            state._replace(row=row, steps=state.steps - 1),
+        )
     for number, client in enumerate(state.clients):
         name = "ABC"[number]
         if state.deaths and client.at not in {"idle", "dead"}:
-            yield f"{name} dies", _with(state, number, Client("dead"))._replace(deaths=state.deaths - 1)
+            yield (
+                f"{name} dies",
+                _with(state, number, Client("dead"))._replace(deaths=state.deaths - 1),
+            )
         for what, after in _client_steps(rules, state, number, client):
             yield f"{name} {what}", after
 
 
-def _client_steps(rules: Rules, state: State, me: int, client: Client) -> Iterator[tuple[str, State]]:
+def _client_steps(
+    rules: Rules, state: State, me: int, client: Client
+) -> Iterator[tuple[str, State]]:
     row, at = state.row, client.at
     if at == "idle":
         yield "asks", _with(state, me, Client("sent"))
@@ -175,7 +209,10 @@ def _client_steps(rules: Rules, state: State, me: int, client: Client) -> Iterat
     elif at == "looked" or (at == "sent" and _free(rules, state, me)):
         left = TTL - client.age if rules.end_from == "transaction" else TTL
         after = _granted(rules, state, me, left)
-        yield "is granted", _with(after, me, client._replace(at="reply", token=after.row.token))
+        yield (
+            "is granted",
+            _with(after, me, client._replace(at="reply", token=after.row.token)),
+        )
     elif at == "sent":
         if me not in row.line and row.owner != me:
             lined = state._replace(row=row._replace(line=(*row.line, me)))
@@ -184,7 +221,10 @@ def _client_steps(rules: Rules, state: State, me: int, client: Client) -> Iterat
         yield from _answers(rules, state, me, client)
     elif at == "line":
         if row.owner == me and row.left > 0:
-            yield "sees its turn", _with(state, me, Client("told", left=row.left, token=row.token))
+            yield (
+                "sees its turn",
+                _with(state, me, Client("told", left=row.left, token=row.token)),
+            )
         elif me not in row.line:
             yield "sees that its turn is over", _with(state, me, Client("sent"))
         elif row.line[0] == me and _free(rules, state, me):
@@ -192,7 +232,10 @@ def _client_steps(rules: Rules, state: State, me: int, client: Client) -> Iterat
     elif at == "told":
         if client.left > 0 or rules.notice == "believed":
             left = TTL if rules.notice == "believed" else client.left
-            yield "has it by its turn", _with(state, me, Client("held", left=left, token=client.token))
+            yield (
+                "has it by its turn",
+                _with(state, me, Client("held", left=left, token=client.token)),
+            )
         else:
             yield "sees that its turn is over", _with(state, me, Client("sent"))
     elif at in {"held", "read"}:
@@ -202,7 +245,9 @@ def _client_steps(rules: Rules, state: State, me: int, client: Client) -> Iterat
         yield "gives back", _released(rules, state, me)
 
 
-def _answers(rules: Rules, state: State, me: int, client: Client) -> Iterator[tuple[str, State]]:
+def _answers(
+    rules: Rules, state: State, me: int, client: Client
+) -> Iterator[tuple[str, State]]:
     if rules.late_answer_refused and client.age >= TTL:
         yield "is told too late, and gives up", _released(rules, state, me)
     else:
@@ -210,42 +255,71 @@ def _answers(rules: Rules, state: State, me: int, client: Client) -> Iterator[tu
         yield "has it", _with(state, me, Client("held", left=left, token=client.token))
     if state.losses:
         lost = state._replace(losses=state.losses - 1)
-        yield "loses the reply and asks again", _with(lost, me, Client("sent", age=client.age))
+        yield (
+            "loses the reply and asks again",
+            _with(lost, me, Client("sent", age=client.age)),
+        )
         yield "loses the reply and gives up", _released(rules, lost, me)
 
 
-def _work(rules: Rules, state: State, me: int, client: Client) -> Iterator[tuple[str, State]]:
-    """Read the register and write it, whatever the clock says: the pause that nobody notices."""
+def _work(
+    rules: Rules, state: State, me: int, client: Client
+) -> Iterator[tuple[str, State]]:
+    """Read and write the register, whatever the clock says.
+
+    This models a pause that the client does not notice.
+    """
     fenced_off = client.token < state.fence
-    if (rules.fence == "claim" and fenced_off) or (rules.fence == "write" and client.at == "read" and fenced_off):
+    if (rules.fence == "claim" and fenced_off) or (
+        rules.fence == "write" and client.at == "read" and fenced_off
+    ):
         yield "is refused by the register", _released(rules, state, me)
     elif client.at == "held":
-        claimed = state._replace(fence=max(state.fence, client.token)) if rules.fence == "claim" else state
+        claimed = (
+            state._replace(fence=max(state.fence, client.token))
+            if rules.fence == "claim"
+            else state
+        )
         yield "reads", _with(claimed, me, client._replace(at="read"))
     else:
-        stale = tuple(other._replace(fresh=other.at != "read") for other in state.clients)
+        stale = tuple(
+            other._replace(fresh=other.at != "read") for other in state.clients
+        )
         after = state._replace(
             clients=stale,
-            fence=max(state.fence, client.token) if rules.fence != "none" else state.fence,
+            fence=max(state.fence, client.token)
+            if rules.fence != "none"
+            else state.fence,
             broken="" if client.fresh else "a lost update",
         )
         yield "writes", _with(after, me, Client("written", token=client.token))
 
 
-def _renewals(rules: Rules, state: State, me: int, client: Client) -> Iterator[tuple[str, State]]:
+def _renewals(
+    rules: Rules, state: State, me: int, client: Client
+) -> Iterator[tuple[str, State]]:
     row = state.row
     mine = row.owner == me and row.token == client.token
-    if (mine or (not rules.owner_at_renewal and row.owner >= 0)) and row.left > 0:
-        yield "renews", _with(state._replace(row=row._replace(left=TTL)), me, client._replace(left=TTL))
+    if (mine or (not rules.owner_at_renewal and row.owner >= 0)) and (
+        row.left > 0 or rules.renewed_late
+    ):
+        yield (
+            "renews",
+            _with(
+                state._replace(row=row._replace(left=TTL)),
+                me,
+                client._replace(left=TTL),
+            ),
+        )
 
 
-# The row.
+# The lock row.
 
 
 def _free(rules: Rules, state: State, me: int) -> bool:
     row = state.row
     if row.owner == me:
-        # Its own grant, of which it never heard.
+        # The client repeats a request whose reply was lost.
         return True
     before_me = row.line[: row.line.index(me)] if me in row.line else row.line
     return not before_me and (row.owner < 0 or row.left <= -rules.grace)
@@ -256,7 +330,9 @@ def _granted(rules: Rules, state: State, me: int, left: int) -> State:
     token = row.token + 1 if rules.token_grows else max(1, row.token)
     line = tuple(owner for owner in row.line if owner != me)
     broken = "" if token > state.highest else "a token that does not grow"
-    return state._replace(row=Row(me, left, token, line), highest=max(state.highest, token), broken=broken)
+    return state._replace(
+        row=Row(me, left, token, line), highest=max(state.highest, token), broken=broken
+    )
 
 
 def _handed_over(rules: Rules, state: State) -> State:
@@ -268,7 +344,9 @@ def _released(rules: Rules, state: State, me: int) -> State:
     after = _with(state, me, Client("idle"))
     if row.owner >= 0 and (row.owner == me or not rules.owner_at_release):
         token = row.token if rules.row_kept else 0
-        after = after._replace(row=row._replace(owner=-1, left=-rules.grace, token=token))
+        after = after._replace(
+            row=row._replace(owner=-1, left=-rules.grace, token=token)
+        )
         if row.line:
             after = _handed_over(rules, after)
     return after
@@ -280,23 +358,35 @@ def _with(state: State, number: int, client: Client) -> State:
     return state._replace(clients=tuple(clients))
 
 
-# One rule changed in each, and what that must show.
+# Each mutant changes one rule. The second item is the error that the search must find.
 MUTANTS: dict[str, tuple[Rules, str]] = {
     "release without an owner": (Rules(owner_at_release=False), "two valid holds"),
     "renewal without an owner": (Rules(owner_at_renewal=False), "two valid holds"),
     "deadline from the response": (Rules(deadline_from="response"), "two valid holds"),
     "held past its own deadline": (Rules(deadline_looked_at=False), "two valid holds"),
-    "the row goes, and its token with it": (Rules(row_kept=False), "a token that does not grow"),
-    "a token that does not grow": (Rules(token_grows=False), "a token that does not grow"),
+    "the row goes, and its token with it": (
+        Rules(row_kept=False),
+        "a token that does not grow",
+    ),
+    "a token that does not grow": (
+        Rules(token_grows=False),
+        "a token that does not grow",
+    ),
     "no fence": (Rules(fence="none"), "a lost update"),
     "a fence at the write only": (Rules(fence="write"), "a lost update"),
-    "free when it looked, not when it wrote": (Rules(free_is_asked_again=False), "two valid holds"),
+    "free when it looked, not when it wrote": (
+        Rules(free_is_asked_again=False),
+        "two valid holds",
+    ),
     "an answer believed however late": (
         Rules(deadline_from="response", late_answer_refused=False),
         "two valid holds",
     ),
     "a stale notice believed": (Rules(notice="believed"), "two valid holds"),
-    "kept for the dead without end": (Rules(kept_for_the_next=99), "a key that nobody has and nobody gets"),
+    "kept for the dead without end": (
+        Rules(kept_for_the_next=99),
+        "a key that nobody has and nobody gets",
+    ),
     "the end counted from the start of the transaction": (
         Rules(end_from="transaction", deadline_from="response"),
         "two valid holds",

@@ -1,4 +1,7 @@
-"""A TCP proxy on loopback that can swallow the server's next reply and cut the connection, or let nothing through."""
+"""A TCP proxy on loopback that can drop a reply or hold back all traffic.
+
+Dropping a reply also cuts the connection.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ import time
 
 
 class Proxy:
-    """Forwards to ``port``; ``swallow()`` arms it to let one more request through and keep the reply to itself."""
+    """A proxy in front of ``port``.
+
+    ``swallow()`` makes it forward one more request and drop the reply.
+    """
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -17,9 +23,10 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self._armed = threading.Event()
         self.swallowed = threading.Event()
-        # While set, the server's replies are kept back; they come through afterwards.
+        # While set, the server's replies are delayed. They are forwarded afterwards.
         self.late = threading.Event()
-        # While set, nothing comes through, and nobody is told so; afterwards the connections of that time are ended.
+        # While set, nothing passes in either direction and no error is raised.
+        # Connections that were used meanwhile are closed afterwards.
         self.cut = threading.Event()
         self._closed = False
         self._open: list[socket.socket] = []
@@ -28,7 +35,10 @@ class Proxy:
         self._acceptor.start()
 
     def swallow(self, text: bytes, until: threading.Event | None = None) -> None:
-        """Swallow the reply to the next request that has this text in it; tell its sender nothing until then."""
+        """Drop the reply to the next request that contains this text.
+
+        The sender receives nothing until the event ``until`` is set.
+        """
         self._text = text
         self._until = until
         self.swallowed.clear()
@@ -36,7 +46,7 @@ class Proxy:
 
     def close(self) -> None:
         self._closed = True
-        # To close it would not wake up who waits for a connection.
+        # close() would not wake up a thread in accept().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(10)
@@ -53,16 +63,25 @@ class Proxy:
                 try:
                     server = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
-                    # It is not there just now.
+                    # The server is not running at the moment.
                     client.close()
                     continue
                 self._open += [client, server]
                 marked = threading.Event()
-                for copy, sockets in ((self._requests, (client, server)), (self._replies, (server, client))):
-                    self._threads.append(threading.Thread(target=copy, args=(*sockets, marked), daemon=True))
+                for copy, sockets in (
+                    (self._requests, (client, server)),
+                    (self._replies, (server, client)),
+                ):
+                    self._threads.append(
+                        threading.Thread(
+                            target=copy, args=(*sockets, marked), daemon=True
+                        )
+                    )
                     self._threads[-1].start()
 
-    def _requests(self, client: socket.socket, server: socket.socket, marked: threading.Event) -> None:
+    def _requests(
+        self, client: socket.socket, server: socket.socket, marked: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(65536):
                 if self._armed.is_set() and self._text in data:
@@ -73,11 +92,13 @@ class Proxy:
                 server.sendall(data)
         _end(client, server)
 
-    def _replies(self, server: socket.socket, client: socket.socket, marked: threading.Event) -> None:
+    def _replies(
+        self, server: socket.socket, client: socket.socket, marked: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
                 if marked.is_set():
-                    # The statement is done, and committed: its reply goes no further.
+                    # The statement has been run and committed. Its reply is dropped.
                     self.swallowed.set()
                     if self._until is not None:
                         self._until.wait(60)
@@ -90,7 +111,7 @@ class Proxy:
         _end(client, server)
 
     def _withheld(self) -> bool:
-        """Wait for the end of a cut; return whether there was one."""
+        """Wait for the end of a cut, and return whether there was one."""
         was_cut = self.cut.is_set()
         while self.cut.is_set() and not self._closed:
             time.sleep(0.01)

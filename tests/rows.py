@@ -1,4 +1,4 @@
-"""Lock rows as tests need them: written by themselves, without a holder."""
+"""Lock rows without a holder, written directly for tests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from datetime import UTC, datetime, timedelta
 
 from django.db import models
 
-from dlocks.backends.base import UNLIMITED
-from dlocks.models import LockClaim, ResourceLock
+from tests.internals import UNLIMITED, LockClaim, ResourceLock
 
 OWNER = "0123456789abcdef0123456789abcdef"
 PAST = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
 FUTURE = datetime(2190, 1, 2, 3, 4, 5, tzinfo=UTC)
 
-P, S, F = ResourceLock.Status.PROCESSING, ResourceLock.Status.SUCCEEDED, ResourceLock.Status.FAILED
+P, S, F = (
+    ResourceLock.Status.PROCESSING,
+    ResourceLock.Status.SUCCEEDED,
+    ResourceLock.Status.FAILED,
+)
 
 
 def write(key: str, status: str, end: datetime, **fields: object) -> ResourceLock:
@@ -27,7 +30,9 @@ def write(key: str, status: str, end: datetime, **fields: object) -> ResourceLoc
         "version": 1000,
         **fields,
     }
-    return ResourceLock.objects.create(key_resource=key, status=status, end_time=end, **values)
+    return ResourceLock.objects.create(
+        key_resource=key, status=status, end_time=end, **values
+    )
 
 
 def held(key: str, **fields: object) -> ResourceLock:
@@ -43,12 +48,15 @@ def free(key: str, **fields: object) -> ResourceLock:
 
 
 def now(key: str) -> ResourceLock:
-    """Return what the row has become, with its state by the clock."""
+    """Return the current row, with its state by the database's clock."""
     return ResourceLock.objects.by_clock().get(pk=key)
 
 
 def claim(key: str, end: datetime, **fields: object) -> LockClaim:
-    """Write a claim in line, or with a version a share, on a key that has a row; count it in there."""
+    """Write a claim on a key that has a row, and count it there.
+
+    Without ``version`` it is a waiter. With it, it is a shared hold or a permit.
+    """
     version = fields.get("version")
     values = {
         "owner": OWNER[:16] + secrets.token_hex(8),
@@ -61,7 +69,7 @@ def claim(key: str, end: datetime, **fields: object) -> LockClaim:
         "scope": P,
         "takeover": True,
         "counted": version is None,
-        "patience": 1_500_000,
+        "handover_ttl": 1_500_000,
         **fields,
     }
     counter = "waiters" if version is None else "shares"

@@ -1,20 +1,35 @@
-"""
-Run the suite on real engines: ``python -m tests.run [ENGINE …] [-- PYTEST ARGUMENTS]``.
+"""Run the suite on real engines.
 
-``backends``, in place of engines, runs the tests of other servers, which they start by themselves.
+    python -m tests.run [ENGINE ...] [-- PYTEST ARGUMENTS]
 
-Starts a throwaway server for each engine, gives pytest its address by the environment, and stops it, also when
-interrupted. Without engines: sqlite, postgresql and mariadb. An engine that cannot be started is a failure.
+The engines are sqlite, postgresql, mariadb and mysql, and all of them are the default.
+Two other words may stand in place of engines:
 
-The suite waits more than it computes. So, unless there are arguments for pytest, each engine's is split into shards
-with servers of their own, and all of them run side by side: eight (DLOCKS_TEST_SHARDS), of however many engines. What
-has not ended by then (a driver's call that no signal interrupts, say) is aborted, and tells where its threads were.
+* ``backends`` runs the tests of other servers, which start these servers by themselves.
+* ``newest`` runs the tests of storage, transactions, the queue, faults and guarded
+  commits on the newest PostgreSQL and MariaDB (scripts/fetch_server.sh).
+
+Each engine gets a throwaway server, whose address is passed to pytest in the
+environment. The server is stopped at the end, also after an interrupt. An engine that
+cannot be started is a failure. So is a MySQL that could not be fetched, if CI is set
+and DLOCKS_TEST_WITHOUT_MYSQL is not 1. Otherwise MySQL is skipped, and a line says why.
+
+Databases are kept in /dev/shm if it is large enough and TMPDIR is not set. On one disk,
+each flush of a server would delay all others.
+
+The suite waits more than it computes. Without arguments for pytest it is therefore
+split into nine shards (DLOCKS_TEST_SHARDS), shared among the engines. Each shard has
+its own server, and all of them run side by side. Tests that are marked ``alone`` run
+after them, one engine at a time. A shard that takes longer than 40 minutes is aborted
+and prints the stacks of its threads. A driver's call that no signal interrupts can
+cause this.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,40 +40,86 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 
-from tests.servers import SERVERS
+from tests.servers import FETCHED, SERVERS, fetched
 
-ENGINES = ("sqlite", "postgresql", "mariadb")
+ENGINES = ("sqlite", "postgresql", "mariadb", "mysql")
 BACKENDS = "backends"
-SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "8"))
-# Each engine's part of them.
-SHARES = {"sqlite": 2, "postgresql": 3, "mariadb": 3}
-# Of the tests of other servers, which are large.
+NEWEST = "newest"
+NEWEST_ENGINES = ("postgresql", "mariadb")
+NEWEST_TESTS = [
+    f"tests/test_{name}.py"
+    for name in (
+        "contract",
+        "locks",
+        "kinds",
+        "transactions",
+        "line",
+        "line_faults",
+        "faults",
+        "guard",
+        "guard_isolation",
+        "races",
+    )
+]
+SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "9"))
+# The part of the shards that each engine gets.
+SHARES = {"sqlite": 3, "postgresql": 2, "mariadb": 2, "mysql": 2}
+# Shards for the tests of other servers, which are large.
 BACKENDS_SHARDS = 3
 LIMIT = 40 * 60.0
+# A file system in memory, and the bytes that the suite may need there.
+MEMORY, MEMORY_BYTES = "/dev/shm", 6 * 2**30
 
 
 def main(arguments: list[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     engines, extra = arguments[:split] or list(ENGINES), arguments[split + 1 :]
-    known = ENGINES if extra else (*ENGINES, BACKENDS)
+    if "mysql" in engines and (why := _why_no_mysql()) is not None:
+        print(f"mysql: NOT RUN: {why}", flush=True)
+        if "CI" in os.environ and os.environ.get("DLOCKS_TEST_WITHOUT_MYSQL") != "1":
+            return 1
+        engines.remove("mysql")
+    known = ENGINES if extra else (*ENGINES, BACKENDS, NEWEST)
     if unknown := set(engines) - set(known):
-        print(f"Unknown engine {', '.join(sorted(unknown))}; there are {', '.join(known)}.", file=sys.stderr)
+        print(
+            f"Unknown engine {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(known)}.",
+            file=sys.stderr,
+        )
         return 2
-    # A plain kill must stop the servers too. Who is started in the background may have been told to ignore the others,
-    # and so would every process of the tests.
+    _keep_databases_in_memory()
+    # The servers must also be stopped after a plain kill. A process that was started in
+    # the background may ignore SIGINT, and the processes of the tests would inherit
+    # that.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    statuses = {engine: _run(engine, extra) for engine in engines} if extra else _side_by_side(engines)
+    statuses = (
+        {engine: _run(engine, extra) for engine in engines}
+        if extra
+        else _side_by_side(engines)
+    )
     for name, status in statuses.items():
-        print(f"{name}: {'passed' if status == 0 else f'FAILED ({status})'}", flush=True)
+        print(
+            f"{name}: {'passed' if status == 0 else f'FAILED ({status})'}", flush=True
+        )
     return int(any(statuses.values()))
 
 
+def _keep_databases_in_memory() -> None:
+    with suppress(OSError):
+        if shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
+            os.environ.setdefault("TMPDIR", MEMORY)
+
+
 def _side_by_side(engines: list[str]) -> dict[str, int]:
-    """Run all shards of the engines at once; return how each ended. Every line of theirs gets their name."""
+    """Run all shards of the engines at once, and return their exit statuses.
+
+    Every line of output is prefixed with the name of its shard.
+    """
     began = time.monotonic()
     processes: dict[str, subprocess.Popen[str]] = {}
     counts: Counter[str] = Counter()
+    readers: list[threading.Thread] = []
     failures: list[str] = []
     stops = [0.0]
 
@@ -71,46 +132,98 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
             if still := re.match(r"This machine stood still .* up to ([\d.]+) s", line):
                 stops.append(float(still[1]))
             if re.search(r"\d+ \w+.* in \d+\.\d+s", line):
-                counts.update({what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", line)})
+                counts.update(
+                    {
+                        what.rstrip("s"): int(number)
+                        for number, what in re.findall(r"(\d+) ([a-z]+)", line)
+                    }
+                )
 
-    # The longest first.
+    def start(name: str, what: list[str], **environment: str) -> None:
+        processes[name] = process = subprocess.Popen(
+            [sys.executable, "-m", "tests.run", *what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        reader = threading.Thread(target=read, args=[name, process], daemon=True)
+        reader.start()
+        readers.append(reader)
+
+    def wait(names: list[str]) -> dict[str, int]:
+        try:
+            return {name: processes[name].wait() for name in names}
+        except BaseException:
+            for name in names:
+                processes[name].terminate()
+            for name in names:
+                processes[name].wait()
+            raise
+
+    # The shards that take longest start first.
     for engine, shards in _shards(engines):
         for part in (f"{number + 1}/{shards}" for number in range(shards)):
-            what = ["sqlite", "--", "tests/backends"] if engine == BACKENDS else [engine, "--"]
-            command = [sys.executable, "-m", "tests.run", *what, "--shard", part]
-            processes[f"{engine} {part}"] = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-    readers = [threading.Thread(target=read, args=item, daemon=True) for item in processes.items()]
+            what, environment = [engine, "--"], {}
+            if engine == BACKENDS:
+                what = ["sqlite", "--", "tests/backends"]
+            elif engine.startswith(NEWEST):
+                what = [engine.removeprefix(f"{NEWEST} "), "--", *NEWEST_TESTS]
+                environment["DLOCKS_TEST_SERVERS"] = NEWEST
+            start(f"{engine} {part}", [*what, "--shard", part], **environment)
     try:
-        for reader in readers:
-            reader.start()
-        statuses = {name: process.wait() for name, process in processes.items()}
-    except BaseException:
-        for process in processes.values():
-            process.terminate()
-        for process in processes.values():
-            process.wait()
-        raise
+        statuses = wait(list(processes))
+        for engine in ENGINES[1:]:
+            if engine in engines:
+                name = f"{engine} alone"
+                start(name, [engine, "--", "tests/test_line.py", "-m", "alone"])
+                statuses |= wait([name])
     finally:
         for reader in readers:
             # A process that a test has lost may keep the pipe open.
             reader.join(30)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     print(*failures, sep="\n", end="\n" if failures else "")
-    again = f", {counts['rerun']} came too late and ran again" if counts["rerun"] else ""
+    again = (
+        f", {counts['rerun']} came too late and ran again" if counts["rerun"] else ""
+    )
     if max(stops):
         print(f"This machine stood still for up to {max(stops):.1f} s.")
-    print(f"{counts['passed']} passed, {counts['failed'] + counts['error']} failed{again}", flush=True)
+    print(
+        f"{counts['passed']} passed, {counts['failed'] + counts['error']}"
+        f" failed{again}",
+        flush=True,
+    )
     return statuses
 
 
 def _shards(engines: list[str]) -> Iterator[tuple[str, int]]:
     if BACKENDS in engines:
         yield BACKENDS, BACKENDS_SHARDS
+    if NEWEST in engines:
+        for engine in NEWEST_ENGINES:
+            yield f"{NEWEST} {engine}", SHARDS_AT_ONCE // len(NEWEST_ENGINES)
     here = [engine for engine in reversed(ENGINES) if engine in engines]
     for engine in here:
-        yield engine, max(1, round(SHARDS_AT_ONCE * SHARES[engine] / sum(map(SHARES.__getitem__, here))))
+        yield (
+            engine,
+            max(
+                1,
+                round(
+                    SHARDS_AT_ONCE * SHARES[engine] / sum(map(SHARES.__getitem__, here))
+                ),
+            ),
+        )
+
+
+def _why_no_mysql() -> str | None:
+    """Return why MySQL cannot run here, or None if it can."""
+    try:
+        fetched("mysql", "mysqld")
+    except FileNotFoundError as error:
+        reason = FETCHED / "mysql.error"
+        return reason.read_text().strip() if reason.exists() else str(error)
+    return None
 
 
 def _run(engine: str, extra: list[str]) -> int:
@@ -119,19 +232,32 @@ def _run(engine: str, extra: list[str]) -> int:
         server = SERVERS[engine]() if engine in SERVERS else nullcontext()
         try:
             with server:
-                environment = getattr(server, "environment", {"DLOCKS_TEST_ENGINE": engine})
-                environment = {**os.environ, "DLOCKS_TEST_DIRECTORY": directory, **environment}
-                process = subprocess.Popen([sys.executable, "-m", "pytest", *extra], env=environment)
+                environment = getattr(
+                    server, "environment", {"DLOCKS_TEST_ENGINE": engine}
+                )
+                environment = {
+                    **os.environ,
+                    "DLOCKS_TEST_DIRECTORY": directory,
+                    **environment,
+                }
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "pytest", *extra], env=environment
+                )
                 try:
                     with suppress(subprocess.TimeoutExpired):
                         return process.wait(LIMIT)
-                    # What has failed until then is told, and where that does not end it, the stacks of all threads are.
+                    # SIGINT makes pytest report the failures so far. If that does not
+                    # end it, SIGABRT prints the stacks of all threads.
                     process.send_signal(signal.SIGINT)
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(60)
                     process.send_signal(signal.SIGABRT)
                     process.wait()
-                    print(f"FAILED {engine}: aborted, not ended after {LIMIT / 60:g} minutes", flush=True)
+                    print(
+                        f"FAILED {engine}: aborted, not ended after {LIMIT / 60:g}"
+                        " minutes",
+                        flush=True,
+                    )
                     return 1
                 except BaseException:
                     process.send_signal(signal.SIGINT)
@@ -143,7 +269,9 @@ def _run(engine: str, extra: list[str]) -> int:
         except KeyboardInterrupt:
             sys.exit(130)
         except (FileNotFoundError, RuntimeError) as error:
-            print(f"{engine} could not be started: {error}", file=sys.stderr, flush=True)
+            print(
+                f"{engine} could not be started: {error}", file=sys.stderr, flush=True
+            )
             return 1
 
 

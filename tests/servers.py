@@ -1,4 +1,8 @@
-"""Throwaway database servers: own data, free port, nothing of the machine's touched; gone when their starter is."""
+"""Throwaway database servers with their own data, on a free port.
+
+They touch nothing else on the machine, and they end together with the process that
+started them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 START_SECONDS = 60.0
+# The directory in which scripts/fetch_server.sh puts the servers that Debian does not
+# package.
+FETCHED = Path(__file__).resolve().parent.parent / ".servers"
+# Whether to use the newest PostgreSQL and MariaDB instead of Debian's.
+USE_NEWEST = os.environ.get("DLOCKS_TEST_SERVERS") == "newest"
 
 
 class Server:
-    """One server. ``environment`` is what tests/settings.py needs to find it."""
+    """One server. tests/settings.py finds it through ``environment``."""
 
     engine: str
     accounts: tuple[str, ...]
     stop_signal: signal.Signals
     crash_signal = signal.SIGKILL
-    # What it is started with besides.
+    # Additional environment variables of the server's process.
     environment_of_its_own: Mapping[str, str] = {}
 
     def __init__(self) -> None:
@@ -38,8 +47,12 @@ class Server:
         self.log = self.directory / "log"
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
-        # Neither server runs as root.
-        self.account = next((name for name in self.accounts if _exists(name)), None) if os.geteuid() == 0 else None
+        # Servers do not run as root.
+        self.account = (
+            next((name for name in self.accounts if _exists(name)), None)
+            if os.geteuid() == 0
+            else None
+        )
         if self.account is not None:
             shutil.chown(self.directory, self.account)
         self.data.mkdir()
@@ -75,21 +88,30 @@ class Server:
         raise NotImplementedError
 
     def start(self, **environment: str) -> None:
-        self.process = self._spawn(self.command(), **self.environment_of_its_own, **environment)
+        self.process = self._spawn(
+            self.command(), **self.environment_of_its_own, **environment
+        )
         self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not self.is_ready():
-            if self.process is None or self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{self.engine} did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+            if (
+                self.process is None
+                or self.process.poll() is not None
+                or time.monotonic() > deadline
+            ):
+                raise RuntimeError(
+                    f"{self.engine} did not"
+                    f" start:\n{self.log.read_text(errors='replace')[-3000:]}"
+                )
             time.sleep(0.05)
 
     def stop(self) -> None:
         self._end(self.stop_signal)
 
     def crash(self) -> None:
-        """End it as a power cut would."""
+        """End the server as a power cut would."""
         self._end(self.crash_signal)
 
     def restart(self) -> None:
@@ -100,7 +122,9 @@ class Server:
         """Run a tool to its end, as the server's account."""
         process = self._spawn(command)
         if process.wait(START_SECONDS) != 0:
-            raise RuntimeError(f"{command[0]} failed:\n{self.log.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(
+                f"{command[0]} failed:\n{self.log.read_text(errors='replace')[-3000:]}"
+            )
 
     def _end(self, number: signal.Signals) -> None:
         if self.process is None:
@@ -126,14 +150,16 @@ class Server:
                     "PATH": os.environ["PATH"],
                     "LC_ALL": "C.UTF-8",
                     "HOME": str(self.directory),
-                    # A MariaDB that starts deletes the temporary tables that others have in a directory they share.
+                    # A MariaDB that starts deletes the temporary tables of other
+                    # servers that use the same directory.
                     "TMPDIR": str(self.directory),
                     **environment,
                 },
                 user=self.account,
                 group=pwd.getpwnam(self.account).pw_gid if self.account else None,
                 extra_groups=[] if self.account else None,
-                # A group of its own, so that Ctrl-C in a terminal reaches the tests first.
+                # In a session of its own, the server does not receive Ctrl-C from a
+                # terminal before the tests do.
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(self.stop_signal),
             )
@@ -147,12 +173,14 @@ class PostgreSQL(Server):
 
     def initialize(self) -> None:
         self.run(
-            [str(self._tool("initdb")), "-D", str(self.data), "-U", "dlocks", "-A", "trust", "-E", "UTF8", "--no-sync",
+            [str(self._tool("initdb")), "-D", str(self.data), "-U", "dlocks", "-A",
+            "trust", "-E", "UTF8", "--no-sync",
              "--locale=C.UTF-8"]
         )  # fmt: skip
 
     def command(self) -> list[str]:
-        # A zone that is not UTC, and no flush to disk: a crash of the server is tested here, not one of the machine.
+        # The time zone is not UTC. Nothing is flushed to disk, since only crashes of
+        # the server are tested, not of the machine.
         settings = {
             "port": self.port,
             "listen_addresses": "127.0.0.1",
@@ -163,7 +191,11 @@ class PostgreSQL(Server):
             "log_min_messages": "fatal",
             "log_min_error_statement": "panic",
         }
-        options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        options = [
+            word
+            for name, value in settings.items()
+            for word in ("-c", f"{name}={value}")
+        ]
         return [str(self._tool("postgres")), "-D", str(self.data), *options]
 
     def is_ready(self) -> bool:
@@ -174,24 +206,35 @@ class PostgreSQL(Server):
         import psycopg
 
         with psycopg.connect(
-            host="127.0.0.1", port=self.port, user="dlocks", dbname="postgres", autocommit=True
+            host="127.0.0.1",
+            port=self.port,
+            user="dlocks",
+            dbname="postgres",
+            autocommit=True,
         ) as connection:
             cursor = connection.execute(sql.encode())
             return cursor.fetchall() if cursor.description else []
 
     @staticmethod
     def _tool(name: str) -> Path:
-        found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: int(path.parts[4]))
+        if USE_NEWEST:
+            return fetched("postgresql", name)
+        found = sorted(
+            Path("/usr/lib/postgresql").glob(f"*/bin/{name}"),
+            key=lambda path: int(path.parts[4]),
+        )
         if found:
             return found[-1]
         path = shutil.which(name)
         if path is None:
-            raise FileNotFoundError(f"{name} is not installed: apt-get install postgresql")
+            raise FileNotFoundError(
+                f"{name} is not installed: apt-get install postgresql"
+            )
         return Path(path)
 
 
 class Standby(PostgreSQL):
-    """A copy of a PostgreSQL on ``port``, from where it is sent what is written; it can become one of its own."""
+    """A standby of the PostgreSQL on ``port``. It can be promoted to a primary."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -200,7 +243,8 @@ class Standby(PostgreSQL):
     def initialize(self) -> None:
         self.data.rmdir()
         self.run(
-            [str(self._tool("pg_basebackup")), "-h", "127.0.0.1", "-p", str(self.primary), "-U", "dlocks", "-D",
+            [str(self._tool("pg_basebackup")), "-h", "127.0.0.1", "-p",
+            str(self.primary), "-U", "dlocks", "-D",
              str(self.data), "--write-recovery-conf", "--checkpoint=fast", "--no-sync"]
         )  # fmt: skip
 
@@ -209,13 +253,19 @@ class Standby(PostgreSQL):
 
 
 class PgBouncer(Server):
-    """A pooler before a PostgreSQL on ``behind``: by ``mode`` each transaction, or each client, has a session."""
+    """A PgBouncer in front of the PostgreSQL on ``behind``.
+
+    ``mode`` is PgBouncer's pool mode. A session belongs to one transaction, or to one
+    client.
+    """
 
     engine = "pgbouncer"
     accounts = ("postgres", "nobody")
     stop_signal = signal.SIGTERM
 
-    def __init__(self, behind: int, *, sessions: int = 20, mode: str = "transaction") -> None:
+    def __init__(
+        self, behind: int, *, sessions: int = 20, mode: str = "transaction"
+    ) -> None:
         super().__init__()
         self.behind = behind
         self.sessions = sessions
@@ -246,7 +296,9 @@ class PgBouncer(Server):
     def command(self) -> list[str]:
         pooler = shutil.which("pgbouncer", path=_SYSTEM_PATH)
         if pooler is None:
-            raise FileNotFoundError("pgbouncer is not installed: apt-get install pgbouncer")
+            raise FileNotFoundError(
+                "pgbouncer is not installed: apt-get install pgbouncer"
+            )
         return [pooler, "-q", str(self.directory / "pgbouncer.ini")]
 
     def is_ready(self) -> bool:
@@ -257,29 +309,47 @@ class MariaDB(Server):
     engine = "mariadb"
     accounts = ("mysql", "nobody")
     stop_signal = signal.SIGTERM
-
-    def initialize(self) -> None:
-        install = shutil.which("mariadb-install-db", path=_SYSTEM_PATH)
-        if install is None:
-            raise FileNotFoundError("mariadb-install-db is not installed: apt-get install mariadb-server")
-        self.run(
-            [install, "--no-defaults", f"--datadir={self.data}", "--auth-root-authentication-method=normal",
-             "--skip-test-db", "--skip-name-resolve"]
-        )  # fmt: skip
-
-    # More words for its command line.
+    program = "mariadbd"
+    binary_log_reader = "mariadb-binlog"
+    # The directory of an unpacked server, or None for the installed one.
+    unpacked: ClassVar[Path | None] = FETCHED / "mariadb" if USE_NEWEST else None
+    # Additional command line options.
     options: tuple[str, ...] = ()
 
+    def initialize(self) -> None:
+        install = [self._tool("mariadb-install-db"), "--no-defaults"]
+        if self.unpacked is not None:
+            install.append(f"--basedir={self.unpacked}/usr")
+        self.run(
+            [*install, f"--datadir={self.data}",
+            "--auth-root-authentication-method=normal", "--skip-test-db",
+             "--skip-name-resolve"]
+        )  # fmt: skip
+
     def command(self) -> list[str]:
-        server = shutil.which("mariadbd", path=_SYSTEM_PATH) or "mariadbd"
+        places = []
+        if self.unpacked is not None:
+            root = self.unpacked / "usr"
+            messages = root / "share" / self.engine
+            places = [
+                f"--basedir={root}",
+                f"--plugin-dir={root}/lib/mysql/plugin",
+                f"--lc-messages-dir={messages}",
+            ]
         return [
-            server, "--no-defaults", f"--datadir={self.data}", f"--port={self.port}", "--bind-address=127.0.0.1",
-            # Its own: a server that starts removes the temporary files of the others from the usual one.
+            self._tool(self.program), "--no-defaults", *places,
+                f"--datadir={self.data}",
+            f"--port={self.port}", "--bind-address=127.0.0.1",
+            # Each server has its own. A server that starts removes the temporary files
+            # of other servers in a common directory.
             f"--tmpdir={self.directory}",
-            f"--socket={self.directory}/socket", f"--pid-file={self.directory}/pid", "--skip-name-resolve",
-            "--innodb-flush-log-at-trx-commit=2", "--default-time-zone=+05:30", "--max-connections=200",
+            f"--socket={self.directory}/socket", f"--pid-file={self.directory}/pid",
+            "--skip-name-resolve",
+            "--innodb-flush-log-at-trx-commit=2", "--default-time-zone=+05:30",
+            "--max-connections=200",
             "--innodb-buffer-pool-size=256M", "--character-set-server=utf8mb4",
-            # By default a DROP waits a day for a transaction that has seen the table.
+            # By default, DROP waits for a day for a transaction that has read the
+            # table.
             "--lock-wait-timeout=60", *self.options,
         ]  # fmt: skip
 
@@ -287,22 +357,75 @@ class MariaDB(Server):
         import MySQLdb
 
         try:
-            MySQLdb.connect(host="127.0.0.1", port=self.port, user="root", connect_timeout=3).close()
+            MySQLdb.connect(
+                host="127.0.0.1", port=self.port, user="root", connect_timeout=3
+            ).close()
         except MySQLdb.OperationalError:
             return False
         return True
 
+    def read_binary_log(self, *files: str) -> str:
+        """Return the row changes in binary log files as text."""
+        command = [
+            self._tool(self.binary_log_reader),
+            "--base64-output=decode-rows",
+            "--verbose",
+            *files,
+        ]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
+
+    def _tool(self, name: str) -> str:
+        if self.unpacked is not None:
+            return str(fetched(self.unpacked.name, name))
+        path = shutil.which(name, path=_SYSTEM_PATH)
+        if path is None:
+            raise FileNotFoundError(
+                f"{name} is not installed: apt-get install mariadb-server"
+                " mariadb-client"
+            )
+        return path
+
+
+class MySQL(MariaDB):
+    """The server that scripts/fetch_server.sh has unpacked."""
+
+    engine = "mysql"
+    program = "mysqld"
+    binary_log_reader = "mysqlbinlog"
+    unpacked = FETCHED / "mysql"
+
+    def initialize(self) -> None:
+        # Without name resolution, root@localhost has no access over TCP.
+        init = self.directory / "init.sql"
+        init.write_text(
+            "CREATE USER root@'127.0.0.1'; GRANT ALL ON *.* TO root@'127.0.0.1' WITH"
+            " GRANT OPTION;\n"
+        )
+        self.run([*self.command(), "--initialize-insecure", f"--init-file={init}"])
+
+    def command(self) -> list[str]:
+        # Debian's default directory for exported files does not exist here. The X
+        # protocol would use the fixed port 33060. The binary log, which is on by
+        # default, is flushed as rarely as MariaDB's redo log above.
+        return [
+            *super().command(),
+            "--secure-file-priv=NULL",
+            "--mysqlx=OFF",
+            "--sync-binlog=0",
+        ]
+
 
 class GaleraNode(MariaDB):
-    """
-    One server of a Galera cluster.
+    """One server of a Galera cluster.
 
-    It begins with a copy of the data of the first and is sent only what was written since: for that no tools are
-    needed but a script that tells a node where it stands.
+    It starts with a copy of the first node's data, and receives only the later writes.
+    This needs no tools except a script that passes the node's position.
     """
 
     provider = "/usr/lib/galera/libgalera_smm.so"
-    # Sooner than by default, a node of which nothing is heard is taken for lost.
+    # A node that sends nothing is considered lost sooner than by default.
     patience: ClassVar[dict[str, str]] = {
         "evs.keepalive_period": "PT0.5S",
         "evs.suspect_timeout": "PT3S",
@@ -314,8 +437,11 @@ class GaleraNode(MariaDB):
         super().__init__()
         self.first = first
         self.group, self.transfer = free_port(), free_port()
-        self.environment_of_its_own = {"PATH": f"{self.directory}:{os.environ['PATH']}", **environment}
-        # Whom it asks to be let in; nobody: it is a cluster of one.
+        self.environment_of_its_own = {
+            "PATH": f"{self.directory}:{os.environ['PATH']}",
+            **environment,
+        }
+        # The nodes that it joins. Without any, it is a cluster of one.
         self.members: list[GaleraNode] = [] if first is None else [first]
         self.position: str | None = None
 
@@ -335,11 +461,13 @@ class GaleraNode(MariaDB):
             return
         super().initialize()
         (self.data / "grastate.dat").write_text(
-            f"# GALERA saved state\nversion: 2.1\nuuid: {uuid.uuid4()}\nseqno: 0\nsafe_to_bootstrap: 1\n"
+            f"# GALERA saved state\nversion: 2.1\nuuid: {uuid.uuid4()}\nseqno:"
+            " 0\nsafe_to_bootstrap: 1\n"
         )
         if self.account is not None:
             shutil.chown(self.data / "grastate.dat", self.account)
-        # Only once it has been in a cluster, the data say where in its history they are.
+        # The data contain a position in the cluster's history only after the node has
+        # been in a cluster.
         self.start()
         self.execute("CREATE DATABASE dlocks CHARACTER SET utf8mb4")
         self.stop()
@@ -356,33 +484,42 @@ class GaleraNode(MariaDB):
             "pc.recovery": "FALSE",
         }
         members = ",".join(f"127.0.0.1:{member.group}" for member in self.members)
+        options = ";".join(f"{name}={value}" for name, value in settings.items())
         self.options = (
-            "--innodb-buffer-pool-size=32M", "--innodb-log-file-size=16M", "--performance-schema=OFF",
-            "--binlog-format=ROW", "--innodb-autoinc-lock-mode=2", "--wsrep-on=ON", "--wsrep-slave-threads=4",
-            f"--wsrep-provider={self.provider}", "--wsrep-cluster-name=dlocks", "--wsrep-node-address=127.0.0.1",
+            "--innodb-buffer-pool-size=32M", "--innodb-log-file-size=16M",
+            "--performance-schema=OFF",
+            "--binlog-format=ROW", "--innodb-autoinc-lock-mode=2", "--wsrep-on=ON",
+            "--wsrep-slave-threads=4",
+            f"--wsrep-provider={self.provider}", "--wsrep-cluster-name=dlocks",
+            "--wsrep-node-address=127.0.0.1",
             f"--wsrep-cluster-address=gcomm://{members}", "--wsrep-sst-method=position",
-            f"--wsrep-provider-options={';'.join(f'{name}={value}' for name, value in settings.items())}",
+            f"--wsrep-provider-options={options}",
             *(["--wsrep-new-cluster"] if not members else []),
             *([f"--wsrep-start-position={self.position}"] if self.position else []),
         )  # fmt: skip
         return super().command()
 
     def is_ready(self) -> bool:
-        return self.status("wsrep_ready") == "ON" and self.status("wsrep_local_state_comment") == "Synced"
+        return (
+            self.status("wsrep_ready") == "ON"
+            and self.status("wsrep_local_state_comment") == "Synced"
+        )
 
     def come_back(self, *members: GaleraNode) -> None:
-        """Start again after a crash, and be let in by members that are there."""
+        """Start again after a crash, and join these members."""
         self.run([*self.command(), "--wsrep-recover"])
-        *_, self.position = re.findall(r"Recovered position: ?(\S+)", self.log.read_text(errors="replace"))
+        *_, self.position = re.findall(
+            r"Recovered position: ?(\S+)", self.log.read_text(errors="replace")
+        )
         self.members = list(members)
         self.start()
 
     def catch_up(self) -> None:
-        """Wait until it has what the others have written."""
+        """Wait until the node has applied the writes of the other nodes."""
         self.execute("SET STATEMENT wsrep_sync_wait = 15 FOR SELECT 1")
 
     def status(self, name: str) -> str | None:
-        """Return one of the things that the node says about itself; None when it is not to be reached."""
+        """Return a status variable of the node, or None if it cannot be reached."""
         import MySQLdb
 
         try:
@@ -394,7 +531,13 @@ class GaleraNode(MariaDB):
     def execute(self, sql: str) -> Any:
         import MySQLdb
 
-        connection = MySQLdb.connect(host="127.0.0.1", port=self.port, user="root", connect_timeout=3, autocommit=True)
+        connection = MySQLdb.connect(
+            host="127.0.0.1",
+            port=self.port,
+            user="root",
+            connect_timeout=3,
+            autocommit=True,
+        )
         try:
             cursor = connection.cursor()
             cursor.execute(sql)
@@ -403,15 +546,15 @@ class GaleraNode(MariaDB):
             connection.close()
 
     def __exit__(self, *exc: object) -> None:
-        # Nothing of it is needed any more.
+        # Its data are no longer needed.
         if self.process is not None:
             self.crash()
         give_back(self.group, self.transfer)
         super().__exit__()
 
 
-# What a node is sent when it joins is its own position: the donor then sends what was written since. A node that would
-# need all the data is refused.
+# A joining node receives its own position instead of a full copy. The donor then sends
+# the later writes. A node that needs a full copy is refused.
 _POSITION = """#!/bin/sh
 role= address= data= gtid= bypass=
 while [ $# -gt 0 ]; do
@@ -448,13 +591,19 @@ class Galera:
 
     def __init__(self, *environments: dict[str, str]) -> None:
         self._stack = contextlib.ExitStack()
-        self._environments = [*environments, *({} for _ in range(3 - len(environments)))]
+        self._environments = [
+            *environments,
+            *({} for _ in range(3 - len(environments))),
+        ]
 
     def __enter__(self) -> Self:
         with self._stack as stack:
             first = stack.enter_context(GaleraNode(**self._environments[0]))
-            # One after another: each lets the next one in.
-            others = [stack.enter_context(GaleraNode(first, **one)) for one in self._environments[1:]]
+            # One after another, because each node joins a running cluster.
+            others = [
+                stack.enter_context(GaleraNode(first, **one))
+                for one in self._environments[1:]
+            ]
             self._stack = stack.pop_all()
         self.nodes = [first, *others]
         return self
@@ -467,7 +616,7 @@ class Redis(Server):
     engine = "redis"
     accounts = ("redis", "nobody")
     stop_signal = signal.SIGTERM
-    # Nothing survives a restart, unless told otherwise.
+    # By default, nothing survives a restart.
     settings: ClassVar[dict[str, str]] = {"appendonly": "no"}
 
     def __init__(self, **settings: object) -> None:
@@ -477,25 +626,44 @@ class Redis(Server):
     def initialize(self) -> None:
         server = shutil.which("redis-server", path=_SYSTEM_PATH)
         if server is None:
-            # The same binary, which looks at the name that it was called by.
+            # This is the same binary. It acts according to the name by which it is
+            # called.
             tool = shutil.which("redis-check-rdb", path=_SYSTEM_PATH)
             if tool is None:
-                raise FileNotFoundError("redis-server is not installed: apt-get install redis-tools")
+                raise FileNotFoundError(
+                    "redis-server is not installed: apt-get install redis-tools"
+                )
             server = str(self.directory / "redis-server")
             Path(server).symlink_to(tool)
         self.server = server
 
     def command(self) -> list[str]:
-        settings = {"port": self.port, "bind": "127.0.0.1", "dir": self.data, "save": "", **self.options}
-        return [self.server, *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+        settings = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "dir": self.data,
+            "save": "",
+            **self.options,
+        }
+        return [
+            self.server,
+            *(
+                word
+                for name, value in settings.items()
+                for word in (f"--{name}", str(value))
+            ),
+        ]
 
     def is_ready(self) -> bool:
-        # One that wants a password first is there too.
+        # A server that requires a password is running too.
         return asked(self.port, b"PING\r\n").startswith((b"+PONG", b"-NOAUTH"))
 
 
 class Sentinel(Redis):
-    """Watches over a Redis on ``watched``, and makes a replica of it the master when it is gone."""
+    """A Redis Sentinel for the Redis on ``watched``.
+
+    It promotes a replica when the master fails.
+    """
 
     engine = "sentinel"
 
@@ -507,11 +675,17 @@ class Sentinel(Redis):
         super().initialize()
         self.file = self.directory / "sentinel.conf"
         self.file.write_text(
-            "".join(f"{name} {value}\n" for name, value in self.options.items() if name != "appendonly")
+            "".join(
+                f"{name} {value}\n"
+                for name, value in self.options.items()
+                if name != "appendonly"
+            )
             + f"port {self.port}\nbind 127.0.0.1\ndir {self.data}\n"
             f"sentinel monitor dlocks 127.0.0.1 {self.watched} 1\n"
-            # Long enough that a machine which stands still for a moment is not taken for a master that died.
-            "sentinel down-after-milliseconds dlocks 3000\nsentinel failover-timeout dlocks 2000\n"
+            # Long enough that a machine which stands still for a moment is not taken
+            # for a dead master.
+            "sentinel down-after-milliseconds dlocks 3000\nsentinel failover-timeout"
+            " dlocks 2000\n"
         )
         if self.account is not None:
             shutil.chown(self.file, self.account)
@@ -534,9 +708,12 @@ class ZooKeeper(Server):
     def initialize(self) -> None:
         if not Path(_ZOOKEEPER).exists() or shutil.which("java") is None:
             raise FileNotFoundError(
-                "ZooKeeper is not installed: apt-get install libzookeeper-java default-jre-headless"
+                "ZooKeeper is not installed: apt-get install libzookeeper-java"
+                " default-jre-headless"
             )
-        text = "".join(f"{name}={value}\n" for name, value in self.configuration().items())
+        text = "".join(
+            f"{name}={value}\n" for name, value in self.configuration().items()
+        )
         (self.directory / "zoo.cfg").write_text(text)
         (self.directory / "log4j.properties").write_text("log4j.rootLogger=OFF\n")
 
@@ -546,7 +723,7 @@ class ZooKeeper(Server):
             "clientPort": self.port,
             "clientPortAddress": "127.0.0.1",
             "tickTime": 2000,
-            # As many clients of one address as the others take.
+            # No limit on the clients of one address, as on the other servers.
             "maxClientCnxns": 0,
             "admin.enableServer": "false",
             "4lw.commands.whitelist": "srvr,mntr",
@@ -563,16 +740,21 @@ class ZooKeeper(Server):
         return b"Mode: " in asked(self.port, b"srvr")
 
 
-# Sessions of a ZooKeeper that end soon; nothing is flushed to disk, since no machine crashes here.
+# ZooKeeper settings for sessions that expire soon. Nothing is flushed to disk, since no
+# machine crashes here.
 BRISK: dict[str, Any] = {
-    "java": ("-Xmx128m", "-Dzookeeper.forceSync=no", "-Dznode.container.checkIntervalMs=300"),
+    "java": (
+        "-Xmx128m",
+        "-Dzookeeper.forceSync=no",
+        "-Dznode.container.checkIntervalMs=300",
+    ),
     "tickTime": 200,
     "maxSessionTimeout": 60000,
 }
 
 
 class ZooKeeperMember(ZooKeeper):
-    """One of the servers of an ensemble."""
+    """One server of an ensemble."""
 
     main = "quorum.QuorumPeerMain"
     number: int
@@ -586,7 +768,7 @@ class ZooKeeperMember(ZooKeeper):
     @classmethod
     @contextlib.contextmanager
     def ensemble(cls, number: int = 3) -> Iterator[list[ZooKeeperMember]]:
-        """Start so many servers together, since none is ready without the others."""
+        """Start several servers together, since none is ready without the others."""
         settings: dict[str, Any] = {**BRISK, "initLimit": 50, "syncLimit": 10}
         with contextlib.ExitStack() as stack:
             for one in range(1, number + 1):
@@ -607,16 +789,30 @@ class ZooKeeperMember(ZooKeeper):
 _ZOOKEEPER = "/usr/share/java/zookeeper.jar"
 _SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"
 
-SERVERS: dict[str, type[Server]] = {"postgresql": PostgreSQL, "mariadb": MariaDB}
+SERVERS: dict[str, type[Server]] = {
+    "postgresql": PostgreSQL,
+    "mariadb": MariaDB,
+    "mysql": MySQL,
+}
+
+
+def fetched(server: str, program: str) -> Path:
+    """Return the path of a program that scripts/fetch_server.sh has unpacked."""
+    path = FETCHED / server / "bin" / program
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{program} is not here: sh scripts/fetch_server.sh {server}"
+        )
+    return path
 
 
 def free_port() -> int:
-    """
-    Return a port that nobody else is given until ``give_back()``, or the end of this process.
+    """Reserve a port until ``give_back()`` or the end of this process.
 
-    A socket is bound to it that never listens. So the system has it neither for those who ask for any port, nor for
-    those who connect from any; but a server that reuses addresses, as all of these do, listens on it all the same, and
-    again after a restart.
+    A socket that never listens is bound to it. The system therefore assigns the port
+    neither to a socket that asks for any free port, nor to an outgoing connection. A
+    server that reuses addresses, as all of these do, can still listen on it, also after
+    a restart.
     """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -633,24 +829,37 @@ def give_back(*ports: int) -> None:
 
 
 _given: dict[int, socket.socket] = {}
-# An interpreter warns of sockets that it finds open at its end.
+# The interpreter warns of sockets that are still open when it exits.
 atexit.register(lambda: give_back(*_given))
 
 
 def answers(port: int) -> bool:
-    """Return whether a PostgreSQL, or what passes for one, is to be reached."""
-    import psycopg
+    """Return whether a PostgreSQL or a pooler accepts connections on the port."""
+    try:
+        import psycopg as driver
+    except ImportError:
+        # "make test-psycopg2" runs without psycopg 3, which Django would prefer.
+        import psycopg2 as driver
 
     try:
-        psycopg.connect(host="127.0.0.1", port=port, user="dlocks", dbname="postgres", connect_timeout=3).close()
-    except psycopg.OperationalError:
+        driver.connect(
+            host="127.0.0.1",
+            port=port,
+            user="dlocks",
+            dbname="postgres",
+            connect_timeout=3,
+        ).close()
+    except driver.OperationalError:
         return False
     return True
 
 
 def asked(port: int, request: bytes) -> bytes:
-    """Return the beginning of what a server says to a request, or nothing when it is not there."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
+    """Return the beginning of a server's reply, or nothing if it is not running."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=3) as connection,
+    ):
         connection.settimeout(3)
         connection.sendall(request)
         return connection.recv(4096)

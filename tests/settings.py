@@ -1,19 +1,23 @@
-"""The settings of the tests; tests/run.py tells by the environment which engine to use and where it is."""
+"""The settings of the tests.
+
+tests/run.py passes the engine and its address in the environment.
+"""
 
 import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ENGINE = os.environ.get("DLOCKS_TEST_ENGINE", "sqlite")
 PORT = os.environ.get("DLOCKS_TEST_PORT", "")
-# The processes that tests start use the test database itself.
+# Processes that are started by tests use the test database itself.
 NAME = os.environ.get("DLOCKS_TEST_NAME", "dlocks")
 if "DLOCKS_TEST_DIRECTORY" not in os.environ:
     os.environ["DLOCKS_TEST_DIRECTORY"] = tempfile.mkdtemp(prefix="dlocks-sqlite-")
 DIRECTORY = Path(os.environ["DLOCKS_TEST_DIRECTORY"])
 
-DATABASES = {
+DATABASES: dict[str, Any] = {
     "sqlite": {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": DIRECTORY / "unused.sqlite3" if NAME == "dlocks" else NAME,
@@ -40,7 +44,16 @@ DATABASES = {
         "TEST": {"CHARSET": "utf8mb4"},
     },
 }
-DATABASES = {"default": DATABASES[ENGINE], **json.loads(os.environ.get("DLOCKS_TEST_DATABASES", "{}"))}
+DATABASES["mysql"] = DATABASES["mariadb"]
+DATABASES = {
+    "default": DATABASES[ENGINE],
+    **json.loads(os.environ.get("DLOCKS_TEST_DATABASES", "{}")),
+}
+# Other options of the driver, for example '{"pool": true}'.
+if "DLOCKS_TEST_OPTIONS" in os.environ:
+    DATABASES["default"].setdefault("OPTIONS", {}).update(
+        json.loads(os.environ["DLOCKS_TEST_OPTIONS"])
+    )
 
 PESSIMISTIC = "dlocks.backends.database.PessimisticBackend"
 WATCHING = {"expiry": "observed", "ttl": 2.0, "grace": 0.2}
@@ -50,11 +63,18 @@ DLOCKS = {
     "insert": {"BACKEND": "dlocks.backends.database.InsertBackend"},
     "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
     "dummy": {"BACKEND": "dlocks.backends.dummy.DummyBackend"},
-    # Nothing to wait for after a lease has run out: for tests that are not about the grace.
+    # Without a grace period, an expired lease can be taken over at once. This is for
+    # tests that are not about the grace.
     "brisk": {"BACKEND": PESSIMISTIC, "OPTIONS": {"grace": 0, "ttl": 2.0}},
     "watching": {"BACKEND": PESSIMISTIC, "OPTIONS": WATCHING},
-    "watching optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend", "OPTIONS": WATCHING},
-    "watching insert": {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": WATCHING},
+    "watching optimistic": {
+        "BACKEND": "dlocks.backends.database.OptimisticBackend",
+        "OPTIONS": WATCHING,
+    },
+    "watching insert": {
+        "BACKEND": "dlocks.backends.database.InsertBackend",
+        "OPTIONS": WATCHING,
+    },
     "prefixed": {"BACKEND": PESSIMISTIC, "OPTIONS": {"prefix": "shop:"}},
     "recorded": {"BACKEND": PESSIMISTIC, "OPTIONS": {"history": True}},
 }
@@ -67,7 +87,7 @@ if ENGINE != "sqlite":
         },
     }
 
-# What the tests of other servers add: their addresses are known only then.
+# The aliases of the tests of other servers, whose addresses are known only at run time.
 DLOCKS |= json.loads(os.environ.get("DLOCKS_TEST_ALIASES", "{}"))
 
 INSTALLED_APPS = [
@@ -102,7 +122,7 @@ TEMPLATES = [
         },
     }
 ]
-# The server that tests start has addresses of its own.
+# A server that tests start has its own URLs.
 ROOT_URLCONF = os.environ.get("DLOCKS_TEST_URLS", "tests.urls")
 STATIC_URL = "static/"
 SECRET_KEY = "tests"

@@ -1,9 +1,10 @@
-"""
-The real front over a simulated database and a virtual clock: one schedule of bytes says who goes on, and what fails.
+"""The lock API over a simulated database and a virtual clock.
 
-Nothing waits and there are no threads: callers, their keepers and their waiting rooms are actors that a schedule steps.
-At every call to the database, before it acts and after, another actor may go on first; so the schedules reach between
-any two steps of the protocol. Each caller is a process of its own, with its own backend, keeper and room.
+A schedule of bytes decides which actor takes the next step, and which call fails.
+Nothing waits and there are no threads. The actors are callers, their keepers and their
+``WaitingRoom`` objects. Another actor may run before and after each call to the
+database acts, so schedules reach every point between two steps of the protocol. Each
+caller is a process of its own, with its own backend, keeper and ``WaitingRoom``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dlocks import clock, locks
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, BaseBackend, Claim, Grant, Message, Place
-from dlocks.conf import backends
-from dlocks.exceptions import LockBackendError, LockError, LockLost, LockTimeout
-from dlocks.holds import Hold, holds_by_caller
-from dlocks.keeper import Keeper, keeper
-from dlocks.waiting import WaitingRoom
+from dlocks import (
+    Hold,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+)
+from tests.internals import (
+    HEARD_FOR,
+    KEPT_FOR,
+    BaseBackend,
+    Claim,
+    Grant,
+    Keeper,
+    Message,
+    Place,
+    WaitingRoom,
+    backends,
+    clock,
+    holds_by_caller,
+    keeper,
+    locks,
+)
 
 CALLERS = 3
 TTL = 3.0
@@ -37,7 +55,7 @@ class Ticket:
 
 @dataclass
 class Database:
-    """One row and its line, by a clock of its own."""
+    """One row and its queue, with a clock of its own."""
 
     sim: Simulation
     ahead: float = 0.0
@@ -61,7 +79,9 @@ class Database:
     def grant(self, claim: Claim, seconds: float) -> int:
         self.owner, self.processing, self.end = claim.owner, True, self.now + seconds
         self.token += 1
-        self.line = [ticket for ticket in self.line if ticket.claim.owner != claim.owner]
+        self.line = [
+            ticket for ticket in self.line if ticket.claim.owner != claim.owner
+        ]
         return self.token
 
     def move_on(self, grace: float) -> None:
@@ -69,7 +89,9 @@ class Database:
         if live and self.free(grace):
             claim = live[0].claim
             token = self.grant(claim, min(claim.ttl, KEPT_FOR))
-            self.sim.messages.append(Message(owner=claim.owner, token=token, ends=self.end))
+            self.sim.messages.append(
+                Message(owner=claim.owner, token=token, ends=self.end)
+            )
 
 
 class SimulatedBackend(BaseBackend):
@@ -100,7 +122,9 @@ class SimulatedBackend(BaseBackend):
     def acquire(self, claim: Claim) -> Grant | None:
         def act() -> Grant | None:
             database = self.database
-            if database.owner == claim.owner and (database.processing or database.end > database.now):
+            if database.owner == claim.owner and (
+                database.processing or database.end > database.now
+            ):
                 return Grant(database.grant(claim, claim.ttl))
             if not database.free(self.grace) or database.live():
                 return None
@@ -127,7 +151,9 @@ class SimulatedBackend(BaseBackend):
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         def act() -> bool:
             database = self.database
-            database.line = [ticket for ticket in database.line if ticket.claim.owner != claim.owner]
+            database.line = [
+                ticket for ticket in database.line if ticket.claim.owner != claim.owner
+            ]
             if database.owner != claim.owner:
                 return False
             if database.processing:
@@ -140,28 +166,42 @@ class SimulatedBackend(BaseBackend):
     def holder(self, key: str) -> None:
         return None
 
-    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+    def queue(
+        self, claim: Claim, channel: str = "", number: int | None = None
+    ) -> Place | None:
         def act() -> Place:
             database = self.database
-            if database.owner == claim.owner and database.processing and not database.free(self.grace):
+            if (
+                database.owner == claim.owner
+                and database.processing
+                and not database.free(self.grace)
+            ):
                 return Place(ask=True)
             if all(ticket.claim.owner != claim.owner for ticket in database.line):
                 if database.free(self.grace) and not database.live():
                     return Place(ask=True)
                 database.tickets += 1
-                ticket = Ticket(claim, number or database.tickets, database.now + HEARD_FOR)
+                ticket = Ticket(
+                    claim, number or database.tickets, database.now + HEARD_FOR
+                )
                 database.line.append(ticket)
                 database.line.sort(key=lambda one: one.number)
                 number_ = ticket.number
             else:
-                number_ = next(ticket.number for ticket in database.line if ticket.claim.owner == claim.owner)
+                number_ = next(
+                    ticket.number
+                    for ticket in database.line
+                    if ticket.claim.owner == claim.owner
+                )
             database.move_on(self.grace)
             return Place(number=number_, clock=database.now)
 
         found: Place = self._call(act)
         return found
 
-    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+    def look(
+        self, claims: Sequence[Claim], *, heard: bool = True
+    ) -> Mapping[str, Place]:
         def act() -> dict[str, Place]:
             database, places = self.database, {}
             for claim in claims:
@@ -170,8 +210,14 @@ class SimulatedBackend(BaseBackend):
                         ticket.heard_until = database.now + HEARD_FOR
             database.move_on(self.grace)
             for claim in claims:
-                if database.owner == claim.owner and database.processing and database.end > database.now:
-                    places[claim.owner] = Place(grant=Grant(database.token, database.end - database.now))
+                if (
+                    database.owner == claim.owner
+                    and database.processing
+                    and database.end > database.now
+                ):
+                    places[claim.owner] = Place(
+                        grant=Grant(database.token, database.end - database.now)
+                    )
                 elif any(ticket.claim.owner == claim.owner for ticket in database.line):
                     places[claim.owner] = Place(ahead=1, clock=database.now)
             return places
@@ -181,18 +227,25 @@ class SimulatedBackend(BaseBackend):
 
     def _live(self, claim: Claim) -> bool:
         database = self.database
-        return database.owner == claim.owner and database.processing and database.end > database.now
+        return (
+            database.owner == claim.owner
+            and database.processing
+            and database.end > database.now
+        )
 
 
 class Room(WaitingRoom):
-    """The waiting room without its thread: the schedule says when it looks and hears."""
+    """A ``WaitingRoom`` without its thread.
+
+    The schedule decides when it polls and when it receives notifications.
+    """
 
     def enter(self, waiter: Any) -> None:
         self._waiters[waiter.claim.owner] = waiter
 
 
 class Person:
-    """A caller: what the front takes for a task."""
+    """A caller. The lock API takes it for a task."""
 
     alive = True
 
@@ -204,7 +257,10 @@ class Person:
 
 
 class Simulation:
-    """``step`` after ``step``, as the bytes say; an AssertionError when a promise was broken."""
+    """A simulation that runs step by step, as the bytes of the schedule say.
+
+    It raises AssertionError when a promise is broken.
+    """
 
     def __init__(self, schedule: bytes) -> None:
         self.schedule = iter(schedule)
@@ -216,7 +272,8 @@ class Simulation:
         self.people = [Person() for _ in range(CALLERS)]
         self.attempts: list[locks.Attempt | None] = [None] * CALLERS
         self.holds: list[Hold | None] = [None] * CALLERS
-        # All that anybody still has a hand on, also what its caller has given back meanwhile.
+        # The actors that are in the middle of a step. A step may go on after its caller
+        # has released the hold.
         self.busy: set[tuple[str, int]] = set()
         self.still = 0
         self.armed = ""
@@ -259,7 +316,7 @@ class Simulation:
         if kind < 5:
             self.time += (0.05, 0.3, TTL / 3, KEPT_FOR + 0.1, TTL + GRACE + 0.1)[kind]
         elif kind == 5:
-            # By less than the grace, and back.
+            # The database's clock steps forward by less than the grace, and back again.
             self.database.ahead = 0.0 if self.database.ahead else 0.4
         else:
             self.armed = "reply" if kind == 6 else "request"
@@ -269,10 +326,13 @@ class Simulation:
         return fault
 
     def meanwhile(self) -> None:
-        """Let somebody else go on, in the middle of a call."""
+        """Let another actor run, in the middle of a call."""
         if self.still:
             return
-        if next(self.schedule, 0) >= 160 and (other := next(self.schedule, None)) is not None:
+        if (
+            next(self.schedule, 0) >= 160
+            and (other := next(self.schedule, None)) is not None
+        ):
             self.step(other)
             self.check()
 
@@ -284,8 +344,10 @@ class Simulation:
             return
         attempt = self.attempts[number]
         if attempt is None:
-            lock = locks.db_lock(KEY, using=f"simulated {number}", renew=number != 2)
-            attempt = self.attempts[number] = locks.Attempt(lock, self.people[number], lambda: None, wait=True)
+            lock = db_lock(KEY, using=f"simulated {number}", renew=number != 2)
+            attempt = self.attempts[number] = locks.Attempt(
+                lock, self.people[number], lambda: None, wait=True
+            )
         floor = max(self.tokens, default=0)
         began = self.database.token
         try:
@@ -300,9 +362,12 @@ class Simulation:
             return
         self.attempts[number] = None
         self.holds[number] = hold
-        # Larger than all that anybody had when it was asked for; than all others while it is held.
+        # The token is larger than all tokens that were granted before the request. A
+        # token that is held was never granted before.
         if hold.held:
-            assert hold.token > floor or began != self.database.token, f"token {hold.token} after {floor}"
+            assert hold.token > floor or began != self.database.token, (
+                f"token {hold.token} after {floor}"
+            )
             assert hold.token not in self.tokens, f"token {hold.token} twice"
         self.tokens.append(hold.token)
 
@@ -317,10 +382,12 @@ class Simulation:
         except LockBackendError:
             return
         assert held
-        assert not (self.database.owner == hold.owner and self.database.processing), "given back, and still taken"
+        assert not (self.database.owner == hold.owner and self.database.processing), (
+            "given back, and still taken"
+        )
 
     def keep(self, number: int) -> None:
-        """One round of the keeper of this caller's process."""
+        """Run the keeper of this caller's process once."""
         hold = self.holds[number]
         if hold is None:
             return
@@ -329,7 +396,7 @@ class Simulation:
         hold.look()
 
     def look(self, number: int) -> None:
-        # It has the waiter's mutex while it brings a claim back into line.
+        # The poll holds the waiter's mutex while it queues a claim again.
         self.still += 1
         try:
             with contextlib.suppress(LockBackendError):
@@ -344,7 +411,7 @@ class Simulation:
                 self.rooms[number]._take([message])
 
     def die(self, number: int) -> None:
-        """The process is gone, with all that it had; another takes its place."""
+        """End the process and all that it holds. A new process replaces it."""
         if any(actor in self.busy for actor in (("keeper", number), ("room", number))):
             return
         if (hold := self.holds[number]) is not None:
@@ -354,7 +421,7 @@ class Simulation:
         self.people[number].alive = False
         self.people[number] = Person()
 
-    # What must be true.
+    # Invariants.
 
     def check(self) -> None:
         believing = [hold for hold in self.holds if hold is not None and hold.held]
@@ -363,7 +430,7 @@ class Simulation:
             assert hold.remaining <= TTL + 1e-6
 
     def end(self) -> None:
-        """When all have gone, a newcomer has the key after ttl and grace."""
+        """Check that a new caller acquires the key after ttl and grace."""
         for number in range(CALLERS):
             self.die(number)
         self.armed = ""
@@ -371,7 +438,7 @@ class Simulation:
         self.time += TTL + HEARD_FOR + GRACE + 1.0
         grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
         if grant is None:
-            # A ticket of somebody who died, who was heard of until just now.
+            # A waiter that died may have shown a heartbeat until just now.
             self.time += KEPT_FOR + GRACE
             grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
         assert grant is not None, "nobody has the key, and nobody gets it"
@@ -381,7 +448,7 @@ class Simulation:
     def _installed(self) -> Iterator[None]:
         rooms = dict(zip(self.backends, self.rooms, strict=True))
         with keeper._mutex:
-            # A test before this one may have left the real keeper's thread in a sleep.
+            # An earlier test may have left the thread of the real keeper asleep.
             thread, keeper._thread = keeper._thread, None
             keeper._changed.notify()
         if thread is not None and thread.is_alive():

@@ -1,4 +1,7 @@
-"""Locks under a real ASGI server: uvicorn, in a process of its own, with clients in others."""
+"""Locks under uvicorn, an ASGI server in its own process.
+
+The clients run in other processes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import sys
 import pytest
 
 from dlocks import db_lock
-from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
+from tests.internals import LockClaim, ResourceLock
 from tests.servers import free_port, give_back
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -23,7 +26,7 @@ START_SECONDS = 60.0
 
 
 class Uvicorn:
-    """A server process on a free port; it has started when that port answers."""
+    """A server process on a free port. It is ready when the port answers."""
 
     def __init__(self, counter):
         self.port = free_port()
@@ -33,11 +36,26 @@ class Uvicorn:
             "DLOCKS_TEST_URLS": "tests.asgi",
             "DLOCKS_TEST_COUNTER": str(counter),
         }
-        arguments = ["tests.asgi:application", "--host", HOST, "--port", str(self.port), "--lifespan", "on"]
+        arguments = [
+            "tests.asgi:application",
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+            "--lifespan",
+            "on",
+        ]
         self.log = counter.with_name("uvicorn.log")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "uvicorn", *arguments, "--timeout-graceful-shutdown", "1"],
+                [
+                    sys.executable,
+                    "-m",
+                    "uvicorn",
+                    *arguments,
+                    "--timeout-graceful-shutdown",
+                    "1",
+                ],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -50,7 +68,7 @@ class Uvicorn:
             return probe.connect_ex((HOST, self.port)) == 0
 
     def request(self, address):
-        """Send a request and return the connection, whose answer is still to come."""
+        """Send a request and return the connection, without reading the response."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=60)
         connection.request("GET", address)
         return connection
@@ -98,12 +116,17 @@ def in_line():
     return LockClaim.objects.count()
 
 
-def test_requests_of_many_clients_in_sync_and_async_views_lose_nothing(uvicorn, counter, workers):
-    """The counter is guarded by nothing but the lock; the clients are in several processes."""
+def test_concurrent_requests_lose_no_update(uvicorn, counter, workers):
+    """Sync and async views of one counter lose no update.
+
+    Only the lock guards the counter. The clients run in several processes.
+    """
     crowd = workers(3)
     each = 8
     for worker in crowd:
-        worker.start(jobs.visit, uvicorn.port, ["/sync/", "/async/", "/decorated/"], each)
+        worker.start(
+            jobs.visit, uvicorn.port, ["/sync/", "/async/", "/decorated/"], each
+        )
     answers = [answer for worker in crowd for answer in worker.hear()]
     assert sorted(answers) == list(range(1, 3 * len(crowd) * each + 1))
     assert int(counter.read_text()) == len(answers)
@@ -111,8 +134,8 @@ def test_requests_of_many_clients_in_sync_and_async_views_lose_nothing(uvicorn, 
     assert not is_held("counter")
 
 
-def test_who_waits_keeps_nobody_else_from_being_served(uvicorn, until):
-    """Twenty requests stand in line, and others are answered: by coroutines and by sync views."""
+def test_waiting_requests_do_not_block_other_requests(uvicorn, until):
+    """Twenty requests wait for a key, and sync and async views still answer."""
     holder = uvicorn.request("/hold/")
     until(lambda: is_held("held"))
     waiting = [uvicorn.request("/wait/") for _ in range(20)]
@@ -126,8 +149,11 @@ def test_who_waits_keeps_nobody_else_from_being_served(uvicorn, until):
     until(lambda: not in_line())
 
 
-def test_a_client_that_goes_away_while_it_waits_leaves_no_claim(uvicorn, until):
-    """… and one that goes away while its view holds the key gives it back."""
+def test_a_client_that_disconnects_leaves_no_claim(uvicorn, until):
+    """A client that disconnects while it waits leaves the queue.
+
+    A client that disconnects while its view holds the key releases it.
+    """
     with db_lock("held"):
         waiting = [uvicorn.request("/wait/") for _ in range(3)]
         until(lambda: in_line() == 3)
@@ -144,8 +170,12 @@ def test_a_client_that_goes_away_while_it_waits_leaves_no_claim(uvicorn, until):
     assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists()
 
 
-def test_a_server_that_is_told_to_end_gives_back_what_its_requests_hold(uvicorn, until):
-    """… and what nobody's request holds. No claim is left either: nobody waits for a lease to run out."""
+def test_a_server_releases_its_holds_at_shutdown(uvicorn, until):
+    """A server that shuts down releases every hold, and no claim remains.
+
+    This includes holds that belong to no request. No other caller has to wait until a
+    lease expires.
+    """
     uvicorn.get("/keep/")
     assert is_held("kept")
     holder = uvicorn.request("/hold/")

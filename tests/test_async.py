@@ -1,4 +1,4 @@
-"""What coroutines are promised: nothing blocks, no two tasks block each other, and no cancellation leaves anything."""
+"""Coroutines: no blocking, no mutual blocking, clean cancellation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ import threading
 import time
 
 import pytest
-from asgiref.sync import SyncToAsync, ThreadSensitiveContext, async_to_sync, sync_to_async
+from asgiref.sync import (
+    SyncToAsync,
+    ThreadSensitiveContext,
+    async_to_sync,
+    sync_to_async,
+)
 from django.conf import settings
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections
 from django.test import AsyncClient
 
 from dlocks import LockTimeout, aresume_hold, db_lock, db_semaphore
-from dlocks.conf import backends
-from dlocks.holds import holds_by_caller
-from dlocks.keeper import keeper
-from dlocks.models import LockClaim, ResourceLock
-from dlocks.waiting import room_of
+from tests.internals import (
+    LockClaim,
+    ResourceLock,
+    backends,
+    holds_by_caller,
+    keeper,
+    room_of,
+)
 from tests.models import Counter
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -31,15 +39,15 @@ SESSION = ["session"] if "session" in settings.DLOCKS else []
 
 @pytest.fixture(autouse=True)
 def made():
-    # Not on the way, in the middle of what is tested.
+    # Create the backends before the test, so that the tested code does not.
     for alias in settings.DLOCKS:
         backends[alias]
 
 
 @pytest.mark.parametrize("using", ["default", "memory"])
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-async def test_a_lock_that_would_stop_the_loop_is_refused_with_the_way_out(keys, using):
-    """Also where Django itself has nothing against it."""
+async def test_a_sync_acquire_in_an_event_loop_is_refused_with_a_hint(keys, using):
+    """The error names the async method, even where Django would not object."""
     lock = db_lock(*keys, using=using)
     with pytest.raises(SynchronousOnlyOperation, match="async with"), lock:
         pass
@@ -50,15 +58,18 @@ async def test_a_lock_that_would_stop_the_loop_is_refused_with_the_way_out(keys,
         assert hold.held
 
 
-# Cancelled at every await.
+# Cancellation at every await.
 
 
 class Cancelling:
-    """
-    Awaits a coroutine in the current task, and has the task cancelled at the n-th of its suspensions.
+    """An awaitable that cancels its task at the n-th suspension of a coroutine.
 
-    ``when`` the suspension ``"begins"``; or when it ``"ends"``, so that the coroutine has just been served; at it and
-    at each one ``"after"``; or, as a loop does that is closed, with ``"all"`` other tasks.
+    ``when`` says at which moment and how often the task is cancelled:
+
+    * ``"begins"``: when the suspension begins.
+    * ``"ends"``: when it ends, so the coroutine has just received its result.
+    * ``"after"``: at this suspension and at each later one.
+    * ``"all"``: together with all other tasks, as when a loop is closed.
     """
 
     def __init__(self, coroutine, at, when):
@@ -105,7 +116,10 @@ class Cancelling:
 
 
 async def cancel_everywhere(case, nothing_left, when):
-    """Cancel at each suspension in turn, until one run comes through; return how many there were."""
+    """Cancel at each suspension in turn and return how many there were.
+
+    It stops at the first run that completes.
+    """
     Cancelling.spared = frozenset(asyncio.all_tasks())
     for number in range(400):
         cancelling = Cancelling(case(), number, when)
@@ -120,19 +134,30 @@ async def cancel_everywhere(case, nothing_left, when):
             await nothing_left("the end")
             return number
         place = f"{cancelling.where} ({when}, suspension {number})"
-        assert task.cancelled() or isinstance(task.exception(), LockTimeout) or when == "ends", place
+        assert (
+            task.cancelled()
+            or isinstance(task.exception(), LockTimeout)
+            or when == "ends"
+        ), place
         await nothing_left(place)
     return pytest.fail("never came through")
 
 
 def left_behind(keys, using):
-    """Return what a cancelled task left, at once."""
+    """Return what a cancelled task left behind, without waiting."""
     found = [f"kept {hold}" for hold in keeper.holds]
     found += [f"entered {hold}" for hold in holds_by_caller.values() if hold.enterable]
-    found += [f"in the waiting room: {owner}" for owner in room_of(backends[using])._waiters]
+    found += [
+        f"in the waiting room: {owner}" for owner in room_of(backends[using])._waiters
+    ]
     if using in FAMILY:
-        found += [f"in line: {claim.key_resource_id}" for claim in LockClaim.objects.all()]
-        found += [f"counted: {row.pk}" for row in ResourceLock.objects.exclude(waiters=0, shares=0)]
+        found += [
+            f"in line: {claim.key_resource_id}" for claim in LockClaim.objects.all()
+        ]
+        found += [
+            f"counted: {row.pk}"
+            for row in ResourceLock.objects.exclude(waiters=0, shares=0)
+        ]
     for key in keys:
         hold = db_lock(key, using=using).try_acquire()
         if hold is None:
@@ -143,7 +168,7 @@ def left_behind(keys, using):
 
 
 def apart(function, *args):
-    """Call a function, and leave no connection behind."""
+    """Call a function and close its connections."""
     try:
         return function(*args)
     finally:
@@ -152,14 +177,16 @@ def apart(function, *args):
 
 @pytest.fixture
 def nothing_left():
-    """Return what makes a check that nobody holds a key, has it in the keeper, or stands in line for it."""
+    """Return a factory of checks that no hold, keeper entry or claim is left."""
 
     def make(using, *keys):
         async def check(place):
-            # In a thread of its own, since what was cancelled may have been Django's.
+            # The check uses a thread of its own, because the cancelled call may have
+            # used Django's.
             deadline = time.monotonic() + 10
             while found := await asyncio.to_thread(apart, left_behind, keys, using):
-                # The engine itself has the queue of sessions: a wait that was cancelled there ends a moment later.
+                # The engine itself keeps the queue of sessions. A wait that is
+                # cancelled there ends a moment later.
                 assert using == "session", (found, place)
                 assert time.monotonic() < deadline, (found, place)
 
@@ -173,8 +200,10 @@ WHEN = pytest.mark.parametrize("when", ["begins", "ends", "after", "all"])
 
 @WHEN
 @pytest.mark.parametrize("using", [*FAMILY, "memory", *SESSION])
-async def test_a_task_cancelled_at_any_await_of_a_block_leaves_nothing(using, when, nothing_left):
-    """… of acquiring, entering again, asking, renewing, working, and giving back."""
+async def test_a_task_cancelled_during_a_block_leaves_nothing(
+    using, when, nothing_left
+):
+    """Cancellation while a block acquires, re-enters, checks, renews or releases."""
     lock = db_lock("stock:7", using=using)
 
     async def case():
@@ -189,7 +218,7 @@ async def test_a_task_cancelled_at_any_await_of_a_block_leaves_nothing(using, wh
 
 @WHEN
 @pytest.mark.parametrize("using", ["default", "memory", *SESSION])
-async def test_a_task_cancelled_at_any_await_of_a_wait_that_comes_to_nothing_leaves_nothing(
+async def test_a_task_cancelled_during_a_timeout_leaves_nothing(
     using, when, elsewhere, nothing_left
 ):
     lock = db_lock("stock:7", using=using, timeout=0.02)
@@ -212,8 +241,10 @@ async def test_a_task_cancelled_at_any_await_of_a_wait_that_comes_to_nothing_lea
 
 @WHEN
 @pytest.mark.parametrize("using", ["default", "memory", *SESSION])
-async def test_a_task_cancelled_at_any_await_of_a_wait_that_ends_with_the_key_leaves_nothing(using, when, nothing_left):
-    """… also when it is its turn just then."""
+async def test_a_task_cancelled_during_a_grant_leaves_nothing(
+    using, when, nothing_left
+):
+    """This includes cancellation at the moment of the grant."""
     lock = db_lock("stock:7", using=using, timeout=30)
 
     async def hold_until_somebody_waits(held, waits):
@@ -231,7 +262,7 @@ async def test_a_task_cancelled_at_any_await_of_a_wait_that_ends_with_the_key_le
                 await asyncio.sleep(0)
         finally:
             waits.set()
-            # It is not this one's to be cancelled.
+            # The other task must not be cancelled.
             while not other.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([other])
@@ -241,7 +272,9 @@ async def test_a_task_cancelled_at_any_await_of_a_wait_that_ends_with_the_key_le
 
 @WHEN
 @pytest.mark.parametrize("using", ["default", "memory"])
-async def test_a_task_cancelled_at_any_await_leaves_none_of_several_keys(using, when, nothing_left):
+async def test_a_task_cancelled_with_several_keys_leaves_nothing(
+    using, when, nothing_left
+):
     holder = db_lock("c", using=using)
 
     async def case():
@@ -249,7 +282,9 @@ async def test_a_task_cancelled_at_any_await_leaves_none_of_several_keys(using, 
             await hold.acheck()
             await hold.arenew()
         async with holder:
-            other = asyncio.create_task(db_lock("a", "b", "c", using=using, timeout=0.01).aacquire())
+            other = asyncio.create_task(
+                db_lock("a", "b", "c", using=using, timeout=0.01).aacquire()
+            )
             try:
                 await asyncio.wait([other])
             finally:
@@ -264,8 +299,14 @@ async def test_a_task_cancelled_at_any_await_leaves_none_of_several_keys(using, 
 
 @WHEN
 @pytest.mark.parametrize("using", [*FAMILY, "memory"])
-async def test_a_task_cancelled_at_any_await_of_a_handover_leaves_nothing(using, when, nothing_left):
-    """Who is cancelled while the text is made has given the key back: nobody will ever have the text."""
+async def test_a_task_cancelled_during_a_handover_leaves_nothing(
+    using, when, nothing_left
+):
+    """A task that is cancelled during a handover leaves nothing acquired.
+
+    If it is cancelled while ``adetach()`` runs, the key is released, because no caller
+    receives the text.
+    """
     texts = []
 
     async def case():
@@ -281,7 +322,7 @@ async def test_a_task_cancelled_at_any_await_of_a_handover_leaves_nothing(using,
 
     async def check(place):
         while texts:
-            # Given away for good, and taken up by nobody: it is the text's.
+            # The hold is detached and was never resumed, so the text owns it.
             with contextlib.suppress(Exception):
                 await (await aresume_hold(texts.pop())).arelease()
         await nothing_left(using, "stock:7")(place)
@@ -290,8 +331,13 @@ async def test_a_task_cancelled_at_any_await_of_a_handover_leaves_nothing(using,
 
 
 @WHEN
-async def test_what_a_cancelled_task_does_in_a_guarded_transaction_is_done_under_the_lock(when, nothing_left):
-    """The function goes on to its end in its thread, and only then is the key given back."""
+async def test_guarded_writes_of_a_cancelled_task_are_under_the_lock(
+    when, nothing_left
+):
+    """The key is released only after the guarded function has ended.
+
+    The function runs to its end in its thread, although the task is cancelled.
+    """
     running, worst = threading.Semaphore(1), []
 
     def work(hold):
@@ -309,12 +355,15 @@ async def test_what_a_cancelled_task_does_in_a_guarded_transaction_is_done_under
     assert all(worst)
 
 
-# No two block each other.
+# Tasks do not block each other.
 
 
 @pytest.fixture
 def in_line():
-    """Return a coroutine function that returns once so many claims stand in line, without Django's thread."""
+    """Return a coroutine function that waits until the queue has a given length.
+
+    It does not use Django's thread.
+    """
 
     def count():
         try:
@@ -330,8 +379,13 @@ def in_line():
     return wait
 
 
-async def test_sync_code_that_waits_in_django_s_thread_keeps_no_task_from_going_on(in_line):
-    """The holder asks, takes another key and gives back, though the thread for that waits for its own key."""
+async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
+    in_line,
+):
+    """The holder checks, acquires another key and releases.
+
+    Meanwhile Django's thread is blocked, because it waits for the key of this holder.
+    """
 
     def beside():
         with db_lock("stock:7", timeout=30) as hold:
@@ -344,24 +398,35 @@ async def test_sync_code_that_waits_in_django_s_thread_keeps_no_task_from_going_
         await hold.arenew()
         async with db_lock("another", timeout=5):
             assert await db_lock("another").alocked()
-        assert await hold.awaiting() == 1
+        assert await hold.aqueue_length() == 1
         assert not waiting.done()
     assert await waiting > 0
 
 
-# The whole of the tests' project is there for a request.
+# The request needs all apps of the test project.
 @pytest.mark.django_db(transaction=True)
-async def test_two_tasks_of_one_request_and_its_sync_code_do_not_block_each_other():
-    """An async view that gathers two coroutines and sync code, all on one key; as Django's AsyncClient asks for it."""
+async def test_tasks_and_sync_code_of_a_request_do_not_deadlock():
+    """An async view gathers two coroutines and two sync calls on one key.
+
+    The request comes from Django's AsyncClient.
+    """
     for _ in range(3):
         response = await AsyncClient().get("/gathered/")
         assert response.status_code == 200
-        assert sorted(response.content.decode().split()) == ["coroutine", "coroutine", "sync", "sync"]
+        assert sorted(response.content.decode().split()) == [
+            "coroutine",
+            "coroutine",
+            "sync",
+            "sync",
+        ]
 
 
 @pytest.mark.django_db(transaction=True)
-async def test_async_views_under_a_lock_lose_nothing_and_leave_nothing(nothing_left):
-    """… beside each other and, since the test's requests have one thread, after and before sync ones."""
+async def test_async_views_lose_no_update_and_leave_no_claim(nothing_left):
+    """Async views run concurrently, and before and after sync views.
+
+    All requests of the test share one thread.
+    """
     await sync_to_async(Counter.objects.create)(name="views")
     client = AsyncClient()
     responses = [await client.get("/increment/")]
@@ -372,28 +437,33 @@ async def test_async_views_under_a_lock_lose_nothing_and_leave_nothing(nothing_l
     await nothing_left("default", "counter")("the end")
 
 
-async def test_while_tasks_wait_neither_the_loop_nor_django_s_thread_does(in_line):
-    """The loop beats, and the ORM answers."""
+async def test_waiting_tasks_block_neither_the_loop_nor_djangos_thread(in_line):
+    """The event loop goes on, and the ORM answers."""
     async with db_lock("stock:7"):
-        waiting = [asyncio.create_task(db_lock("stock:7", timeout=30).aacquire()) for _ in range(5)]
+        waiting = [
+            asyncio.create_task(db_lock("stock:7", timeout=30).aacquire())
+            for _ in range(5)
+        ]
         await in_line(5)
         for _ in range(20):
             assert await LockClaim.objects.acount() == 5
             await asyncio.sleep(0)
     while waiting:
-        done, _pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        done, _pending = await asyncio.wait(
+            waiting, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in done:
             waiting.remove(task)
             await task.result().arelease()
     assert await LockClaim.objects.acount() == 0
 
 
-# A task that outlives what it began in.
+# Tasks that outlive the context they started in.
 
 
 @pytest.fixture
 def own_thread():
-    """Close what Django's thread of loops that have no sync parent has connected."""
+    """Close the connections of Django's thread for loops without a sync parent."""
     yield
     SyncToAsync.single_thread_executor.submit(connections.close_all).result()
 
@@ -421,8 +491,8 @@ async def leave_tasks_behind():
     return tasks
 
 
-async def test_a_generator_that_is_left_in_the_middle_gives_back():
-    """Its end runs in a task of asyncio's own."""
+async def test_an_abandoned_async_generator_releases():
+    """The end of the generator runs in a task that asyncio creates."""
 
     async def rows():
         async with db_lock("stock:7", using="memory"):
@@ -432,12 +502,15 @@ async def test_a_generator_that_is_left_in_the_middle_gives_back():
     async for _ in rows():
         break
     deadline = time.monotonic() + 5
-    while await db_lock("stock:7", using="memory").alocked() and time.monotonic() < deadline:
+    while (
+        await db_lock("stock:7", using="memory").alocked()
+        and time.monotonic() < deadline
+    ):
         await asyncio.sleep(0.01)
     assert not await db_lock("stock:7", using="memory").alocked()
 
 
-async def test_a_generator_that_is_left_gives_back_though_others_are_in_a_block_of_the_same_lock():
+async def test_an_abandoned_generator_releases_next_to_other_blocks():
     permits = db_semaphore("downloads", 2, timeout=5)
     entered, go = asyncio.Event(), asyncio.Event()
 
@@ -459,14 +532,14 @@ async def test_a_generator_that_is_left_gives_back_though_others_are_in_a_block_
     task = asyncio.create_task(other())
     await entered.wait()
     await asyncio.create_task(client())
-    # The one that was left is free again.
+    # The permit of the abandoned generator is free again.
     async with permits:
         pass
     go.set()
     await task
 
 
-async def test_of_two_generators_each_ends_its_own_block():
+async def test_each_of_two_generators_ends_its_own_block():
     permits = db_semaphore("downloads", 5, reentrant=False)
 
     async def stream():
@@ -483,7 +556,7 @@ async def test_of_two_generators_each_ends_its_own_block():
     assert not holds[1].held
 
 
-def test_generators_begun_in_several_threads_end_their_own_blocks(elsewhere):
+def test_generators_of_several_threads_end_their_own_blocks(elsewhere):
     permits = db_semaphore("downloads", 5, reentrant=False)
 
     def rows():
@@ -499,9 +572,14 @@ def test_generators_begun_in_several_threads_end_their_own_blocks(elsewhere):
 
 @pytest.mark.parametrize("using", ["default", "memory"])
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-async def test_a_verb_for_threads_is_refused_in_a_coroutine_and_the_other_one_does_it(using, keys):
+async def test_sync_methods_are_refused_in_a_coroutine(using, keys):
     hold = await db_lock(*keys, using=using).aacquire()
-    for use in (hold.check, hold.renew, hold.release, lambda: hold.__enter__().__exit__(None, None, None)):
+    for use in (
+        hold.check,
+        hold.renew,
+        hold.release,
+        lambda: hold.__enter__().__exit__(None, None, None),
+    ):
         with pytest.raises(SynchronousOnlyOperation, match="await hold.arelease"):
             use()
     if len(keys) == 1:
@@ -513,7 +591,7 @@ async def test_a_verb_for_threads_is_refused_in_a_coroutine_and_the_other_one_do
     assert not await db_lock("stock:7", using=using).alocked()
 
 
-def test_a_generator_that_another_thread_closes_gives_back(elsewhere):
+def test_a_generator_closed_by_another_thread_releases(elsewhere):
     def rows():
         with db_lock("stock:7", using="memory"):
             yield 1
@@ -526,12 +604,19 @@ def test_a_generator_that_another_thread_closes_gives_back(elsewhere):
 
 
 @pytest.mark.usefixtures("own_thread")
-@pytest.mark.parametrize("run", [lambda function: asyncio.run(function()), lambda function: async_to_sync(function)()])
-def test_a_loop_that_ends_gives_back_what_its_tasks_hold(run, caplog):
-    """
-    asyncio.run() and async_to_sync() cancel the tasks that are left, and are there until those have given back.
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda function: asyncio.run(function()),
+        lambda function: async_to_sync(function)(),
+    ],
+)
+def test_the_end_of_an_event_loop_releases_its_holds(run, caplog):
+    """``asyncio.run()`` and ``async_to_sync()`` leave nothing acquired.
 
-    No coroutine is left in the middle either, for the garbage collector to end in whatever thread it happens to run.
+    They cancel the remaining tasks and wait until those have released their holds. No
+    suspended coroutine is left either, which the garbage collector would end in an
+    arbitrary thread.
     """
     for _ in range(5):
         run(leave_tasks_behind)
@@ -541,8 +626,8 @@ def test_a_loop_that_ends_gives_back_what_its_tasks_hold(run, caplog):
     connection.close()
 
 
-def test_a_task_that_outlives_its_request_gives_back():
-    """Django's thread for the request has ended before it asks again."""
+def test_a_task_that_outlives_its_request_releases():
+    """Django's thread for the request has ended before the task checks its hold."""
     over = asyncio.Event()
 
     async def work(entered):
@@ -552,7 +637,7 @@ def test_a_task_that_outlives_its_request_gives_back():
             await hold.acheck()
             async with db_lock("another"):
                 pass
-        # In the thread that such a task has made to itself.
+        # This closes the connections of the thread that such a task creates for itself.
         await sync_to_async(connections.close_all)()
         return hold.token
 
@@ -561,7 +646,7 @@ def test_a_task_that_outlives_its_request_gives_back():
             entered = asyncio.Event()
             task = asyncio.create_task(work(entered))
             await entered.wait()
-            # As at the end of a request.
+            # Django does the same at the end of a request.
             await sync_to_async(connections.close_all)()
         over.set()
         return await task

@@ -1,4 +1,4 @@
-"""lock_bench: what it measures, what it leaves, and what it says when something is wrong."""
+"""The command lock_bench: its figures, its cleanup and its error messages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import ProgrammingError
 
-from dlocks.bench import samples
-from dlocks.bench.crew import Crew, CrewError
-from dlocks.bench.picture import Chart, draw
-from dlocks.management.commands import lock_bench
-from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from tests import jobs
+from tests.internals import (
+    Chart,
+    Crew,
+    CrewError,
+    HoldRecord,
+    LockClaim,
+    ResourceLock,
+    draw,
+    lock_bench,
+    samples,
+)
 from tests.processes import living
 
-# It measures the waist, and has no SQL of its own.
+# The command measures through the common interface and has no SQL of its own.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +39,11 @@ ROOT = Path(__file__).parent.parent
 BRIEF = ("--seconds", "2", "--processes", "2")
 
 FIGURES = {
-    "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us", "pair_p95_us"},
+    "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us",
+    "pair_p95_us"},
     "together": {
-        "grants_per_s", "wait_p50_ms", "wait_p99_ms", "wait_max_ms", "jain", "handover_p50_ms", "handover_p99_ms",
+        "grants_per_s", "wait_p50_ms", "wait_p99_ms", "wait_max_ms", "jain",
+        "handover_p50_ms", "handover_p99_ms",
         "overlaps",
     },
 }  # fmt: skip
@@ -46,10 +54,11 @@ def command(*args):
 
 
 def bench(*args, **environment):
-    """Run it as a user does: a process of its own, on this test's database."""
+    """Run the command in its own process, on the database of this test."""
     return subprocess.run(
         command(*args),
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+            timeout=100, check=False,
     )  # fmt: skip
 
 
@@ -61,12 +70,15 @@ def keys_left():
     ]
 
 
-# What is measured.
+# Measurements.
 
 
-@pytest.mark.engine("sqlite", "postgresql", "mariadb")
+@pytest.mark.engine("sqlite", "postgresql", "mariadb", "mysql")
 def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
-    """I see what my locks cost here, on the terminal, as JSON and as a picture; and nothing stays in my tables."""
+    """The command compares several aliases and leaves no rows in the tables.
+
+    The result is shown on the terminal, and written as JSON and as an SVG picture.
+    """
     out = StringIO()
     aliases = ["default", "insert", "recorded"]
     files = {"json": str(tmp_path / "bench.json"), "svg": str(tmp_path / "bench.svg")}
@@ -84,12 +96,14 @@ def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     rows = [line.split() for line in out.getvalue().splitlines()]
     assert [row[0] for row in rows if len(row) == 12] == aliases
     picture = ET.parse(files["svg"])
-    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [
+        element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert all(texts.count(alias) == 5 for alias in aliases)
     assert keys_left() == []
 
 
-def test_its_progress_is_shown_and_can_be_left_out(transactional_db):
+def test_progress_is_shown_unless_verbosity_is_zero(transactional_db):
     out = StringIO()
     call_command("lock_bench", *BRIEF, using=["default"], stdout=out)
     assert "[1/2] default, one process: " in out.getvalue()
@@ -99,27 +113,41 @@ def test_its_progress_is_shown_and_can_be_left_out(transactional_db):
     assert out.getvalue().split()[0] == "ALIAS"
 
 
-def test_locks_that_are_for_tests_are_not_compared_where_they_exclude_nobody(transactional_db):
+def test_backends_for_tests_are_not_compared_across_processes(
+    transactional_db,
+):
     finished = bench("--using", "memory", "dummy", *BRIEF)
     assert finished.returncode == 0, finished.stderr
     assert "memory: excludes within one process only." in finished.stdout
     assert "dummy: excludes nobody." in finished.stdout
 
 
-def test_what_waiters_saw_becomes_figures():
-    # Asked, granted, about to give back, given back. The second waits for the first, who comes back; then a while.
+def test_figures_are_computed_from_samples():
+    # Each group of four times is requested, granted, release begins, released. The
+    # second waiter waits for the first one, which returns to the queue. Then nothing
+    # happens for a while.
     one = array("d", [0, 1, 3, 4, 4, 7, 8, 9])
     other = array("d", [2, 5, 6, 7, 20, 21, 22, 23])
-    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 0, 30) == [1, 1, 3, 3]
+    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 0, 30) == [
+        1,
+        1,
+        3,
+        3,
+    ]
     assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 6, 15) == [3]
     assert samples.grants([one, other], 0, 10) == [2, 1]
-    # From 3 to 5 and from 6 to 7; whoever asks at 20 has not waited for anybody.
+    # The handovers are from 3 to 5 and from 6 to 7. The claim at 20 waits for no other
+    # holder.
     assert samples.handovers([one, other], 0, 30) == [1, 2]
     assert samples.overlaps([one, other]) == 0
 
 
 def test_a_lock_that_lets_two_in_is_found_out():
-    long, within, after = array("d", [0, 1, 9, 9]), array("d", [0, 2, 3, 3]), array("d", [0, 4, 5, 5])
+    long, within, after = (
+        array("d", [0, 1, 9, 9]),
+        array("d", [0, 2, 3, 3]),
+        array("d", [0, 4, 5, 5]),
+    )
     assert samples.overlaps([long]) == 0
     assert samples.overlaps([long, within, after]) == 2
 
@@ -130,18 +158,41 @@ def test_fairness():
     assert samples.jain([0, 0]) == 0
 
 
-def test_a_picture_shows_what_there_is_no_figure_for_and_any_name():
-    text = draw("<a> & b", "note", [Chart("one", "", [("x" * 40, 1.0), ("<none>", None)]), Chart("empty", "", [])])
-    words = [element.text for element in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
-    assert words == ["<a> & b", "note", "one", None, "x" * 19 + "…", "1.00", "<none>", "–", "empty", None]
+def test_a_chart_shows_missing_figures_and_any_name():
+    text = draw(
+        "<a> & b",
+        "note",
+        [Chart("one", "", [("x" * 40, 1.0), ("<none>", None)]), Chart("empty", "", [])],
+    )
+    words = [
+        element.text
+        for element in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert words == [
+        "<a> & b",
+        "note",
+        "one",
+        None,
+        "x" * 19 + "…",
+        "1.00",
+        "<none>",
+        "–",
+        "empty",
+        None,
+    ]
 
 
-# What goes wrong.
+# Errors.
 
 
-def test_what_cannot_be_asked_is_named_and_the_others_are_measured(transactional_db, tmp_path):
-    """One server that is away does not spoil the comparison of the others."""
-    databases = {"gone": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "no" / "such.sqlite3")}}
+def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path):
+    """One unreachable server does not spoil the comparison of the others."""
+    databases = {
+        "gone": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": str(tmp_path / "no" / "such.sqlite3"),
+        }
+    }
     pessimistic = "dlocks.backends.database.PessimisticBackend"
     aliases = {
         "away": {"BACKEND": pessimistic, "OPTIONS": {"database": "gone"}},
@@ -149,11 +200,16 @@ def test_what_cannot_be_asked_is_named_and_the_others_are_measured(transactional
     }
     finished = bench(
         "--using", "away", "wrong", "default", *BRIEF,
-        DLOCKS_TEST_DATABASES=json.dumps(databases), DLOCKS_TEST_ALIASES=json.dumps(aliases),
+        DLOCKS_TEST_DATABASES=json.dumps(databases),
+            DLOCKS_TEST_ALIASES=json.dumps(aliases),
     )  # fmt: skip
     assert finished.returncode == 1
     errors = finished.stderr.splitlines()
-    assert [line.partition(":")[0] for line in errors[-3:]] == ["away", "wrong", "CommandError"]
+    assert [line.partition(":")[0] for line in errors[-3:]] == [
+        "away",
+        "wrong",
+        "CommandError",
+    ]
     assert "unable to open database file" in errors[-3]
     assert "unknown option 'speed'" in errors[-2]
     assert errors[-1] == "CommandError: 2 of 3 aliases failed; see above."
@@ -165,18 +221,24 @@ def test_what_cannot_be_asked_is_named_and_the_others_are_measured(transactional
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--using", "default", "nope"], "DLOCKS has no alias 'nope'; it has 'default', "),
+        (
+            ["--using", "default", "nope"],
+            "DLOCKS has no alias 'nope'; it has 'default', ",
+        ),
         (["--seconds", "0"], "0 is not between 0.1 and 3600"),
         (["--seconds", "nan"], "nan is not between"),
         (["--seconds", "soon"], "'soon' is not a number"),
         (["--processes", "1"], "1 is not between 2 and 256"),
         (["--processes", "2.5"], "'2.5' is not a whole number"),
         (["--hold-ms", "-1"], "-1 is not between 0 and 60000"),
-        (["--json", "/no/such/place"], "'/no/such/place' cannot be written: No such file"),
+        (
+            ["--json", "/no/such/place"],
+            "'/no/such/place' cannot be written: No such file",
+        ),
         (["--svg", "/"], "'/' cannot be written: Is a directory"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_before_anything_is_done(arguments, complaint):
+def test_an_invalid_argument_is_reported_before_the_benchmark(arguments, complaint):
     out = StringIO()
     with pytest.raises(CommandError) as caught:
         call_command("lock_bench", *arguments, stdout=out)
@@ -185,7 +247,7 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_done(arguments, compla
     assert out.getvalue() == ""
 
 
-def test_settings_that_no_other_process_can_find(monkeypatch):
+def test_a_missing_settings_module_is_an_error(monkeypatch):
     monkeypatch.delenv("DJANGO_SETTINGS_MODULE")
     with pytest.raises(CommandError, match="set it, or pass --settings"):
         call_command("lock_bench")
@@ -198,7 +260,9 @@ def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # The signal reaches all of them, as Ctrl-C does, and none of ours; also where ours ignore it.
+        # The signal reaches all processes of the command, as Ctrl-C does, but none of
+        # the tests. The default handler is restored, because the tests may ignore the
+        # signal.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -217,8 +281,8 @@ def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
     assert keys_left() == []
 
 
-def test_rows_that_may_not_be_deleted_are_told_and_the_figures_are_shown(transactional_db, monkeypatch):
-    """A role without the right to delete can measure all the same."""
+def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch):
+    """A database role without the right to delete can still run the benchmark."""
 
     def purge(backend, key):
         raise ProgrammingError("permission denied for table dlocks_resourcelock\n")
@@ -227,16 +291,17 @@ def test_rows_that_may_not_be_deleted_are_told_and_the_figures_are_shown(transac
     out, errors = StringIO(), StringIO()
     call_command("lock_bench", *BRIEF, using=["default"], stdout=out, stderr=errors)
     assert re.fullmatch(
-        r"default: the rows of 'dlocks-bench:\w+' may be left: permission denied .*\n", errors.getvalue()
+        r"default: the rows of 'dlocks-bench:\w+' may be left: permission denied .*\n",
+        errors.getvalue(),
     )
     assert "GRANTS" in out.getvalue()
     ResourceLock.objects.all().delete()
 
 
-# Its processes.
+# Processes.
 
 
-def test_a_crew_answers_and_ends_with_the_block():
+def test_a_worker_pool_replies_and_ends_with_the_block():
     with Crew(2, jobs.echo) as crew:
         crew.tell("both")
         assert [crew.hear(number, 60) for number in range(2)] == ["both", "both"]
@@ -247,7 +312,7 @@ def test_a_crew_answers_and_ends_with_the_block():
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-def test_a_process_of_a_crew_that_fails_or_dies_says_so():
+def test_a_failed_or_killed_worker_is_reported():
     with Crew(2, jobs.echo) as crew:
         crew.tell(None, 1)
         with pytest.raises(CrewError, match=r"(?s)process 1 failed:.*TypeError"):
@@ -257,6 +322,9 @@ def test_a_process_of_a_crew_that_fails_or_dies_says_so():
             crew.hear(1, 60)
 
 
-def test_who_says_nothing_is_not_waited_for_for_ever():
-    with Crew(1, jobs.echo) as crew, pytest.raises(CrewError, match="process 1 gave no answer in time"):
+def test_a_worker_without_a_reply_times_out():
+    with (
+        Crew(1, jobs.echo) as crew,
+        pytest.raises(CrewError, match="process 1 gave no answer in time"),
+    ):
         crew.hear(0, 0)

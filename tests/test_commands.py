@@ -1,4 +1,4 @@
-"""The commands: list_locks, clear_lock and reap_locks."""
+"""The commands list_locks, clear_lock and reap_locks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.utils import timezone
 
-from dlocks import LockLost, db_lock, oversight
-from dlocks.conf import backends
-from dlocks.exceptions import LockBackendError
-from dlocks.models import ResourceLock
+from dlocks import LockBackendError, LockLost, db_lock
 from tests import rows
+from tests.internals import ResourceLock, backends, duration, oversight
 
 COMMANDS = [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
 
@@ -42,7 +40,10 @@ def refused(*args) -> str:
 
 @pytest.fixture
 def answer(monkeypatch):
-    """Return a function that sits at the terminal and answers; what it is asked it gives back."""
+    """Return a function that simulates a terminal with a given answer.
+
+    That function returns the list of the questions.
+    """
 
     def sit(reply, before=lambda: None):
         asked = []
@@ -68,49 +69,86 @@ def nobody_there(monkeypatch):
 
 @pytest.mark.django_db
 class TestListLocks:
-    def test_held_and_stale_locks_are_listed_with_who_has_them(self):
-        """I see at a glance who has which lock, since when, and for how long still."""
+    def test_held_and_stale_locks_are_listed_with_their_holders(self):
+        """The list shows who holds which lock, since when and for how long."""
         rows.held("stock:7", begin_time=rows.PAST)
         rows.stale("report", hold_count=2)
         rows.free("old")
         header, report, stock = run("list_locks").splitlines()
-        assert header.split() == ["KEY", "STATE", "HOLDER", "IP", "BEGIN", "AGE", "LEFT", "COUNT", "WAITING", "TOKEN"]
-        assert stock.split()[:6] == ["stock:7", "held", "web-1:4711:MainThread", "192.0.2.7", "2020-01-01", "22:04:05"]
+        assert header.split() == [
+            "KEY",
+            "STATE",
+            "HOLDER",
+            "IP",
+            "BEGIN",
+            "AGE",
+            "LEFT",
+            "COUNT",
+            "WAITING",
+            "TOKEN",
+        ]
+        assert stock.split()[:6] == [
+            "stock:7",
+            "held",
+            "web-1:4711:MainThread",
+            "192.0.2.7",
+            "2020-01-01",
+            "22:04:05",
+        ]
         assert report.split()[:2] == ["report", "stale"]
         assert report.split()[-4].startswith("-")
         assert report.split()[-3:] == ["2", "0", "1000"]
-        assert len({header.index("STATE"), report.index("stale"), stock.index("held")}) == 1
+        assert (
+            len({header.index("STATE"), report.index("stale"), stock.index("held")})
+            == 1
+        )
 
     @pytest.mark.parametrize(
         ("flags", "keys"),
-        [((), ["h", "s"]), (("--held",), ["h"]), (("--stale",), ["s"]), (("--all",), ["f", "h", "s"])],
+        [
+            ((), ["h", "s"]),
+            (("--held",), ["h"]),
+            (("--stale",), ["s"]),
+            (("--all",), ["f", "h", "s"]),
+        ],
     )
     def test_each_flag_lists_its_states(self, flags, keys):
-        """--held, --stale and --all choose; without them I see what is held and what is stale."""
+        """``--held``, ``--stale`` and ``--all`` filter the list.
+
+        Without a flag the held and the stale locks are listed.
+        """
         rows.held("h")
         rows.stale("s")
         rows.free("f")
         assert lines("list_locks", *flags) == keys
-        assert [lock["key"] for lock in json.loads(run("list_locks", "--json", *flags))] == keys
+        assert [
+            lock["key"] for lock in json.loads(run("list_locks", "--json", *flags))
+        ] == keys
 
     def test_two_states_at_once_are_refused(self):
-        """--held --stale is a mistake that I am told of."""
+        """``--held --stale`` is an error."""
         assert "not allowed with" in refused("list_locks", "--held", "--stale")
 
-    def test_no_locks_are_said_to_be_none(self):
-        """An empty table says so, and is an empty array in JSON."""
+    def test_an_empty_list_of_locks_is_reported(self):
+        """An empty table is reported as such, and as an empty array in JSON."""
         rows.free("f")
         assert run("list_locks") == "No locks.\n"
         assert json.loads(run("list_locks", "--json")) == []
 
     def test_json_has_stable_names(self):
-        """My monitoring reads every field by name."""
+        """Monitoring can read every field by its name."""
         rows.held("a\nb")
-        rows.write("never", rows.S, rows.PAST, begin_time=None, owner_ip=None, holder="")
+        rows.write(
+            "never", rows.S, rows.PAST, begin_time=None, owner_ip=None, holder=""
+        )
         lock, never = json.loads(run("list_locks", "--json", "--all"))
         assert lock["seconds_held"] > 0
         assert lock["seconds_left"] > 0
-        assert {name: value for name, value in lock.items() if not name.startswith("seconds_")} == {
+        assert {
+            name: value
+            for name, value in lock.items()
+            if not name.startswith("seconds_")
+        } == {
             "key": "a\nb",
             "state": "held",
             "status": "P",
@@ -123,33 +161,42 @@ class TestListLocks:
             "sharing": 0,
             "token": 1000,
         }
-        assert (never["state"], never["begin_time"], never["owner_ip"]) == ("free", None, None)
+        assert (never["state"], never["begin_time"], never["owner_ip"]) == (
+            "free",
+            None,
+            None,
+        )
         assert never["seconds_held"] is never["seconds_left"] is None
 
     @pytest.mark.parametrize("use_tz", [True, False])
     def test_times_are_right_with_and_without_time_zones(self, settings, use_tz):
-        """Whatever USE_TZ is, begin is in my own zone in the table, and in UTC in JSON."""
+        """Times are in the current time zone in the table and in UTC in JSON.
+
+        This does not depend on ``USE_TZ``.
+        """
         rows.held("a", begin_time=rows.PAST)
         settings.USE_TZ = use_tz
         assert "2020-01-01 22:04:05" in run("list_locks")
         lock = json.loads(run("list_locks", "--json"))[0]
         assert datetime.fromisoformat(lock["begin_time"]) == rows.PAST
 
-    def test_keys_cannot_play_with_the_terminal(self):
-        """A key with control characters is shown with escapes."""
+    def test_control_characters_in_keys_are_escaped(self):
+        """Control characters in a key are shown with escapes."""
         rows.held("red\x1b[31m\r\n\x9b\u202etxt")
         assert r"red\x1b[31m\r\n\x9b\u202etxt" in run("list_locks")
         assert "\x1b" not in run("list_locks", "--json")
 
     def test_the_owner_is_not_told(self):
-        """The capability of a hold is in no output."""
+        """The secret owner of a hold is in no output."""
         for write in (rows.held, rows.stale, rows.free):
             write(write.__name__)
         for flags in ((), ("--json",)):
             assert rows.OWNER[:8] not in run("list_locks", "--all", *flags)
 
-    def test_many_locks_are_read_by_pages(self, monkeypatch, django_assert_max_num_queries):
-        """A hundred thousand rows never are in memory at once."""
+    def test_many_locks_are_read_by_pages(
+        self, monkeypatch, django_assert_max_num_queries
+    ):
+        """The command never has a hundred thousand rows in memory at once."""
         monkeypatch.setattr(oversight, "PAGE", 3)
         sizes = []
         pages = oversight.pages
@@ -164,17 +211,31 @@ class TestListLocks:
             assert lines("list_locks") == keys
         assert sizes == [3, 3, 3, 1]
 
-    def test_an_alias_lists_its_own_keys_as_the_application_names_them(self, monkeypatch):
-        """--using with a prefix lists that prefix's keys, without it: as clear_lock takes them."""
+    def test_an_alias_lists_its_own_keys_without_the_prefix(self, monkeypatch):
+        """With a prefix, ``--using`` lists the keys of that prefix, without it.
+
+        ``clear_lock`` accepts the keys in this form.
+        """
         monkeypatch.setattr(oversight, "PAGE", 2)
-        for key in ("SHOP:x", "shop", "shop:", "shop:a", "shop:b", "shop:c", "shop:ü", "shop;", "zoo"):
+        for key in (
+            "SHOP:x",
+            "shop",
+            "shop:",
+            "shop:a",
+            "shop:b",
+            "shop:c",
+            "shop:ü",
+            "shop;",
+            "zoo",
+        ):
             rows.held(key)
-        assert [lock["key"] for lock in json.loads(run("list_locks", "--json", "--using", "prefixed"))] == [
+        assert [lock["key"] for lock in json.loads(run("list_locks", "--json",
+            "--using", "prefixed"))] == [
             "", "a", "b", "c", "ü",
         ]  # fmt: skip
 
-    def test_a_closed_pipe_is_the_end(self, monkeypatch):
-        """'list_locks | head' ends without a traceback."""
+    def test_a_closed_pipe_ends_the_list_quietly(self, monkeypatch):
+        """``list_locks | head`` ends without a traceback."""
         rows.held("a")
 
         class Closed(io.StringIO):
@@ -182,7 +243,10 @@ class TestListLocks:
                 raise BrokenPipeError
 
         replaced = []
-        monkeypatch.setattr("dlocks.management.commands.list_locks.os.dup2", lambda *args: replaced.append(args))
+        monkeypatch.setattr(
+            "dlocks.management.commands.list_locks.os.dup2",
+            lambda *args: replaced.append(args),
+        )
         with Path(os.devnull).open("w") as stdout:
             monkeypatch.setattr(sys, "stdout", stdout)
             call_command("list_locks", stdout=Closed())
@@ -191,11 +255,17 @@ class TestListLocks:
 
 @pytest.mark.django_db
 class TestClearLock:
-    def test_says_who_had_it_and_clears_it(self):
-        """clear_lock --yes names the holder, frees the key, and tells what becomes of the holder."""
+    def test_clear_lock_names_the_holder_and_clears_the_lock(self):
+        """``clear_lock --yes`` names the holder and frees the key.
+
+        It also says what happens to the holder.
+        """
         rows.held("stock:7", begin_time=rows.PAST)
         out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
-        assert "'stock:7' is held: web-1:4711:MainThread (192.0.2.7) since 2020-01-01 22:04:05, " in out
+        assert (
+            "'stock:7' is held: web-1:4711:MainThread (192.0.2.7) since 2020-01-01"
+            " 22:04:05, " in out
+        )
         assert " left (token 1000)." in out
         assert "fenced off" in out
         assert "told at its next renewal" in out
@@ -205,8 +275,8 @@ class TestClearLock:
         assert lock.version > 1000
 
     @pytest.mark.parametrize("reply", ["y", " Yes "])
-    def test_asks_first(self, answer, reply):
-        """At a terminal I am asked, and y clears."""
+    def test_clear_lock_asks_for_confirmation(self, answer, reply):
+        """At a terminal the command asks first, and "y" clears the lock."""
         rows.held("a")
         asked = answer(reply)
         run("clear_lock", "a", "--reason", "tests")
@@ -215,14 +285,14 @@ class TestClearLock:
 
     @pytest.mark.parametrize("reply", ["", "n", "no", "yep", EOFError()])
     def test_anything_but_yes_changes_nothing(self, answer, reply):
-        """Return, n, or Ctrl-D: nothing is changed."""
+        """Return, "n" or Ctrl-D changes nothing."""
         rows.held("a")
         answer(reply)
         assert "nothing is changed" in refused("clear_lock", "a", "--reason", "tests")
         assert rows.now("a").version == 1000
 
-    def test_nobody_to_ask_is_refused(self):
-        """From cron without --yes, it refuses and names --yes."""
+    def test_clear_lock_without_a_terminal_needs_yes(self):
+        """From cron without ``--yes``, the command refuses and names ``--yes``."""
         rows.stale("a")
         assert "--yes" in refused("clear_lock", "a")
         assert rows.now("a").version == 1000
@@ -232,70 +302,93 @@ class TestClearLock:
         assert "'nope'" in refused("clear_lock", "nope", "--yes")
 
     def test_free_key(self):
-        """A free key is said to be free, and is left as it is."""
+        """A free key is reported as free and is not changed."""
         rows.free("a")
         assert "'a' is free already" in run("clear_lock", "a")
         assert rows.now("a").version == 1000
 
     @pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "\udce9"])
     def test_impossible_keys(self, key):
-        """A key that cannot be one is an error, not a traceback."""
+        """An invalid key is an error without a traceback."""
         assert "key" in refused("clear_lock", key, "--yes").lower()
 
     def test_a_key_too_long_with_its_prefix(self):
-        """The prefix counts."""
+        """The prefix counts towards the length of the key."""
         assert "255" in refused("clear_lock", "x" * 253, "--yes", "--using", "prefixed")
 
-    def test_stale_only_leaves_what_is_held(self):
-        """--stale-only never takes a lock from somebody alive."""
+    def test_stale_only_keeps_live_holds(self):
+        """``--stale-only`` never clears a live hold."""
         rows.held("a")
         rows.stale("b")
-        assert "not stale" in refused("clear_lock", "a", "--yes", "--stale-only", "--reason", "tests")
+        assert "not stale" in refused(
+            "clear_lock", "a", "--yes", "--stale-only", "--reason", "tests"
+        )
         run("clear_lock", "b", "--yes", "--stale-only", "--reason", "tests")
         assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
 
-    def test_a_lock_that_changed_hands_while_i_was_asked_is_left(self, answer):
-        """What is cleared is what I was shown, or nothing; and I see who has it now."""
+    def test_a_lock_that_changed_hands_during_the_question_is_kept(self, answer):
+        """The command clears only the hold that it showed.
+
+        If another holder took the key over meanwhile, the message names it.
+        """
         rows.stale("a")
-        changed = {"version": 1001, "holder": "web-2:5:MainThread", "end_time": rows.FUTURE}
-        answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(**changed))
+        changed = {
+            "version": 1001,
+            "holder": "web-2:5:MainThread",
+            "end_time": rows.FUTURE,
+        }
+        answer(
+            "y", before=lambda: ResourceLock.objects.filter(pk="a").update(**changed)
+        )
         message = refused("clear_lock", "a", "--reason", "tests")
         assert "taken by another holder meanwhile" in message
         assert "web-2:5:MainThread" in message
         assert rows.now("a").state == "held"
 
-    def test_a_lock_given_back_while_i_was_asked_is_left(self, answer):
-        """A release meanwhile is not undone and not called a clearing."""
+    def test_a_lock_released_during_the_question_is_not_cleared(self, answer):
+        """A lock that is released while the command asks is not cleared."""
         rows.held("a")
-        answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(status="S", end_time=rows.PAST))
+        answer(
+            "y",
+            before=lambda: ResourceLock.objects.filter(pk="a").update(
+                status="S", end_time=rows.PAST
+            ),
+        )
         assert "free already" in refused("clear_lock", "a", "--reason", "tests")
         answer("y", before=lambda: ResourceLock.objects.filter(pk="b").delete())
         rows.held("b")
         assert "not there any more" in refused("clear_lock", "b", "--reason", "tests")
 
-    def test_a_change_at_the_last_moment_is_seen(self, monkeypatch):
-        """Between the last look and the write, the version decides."""
+    def test_a_change_before_the_write_is_detected(self, monkeypatch):
+        """A change between the last read and the write is detected by the version."""
         rows.stale("a")
         backend = backends["default"]
         clear = backend.clear
 
         def late(key, version, **options):
-            ResourceLock.objects.filter(pk=key).update(version=1001, end_time=rows.FUTURE)
+            ResourceLock.objects.filter(pk=key).update(
+                version=1001, end_time=rows.FUTURE
+            )
             return clear(key, version, **options)
 
         monkeypatch.setattr(backend, "clear", late)
-        assert "taken by another holder meanwhile" in refused("clear_lock", "a", "--yes", "--reason", "tests")
+        assert "taken by another holder meanwhile" in refused(
+            "clear_lock", "a", "--yes", "--reason", "tests"
+        )
         assert rows.now("a").state == "held"
 
-    def test_the_prefix_stands_before_the_key(self):
-        """--using an alias with a prefix clears the application's key, not its namesake."""
+    def test_clear_lock_adds_the_prefix_to_the_key(self):
+        """With a prefix, ``--using`` clears the key of that prefix.
+
+        The key of the same name without the prefix is not changed.
+        """
         rows.held("a")
         rows.held("shop:a")
         run("clear_lock", "a", "--yes", "--using", "prefixed", "--reason", "tests")
         assert (rows.now("a").state, rows.now("shop:a").state) == ("held", "free")
 
     def test_odd_keys_are_cleared_and_printed_with_escapes(self):
-        """Quotes, line breaks and emoji are keys like others."""
+        """Quotes, line breaks and emoji are allowed in a key."""
         for key in ("'; DROP TABLE x; --", "a\n\x1b[31m", "🔒", "100%", "a/b"):
             rows.stale(key)
             assert "\x1b" not in run("clear_lock", key, "--yes")
@@ -304,7 +397,7 @@ class TestClearLock:
 
 @pytest.mark.django_db(transaction=True)
 def test_the_former_holder_is_fenced_off(elsewhere):
-    """Whom I take a lock from cannot renew or give it back, and learns that it is lost."""
+    """The former holder can neither renew nor release, and raises ``LockLost``."""
     lock = db_lock("a", renew=False)
     hold = lock.acquire()
     run("clear_lock", "a", "--yes", "--reason", "tests")
@@ -320,10 +413,14 @@ def test_the_former_holder_is_fenced_off(elsewhere):
     assert elsewhere(next_token) > version
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_lock_that_a_transaction_has_is_not_waited_for(elsewhere):
-    """clear_lock and list_locks never block, and say that a transaction has the row; reap_locks passes it over."""
+def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(elsewhere):
+    """The commands never wait for a transaction that has the row locked.
+
+    ``clear_lock`` says so, ``list_locks`` still lists the row, and ``reap_locks`` skips
+    it.
+    """
     rows.stale("a")
     rows.stale("b")
     with transaction.atomic():
@@ -346,9 +443,12 @@ class TestReapLocks:
         rows.write("recent", rows.S, timezone.now())
 
     def test_stale_locks_become_free(self):
-        """Without options, stale locks are made free, as failed, and nothing else is touched."""
+        """Without options stale locks become free and failed; no other row changes."""
         assert run("reap_locks") == "2 stale locks made free.\n"
-        assert {lock.pk: (lock.state, lock.status) for lock in ResourceLock.objects.by_clock()} == {
+        assert {
+            lock.pk: (lock.state, lock.status)
+            for lock in ResourceLock.objects.by_clock()
+        } == {
             "held": ("held", "P"),
             "stale:1": ("free", "F"),
             "stale:2": ("free", "F"),
@@ -358,20 +458,38 @@ class TestReapLocks:
         assert run("reap_locks") == "0 stale locks made free.\n"
 
     def test_unused_rows_are_deleted(self):
-        """--idle-for also deletes rows that nobody used for so long; never what is held or was just freed."""
-        assert run("reap_locks", "--idle-for", "30d") == "2 stale locks made free, 1 unused row deleted.\n"
-        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == ["held", "recent", "stale:1", "stale:2"]
+        """``--idle-for`` also deletes rows that were unused for that long.
 
-    def test_what_is_not_under_the_prefix_is_somebody_else_s(self):
-        """--using an alias with a prefix touches no other project's locks, shares, rows or records."""
+        It never deletes a row that is held or was just freed.
+        """
+        assert (
+            run("reap_locks", "--idle-for", "30d")
+            == "2 stale locks made free, 1 unused row deleted.\n"
+        )
+        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
+            "held",
+            "recent",
+            "stale:1",
+            "stale:2",
+        ]
+
+    def test_reap_locks_changes_only_keys_under_the_prefix(self):
+        """With a prefix, ``--using`` changes nothing of another project.
+
+        This includes its locks, shared holds, rows and records.
+        """
         rows.stale("shop:1")
         rows.free("shop:old")
         rows.stale("shopping")
         dry = run("reap_locks", "--using", "prefixed", "--idle-for", "30d", "--dry-run")
         out = run("reap_locks", "--using", "prefixed", "--idle-for", "30d")
         assert out == "1 stale lock made free, 1 unused row deleted.\n"
-        assert dry == out.replace("made", "would be made").replace("deleted", "would be deleted")
-        assert sorted(lock.pk for lock in ResourceLock.objects.by_clock() if lock.state == "stale") == [
+        assert dry == out.replace("made", "would be made").replace(
+            "deleted", "would be deleted"
+        )
+        assert sorted(
+            lock.pk for lock in ResourceLock.objects.by_clock() if lock.state == "stale"
+        ) == [
             "shopping",
             "stale:1",
             "stale:2",
@@ -379,23 +497,38 @@ class TestReapLocks:
         assert ResourceLock.objects.filter(pk="old").exists()
 
     def test_dry_run_counts_what_a_run_would_do(self):
-        """--dry-run changes nothing, and says the numbers of the run after it."""
+        """``--dry-run`` changes nothing and reports the numbers of the next run."""
         before = list(ResourceLock.objects.order_by("pk").values())
         out = run("reap_locks", "--idle-for", "12h", "--dry-run")
-        assert out == "2 stale locks would be made free, 1 unused row would be deleted.\n"
+        assert (
+            out == "2 stale locks would be made free, 1 unused row would be deleted.\n"
+        )
         assert list(ResourceLock.objects.order_by("pk").values()) == before
         assert run("reap_locks", "--idle-for", "12h") == out.replace("would be ", "")
 
     @pytest.mark.parametrize("duration", ["90s", "15m", "12h", "30d", "1.5h", "0s"])
     def test_durations(self, duration):
-        """Seconds, minutes, hours and days."""
+        """Durations are given in seconds, minutes, hours or days."""
         assert "2 stale locks made free" in run("reap_locks", "--idle-for", duration)
 
     @pytest.mark.parametrize(
-        "duration", ["", "30", "d", "-5d", "1w", "1 d", "x", "1e3s", "٣d", "9" * 400 + "d", "4000d"]
+        "duration",
+        [
+            "",
+            "30",
+            "d",
+            "-5d",
+            "1w",
+            "1 d",
+            "x",
+            "1e3s",
+            "٣d",
+            "9" * 400 + "d",
+            "4000d",
+        ],
     )
     def test_bad_durations(self, duration):
-        """What is not a duration is an error, and nothing is changed."""
+        """An invalid duration is an error, and nothing changes."""
         assert "--idle-for" in refused("reap_locks", f"--idle-for={duration}")
         assert rows.now("stale:1").state == "stale"
 
@@ -404,12 +537,14 @@ class TestReapLocks:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 class TestEveryCommand:
     def test_unknown_alias(self, command):
-        """A misspelt alias is an error that lists those that there are."""
+        """A misspelt alias is an error that lists the known aliases."""
         assert "'nope'" in refused(*command, "--using", "nope")
 
-    @pytest.mark.parametrize(("alias", "backend"), [("memory", "MemoryBackend"), ("dummy", "DummyBackend")])
+    @pytest.mark.parametrize(
+        ("alias", "backend"), [("memory", "MemoryBackend"), ("dummy", "DummyBackend")]
+    )
     def test_alias_without_rows(self, command, alias, backend):
-        """An alias that keeps no rows is an error that names it and its backend."""
+        """An alias without rows is an error that names the alias and its backend."""
         message = refused(*command, "--using", alias)
         assert repr(alias) in message
         assert backend in message
@@ -418,10 +553,15 @@ class TestEveryCommand:
     def test_every_database_backend(self, command, alias):
         """The backends of the database family share their rows."""
         rows.held("a")
-        run(*command, "--using", alias, *(["--yes", "--reason", "tests"] if command[0] == "clear_lock" else []))
+        run(
+            *command,
+            "--using",
+            alias,
+            *(["--yes", "--reason", "tests"] if command[0] == "clear_lock" else []),
+        )
 
     def test_a_database_that_fails(self, command, monkeypatch):
-        """A database that cannot be asked is an error in one line."""
+        """A database failure is reported in one line."""
         rows.stale("a")
 
         def fail(*args, **kwargs):
@@ -438,14 +578,19 @@ class TestEveryCommand:
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_missing_table_is_an_error(command):
-    """Before migrate, every command says in one line what is missing."""
+    """Before ``migrate`` every command says in one line what to run."""
     renamed = "dlocks_elsewhere"
     table = ResourceLock._meta.db_table
     with connection.schema_editor() as editor:
         editor.alter_db_table(ResourceLock, table, renamed)
     try:
-        with pytest.raises(CommandError, match=table):
+        with pytest.raises(CommandError, match=table) as caught:
             run(*command)
+        assert str(caught.value).startswith("Database 'default' is not migrated (")
+        assert str(caught.value).endswith(
+            "). Run 'manage.py migrate dlocks --database default'."
+        )
+        assert "\n" not in str(caught.value)
     finally:
         with connection.schema_editor() as editor:
             editor.alter_db_table(ResourceLock, renamed, table)
@@ -453,9 +598,10 @@ def test_a_missing_table_is_an_error(command):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0s"), (9.94, "9.9s"), (-3, "-3.0s"), (10, "10s"), (59.6, "1m00s"), (3599, "59m59s"), (-3660, "-1h01m"),
+    [(0.04, "0.0s"), (9.94, "9.9s"), (-3, "-3.0s"), (10, "10s"), (59.6, "1m00s"), (3599,
+    "59m59s"), (-3660, "-1h01m"),
      (90000, "1d01h"), (86400 * 400, "400d00h")],
 )  # fmt: skip
 def test_durations_for_people(seconds, text):
-    """Two units say enough."""
-    assert oversight.duration(seconds) == text
+    """A duration is shown in at most two units."""
+    assert duration(seconds) == text

@@ -1,7 +1,8 @@
-"""What settings do, and what system checks say of them."""
+"""The settings and the system checks."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,57 +14,101 @@ from django.db import connection
 from django.test import modify_settings, override_settings
 
 from dlocks import db_lock
-from dlocks.backends.database import PessimisticBackend
-from dlocks.checks import check_deployment, check_settings, check_tables
-from dlocks.conf import backends
-from dlocks.models import HoldRecord, LockClaim, ResourceLock
+from tests.internals import (
+    HoldRecord,
+    LockClaim,
+    PessimisticBackend,
+    ResourceLock,
+    backends,
+    check_deployment,
+    check_settings,
+    check_tables,
+)
+from tests.settings import ENGINE
 
 ROOT = Path(__file__).parent.parent
 
 
-def dlocks(backend="dlocks.backends.database.PessimisticBackend", alias="default", **options):
+def dlocks(
+    backend="dlocks.backends.database.PessimisticBackend", alias="default", **options
+):
     return override_settings(DLOCKS={alias: {"BACKEND": backend, "OPTIONS": options}})
 
 
 @override_settings()
-def test_no_settings_at_all_mean_the_default_database():
+def test_without_settings_the_default_database_is_used():
     from django.conf import settings
 
     del settings.DLOCKS
     backends.reset()
     backend = backends["default"]
     assert type(backend) is PessimisticBackend
-    assert (backend.database, backend.prefix, backend.ttl, backend.timeout) == ("default", "", 30.0, 10.0)
+    assert (backend.database, backend.prefix, backend.ttl, backend.timeout) == (
+        "default",
+        "",
+        30.0,
+        10.0,
+    )
     backends.reset()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"BACKEND": "dlocks.backends.nothing.Backend"}, r"'default'.*'dlocks\.backends\.nothing\.Backend'.*imported"),
-        ({"BACKEND": "django.db.models.Model"}, r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend"),
+        (
+            {"BACKEND": "dlocks.backends.nothing.Backend"},
+            r"'default'.*'dlocks\.backends\.nothing\.Backend'.*imported",
+        ),
+        (
+            {"BACKEND": "django.db.models.Model"},
+            r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend",
+        ),
         ({"OPTIONS": {}}, r"'default'.*names no 'BACKEND'"),
-        ({"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
+        (
+            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3},
+            r"'default'.*unknown keys 'TIMEOUT'",
+        ),
         (
             {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"tll": 3}},
-            r"'default'.*unknown option 'tll'; MemoryBackend takes grace, prefix, slow_hold, slow_wait, timeout, ttl",
+            (
+                r"'default'.*unknown option 'tll'; MemoryBackend takes grace, prefix,"
+                r" slow_hold, slow_wait, timeout, ttl"
+            ),
         ),
         (
-            {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"expires": "x"}},
-            r"takes database, expiry, grace, history, listen, prefix, prepare, slow_hold, slow_wait, timeout, ttl",
+            {
+                "BACKEND": "dlocks.backends.database.InsertBackend",
+                "OPTIONS": {"expires": "x"},
+            },
+            (
+                r"takes database, expiry, grace, history, listen, prefix, prepare,"
+                r" slow_hold, slow_wait, timeout, ttl"
+            ),
         ),
         (
-            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"ttl": "long"}},
-            r"'default'.*ttl must be a number of seconds, not str",
+            {
+                "BACKEND": "dlocks.backends.memory.MemoryBackend",
+                "OPTIONS": {"ttl": "long"},
+            },
+            r"'default'.*ttl must be a number of seconds or a timedelta, not str",
         ),
         (
-            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"timeout": -1}},
+            {
+                "BACKEND": "dlocks.backends.memory.MemoryBackend",
+                "OPTIONS": {"timeout": -1},
+            },
             r"'default'.*timeout must be 0 or more",
         ),
-        ({"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"prefix": 7}}, r"'default'.*prefix"),
+        (
+            {
+                "BACKEND": "dlocks.backends.memory.MemoryBackend",
+                "OPTIONS": {"prefix": 7},
+            },
+            r"'default'.*prefix",
+        ),
     ],
 )
-def test_a_mistake_in_the_settings_is_told_by_alias_and_option(settings, message):
+def test_a_settings_error_names_alias_and_option(settings, message):
     with override_settings(DLOCKS={"default": settings}):
         with pytest.raises(ImproperlyConfigured, match=message):
             db_lock("stock:7").acquire()
@@ -72,45 +117,56 @@ def test_a_mistake_in_the_settings_is_told_by_alias_and_option(settings, message
         assert found.hint
 
 
-def test_an_unknown_alias_is_told_with_those_there_are():
-    with pytest.raises(ImproperlyConfigured, match="no alias 'other'; it has 'default'"):
+def test_an_unknown_alias_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(
+        ImproperlyConfigured, match="no alias 'other'; it has 'default'"
+    ):
         db_lock("stock:7", using="other").acquire()
 
 
 @dlocks(timeout=0.05, ttl=20)
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
-def test_the_settings_give_the_policy_that_a_call_leaves_out(elsewhere):
+def test_settings_provide_defaults_for_locks(elsewhere):
     from dlocks import LockTimeout
 
     with db_lock("stock:7") as hold:
         assert 10 < hold.remaining <= 20
-        with pytest.raises(LockTimeout, match="in 0.1 s"):
+        with pytest.raises(LockTimeout, match="within 0.05 s"):
             elsewhere(db_lock("stock:7").acquire)
 
 
-# Checks.
+# System checks.
 
 
 def ids(messages):
     return {message.id for message in messages}
 
 
-def test_settings_as_they_should_be_say_nothing():
+def test_correct_settings_pass_the_checks():
     assert check_settings() == []
     call_command("check", "--fail-level", "WARNING")
 
 
 @modify_settings(INSTALLED_APPS={"remove": "dlocks"})
-def test_the_app_not_installed_is_an_error():
+def test_a_missing_app_is_an_error():
     assert "dlocks.E001" in ids(check_settings())
 
 
-def test_a_project_that_forgot_the_app_is_told_what_to_do():
-    """At the check and at the lock, in a process of its own."""
+def test_a_missing_app_is_reported_with_a_hint():
+    """The check and the first use of a lock both say what to do.
+
+    The project runs in a process of its own.
+    """
     code = """
 from django.conf import settings
-settings.configure(INSTALLED_APPS=[], DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3",
-                   "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}})
+settings.configure(
+    INSTALLED_APPS=[],
+    DATABASES={"default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": ":memory:",
+        "OPTIONS": {"transaction_mode": "IMMEDIATE"},
+    }},
+)
 import django; django.setup()
 from dlocks import db_lock
 from django.core.exceptions import ImproperlyConfigured
@@ -125,19 +181,69 @@ except Exception as error:
     print("dlocks.E001" in str(error))
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert done.stdout == "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.\nTrue\n", done.stderr
+    assert (
+        done.stdout
+        == "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.\nTrue\n"
+    ), done.stderr
 
 
-def test_a_system_without_fork_has_locks_too():
-    """As Windows, where only backends that need more cannot be had."""
+@pytest.mark.parametrize(
+    "name", ["db_lock", "locked_view", "run_once", "LeaderElection"]
+)
+def test_a_missing_app_that_only_views_use_is_an_error(tmp_path, name):
+    """The error is reported although dlocks is first imported during the checks.
+
+    The check of the URLs imports the views, and the views import dlocks.
+    """
+    (tmp_path / "shop_urls.py").write_text(
+        f"from dlocks import {name}\nurlpatterns = []\n"
+    )
+    code = """
+from django.conf import settings
+settings.configure(ROOT_URLCONF="shop_urls")
+import django; django.setup()
+from django.core.management import call_command
+try:
+    call_command("check")
+except Exception as error:
+    print(str(error).count("dlocks.E001"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["1"], done.stderr
+
+
+def test_locks_work_without_fork():
+    """Without ``os.fork()``, as on Windows, locks work.
+
+    Only the backends that need it are unavailable.
+    """
     code = """
 import os
 del os.fork, os.register_at_fork
 from django.conf import settings
-settings.configure(INSTALLED_APPS=["dlocks"], DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3",
-                   "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}})
+settings.configure(
+    INSTALLED_APPS=["dlocks"],
+    DATABASES={"default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": ":memory:",
+        "OPTIONS": {"transaction_mode": "IMMEDIATE"},
+    }},
+)
 import django; django.setup()
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
@@ -146,7 +252,12 @@ with db_lock("stock:7") as hold:
     print(hold.held)
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout == "True\n", done.stderr
 
@@ -155,63 +266,93 @@ with db_lock("stock:7") as hold:
 def test_a_database_that_does_not_exist_is_an_error():
     (found,) = check_settings()
     assert found.id == "dlocks.E003"
-    assert "'nowhere'" in found.msg
+    assert "DLOCKS['default']['OPTIONS']['database'] is 'nowhere'" in found.msg
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["database.PessimisticBackend", "database.InsertBackend", "session.SessionBackend"],
+)
+def test_a_missing_database_is_reported_with_alias_and_option(kind):
+    """The first use names the wrong alias and option, and the valid values."""
+    message = (
+        r"DLOCKS\['reports'\]\['OPTIONS'\]\['database'\] is 'nowhere'.*it has 'default'"
+    )
+    with dlocks(f"dlocks.backends.{kind}", "reports", database="nowhere"):
+        with pytest.raises(ImproperlyConfigured, match=message):
+            db_lock("stock:7", using="reports").acquire()
 
 
 @pytest.mark.engine("sqlite")
-def test_sqlite_transactions_that_begin_as_readers_are_warned_of(monkeypatch):
+def test_deferred_sqlite_transactions_cause_a_warning(monkeypatch):
     monkeypatch.delitem(connection.settings_dict["OPTIONS"], "transaction_mode")
     assert ids(check_settings()) == {"dlocks.W002"}
 
 
 @pytest.mark.engine("sqlite")
-def test_an_in_memory_database_is_warned_of(monkeypatch):
+def test_an_in_memory_database_causes_a_warning(monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "NAME", ":memory:")
     assert ids(check_settings()) == {"dlocks.W001"}
 
 
-@pytest.mark.engine("mariadb")
-def test_another_isolation_level_in_the_settings_is_warned_of(monkeypatch):
-    monkeypatch.setitem(connection.settings_dict.setdefault("OPTIONS", {}), "isolation_level", "repeatable read")
+@pytest.mark.engine("mariadb", "mysql")
+def test_another_isolation_level_causes_a_warning(monkeypatch):
+    monkeypatch.setitem(
+        connection.settings_dict.setdefault("OPTIONS", {}),
+        "isolation_level",
+        "repeatable read",
+    )
     found = check_settings()
     assert ids(found) == {"dlocks.W003"}
     assert "repeatable read" in found[0].msg
 
 
 @pytest.mark.engine("postgresql")
-@pytest.mark.parametrize(("level", "warned"), [(None, False), (2, False), (3, True), (4, True)])
-def test_on_postgresql_too(level, warned, monkeypatch):
-    monkeypatch.setitem(connection.settings_dict.setdefault("OPTIONS", {}), "isolation_level", level)
+@pytest.mark.parametrize(
+    ("level", "warned"), [(None, False), (2, False), (3, True), (4, True)]
+)
+def test_a_higher_isolation_level_on_postgresql_causes_a_warning(
+    level, warned, monkeypatch
+):
+    monkeypatch.setitem(
+        connection.settings_dict.setdefault("OPTIONS", {}), "isolation_level", level
+    )
     assert ids(check_settings()) == ({"dlocks.W003"} if warned else set())
 
 
-@pytest.mark.engine("mariadb")
+@pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_table_that_is_not_innodb_is_an_error_and_a_session_s_isolation_a_warning():
+def test_the_check_finds_other_engines_and_isolation_levels():
     assert check_tables(databases=["default"]) == []
     with connection.cursor() as cursor:
         try:
-            cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = Aria")
+            cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = MEMORY")
             cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            assert ids(check_tables(databases=["default"])) == {"dlocks.E005", "dlocks.W004"}
+            assert ids(check_tables(databases=["default"])) == {
+                "dlocks.E005",
+                "dlocks.W004",
+            }
         finally:
             cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = InnoDB")
             connection.close()
 
 
-@pytest.mark.engine("mariadb")
+@pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
 def test_a_claims_table_that_is_not_innodb_is_an_error():
     with connection.cursor() as cursor:
         try:
-            cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = Aria")
+            cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = MEMORY")
             (found,) = check_tables(databases=["default"])
-            assert (found.id, found.hint) == ("dlocks.E005", "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;")
+            assert (found.id, found.hint) == (
+                "dlocks.E005",
+                "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;",
+            )
         finally:
             cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = InnoDB")
 
 
-@pytest.mark.engine("mariadb")
+@pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(
     ("table", "column", "kind"),
@@ -221,10 +362,16 @@ def test_a_claims_table_that_is_not_innodb_is_an_error():
         ("dlocks_lockclaim", "owner", "varchar(32)"),
     ],
 )
-def test_a_collation_that_takes_two_keys_for_one_is_an_error_with_its_cure(table, column, kind):
-    """Where keys would not be compared byte for byte, the check names the column, and its hint mends it."""
+def test_a_collation_that_confuses_keys_is_an_error_with_a_fix(table, column, kind):
+    """The check names a column that does not compare keys byte for byte.
+
+    The SQL of its hint repairs the column.
+    """
     with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {table} MODIFY {column} {kind} COLLATE utf8mb4_general_ci NOT NULL")
+        cursor.execute(
+            f"ALTER TABLE {table} MODIFY {column} {kind} COLLATE utf8mb4_general_ci NOT"
+            " NULL"
+        )
         (found,) = check_tables(databases=["default"])
         assert found.id == "dlocks.E006"
         assert f"{table}.{column}" in found.msg
@@ -235,8 +382,11 @@ def test_a_collation_that_takes_two_keys_for_one_is_an_error_with_its_cure(table
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("model", [LockClaim, HoldRecord])
-def test_an_update_that_was_not_migrated_is_warned_of(model):
-    """With the table of an older version only, the check says what to run; before the first migrate it is silent."""
+def test_missing_tables_cause_a_warning(model, monkeypatch):
+    """The check says what to run if a table is missing.
+
+    This is the case before the first ``migrate`` and after an upgrade.
+    """
     table = model._meta.db_table
     with connection.schema_editor() as editor:
         editor.alter_db_table(model, table, "dlocks_elsewhere")
@@ -246,13 +396,27 @@ def test_an_update_that_was_not_migrated_is_warned_of(model):
         assert table in found.msg
         assert "migrate dlocks --database default" in found.hint
         with connection.schema_editor() as editor:
-            editor.alter_db_table(ResourceLock, "dlocks_resourcelock", "dlocks_elsewhere_too")
+            editor.alter_db_table(
+                ResourceLock, "dlocks_resourcelock", "dlocks_elsewhere_too"
+            )
+        (found,) = [
+            one
+            for one in check_tables(databases=["default"])
+            if one.id != "dlocks.W004"
+        ]
+        assert found.id == "dlocks.W006"
+        assert "does not have the table dlocks_resourcelock" in found.msg
+        assert "migrate dlocks --database default" in found.hint
+        # ``manage.py migrate`` runs this check first, so the check must not ask for it.
+        monkeypatch.setattr(sys, "argv", ["manage.py", "migrate"])
         assert not ids(check_tables(databases=["default"])) - {"dlocks.W004"}
     finally:
         with connection.schema_editor() as editor:
             editor.alter_db_table(model, "dlocks_elsewhere", table)
             if "dlocks_elsewhere_too" in connection.introspection.table_names():
-                editor.alter_db_table(ResourceLock, "dlocks_elsewhere_too", "dlocks_resourcelock")
+                editor.alter_db_table(
+                    ResourceLock, "dlocks_elsewhere_too", "dlocks_resourcelock"
+                )
     assert check_tables(databases=["default"]) == []
 
 
@@ -264,27 +428,40 @@ def test_migrations_are_complete():
 @pytest.mark.django_db
 def test_the_key_is_the_primary_key_and_the_only_index():
     with connection.cursor() as cursor:
-        constraints = connection.introspection.get_constraints(cursor, "dlocks_resourcelock")
-        indexed = {tuple(it["columns"]) for it in constraints.values() if it["index"] or it["primary_key"]}
+        constraints = connection.introspection.get_constraints(
+            cursor, "dlocks_resourcelock"
+        )
+        indexed = {
+            tuple(it["columns"])
+            for it in constraints.values()
+            if it["index"] or it["primary_key"]
+        }
         assert indexed == {("key_resource",)}
         assert sum(it["index"] or it["primary_key"] for it in constraints.values()) == 1
         if connection.vendor == "mysql":
-            cursor.execute("SHOW FULL COLUMNS FROM dlocks_resourcelock LIKE 'key_resource'")
-            assert cursor.fetchone()[2] == "utf8mb4_nopad_bin"
+            cursor.execute(
+                "SHOW FULL COLUMNS FROM dlocks_resourcelock LIKE 'key_resource'"
+            )
+            assert cursor.fetchone()[2] == (
+                "utf8mb4_0900_bin" if ENGINE == "mysql" else "utf8mb4_nopad_bin"
+            )
 
 
 @pytest.mark.parametrize(
-    ("kind", "whom"), [("dummy.Dummy", "nobody"), ("memory.Memory", "nobody outside of the process")]
+    ("kind", "whom"),
+    [("dummy.Dummy", "nobody"), ("memory.Memory", "nobody outside of the process")],
 )
-def test_a_deployment_on_a_backend_for_tests_is_warned_of(kind, whom):
-    with override_settings(DLOCKS={"default": {"BACKEND": f"dlocks.backends.{kind}Backend"}}):
+def test_deploying_a_test_backend_causes_a_warning(kind, whom):
+    with override_settings(
+        DLOCKS={"default": {"BACKEND": f"dlocks.backends.{kind}Backend"}}
+    ):
         (found,) = check_deployment()
     assert found.id == "dlocks.W007"
     assert found.msg.endswith(f"and exclude {whom}.")
 
 
 @pytest.mark.parametrize("setting", [None, []])
-def test_a_setting_of_another_kind_is_an_error_of_the_checks_and_no_traceback(setting):
+def test_a_setting_of_a_wrong_type_fails_the_check(setting):
     with override_settings(DLOCKS=setting):
         assert ids(check_settings()) == {"dlocks.E002"}
         assert check_tables(databases=["default"]) == check_deployment() == []

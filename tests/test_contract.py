@@ -1,4 +1,4 @@
-"""Every backend keeps the rules of the waist, on every engine."""
+"""Every backend passes the backend contract, on every engine."""
 
 import time
 
@@ -6,13 +6,17 @@ import pytest
 from django.db import connection, connections
 from django.test import TransactionTestCase, override_settings
 
-from dlocks.backends.base import Claim
-from dlocks.backends.database import InsertBackend, OptimisticBackend, PessimisticBackend
-from dlocks.backends.dummy import DummyBackend
-from dlocks.backends.memory import MemoryBackend
-from dlocks.backends.session import SessionBackend
-from dlocks.models import ResourceLock
 from dlocks.testing import BackendContract
+from tests.internals import (
+    Claim,
+    DummyBackend,
+    InsertBackend,
+    MemoryBackend,
+    OptimisticBackend,
+    PessimisticBackend,
+    ResourceLock,
+    SessionBackend,
+)
 from tests.timing import eventually, in_time
 
 ADMIN = connection.settings_dict["USER"]
@@ -33,26 +37,34 @@ class TestOptimistic(BackendContract, TransactionTestCase):
 
 
 class TestObserved(BackendContract, TransactionTestCase):
-    """Where others watch the row, so that all that ends by itself ends later."""
+    """The contract with ``expiry="observed"``, where expiry takes longer.
+
+    Waiters observe the row for a whole ttl before they take it over.
+    """
 
     available_apps = ["dlocks"]
     TTL = 4.0
 
     def make_backend(self, **options):
-        return PessimisticBackend("default", expiry="observed", **{"ttl": self.TTL, **options})
+        return PessimisticBackend(
+            "default", expiry="observed", **{"ttl": self.TTL, **options}
+        )
 
     def claim(self, key="contract:1", **options):
-        # None may be longer than the backend's.
+        # The ttl of a claim must not exceed the ttl of the backend.
         return super().claim(key, **{"ttl": self.TTL, **options})
 
     def test_one_of_many_takes_over_a_stale_key(self):
         self.granted(self.claim("contract:stale", ttl=0.05))
         assert self.backend.acquire(self.claim("contract:stale")) is None
         time.sleep(self.TTL)
-        assert len(self.race(lambda: self.backend.acquire(self.claim("contract:stale")))) == 1
+        assert (
+            len(self.race(lambda: self.backend.acquire(self.claim("contract:stale"))))
+            == 1
+        )
 
     def test_a_silent_holder_keeps_the_key_for_its_ttl_and_no_longer(self):
-        """For the ttl of the backend: whose it was, nobody else knows."""
+        """The ttl of the backend applies, because observers do not know the claim's."""
         self.granted(self.claim(ttl=self.ttl))
         after = time.monotonic()
         took = self.granted_in_time(self.claim()) - after
@@ -69,7 +81,9 @@ class TestObserved(BackendContract, TransactionTestCase):
         claim = self.claim()
         began = time.monotonic()
         self.granted(claim)
-        assert self.backend.holder(claim.key).remaining > self.TTL - 1 - (time.monotonic() - began)
+        assert self.backend.holder(claim.key).remaining > self.TTL - 1 - (
+            time.monotonic() - began
+        )
 
 
 class TestInsert(BackendContract, TransactionTestCase):
@@ -86,7 +100,10 @@ class TestInsert(BackendContract, TransactionTestCase):
         assert not ResourceLock.objects.filter(pk=claim.key).exists()
 
     def wait_for_the_clock(self, claim):
-        """Until it has passed the token: before, the next row could be given the same one, so the row stays."""
+        """Wait until the database clock has passed the token of the claim.
+
+        Until then the next row could get the same token, so the row is not deleted.
+        """
         version = ResourceLock.objects.get(pk=claim.key).version
         with connection.cursor() as cursor:
             ticks = 0
@@ -94,7 +111,7 @@ class TestInsert(BackendContract, TransactionTestCase):
                 cursor.execute(f"SELECT {self.backend.dialect.ticks}")
                 (ticks,) = cursor.fetchone()
 
-    def test_the_row_of_a_transaction_goes_after_its_commit(self):
+    def test_the_row_of_a_transaction_is_deleted_after_its_commit(self):
         claim = self.claim(scope="transaction")
 
         def hold():
@@ -106,7 +123,7 @@ class TestInsert(BackendContract, TransactionTestCase):
         assert not ResourceLock.objects.filter(pk=claim.key).exists()
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 class TestSession(BackendContract, TransactionTestCase):
     available_apps = ["dlocks"]
 
@@ -117,7 +134,7 @@ class TestSession(BackendContract, TransactionTestCase):
 
     def disconnect(self, backend):
         backend.disconnect()
-        # The server is not as quick to see it as the next test.
+        # The server notices the end of a session only after a moment.
         other = SessionBackend("default")
         keys = ("contract:1", "contract:2", "contract:new", "contract:stale", "k")
         eventually(lambda: not any(other.holder(key) for key in keys))
@@ -145,8 +162,11 @@ class TestEachOther(TransactionTestCase):
 
     available_apps = ["dlocks"]
 
-    def test_who_has_a_key_has_it_for_all_of_them(self):
-        family = [kind("default", grace=0) for kind in (PessimisticBackend, OptimisticBackend, InsertBackend)]
+    def test_backends_of_the_family_exclude_each_other(self):
+        family = [
+            kind("default", grace=0)
+            for kind in (PessimisticBackend, OptimisticBackend, InsertBackend)
+        ]
         tokens = []
         for mine in family * 2:
             claim = Claim(key="shared", ttl=30)
@@ -157,9 +177,9 @@ class TestEachOther(TransactionTestCase):
         assert tokens == sorted(set(tokens))
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 class LeastPrivilege(BackendContract, TransactionTestCase):
-    """A role that may SELECT, INSERT and UPDATE is enough for all but deleting."""
+    """A role with SELECT, INSERT and UPDATE can do everything but delete."""
 
     available_apps = ["dlocks"]
 
@@ -174,13 +194,25 @@ class LeastPrivilege(BackendContract, TransactionTestCase):
                 cursor.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", [self.role])
                 if not cursor.fetchone():
                     cursor.execute(f"CREATE ROLE {self.role} LOGIN")
-                cursor.execute(f"GRANT SELECT, INSERT, UPDATE ON dlocks_resourcelock TO {self.role}")
-                cursor.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON dlocks_lockclaim TO {self.role}")
+                cursor.execute(
+                    "GRANT SELECT, INSERT, UPDATE ON dlocks_resourcelock TO"
+                    f" {self.role}"
+                )
+                cursor.execute(
+                    "GRANT SELECT, INSERT, UPDATE, DELETE ON dlocks_lockclaim TO"
+                    f" {self.role}"
+                )
             else:
                 cursor.execute(f"CREATE USER IF NOT EXISTS {self.role}@'127.0.0.1'")
                 role = f"{self.role}@'127.0.0.1'"
-                cursor.execute(f"GRANT SELECT, INSERT, UPDATE ON {name}.dlocks_resourcelock TO {role}")
-                cursor.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.dlocks_lockclaim TO {role}")
+                cursor.execute(
+                    f"GRANT SELECT, INSERT, UPDATE ON {name}.dlocks_resourcelock TO"
+                    f" {role}"
+                )
+                cursor.execute(
+                    f"GRANT SELECT, INSERT, UPDATE, DELETE ON {name}.dlocks_lockclaim"
+                    f" TO {role}"
+                )
         self.become(self.role)
         self.addCleanup(self.be_admin)
 
@@ -191,7 +223,7 @@ class LeastPrivilege(BackendContract, TransactionTestCase):
     def be_admin(self):
         self.become(ADMIN)
 
-    def test_it_is_the_role_that_is_tested(self):
+    def test_the_role_cannot_delete_locks(self):
         from django.db.utils import DatabaseError
 
         with connection.cursor() as cursor, pytest.raises(DatabaseError):
@@ -208,8 +240,10 @@ class TestLeastPrivilegeOptimistic(LeastPrivilege):
         return OptimisticBackend("default", **options)
 
 
-@override_settings(DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}})
+@override_settings(
+    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}
+)
 def test_the_settings_choose_the_backend():
-    from dlocks.conf import backends
+    from tests.internals import backends
 
     assert isinstance(backends["default"], MemoryBackend)

@@ -1,4 +1,4 @@
-"""The control room: what is held now and was held in the last hour, on a page that keeps itself current."""
+"""The control room: a live page of current holds and of the last hour."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from dlocks import control_room
-from dlocks.models import After, HoldRecord, LockClaim, ResourceLock
 from tests import rows
+from tests.internals import After, HoldRecord, LockClaim, ResourceLock, control_room
 from tests.test_admin import ODD_KEYS, page, person
 
 LIVE = "/admin/dlocks/resourcelock/live/"
@@ -37,47 +36,69 @@ def with_history(settings):
 
 
 def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fields):
-    """Write a hold that ended so many seconds ago."""
-    values = {"holder": "web-1:4711:MainThread", "owner_ip": "192.0.2.7", "scope": "L", "shared": False, **fields}
+    """Write the record of a hold that ended ``ago`` seconds ago."""
+    values = {
+        "holder": "web-1:4711:MainThread",
+        "owner_ip": "192.0.2.7",
+        "scope": "L",
+        "shared": False,
+        **fields,
+    }
     token = HoldRecord.objects.count() + 1 if token is None else token
     times = {"begin_time": After(-ago - held), "end_time": After(-ago)}
-    return HoldRecord.objects.create(key_resource=key, token=token, waited=waited, ending=ending, **times, **values)
+    return HoldRecord.objects.create(
+        key_resource=key, token=token, waited=waited, ending=ending, **times, **values
+    )
 
 
 def text_of(markup: str) -> str:
-    """Return the words of a page."""
+    """Return the text of a page without its markup."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
 
 
 def row_of(markup: str, key: str) -> str:
-    """Return the words of a lock's row in the table."""
-    found = [row for row in re.findall(r'<tr id="lock-.*?</tr>', markup, re.DOTALL) if text_of(row).startswith(key)]
+    """Return the text of the table row of a key."""
+    found = [
+        row
+        for row in re.findall(r'<tr id="lock-.*?</tr>', markup, re.DOTALL)
+        if text_of(row).startswith(key)
+    ]
     assert len(found) == 1, found
     return text_of(found[0])
 
 
 @pytest.mark.django_db
 class TestPage:
-    def test_who_may_not_view_locks_sees_nothing(self, client):
-        """The permission to view is asked for, and is enough."""
+    def test_the_control_room_needs_the_view_permission(self, client):
+        """The view permission is required and sufficient."""
         assert client.get(LIVE).status_code == 302
         blind = person("blind", "clear_resourcelock", "force_release_resourcelock")
         assert blind.get(LIVE).status_code == 403
         assert blind.get(LIVE, {"part": "now"}).status_code == 403
 
-    def test_what_is_held_is_shown(self, viewer):
-        """By whom, for how long, with the time left, the line behind it, and how many of each there are."""
+    def test_held_keys_are_shown(self, viewer):
+        """The page shows holders, ages, time left, queues and totals."""
         now = datetime.now(UTC)
-        rows.write("busy", rows.P, now + timedelta(seconds=15), begin_time=now - timedelta(seconds=75))
+        rows.write(
+            "busy",
+            rows.P,
+            now + timedelta(seconds=15),
+            begin_time=now - timedelta(seconds=75),
+        )
         for number in range(5):
-            rows.waits("busy", holder=f"worker-{number}:1:t", begin_time=now - timedelta(seconds=60 - number))
+            rows.waits(
+                "busy",
+                holder=f"worker-{number}:1:t",
+                begin_time=now - timedelta(seconds=60 - number),
+            )
         rows.stale("left")
         rows.free("free")
         rows.free("shared", version=1)
         rows.shares("shared", 2)
         text = page(viewer.get(LIVE))
         assert re.search(
-            r"busy held web-1:4711:MainThread 192.0.2.7 1m1[5-9]s 1[0-5]s 5 worker-0:1:t .* and 2 more",
+            r"busy held web-1:4711:MainThread 192.0.2.7 1m1[5-9]s 1[0-5]s 5"
+            r" worker-0:1:t .* and 2 more",
             row_of(text, "busy"),
         )
         assert "worker-2:1:t" in text
@@ -88,19 +109,27 @@ class TestPage:
         assert "free" not in re.findall(r'<bdi class="dlocks-key">(.*?)</bdi>', text)
         assert "1 held 1 shared 1 stale 5 in line" in text_of(text)
 
-    def test_a_free_key_that_is_waited_for_is_shown(self, viewer):
-        """As when a transaction has it, which nobody can see."""
+    def test_a_free_key_with_waiters_is_shown(self, viewer):
+        """A free key with waiters is shown.
+
+        This happens while a transaction has the row locked, which the page cannot see.
+        """
         rows.free("inside")
         rows.waits("inside")
-        assert row_of(page(viewer.get(LIVE)), "inside").startswith("inside free 1 worker-1:815:MainThread")
+        assert row_of(page(viewer.get(LIVE)), "inside").startswith(
+            "inside free 1 worker-1:815:MainThread"
+        )
 
-    def test_nothing_held_is_told(self, viewer):
+    def test_an_empty_control_room_says_so(self, viewer):
         assert "No lock is held, and nobody waits for one." in page(viewer.get(LIVE))
 
     @pytest.mark.parametrize("key", [*ODD_KEYS, HOSTILE], ids=ascii)
     @pytest.mark.usefixtures("with_history")
     def test_odd_keys_and_holders_are_text(self, releaser, key):
-        """Whatever is in a key or a holder's name is shown as text, and the page about the key is about that key."""
+        """Any key and any holder are shown as text.
+
+        The page of a key shows only that key.
+        """
         rows.held(key, holder=HOSTILE[:255], begin_time=datetime.now(UTC))
         rows.held("another")
         rows.waits(key, holder=HOSTILE)
@@ -116,26 +145,38 @@ class TestPage:
         for address in re.findall(r'href="([^"]*live/[^"]*)"', text):
             assert releaser.get(html.unescape(address)).status_code == 200
 
-    def test_a_key_that_cannot_be(self, viewer):
-        """A query that no key could be is about all."""
+    def test_an_invalid_key_in_the_query_is_ignored(self, viewer):
+        """An invalid key or page number in the query is ignored."""
         rows.held("a")
         for key in ("nul\0", "x" * 256):
             assert row_of(page(viewer.get(LIVE, {"key": key})), "a")
         for number in ("0", "-1", "x", "99999999999999999999"):
             assert row_of(page(viewer.get(LIVE, {"page": number})), "a")
 
-    def test_ten_thousand_locks_are_shown_by_pages(self, viewer, django_assert_num_queries):
-        """As many queries for ten thousand locks, each with a line, as for one."""
+    def test_ten_thousand_locks_are_shown_by_pages(
+        self, viewer, django_assert_num_queries
+    ):
+        """The number of queries does not depend on the number of locks and waiters."""
         rows.held("first")
         rows.waits("first")
         with CaptureQueriesContext(connection) as few:
             viewer.get(LIVE)
         sample = rows.held("lock-0")
-        many = [ResourceLock(**{**values(sample), "key_resource": f"lock-{number:05}"}) for number in range(1, 10_000)]
+        many = [
+            ResourceLock(**{**values(sample), "key_resource": f"lock-{number:05}"})
+            for number in range(1, 10_000)
+        ]
         ResourceLock.objects.bulk_create(many, batch_size=1000)
         claim = rows.waits("lock-0")
         lines = [
-            LockClaim(**{**values(claim), "id": None, "owner": f"{number:032}", "key_resource": f"lock-{number:05}"})
+            LockClaim(
+                **{
+                    **values(claim),
+                    "id": None,
+                    "owner": f"{number:032}",
+                    "key_resource": f"lock-{number:05}",
+                }
+            )
             for number in range(1, 10_000)
         ]
         LockClaim.objects.bulk_create(lines, batch_size=1000)
@@ -153,30 +194,38 @@ class TestPage:
         assert "Next" not in text_of(last)
         assert 'href="/admin/dlocks/resourcelock/live/?page=200"' in last
 
-    def test_a_part_is_the_part_alone(self, viewer):
-        """The script asks for no more than what it renews."""
+    def test_a_part_of_the_page_is_rendered_alone(self, viewer):
+        """The script fetches only the part that it refreshes."""
         rows.held("a")
         part = page(viewer.get(LIVE, {"part": "now"}))
         assert row_of(part, "a")
         assert "<html" not in part
         assert "history is off" in page(viewer.get(LIVE, {"part": "past"}))
 
-    def test_nothing_of_the_page_comes_from_elsewhere(self, releaser, with_history):
-        """No script and no style is written into the page, so that the strictest policy can forbid them."""
+    def test_the_page_has_no_inline_or_foreign_code(self, releaser, with_history):
+        """The page has no inline script or style.
+
+        So the strictest content security policy can forbid them.
+        """
         rows.held("a")
         ended("a")
         text = page(releaser.get(LIVE, {"key": "a"}))
-        assert not re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=|javascript:", text)
+        assert not re.search(
+            r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=|javascript:", text
+        )
         assert not re.search(r"\s(src|href)=\"(https?:)?//", text)
 
 
 def values(row):
-    return {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields}
+    return {
+        field.attname: getattr(row, field.attname)
+        for field in row._meta.concrete_fields
+    }
 
 
 @pytest.mark.django_db
 class TestPast:
-    def test_without_the_history_it_says_how_to_switch_it_on(self, viewer):
+    def test_without_the_history_the_page_says_how_to_enable_it(self, viewer):
         text = page(viewer.get(LIVE))
         assert "The history is off" in text
         assert '"OPTIONS": {"history": True}' in html.unescape(text)
@@ -184,14 +233,17 @@ class TestPast:
 
     @pytest.mark.usefixtures("with_history")
     def test_contention_of_the_last_hour(self, viewer):
-        """How many holds each minute had, and how many of them were waited for; older ones do not count."""
+        """The chart counts holds and waits per minute, for the last hour only."""
         for _ in range(3):
             ended("a", ago=90)
         ended("a", ago=90, waited=2.5)
         ended("b", ago=3500)
         ended("b", ago=3700, waited=9)
         text = page(viewer.get(LIVE))
-        assert "5 holds, 1 of them (20 %) waited for; the longest wait was 2.5s." in text_of(text)
+        assert (
+            "5 holds, 1 of them (20 %) waited for; the longest wait was 2.5s."
+            in text_of(text)
+        )
         titles = re.findall(r"<g><title>(.*?)</title>", text)
         assert titles == [
             "1 min ago: 4 holds, 1 of them waited for",
@@ -201,19 +253,26 @@ class TestPast:
 
     @pytest.mark.usefixtures("with_history")
     def test_longest_holds(self, viewer):
-        """The longest of the last hour come first, each with a link to the page about its key."""
+        """The longest holds of the last hour come first, with links to their keys."""
         for number in range(10):
             ended(f"key-{number}", held=number + 1)
         ended("old", ago=4000, held=100)
         text = page(viewer.get(LIVE))
-        shown = re.findall(r'<li>\s*<a href="([^"]*)"><bdi class="dlocks-key">([^<]*)', text)
-        assert [key for _, key in shown] == [f"key-{number}" for number in range(9, 3, -1)]
+        shown = re.findall(
+            r'<li>\s*<a href="([^"]*)"><bdi class="dlocks-key">([^<]*)', text
+        )
+        assert [key for _, key in shown] == [
+            f"key-{number}" for number in range(9, 3, -1)
+        ]
         about = page(viewer.get(shown[0][0]))
         assert "One hold, and nobody waited for it." in text_of(about)
 
     @pytest.mark.usefixtures("with_history")
     def test_timeline_of_a_key(self, viewer):
-        """Every hold where it was in time: those beside each other in lanes, and the one that goes on to the end."""
+        """The timeline shows every hold of a key.
+
+        Simultaneous holds are drawn in lanes. A current hold extends to the end.
+        """
         ended("a", ago=90, held=10, token=1)
         ended("a", ago=50, held=30, token=2, shared=True, ending="F")
         ended("a", ago=40, held=30, token=3, shared=True, ending="L")
@@ -221,7 +280,8 @@ class TestPast:
         rows.held("a", begin_time=datetime.now(UTC) - timedelta(seconds=20))
         text = page(viewer.get(LIVE, {"key": "a"}))
         bars = re.findall(
-            r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"',
+            r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)"'
+            r' width="([\d.]+)"',
             text.split("dlocks-timeline")[1],
         )
         assert [ending for ending, *_ in bars] == ["R", "F", "L", "now"]
@@ -230,22 +290,34 @@ class TestPast:
         assert starts == sorted(starts)
         assert starts[0] == 0
         assert float(bars[-1][1]) + float(bars[-1][3]) == pytest.approx(1000, abs=1)
-        # Ended 50 to 80 seconds ago, of 100.
+        # The hold began 80 seconds ago and ended 50 seconds ago, on a scale of 100
+        # seconds.
         assert starts[1] == pytest.approx(200, abs=20)
-        cells = [text_of(row) for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "web-1" in row]
-        assert [cell.split()[-2:] for cell in cells] == [["lost", "3"], ["failed", "2"], ["released", "1"]]
+        cells = [
+            text_of(row)
+            for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL)
+            if "web-1" in row
+        ]
+        assert [cell.split()[-2:] for cell in cells] == [
+            ["lost", "3"],
+            ["failed", "2"],
+            ["released", "1"],
+        ]
 
     @pytest.mark.usefixtures("with_history")
-    def test_a_key_without_a_row_has_its_past(self, viewer):
-        """A purged key, or one of the backend that deletes its rows, is shown by what is recorded of it."""
+    def test_a_key_without_a_row_is_shown_with_its_history(self, viewer):
+        """A key without a row is shown with its history.
+
+        Its row was purged, or its backend deletes the row at the release.
+        """
         ended("gone")
         text = text_of(page(viewer.get(LIVE, {"key": "gone"})))
         assert "Nobody has this key" in text
         assert "Timeline of this key" in text
 
     @pytest.mark.usefixtures("with_history")
-    def test_real_holds_come_to_be_seen(self, viewer):
-        """What the keeper has written is on the page."""
+    def test_the_history_needs_few_queries(self, viewer):
+        """The page shows recorded holds with at most 8 queries."""
         ended("x")
         with CaptureQueriesContext(connection) as queries:
             page(viewer.get(LIVE, {"part": "past", "key": "x"}))
@@ -254,8 +326,8 @@ class TestPast:
 
 @pytest.mark.django_db
 class TestRelease:
-    def test_only_who_may_is_offered_it(self, viewer, releaser):
-        """To view is enough to look, and no more."""
+    def test_the_release_button_needs_its_permission(self, viewer, releaser):
+        """The view permission does not include the release of locks."""
         rows.held("a")
         rows.stale("b")
         rows.free("c")
@@ -263,8 +335,11 @@ class TestRelease:
         assert "Force release" not in page(viewer.get(LIVE))
         assert page(releaser.get(LIVE)).count("Force release</button>") == 2
 
-    def test_back_to_where_it_was(self, releaser):
-        """After the confirmation the control room is shown again, with the message; so when it was too late."""
+    def test_a_release_returns_to_the_control_room(self, releaser):
+        """After a confirmation the control room is shown again, with the message.
+
+        This also applies if the lock was no longer held.
+        """
         rows.held("a")
         sent = {
             "action": "force_release",
@@ -274,7 +349,12 @@ class TestRelease:
         }
         asked = page(releaser.post("/admin/dlocks/resourcelock/", sent))
         assert 'href="/admin/dlocks/resourcelock/live/?key=a&amp;page=1"' in asked
-        confirmed = {"action": "force_release", "_selected_action": ["a"], "version": ["1000"], "live": sent["live"]}
+        confirmed = {
+            "action": "force_release",
+            "_selected_action": ["a"],
+            "version": ["1000"],
+            "live": sent["live"],
+        }
         confirmed["reason"] = "tests"
         response = releaser.post("/admin/dlocks/resourcelock/", confirmed)
         assert (response.status_code, response.url) == (302, LIVE + "?key=a&page=1")
@@ -284,9 +364,11 @@ class TestRelease:
         late = releaser.post("/admin/dlocks/resourcelock/", sent)
         assert (late.status_code, late.url) == (302, LIVE + "?key=a&page=1")
 
-    def test_the_other_pages_lead_to_it(self, viewer):
-        """From the list, and from the page of a lock to what is about that lock."""
+    def test_the_admin_links_to_the_control_room(self, viewer):
+        """The list and the page of a lock link to the control room."""
         rows.held("a&b")
         assert f'href="{LIVE}"' in page(viewer.get("/admin/dlocks/resourcelock/"))
-        detail = page(viewer.get(reverse("admin:dlocks_resourcelock_change", args=["a&b"])))
+        detail = page(
+            viewer.get(reverse("admin:dlocks_resourcelock_change", args=["a&b"]))
+        )
         assert f'href="{LIVE}?key=a%26b"' in detail

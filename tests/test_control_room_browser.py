@@ -1,4 +1,7 @@
-"""The control room as people use it: in a real browser, with the mouse, with the keyboard, and without scripts."""
+"""The control room in a real browser.
+
+It is used by mouse, by keyboard, and without scripts.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ import pytest
 from django.test import Client
 
 from dlocks import db_lock
-from dlocks.models import ResourceLock
 from tests import jobs, rows
+from tests.internals import ResourceLock
 from tests.test_admin import person
 from tests.test_control_room import HOSTILE, LIVE, ended
 
-# Where "make images" makes the pictures of the documentation anew: those that are there.
+# The directory of the documentation's images, of which ``make images`` replaces the
+# existing ones.
 IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
-# What a page does is the same on every engine; what it shows of each is in test_control_room.py.
+# The page behaves the same on every engine. test_control_room.py tests its content on
+# each.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1120, "height": 700}
@@ -34,11 +39,13 @@ def with_history(settings):
 
 
 def row(page, key):
-    return page.get_by_role("row").filter(has=page.get_by_role("link", name=key, exact=True))
+    return page.get_by_role("row").filter(
+        has=page.get_by_role("link", name=key, exact=True)
+    )
 
 
 def busy_hour():
-    """Write what a busy shop may look like."""
+    """Write the locks and the history of a busy shop."""
     now = datetime.now(UTC)
     kinds = [
         ("report:monthly", "jobs-1:2210:MainThread", "10.0.0.21", 812, 21.4, 4),
@@ -50,33 +57,69 @@ def busy_hour():
     ]
     for key, holder, ip, age, left, waiting in kinds:
         times = {"begin_time": now - timedelta(seconds=age)}
-        rows.write(key, rows.P, now + timedelta(seconds=left), holder=holder, owner_ip=ip, **times)
+        rows.write(
+            key,
+            rows.P,
+            now + timedelta(seconds=left),
+            holder=holder,
+            owner_ip=ip,
+            **times,
+        )
         for number in range(waiting):
             since = now - timedelta(seconds=0.7 * (waiting - number))
-            rows.waits(key, holder=f"web-{number % 4 + 1}:14{number:02}:Thread-{number + 2}", begin_time=since)
+            rows.waits(
+                key,
+                holder=f"web-{number % 4 + 1}:14{number:02}:Thread-{number + 2}",
+                begin_time=since,
+            )
     rows.free("catalogue", version=1)
     for number in range(3):
         rows.shares("catalogue", 100 + number)
     for minute in range(60):
         for number in range(2 + (minute * 7) % 5 + (9 if 20 < minute < 31 else 0)):
             waited = 0.4 * number if number > 3 else 0.0
-            ended(f"stock:lamp-{number}", ago=minute * 60 + number * 3 + 1, held=0.3 + number / 9, waited=waited)
-    for number, (key, held) in enumerate([("invoices", 740), ("search-index", 515), ("import:tenant/9", 262)]):
-        ended(key, ago=500 * (number + 1), held=held, holder="jobs-1:2210:MainThread", ending="RFL"[number])
+            ended(
+                f"stock:lamp-{number}",
+                ago=minute * 60 + number * 3 + 1,
+                held=0.3 + number / 9,
+                waited=waited,
+            )
+    for number, (key, held) in enumerate(
+        [("invoices", 740), ("search-index", 515), ("import:tenant/9", 262)]
+    ):
+        ended(
+            key,
+            ago=500 * (number + 1),
+            held=held,
+            holder="jobs-1:2210:MainThread",
+            ending="RFL"[number],
+        )
     for number in range(9):
-        times = {"ago": 900 + number * 1300, "held": 600 + 160 * (number % 3), "waited": 47.0 * (number % 4)}
+        times = {
+            "ago": 900 + number * 1300,
+            "held": 600 + 160 * (number % 3),
+            "waited": 47.0 * (number % 4),
+        }
         token = 1795258813170301 - number * 1_307_219_433
-        ended("report:monthly", **times, ending="RRRRFRRLR"[number], token=token, holder="jobs-1:2210:MainThread")
+        ended(
+            "report:monthly",
+            **times,
+            ending="RRRRFRRLR"[number],
+            token=token,
+            holder="jobs-1:2210:MainThread",
+        )
 
 
 def shows(page):
-    """Make sure that nothing is wider than the page."""
-    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    """Check that nothing is wider than the page."""
+    wide = page.evaluate(
+        "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
     assert wide <= 0, f"the page scrolls sideways by {wide}"
 
 
 def picture(page, name, **options):
-    """Take a picture; keep it where it is one of the documentation's that are made anew."""
+    """Take a screenshot, and save it if it is an image of the documentation."""
     taken = page.screenshot(**options)
     if IMAGES and (kept := Path(IMAGES) / name).exists():
         kept.write_bytes(taken)
@@ -84,8 +127,8 @@ def picture(page, name, **options):
     return taken
 
 
-def test_a_lock_appears_and_goes_without_a_reload(browser, boss, workers):
-    """The page that I look at shows what is taken and given back meanwhile."""
+def test_locks_appear_and_disappear_without_a_reload(browser, boss, workers):
+    """An open page shows what is acquired and released."""
     page = browser.page(boss)
     page.goto(LIVE)
     browser.expect(page.get_by_text("No lock is held")).to_be_visible()
@@ -100,8 +143,11 @@ def test_a_lock_appears_and_goes_without_a_reload(browser, boss, workers):
     assert page.evaluate("window.stayed")
 
 
-def test_who_waits_gets_the_lock_when_i_force_its_release(browser, boss, workers):
-    """Two clicks: the holder is fenced off, the first in line has the key at once, and I see that."""
+def test_a_waiter_acquires_after_a_forced_release(browser, boss, workers):
+    """After a forced release the first waiter acquires the key at once.
+
+    The holder is fenced off, and the page shows the new holder. It takes two clicks.
+    """
     holder, waiter = workers(2)
     holder.start(jobs.hold, "stock:7", ttl=600)
     token = holder.hear()
@@ -117,7 +163,9 @@ def test_who_waits_gets_the_lock_when_i_force_its_release(browser, boss, workers
     browser.expect(page).to_have_title("Control room | Django site admin")
     browser.expect(page.get_by_text("1 lock was cleared: stock:7")).to_be_visible()
     browser.expect(row(page, "stock:7").get_by_role("listitem")).to_have_count(0)
-    browser.expect(row(page, "stock:7").get_by_role("cell").nth(0)).to_contain_text(f":{waiter.process.pid}:")
+    browser.expect(row(page, "stock:7").get_by_role("cell").nth(0)).to_contain_text(
+        f":{waiter.process.pid}:"
+    )
     waiter.tell()
     assert waiter.hear() == "released"
     holder.tell()
@@ -126,7 +174,7 @@ def test_who_waits_gets_the_lock_when_i_force_its_release(browser, boss, workers
 
 
 def test_without_scripts(browser, boss):
-    """Everything is there, the page loads itself again, and a lock is released as with them."""
+    """Without scripts the page refreshes itself, and a lock can be released."""
     rows.held("stock:7")
     page = browser.page(boss, java_script_enabled=False)
     page.goto(LIVE)
@@ -144,7 +192,10 @@ def test_without_scripts(browser, boss):
 
 
 def test_by_keyboard_alone(browser, boss):
-    """The focus stays where it is while the page renews itself, and goes on from there when its lock is gone."""
+    """The focus stays in place while the page refreshes itself.
+
+    If its lock disappears, the focus moves to the section of current locks.
+    """
     for key in ("a", "b", "c"):
         rows.held(key)
     page = browser.page(boss)
@@ -153,13 +204,26 @@ def test_by_keyboard_alone(browser, boss):
     pressed = []
     while not pressed or pressed[-1] != "c Force release":
         page.keyboard.press("Tab")
-        where = "e => (e.getAttribute('aria-describedby') ? e.closest('tr').querySelector('a').textContent + ' ' : '')"
+        where = (
+            "e => (e.getAttribute('aria-describedby') ?"
+            " e.closest('tr').querySelector('a').textContent + ' ' : '')"
+        )
         pressed.append(
-            page.evaluate(f"(({where})(document.activeElement)) + document.activeElement.textContent.trim()")
+            page.evaluate(
+                f"(({where})(document.activeElement)) +"
+                " document.activeElement.textContent.trim()"
+            )
         )
         assert len(pressed) < 10, pressed
-    assert pressed == ["a", "a Force release", "b", "b Force release", "c", "c Force release"]
-    # Rows come before it and go; it is still the same button.
+    assert pressed == [
+        "a",
+        "a Force release",
+        "b",
+        "b Force release",
+        "c",
+        "c Force release",
+    ]
+    # Rows appear and disappear before it. It is still the same button.
     page.evaluate("window.mine = document.activeElement")
     rows.held("0")
     ResourceLock.objects.filter(pk="a").delete()
@@ -180,9 +244,9 @@ def test_by_keyboard_alone(browser, boss):
 
 
 def test_it_can_be_paused(browser, boss):
-    """What moves by itself can be stopped, and goes on."""
+    """The automatic refresh can be paused and resumed."""
     page = browser.page(boss)
-    # The page's time passes here only as it is told to.
+    # The test controls the clock of the page.
     page.clock.install(time=0)
     page.clock.pause_at(1000)
     page.goto(LIVE)
@@ -190,9 +254,11 @@ def test_it_can_be_paused(browser, boss):
     page.on("request", lambda request: asked.append(request.url))
     rows.held("stock:7")
     page.get_by_role("button", name="Pause").click()
-    browser.expect(page.get_by_role("button", name="Pause")).to_have_attribute("aria-pressed", "true")
+    browser.expect(page.get_by_role("button", name="Pause")).to_have_attribute(
+        "aria-pressed", "true"
+    )
     page.clock.run_for(60_000)
-    # The events of a page come in their order: what it asked for by itself would be there before this.
+    # A page sends its events in order. An automatic request would come before this one.
     page.evaluate("fetch('?mine').then(() => null)")
     assert [url.partition("?")[2] for url in asked] == ["mine"]
     browser.expect(row(page, "stock:7")).to_have_count(0)
@@ -200,8 +266,8 @@ def test_it_can_be_paused(browser, boss):
     browser.expect(row(page, "stock:7")).to_be_visible()
 
 
-def test_what_is_old_is_said_to_be(browser, boss):
-    """Logged out meanwhile, I am not left with a picture that looks current."""
+def test_an_outdated_page_says_so(browser, boss):
+    """After a logout the page says that it is outdated."""
     rows.held("stock:7")
     page = browser.page(boss)
     page.goto(LIVE)
@@ -213,7 +279,10 @@ def test_what_is_old_is_said_to_be(browser, boss):
 
 @pytest.mark.usefixtures("with_history")
 def test_hostile_names_are_only_text(browser, boss):
-    """A key or a holder with markup in it runs nothing, neither when the page comes nor when it is renewed."""
+    """Markup in a key or a holder is not executed.
+
+    This holds for the first page and for each refresh.
+    """
     page = browser.page(boss)
     ran = []
     page.on("dialog", lambda dialog: ran.append(dialog.message) or dialog.dismiss())
@@ -223,20 +292,24 @@ def test_hostile_names_are_only_text(browser, boss):
     ended(HOSTILE, holder=HOSTILE)
     browser.expect(row(page, HOSTILE)).to_be_visible()
     page.goto(f"{LIVE}?key={HOSTILE.replace('&', '%26')}")
-    browser.expect(page.get_by_role("heading", name="Timeline of this key")).to_be_visible()
-    browser.expect(page.locator(".dlocks-room img, .dlocks-room script")).to_have_count(0)
+    browser.expect(
+        page.get_by_role("heading", name="Timeline of this key")
+    ).to_be_visible()
+    browser.expect(page.locator(".dlocks-room img, .dlocks-room script")).to_have_count(
+        0
+    )
     assert not ran
 
 
 @pytest.mark.usefixtures("with_history")
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_picture_of_it_on_a_desk_and_a_phone_in_both_themes(browser, boss, theme):
-    """Nothing scrolls sideways, and the text can be told from the ground in the theme that I have chosen."""
+def test_screenshots_on_desktop_and_phone_in_both_themes(browser, boss, theme):
+    """Nothing scrolls sideways, and the text is readable in both themes."""
     busy_hour()
     page = browser.page(boss, viewport=DESK, color_scheme=theme)
     page.goto(LIVE)
     shows(page)
-    # What the picture is of shall have the room.
+    # The sidebar is closed to leave more space for the page.
     page.get_by_role("button", name="Toggle navigation").click()
     page.evaluate("scrollTo(0, 0)")
     assert contrast(page, ".dlocks-holder") > 4.5
@@ -255,7 +328,7 @@ def test_picture_of_it_on_a_desk_and_a_phone_in_both_themes(browser, boss, theme
 
 
 def contrast(page, selector):
-    """Return the contrast of an element's text with the page behind it, as WCAG reckons it."""
+    """Return the WCAG contrast of an element's text with the page background."""
     colours = page.evaluate(
         """selector => [getComputedStyle(document.querySelector(selector)).color,
                         getComputedStyle(document.body).backgroundColor]""",
@@ -266,13 +339,18 @@ def contrast(page, selector):
 
 
 def luminance(colour):
-    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    parts = [
+        int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]
+    ]
+    red, green, blue = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+        for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_the_list_leads_there(browser, boss):
-    """From the list of locks it is one click."""
+def test_the_list_links_to_the_control_room(browser, boss):
+    """The control room is one click away from the list of locks."""
     with db_lock("stock:7"):
         page = browser.page(boss)
         page.goto("/admin/dlocks/resourcelock/")

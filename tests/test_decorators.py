@@ -1,4 +1,4 @@
-"""Functions and views under a lock, as docs/how-to/decorators.md has it."""
+"""Functions and views under a lock, as in docs/how-to/decorators.md."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from django.test import RequestFactory
 from django.utils.functional import SimpleLazyObject
 from django.views import View
 
-from dlocks import LockLost, LockTimeout, db_lock, locked_view
-from dlocks.backends.memory import MemoryBackend
-from dlocks.decorators import LockDecorator
+from dlocks import LockLost, LockTimeout, SingleInstance, db_lock, locked_view, run_once
 from dlocks.testing import frozen_clock, held_elsewhere, lose
 from tests import pages, typed_usage
+from tests.internals import LockDecorator, MemoryBackend
+from tests.models import Counter
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def page():
 
 
 def key_of(template, function, *args, **kwargs):
-    """Return the key under which the call is locked."""
+    """Return the key that a call locks."""
     seen = []
 
     def busy(error, *args, **kwargs):
@@ -79,28 +79,31 @@ def report(region, day="today", *rest, **options):
         ("{region}:{day}", ("a",), {"day": "b:c"}, "a:b:c"),
     ],
 )
-def test_the_key_is_made_of_the_arguments_that_the_call_binds(template, args, kwargs, key):
+def test_the_key_is_built_from_the_bound_arguments(template, args, kwargs, key):
     assert key_of(template, report, *args, **kwargs) == key
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("report:{regoin}", r"needs an argument 'regoin'; .*build\(\) takes 'region', 'day'"),
-        ("{}", "not a field"),
-        ("{0}", "not a field"),
+        (
+            "report:{regoin}",
+            r"needs an argument 'regoin', but .*build\(\) has 'region', 'day'",
+        ),
+        ("{}", "not a valid field"),
+        ("{0}", "not a valid field"),
         ("{region.__class__}", "underscore"),
         ("{region._private}", "underscore"),
         ("{region[0].__init__.__globals__}", "underscore"),
-        ("{region", "not a template"),
-        ("region}", "not a template"),
-        ("{region:{day}}", "within its format"),
+        ("{region", "not a valid key"),
+        ("region}", "not a valid key"),
+        ("{region:{day}}", "in its format specifier"),
         ("{region!x}", "conversion"),
-        ("{region}{day}", "something between"),
+        ("{region}{day}", "needs a separator between {region}"),
         ("", "empty"),
     ],
 )
-def test_a_template_that_cannot_be_right_is_refused_when_decorating(template, message):
+def test_an_invalid_template_is_refused_when_decorating(template, message):
     def build(region, day):
         raise AssertionError
 
@@ -109,57 +112,111 @@ def test_a_template_that_cannot_be_right_is_refused_when_decorating(template, me
 
 
 @pytest.mark.parametrize(("x", "y"), [("b:c", "d"), (":", ""), ("b:", "c")])
-def test_calls_that_could_be_confused_are_refused_before_anything_is_locked(x, y):
-    """a:{x}:{y} of ("b:c", "d") and of ("b", "c:d") would be the same key."""
+def test_calls_with_ambiguous_keys_are_refused_before_locking(x, y):
+    """``a:{x}:{y}`` would give ("b:c", "d") and ("b", "c:d") the same key."""
     calls = []
 
     @db_lock("a:{x}:{y}")
     def work(x, y):
         calls.append((x, y))
 
-    with pytest.raises(ValueError, match="could be taken for other values"):
+    with pytest.raises(ValueError, match="other values could have the same key"):
         work(x, y)
     work("b", "c:d")
     assert calls == [("b", "c:d")]
 
 
-def test_a_separator_of_several_characters_is_told_from_a_value_that_ends_with_its_first():
+@pytest.mark.parametrize(
+    ("template", "order", "message"),
+    [
+        ("order:{order}", None, r"\{order\} of 'order:\{order\}' is None"),
+        ("order:{order!r}", None, r"\{order\} of .* is None"),
+        ("order:{order.pk}", Counter(), r"\{order.pk\} of .* is None"),
+        ("order:{order[id]}:paid", {"id": None}, r"\{order\[id\]\} of .* is None"),
+        (
+            "order:{order}",
+            Counter(name="north"),
+            r"\{order\} of .* is a Counter without a primary key",
+        ),
+    ],
+)
+async def test_a_field_that_is_none_is_refused_before_locking(template, order, message):
+    """A field that is None or an unsaved object is refused before locking.
+
+    This applies to functions, coroutines, views, jobs and commands.
+    """
+
+    def work(order, request=None):
+        raise AssertionError
+
+    async def awork(order, request=None):
+        raise AssertionError
+
+    class Command(SingleInstance):
+        lock_key = template
+
+    for decorator in (
+        db_lock(template),
+        run_once(template, min_hold=1),
+        locked_view(template),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decorator(work)(order)
+        with pytest.raises(ValueError, match=message):
+            await decorator(awork)(order=order)
+    with pytest.raises(ValueError, match=message):
+        Command().get_lock(order=order)
+
+
+def test_a_saved_object_or_the_text_none_may_be_a_field():
+    """Only None itself is refused, not a saved object or the text "None"."""
+    assert (
+        key_of("counter:{region}", report, Counter(pk=7, name="north"))
+        == "counter:north"
+    )
+    assert key_of("report:{region}", report, "None") == "report:None"
+    assert key_of("report:{region}", report, "") == "report:"
+
+
+def test_a_long_separator_differs_from_a_value_that_begins_it():
     @db_lock("{x}::{y}")
     def work(x, y):
         return "done"
 
-    with pytest.raises(ValueError, match="taken for"):
+    with pytest.raises(ValueError, match="other values could have the same key"):
         work("a:", "b")
     assert work("a", ":b") == "done"
 
 
-def test_a_call_that_the_function_does_not_take_is_a_type_error_and_locks_nothing():
+def test_a_call_with_wrong_arguments_locks_nothing():
     @db_lock("{region}")
     def build(region):
         raise AssertionError
 
-    with pytest.raises(TypeError, match=r"build\(\): missing a required argument: 'region'"):
+    with pytest.raises(
+        TypeError, match=r"build\(\): missing a required argument: 'region'"
+    ):
         build()
     with pytest.raises(TypeError, match="unexpected keyword"):
         build("a", regoin=1)
 
 
-def test_a_name_among_further_keywords_is_asked_for_at_the_call():
+def test_a_name_among_the_kwargs_is_required_at_the_call():
     @db_lock("{pk}")
     def view(request, **kwargs):
         return kwargs["pk"]
 
     assert view(None, pk=7) == 7
-    with pytest.raises(TypeError, match="needs 'pk' here"):
+    with pytest.raises(TypeError, match="needs the argument 'pk' in this call"):
         view(None)
 
 
-def test_a_with_block_takes_the_key_as_it_is_written():
+def test_a_with_block_uses_the_key_literally():
     with db_lock("a{b}") as hold:
         assert hold.key == "a{b}"
 
 
-def test_what_is_for_calls_has_no_with_block():
+def test_options_for_calls_are_refused_in_a_with_block():
     for lock in (db_lock("a", busy="skip"), db_lock(lambda: "a")):
         with pytest.raises(TypeError, match="context manager"):
             with lock:
@@ -168,14 +225,19 @@ def test_what_is_for_calls_has_no_with_block():
 
 @pytest.mark.parametrize(
     ("policy", "error"),
-    [({"timeout": -1}, ValueError), ({"ttl": "x"}, TypeError), ({"nonsense": 1}, TypeError), ({"busy": 3}, ValueError)],
+    [
+        ({"timeout": -1}, ValueError),
+        ({"ttl": "x"}, TypeError),
+        ({"nonsense": 1}, TypeError),
+        ({"busy": 3}, ValueError),
+    ],
 )
-def test_a_policy_that_makes_no_sense_is_refused_when_decorating(policy, error):
+def test_an_invalid_policy_is_refused_when_decorating(policy, error):
     with pytest.raises(error):
         db_lock(lambda: "a", **policy)
 
 
-# What is decorated.
+# Decorated functions.
 
 
 def test_the_lock_is_held_while_the_function_runs_and_not_after(is_busy):
@@ -188,7 +250,7 @@ def test_the_lock_is_held_while_the_function_runs_and_not_after(is_busy):
     assert not is_busy("stock:7")
 
 
-def test_what_the_function_raises_passes_and_the_key_is_given_back(is_busy):
+def test_an_error_of_the_function_propagates_and_releases(is_busy):
     @db_lock("stock:{sku}", busy="skip")
     def sell(sku):
         raise KeyError(sku)
@@ -198,18 +260,21 @@ def test_what_the_function_raises_passes_and_the_key_is_given_back(is_busy):
     assert not is_busy("stock:7")
 
 
-def test_a_decorated_function_is_still_itself():
+def test_a_decorated_function_keeps_its_metadata():
     @db_lock("report:{region}")
     def build(region: str, day: str = "today") -> str:
         """Build it."""
         return region
 
     assert (build.__name__, build.__doc__) == ("build", "Build it.")
-    assert str(inspect.signature(build)) == "(region: 'str', day: 'str' = 'today') -> 'str'"
+    assert (
+        str(inspect.signature(build))
+        == "(region: 'str', day: 'str' = 'today') -> 'str'"
+    )
     assert not inspect.iscoroutinefunction(build)
 
 
-async def test_a_coroutine_function_stays_one_and_holds_over_its_awaits():
+async def test_a_coroutine_function_holds_across_its_awaits():
     @db_lock("stock:{sku}")
     async def sell(sku):
         await asyncio.sleep(0)
@@ -280,15 +345,23 @@ async def _async_generator():
 
 
 @pytest.mark.parametrize("function", [_generator, _async_generator])
-def test_generators_are_refused_since_they_work_after_their_call(function):
-    with pytest.raises(TypeError, match=r"is a generator: .*with db_lock"):
+def test_generators_are_refused_when_decorating(function):
+    with pytest.raises(TypeError, match=r"is a generator, .*with db_lock"):
         db_lock("a")(function)
 
 
 @pytest.mark.parametrize(
-    "thing", [staticmethod(_generator), classmethod(_generator), property(), 7, int, SimpleNamespace]
+    "thing",
+    [
+        staticmethod(_generator),
+        classmethod(_generator),
+        property(),
+        7,
+        int,
+        SimpleNamespace,
+    ],
 )
-def test_what_is_no_function_is_refused(thing):
+def test_decorating_a_non_function_is_refused(thing):
     with pytest.raises(TypeError):
         db_lock("a")(thing)
 
@@ -302,17 +375,22 @@ def _through(function):
 
 
 @pytest.mark.parametrize(
-    "function", [_through(_generator), _through(_async_generator), contextlib.contextmanager(_generator)]
+    "function",
+    [
+        _through(_generator),
+        _through(_async_generator),
+        contextlib.contextmanager(_generator),
+    ],
 )
-def test_what_turns_out_to_be_a_generator_is_refused_too(function):
-    """Behind another decorator it does not look like one."""
-    with pytest.raises(TypeError, match=r"would have worked after the lock was given back"):
+def test_a_wrapped_generator_is_refused_at_the_call(function):
+    """Behind another decorator a generator does not look like one."""
+    with pytest.raises(TypeError, match=r"would work after the release of the lock"):
         db_lock("a")(function)()
     assert not db_lock("a").locked()
 
 
-def test_a_function_that_returns_a_coroutine_unawaited_is_refused(is_busy):
-    """Its work would have begun when the lock was given back."""
+def test_a_function_that_returns_a_coroutine_is_refused(is_busy):
+    """The coroutine would start only after the release of the lock."""
 
     async def work():
         raise AssertionError
@@ -326,10 +404,10 @@ def test_a_function_that_returns_a_coroutine_unawaited_is_refused(is_busy):
     assert not is_busy("a")
 
 
-# When it is busy.
+# Busy keys.
 
 
-def test_busy_raises_skips_or_asks():
+def test_busy_raises_skips_or_calls_a_function():
     def work(sku):
         raise AssertionError
 
@@ -340,10 +418,14 @@ def test_busy_raises_skips_or_asks():
         with pytest.raises(LockTimeout, match="held by web-2:1:x"):
             db_lock("stock:{sku}", timeout=0)(work)(7)
         assert db_lock("stock:{sku}", timeout=0, busy="skip")(work)(7) is None
-        assert db_lock("stock:{sku}", timeout=0, busy=answer)(work)(7) == ("stock:7", "web-2:1:x", 7)
+        assert db_lock("stock:{sku}", timeout=0, busy=answer)(work)(7) == (
+            "stock:7",
+            "web-2:1:x",
+            7,
+        )
 
 
-def test_a_time_out_inside_of_the_function_is_not_taken_for_its_own_lock_s():
+def test_a_timeout_inside_the_function_is_not_taken_for_busy():
     @db_lock("outer", busy="skip")
     def work():
         with db_lock("inner", timeout=0):
@@ -354,7 +436,7 @@ def test_a_time_out_inside_of_the_function_is_not_taken_for_its_own_lock_s():
     assert caught.value.key == "inner"
 
 
-def test_a_lost_lock_is_told_at_the_end_of_the_call():
+def test_a_lost_lock_raises_at_the_end_of_the_call():
     @db_lock("stock", busy="skip")
     def work():
         lose("stock")
@@ -363,7 +445,7 @@ def test_a_lost_lock_is_told_at_the_end_of_the_call():
         work()
 
 
-def test_the_same_thread_may_call_itself():
+def test_a_decorated_function_may_be_recursive():
     @db_lock("deep", timeout=0)
     def work(n):
         return n if n == 0 else work(n - 1)
@@ -390,7 +472,7 @@ REQUEST = RequestFactory().get("/")
 
 
 @pytest.mark.parametrize(("status", "reason"), [(409, "Conflict"), (423, "Locked")])
-def test_a_busy_view_answers_with_a_status_and_when_to_come_back(status, reason):
+def test_a_busy_view_responds_with_a_status_and_retry_after(status, reason):
     @locked_view("order:{pk}", status=status)
     def view(request, pk):
         return HttpResponse("done")
@@ -414,11 +496,16 @@ def test_a_busy_view_may_have_an_argument_of_any_name():
         assert view(REQUEST, error=7).status_code == 409
 
 
-def test_a_busy_view_answers_where_nobody_knows_how_long_it_takes(monkeypatch):
-    """As behind a session lock of another process, which ends with its session."""
+def test_a_busy_view_responds_if_the_remaining_time_is_unknown(monkeypatch):
+    """The remaining time is unknown if another process holds a session lock.
+
+    Such a lock ends with its session.
+    """
     holder = MemoryBackend.holder
     monkeypatch.setattr(
-        MemoryBackend, "holder", lambda self, key: dataclasses.replace(holder(self, key), remaining=math.inf)
+        MemoryBackend,
+        "holder",
+        lambda self, key: dataclasses.replace(holder(self, key), remaining=math.inf),
     )
 
     @locked_view("order:{pk}")
@@ -431,7 +518,7 @@ def test_a_busy_view_answers_where_nobody_knows_how_long_it_takes(monkeypatch):
 
 
 @pytest.mark.parametrize(("retry_after", "header"), [(5, "5"), (0, "0"), (False, None)])
-def test_the_time_to_come_back_can_be_given_or_left_out(retry_after, header):
+def test_retry_after_can_be_set_or_omitted(retry_after, header):
     @locked_view("order", retry_after=retry_after)
     def view(request):
         raise AssertionError
@@ -440,8 +527,11 @@ def test_the_time_to_come_back_can_be_given_or_left_out(retry_after, header):
         assert view(REQUEST).get("Retry-After") == header
 
 
-@pytest.mark.parametrize("wrong", [{"status": 200}, {"retry_after": -1}, {"retry_after": "soon"}, {"timeout": -1}])
-def test_a_view_s_policy_that_makes_no_sense_is_refused(wrong):
+@pytest.mark.parametrize(
+    "wrong",
+    [{"status": 200}, {"retry_after": -1}, {"retry_after": "soon"}, {"timeout": -1}],
+)
+def test_an_invalid_policy_of_a_view_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         locked_view("order", **wrong)
 
@@ -460,11 +550,13 @@ def test_a_class_based_view_is_locked_as_a_whole(is_busy):
     assert Orders.as_view()(REQUEST, pk=7).status_code == 200
 
 
-async def test_an_async_class_based_view_is_locked_until_its_response_is_there():
+async def test_an_async_class_based_view_is_locked_until_its_response():
     @locked_view("order:{pk}")
     class Locked(AsyncOrders):
         async def get(self, request, pk):
-            other = asyncio.create_task(db_lock(f"order:{pk}", timeout=0).atry_acquire())
+            other = asyncio.create_task(
+                db_lock(f"order:{pk}", timeout=0).atry_acquire()
+            )
             assert await other is None
             return await super().get(request, pk)
 
@@ -474,26 +566,29 @@ async def test_an_async_class_based_view_is_locked_until_its_response_is_there()
         assert (await view(REQUEST, pk=7)).status_code == 409
 
 
-async def test_what_type_checkers_see_is_what_happens():
+async def test_the_typed_examples_run():
     await sync_to_async(typed_usage.check)()
+    typed_usage.check_options()
+    await sync_to_async(typed_usage.check_several)(["a", "b"])
+    await typed_usage.acheck_several()
     await typed_usage.acheck()
 
 
-def test_a_decorator_knows_what_it_is():
+def test_the_repr_of_a_decorator_shows_key_and_busy():
     assert repr(db_lock("a:{b}", busy="skip")) == "<LockDecorator 'a:{b}' busy='skip'>"
     assert isinstance(db_lock("a", busy="raise"), LockDecorator)
 
 
-# On the real databases.
+# The real databases.
 
 
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 class TestOnTheDatabase:
     @pytest.fixture(autouse=True)
     def memory_locks(self):
-        """Not here."""
+        """Override the fixture, so that the tests use the database."""
 
-    def test_of_many_callers_one_works_at_a_time(self, elsewhere, is_busy):
+    def test_only_one_caller_runs_a_decorated_function(self, elsewhere, is_busy):
         @db_lock("stock:{sku}", timeout=0, busy="skip")
         def sell(sku):
             assert is_busy("stock:7")
@@ -502,7 +597,7 @@ class TestOnTheDatabase:
         assert sell(7) == "sold once"
         assert not is_busy("stock:7")
 
-    def test_in_a_request_s_transaction_the_lock_ends_with_the_commit(self, is_busy):
+    def test_a_lock_in_a_transaction_of_a_request_ends_at_its_commit(self, is_busy):
         from django.db import connection, transaction
 
         @locked_view("order:{pk}")
@@ -516,7 +611,7 @@ class TestOnTheDatabase:
         assert not is_busy("order:7")
 
 
-# The page.
+# The documentation page.
 
 
 class TestThePage:
@@ -532,7 +627,11 @@ class TestThePage:
 
     def test_keys(self, page):
         assert page.merge("b", "a") == "ba"
-        with held_elsewhere("pair:a-b"), frozen_clock(), pytest.raises(LockTimeout, match="pair:a-b"):
+        with (
+            held_elsewhere("pair:a-b"),
+            frozen_clock(),
+            pytest.raises(LockTimeout, match="pair:a-b"),
+        ):
             page.merge("b", "a")
 
     def test_busy(self, page):
@@ -550,8 +649,11 @@ class TestThePage:
         assert page.OrderView.as_view()(request, pk=7).content == b"changed"
         assert page.InvoiceView.as_view()(request, pk=7).content == b"sent"
 
-    async def test_the_key_of_a_coroutine_may_ask_the_database(self, page):
-        """As the user of a request does, who is loaded when first looked at."""
+    async def test_the_key_of_a_coroutine_may_query_the_database(self, page):
+        """The key is built where database queries are allowed.
+
+        For example, ``request.user`` is loaded at its first use.
+        """
 
         def load():
             try:

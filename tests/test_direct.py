@@ -1,4 +1,4 @@
-"""What is promised where the statements of a lock go past Django's cursor: nothing but that they cost less."""
+"""Statements that bypass Django's cursor, and differ only in their cost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockTimeout, db_lock
-from dlocks.backends.database.direct import TEXT_AT_MOST, by_sqlite3
-from dlocks.backends.database.prepared import PREPARED_AT
-from dlocks.backends.database.statements import _at_most
-from dlocks.conf import backends
-from dlocks.models import ResourceLock
+from tests.internals import (
+    PREPARED_AT,
+    TEXT_AT_MOST,
+    ResourceLock,
+    _at_most,
+    backends,
+    by_sqlite3,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
-# Past the number from which PostgreSQL's go to the driver.
+# Uses after which PostgreSQL's statements go directly to the driver.
 OFTEN = PREPARED_AT + 3
 
 KEYS = [
@@ -40,7 +43,7 @@ KEYS = [
 
 @pytest.fixture
 def by_cursor(monkeypatch):
-    """Return the statements that went by Django's cursor."""
+    """Return the list of statements that went through Django's cursor."""
     backend, seen = type(backends["default"]), []
     execute = backend._by_cursor
 
@@ -61,7 +64,7 @@ def use(times=OFTEN, key="stock:7", using="default"):
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_they_do_where_nobody_looks_on(by_cursor, using):
+def test_statements_bypass_an_uninstrumented_cursor(by_cursor, using):
     use(using=using)
     del by_cursor[:]
     use(using=using)
@@ -69,8 +72,8 @@ def test_they_do_where_nobody_looks_on(by_cursor, using):
 
 
 @pytest.mark.parametrize("key", KEYS, ids=ascii)
-def test_what_a_key_says_is_the_same_by_either_way(key):
-    """Each way finds the row, and the holder, that the other has written."""
+def test_a_key_is_the_same_with_and_without_the_cursor(key):
+    """Each way finds the row and the holder that the other way wrote."""
     use(key=key)
     assert ResourceLock.objects.filter(key_resource=key).count() == 1
     assert ResourceLock.objects.count() == 1
@@ -87,7 +90,7 @@ def test_what_a_key_says_is_the_same_by_either_way(key):
     assert ResourceLock.objects.count() == 1
 
 
-def test_a_busy_key_is_busy_by_either_way(elsewhere):
+def test_a_busy_key_is_busy_with_and_without_the_cursor(elsewhere):
     use()
     held = elsewhere(db_lock("stock:7").acquire)
     for _ in range(OFTEN):
@@ -99,8 +102,11 @@ def test_a_busy_key_is_busy_by_either_way(elsewhere):
     elsewhere(held.release)
 
 
-def test_who_looks_at_statements_sees_them(by_cursor):
-    """By Django's own means: execute_wrapper(), its log, assertNumQueries()."""
+def test_djangos_query_tools_see_every_statement(by_cursor):
+    """Django's own tools see every statement.
+
+    They are ``execute_wrapper()``, the query log and ``assertNumQueries()``.
+    """
     use()
     seen = []
 
@@ -117,8 +123,11 @@ def test_who_looks_at_statements_sees_them(by_cursor):
     assert len(queries) == 2
 
 
-def test_who_puts_his_own_method_into_djangos_cursor_sees_them(monkeypatch):
-    """As Sentry does, for all connections."""
+def test_a_patched_execute_method_sees_every_statement(monkeypatch):
+    """A replaced ``CursorWrapper.execute()`` sees every statement.
+
+    Sentry replaces it in this way for all connections.
+    """
     use()
     execute, seen = CursorWrapper.execute, []
 
@@ -134,10 +143,16 @@ def test_who_puts_his_own_method_into_djangos_cursor_sees_them(monkeypatch):
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("name", ["cursor", "_cursor", "_prepare_cursor", "make_cursor", "create_cursor"])
+@pytest.mark.parametrize(
+    "name", ["cursor", "_cursor", "_prepare_cursor", "make_cursor", "create_cursor"]
+)
 @pytest.mark.parametrize("how", ["another class", "another method"])
-def test_who_gives_connections_other_cursors_sees_them(name, how, monkeypatch):
-    """As for metrics, or to set a session's schema before each statement: other tables, that would be."""
+def test_custom_cursors_see_every_statement(name, how, monkeypatch):
+    """Custom cursors see every statement.
+
+    They collect metrics, or set a schema before each statement. Without them the
+    statements would use other tables.
+    """
     use()
     wrapper, seen = connections["default"], []
     kind = type(wrapper)
@@ -148,7 +163,9 @@ def test_who_gives_connections_other_cursors_sees_them(name, how, monkeypatch):
         return method(self, *args, **kwargs)
 
     if how == "another class":
-        monkeypatch.setattr(wrapper, "__class__", type("Watched", (kind,), {name: look}))
+        monkeypatch.setattr(
+            wrapper, "__class__", type("Watched", (kind,), {name: look})
+        )
     else:
         monkeypatch.setattr(kind, name, look)
     use(2)
@@ -158,13 +175,19 @@ def test_who_gives_connections_other_cursors_sees_them(name, how, monkeypatch):
     assert len(seen) == 4
 
 
-def test_who_looks_whether_there_is_a_connection_sees_each_use_of_it(monkeypatch):
-    """As those do who make a lost one anew; and pytest-django, which refuses it in a test that has no database."""
+def test_a_patched_ensure_connection_is_called_for_every_use(monkeypatch):
+    """A replaced ``ensure_connection()`` is called for each use of a connection.
+
+    Some libraries use it to reconnect. pytest-django uses it to block the database in
+    tests that may not use it.
+    """
     use()
     seen = []
     ensure_connection = BaseDatabaseWrapper.ensure_connection
     monkeypatch.setattr(
-        BaseDatabaseWrapper, "ensure_connection", lambda self: (seen.append(self.alias), ensure_connection(self))[1]
+        BaseDatabaseWrapper,
+        "ensure_connection",
+        lambda self: (seen.append(self.alias), ensure_connection(self))[1],
     )
     use(2)
     assert seen.count("default") >= 4
@@ -178,9 +201,9 @@ def test_a_lock_in_a_test_without_a_database_is_refused(django_db_blocker):
     assert list(ResourceLock.objects.values_list()) == rows
 
 
-@pytest.mark.engine("mariadb", "sqlite")
-def test_who_puts_his_own_connection_before_the_drivers_sees_them(by_cursor):
-    """As tracers do."""
+@pytest.mark.engine("mariadb", "mysql", "sqlite")
+def test_a_proxy_of_the_connection_sees_every_statement(by_cursor):
+    """Tracers use such a proxy."""
     use()
 
     class Proxy:
@@ -200,9 +223,9 @@ def test_who_puts_his_own_connection_before_the_drivers_sees_them(by_cursor):
     assert len(by_cursor) == 4
 
 
-@pytest.mark.engine("mariadb")
-def test_results_that_somebody_has_left_unread_are_no_trouble():
-    """Nor are they with Django's cursor, and what his session has besides is still there."""
+@pytest.mark.engine("mariadb", "mysql")
+def test_unread_results_do_not_disturb_a_lock():
+    """The lock works and the session survives, as with Django's cursor."""
     use()
     cursor = connection.cursor()
     cursor.execute("SET @mine = 7; SELECT 1; SELECT 2")
@@ -217,12 +240,18 @@ def test_results_that_somebody_has_left_unread_are_no_trouble():
 
 
 @pytest.mark.engine("sqlite")
-def test_an_interrupt_at_any_line_leaves_no_statement_unfinished(elsewhere):
-    """Somebody may keep the exception, and with it all that was going on: the write lock must not stay with that."""
+def test_an_interrupt_leaves_no_unfinished_statement(elsewhere):
+    """An interrupt does not leave the write lock of SQLite behind.
+
+    A caller may keep the exception, and with it the frames and their cursors.
+    """
     backend, code, kept = backends["default"], by_sqlite3.__code__, []
     with db_lock("stock:7"):
         pass
-    sql = backend._text("UPDATE {locks} SET holder = 'me' WHERE key_resource = %(key)s RETURNING version")
+    sql = backend._text(
+        "UPDATE {locks} SET holder = 'me' WHERE key_resource = %(key)s RETURNING"
+        " version"
+    )
 
     def interrupt_at(number):
         def trace(frame, event, arg):
@@ -249,7 +278,7 @@ def test_an_interrupt_at_any_line_leaves_no_statement_unfinished(elsewhere):
     assert len(kept) > 3
 
 
-def test_in_a_transaction_all_go_by_the_cursor(by_cursor):
+def test_statements_in_a_transaction_use_the_cursor(by_cursor):
     use()
     del by_cursor[:]
     with transaction.atomic():
@@ -269,8 +298,8 @@ def test_it_can_be_switched_off(by_cursor):
     assert len(by_cursor) == 2 * OFTEN
 
 
-def test_a_very_long_statement_goes_by_the_cursor(by_cursor):
-    """Its text would be kept for little: there are rarely as many claims again."""
+def test_a_very_long_statement_uses_the_cursor(by_cursor):
+    """The text is not cached, because the same number of claims is rare."""
     with db_lock("stock:7") as hold:
         for _ in range(OFTEN):
             assert backends["default"].renew([hold.claim] * 1000)
@@ -281,27 +310,39 @@ TYPES = {int: "bigint", str: "text", bool: "boolean"}
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**62, True, False, "", "x" * 255])
-def test_what_is_asked_is_what_is_answered(value):
-    """Of whatever type, as by the cursor."""
-    the_same_by_either_way(value, f"%(value)s::{TYPES[type(value)]}" if connection.vendor == "postgresql" else None)
+def test_parameters_round_trip_unchanged(value):
+    """Values of every type come back unchanged, as through Django's cursor."""
+    the_same_by_either_way(
+        value,
+        (
+            f"%(value)s::{TYPES[type(value)]}"
+            if connection.vendor == "postgresql"
+            else None
+        ),
+    )
 
 
-@pytest.mark.engine("mariadb", "sqlite")
+@pytest.mark.engine("mariadb", "mysql", "sqlite")
 @pytest.mark.parametrize("value", [None, 0.5])
-def test_what_has_no_type_or_is_a_float_too(value):
-    """PostgreSQL is told the types, of which statements of a lock have no other ones."""
+def test_none_and_floats_round_trip_unchanged(value):
+    """PostgreSQL needs the types, and statements of a lock use no other ones."""
     the_same_by_either_way(value)
 
 
 def the_same_by_either_way(value, place=None):
-    backend, sql = backends["default"], f"SELECT {place or '%(value)s'}, 1 AS number, '%%' AS percent"
-    replies = [tuple(map(tuple, backend._rows(sql, {"value": value}))) for _ in range(OFTEN)]
+    backend, sql = (
+        backends["default"],
+        f"SELECT {place or '%(value)s'}, 1 AS number, '%%' AS percent",
+    )
+    replies = [
+        tuple(map(tuple, backend._rows(sql, {"value": value}))) for _ in range(OFTEN)
+    ]
     with CaptureQueriesContext(connection):
         replies.append(tuple(map(tuple, backend._rows(sql, {"value": value}))))
     assert set(replies) == {((value, 1, "%"),)}
 
 
-def test_in_an_event_loop_it_is_refused_as_django_refuses_it():
+def test_a_statement_in_an_event_loop_is_refused():
     use()
 
     async def ask():
@@ -311,8 +352,8 @@ def test_in_an_event_loop_it_is_refused_as_django_refuses_it():
         asyncio.run(ask())
 
 
-def test_while_django_starts_it_warns_as_ever(monkeypatch):
-    """Of who asks the database in AppConfig.ready(), say."""
+def test_a_statement_during_app_initialization_warns(monkeypatch):
+    """Django warns of database queries in ``AppConfig.ready()``, for example."""
     use()
     monkeypatch.setattr(apps, "ready", False)
     monkeypatch.setattr(apps, "stored_app_configs", [])
@@ -322,7 +363,10 @@ def test_while_django_starts_it_warns_as_ever(monkeypatch):
 
 @pytest.fixture
 def flushed():
-    """The connection of a project that has its commits flushed; put back as it was afterwards."""
+    """Return the connection of a project that flushes its commits.
+
+    The fixture restores the setting afterwards.
+    """
     connection.ensure_connection()
     raw = connection.connection
     ((level,),) = raw.execute("PRAGMA synchronous").fetchall()
@@ -333,9 +377,11 @@ def flushed():
 
 
 @pytest.mark.engine("sqlite")
-@pytest.mark.parametrize("keys", [["stock:7"], ["stock:7", "stock:8"]], ids=["one key", "two keys"])
-def test_a_grant_is_flushed_and_a_release_is_not_where_that_is_all_that_a_crash_could_forget(flushed, keys):
-    """In WAL mode a commit that is not flushed can be lost, and nothing else."""
+@pytest.mark.parametrize(
+    "keys", [["stock:7"], ["stock:7", "stock:8"]], ids=["one key", "two keys"]
+)
+def test_a_grant_is_flushed_and_a_release_is_not(flushed, keys):
+    """In WAL mode a commit that is not flushed can be lost, with no other harm."""
     level, seen = 2, []
     assert flushed.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
 
@@ -361,8 +407,11 @@ def test_a_grant_is_flushed_and_a_release_is_not_where_that_is_all_that_a_crash_
 
 
 @pytest.mark.engine("sqlite")
-def test_with_a_journal_that_is_rolled_back_a_release_is_flushed_too(tmp_path):
-    """The file could break with the machine: it depends on the order of what is flushed."""
+def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
+    """With a rollback journal the database file could be corrupted by a crash.
+
+    Its integrity depends on the order of the flushes.
+    """
     raw = sqlite3.connect(tmp_path / "of_its_own.sqlite3", isolation_level=None)
     raw.execute("PRAGMA journal_mode = delete")
     raw.execute("PRAGMA synchronous = FULL")
@@ -372,18 +421,23 @@ def test_with_a_journal_that_is_rolled_back_a_release_is_flushed_too(tmp_path):
 
 
 @pytest.mark.engine("sqlite")
-def test_a_file_that_cannot_be_read_is_told_by_the_statement_and_not_by_what_is_set_before_it(tmp_path):
-    """A caller sees an error of the lock's, and the statement is what is tried again."""
+def test_an_unreadable_file_is_reported_by_the_statement_itself(
+    tmp_path,
+):
+    """The statement is retried, and the caller receives an error of dlocks."""
     path = tmp_path / "broken.sqlite3"
     path.write_bytes(b"no database " * 1000)
     raw = sqlite3.connect(path, isolation_level=None)
-    with _at_most(raw, "synchronous", 1, unless=sqlite3.Error), pytest.raises(sqlite3.DatabaseError, match="not a"):
+    with (
+        _at_most(raw, "synchronous", 1, unless=sqlite3.Error),
+        pytest.raises(sqlite3.DatabaseError, match="not a"),
+    ):
         raw.execute("SELECT * FROM sqlite_master")
     raw.close()
 
 
 @pytest.mark.engine("sqlite")
-def test_a_release_does_not_have_more_flushed_than_the_project_asks_for(flushed):
+def test_a_release_is_not_flushed_more_than_the_project_wants(flushed):
     flushed.execute("PRAGMA synchronous = OFF")
     sent = []
     flushed.set_trace_callback(sent.append)
@@ -393,10 +447,10 @@ def test_a_release_does_not_have_more_flushed_than_the_project_asks_for(flushed)
 
 
 @pytest.mark.engine("sqlite")
-def test_a_key_that_stays_taken_after_its_release_is_flushed(flushed):
-    """A crash must not forget for how long: that is what at_least is for."""
+def test_a_release_that_keeps_the_key_is_flushed(flushed):
+    """A crash must not lose the end of ``min_hold``, which is its purpose."""
     sent = []
-    hold = db_lock("stock:7", at_least=0.2).acquire()
+    hold = db_lock("stock:7", min_hold=0.2).acquire()
     flushed.set_trace_callback(sent.append)
     hold.release()
     assert not [sql for sql in sent if sql.startswith("PRAGMA synchronous =")]

@@ -1,4 +1,4 @@
-"""The documentation: its examples run as they are written, and what it names is there."""
+"""The documentation: its examples run, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -20,16 +20,30 @@ from django.core.management import BaseCommand, load_command_class
 from django.db import connection, transaction
 
 import dlocks
-from dlocks import LockLost, LockTimeout, db_lock, db_semaphore, lock_lost, lock_timeout, user_key
-from dlocks.backends.base import BaseBackend
-from dlocks.backends.database import InsertBackend, OptimisticBackend, PessimisticBackend
-from dlocks.backends.dummy import DummyBackend
-from dlocks.backends.memory import MemoryBackend
-from dlocks.conf import backends, options_of
-from dlocks.models import After, HoldRecord
+from dlocks import (
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_semaphore,
+    lock_lost,
+    lock_timeout,
+    user_key,
+)
 from dlocks.testing import lose
 from example_project.shop.models import Product, Sale
 from tests import jobs, pages
+from tests.internals import (
+    After,
+    BaseBackend,
+    DummyBackend,
+    HoldRecord,
+    InsertBackend,
+    MemoryBackend,
+    OptimisticBackend,
+    PessimisticBackend,
+    backends,
+    options_of,
+)
 
 ROOT = pages.DOCS.parent
 
@@ -41,26 +55,33 @@ def lamp(transactional_db):
     return Product.objects.create(name="Lamp", stock=1)
 
 
-# The tutorial, to the letter.
+# The tutorial, word for word.
 
 
 class Follower:
-    """Somebody who does what the tutorial says, in a directory and with a database of their own."""
+    """A reader who follows the tutorial in a directory with its own database."""
 
     STEP = re.compile(
-        r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+        r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+        re.DOTALL | re.MULTILINE,
     )
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         commands = directory / "bin"
         commands.mkdir()
-        (commands / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (commands / "python").write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
+        )
         (commands / "python").chmod(0o755)
-        self.environment = {"PATH": f"{commands}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+        self.environment = {
+            "PATH": f"{commands}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONIOENCODING": "utf-8",
+        }
 
     def follow(self):
-        """Do every step; return, by command line, what was printed each time."""
+        """Do every step. Return the outputs of each command line."""
         printed: dict[str, list[str]] = {}
         for step in self.STEP.finditer((pages.DOCS / "tutorial.md").read_text()):
             if step["language"] == "python":
@@ -79,7 +100,8 @@ class Follower:
         if where:
             text = path.read_text() + text
         path.write_text(text)
-        # Its time may be that of the file before, by which Python would take the old code for the new.
+        # The new file may have the same timestamp as the old one. Python would then use
+        # the old bytecode.
         for cache in self.directory.rglob("__pycache__"):
             shutil.rmtree(cache)
 
@@ -102,7 +124,7 @@ class Follower:
 @pytest.mark.engine("sqlite")
 @pytest.mark.once
 @pytest.mark.timeout(300)
-def test_who_follows_the_tutorial_sees_what_it_says(tmp_path):
+def test_the_tutorial_prints_what_it_shows(tmp_path):
     printed = Follower(tmp_path).follow()
     without, locked, impatient, guarded = printed["python manage.py rush"]
     sold, left = totals(without)
@@ -112,24 +134,32 @@ def test_who_follows_the_tutorial_sees_what_it_says(tmp_path):
         assert one.splitlines() == ["3 x sold", "5 x sold out", "3 sold, 0 left"]
     sold, left = totals(impatient)
     assert sold + left == 3
-    assert "'stock:1' not acquired in 0.1 s; held by " in impatient
+    assert "'stock:1' could not be acquired within 0.1 s: held by " in impatient
     assert "x please try again" in impatient
-    (listed,) = (text for command, (text, *_) in printed.items() if "list_locks" in command)
-    assert re.search(r"^stock:1 +held +.*run_locked python manage.py list_locks", listed, re.MULTILINE)
+    (listed,) = (
+        text for command, (text, *_) in printed.items() if "list_locks" in command
+    )
+    assert re.search(
+        r"^stock:1 +held +.*run_locked python manage.py list_locks",
+        listed,
+        re.MULTILINE,
+    )
     (tested,) = printed["python manage.py test"]
     assert "Ran 2 tests" in tested
     assert "OK" in tested
 
 
 def totals(text):
-    return tuple(map(int, re.search(r"^(\d+) sold, (\d+) left$", text, re.MULTILINE).groups()))
+    return tuple(
+        map(int, re.search(r"^(\d+) sold, (\d+) left$", text, re.MULTILINE).groups())
+    )
 
 
-# The pages about tasks.
+# The how-to pages.
 
 
 @database
-def test_the_first_page():
+def test_the_example_of_the_index_page():
     page = pages.run("index")
     assert page.reserve(7) < page.reserve(7)
     assert page.book(12) == "booked"
@@ -150,7 +180,7 @@ def test_waiting(elsewhere, workers, until):
 
 
 @database
-def test_a_long_job_makes_way(workers, until):
+def test_a_long_job_stops_for_a_waiter(workers, until):
     page = pages.run("how-to/waiting")
     (worker,) = workers(1)
 
@@ -158,7 +188,13 @@ def test_a_long_job_makes_way(workers, until):
         yield 1
         worker.start(jobs.wait_for, "search-index", timeout=30)
         worker.hear()
-        until(lambda: any(h.waiting for h in dlocks.holds.holds_by_caller.values() if h.key == "search-index"))
+        until(
+            lambda: any(
+                h.queue_length()
+                for h in dlocks.holds.holds_by_caller.values()
+                if h.key == "search-index"
+            )
+        )
         yield 2
         yield 3
 
@@ -189,7 +225,10 @@ def test_keys_of_users(elsewhere):
         return page.upload(ada, lambda: save(more - 1)) if more else "saved"
 
     assert page.upload(ada, lambda: save(2)) == "saved"
-    assert page.upload(ada, lambda: save(3)) == "three of your uploads are on their way already"
+    assert (
+        page.upload(ada, lambda: save(3))
+        == "three of your uploads are on their way already"
+    )
     with db_semaphore(user_key("uploads", 7), permits=1):
         assert page.upload(SimpleNamespace(pk=8), lambda: "saved") == "saved"
 
@@ -197,8 +236,15 @@ def test_keys_of_users(elsewhere):
 @database
 def test_several_keys():
     done = []
-    order = SimpleNamespace(lines=[SimpleNamespace(product_id=number) for number in (2, 1, 2)])
-    names = {"transfer": lambda *what: done.append(what), "amount": 5, "order": order, "ship": done.append}
+    order = SimpleNamespace(
+        lines=[SimpleNamespace(product_id=number) for number in (2, 1, 2)]
+    )
+    names = {
+        "transfer": lambda *what: done.append(what),
+        "amount": 5,
+        "order": order,
+        "ship": done.append,
+    }
     page = pages.run("how-to/several-keys", transaction=transaction, **names)
     assert done == [(12, 7, 5), order]
     assert page.hold.tokens.keys() == {"account:12", "account:7"}
@@ -214,7 +260,8 @@ def test_leader_election():
         sys.modules["docs_how_to_leader_election"].election.stop()
 
     scheduler = SimpleNamespace(
-        start=lambda: did.append("start") or serving.set(), shutdown=lambda: did.append("shutdown")
+        start=lambda: did.append("start") or serving.set(),
+        shutdown=lambda: did.append("shutdown"),
     )
     pages.run(
         "how-to/leader-election",
@@ -229,7 +276,7 @@ def test_leader_election():
     assert rest == ["start", "shutdown"]
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @database
 def test_session_locks():
     page = pages.run("how-to/session-locks", db_lock=db_lock)
@@ -283,17 +330,24 @@ async def test_coroutines():
 
 
 @database
-def test_seeing(elsewhere, caplog):
+def test_seeing_and_clearing(elsewhere, caplog):
     page = pages.run("how-to/seeing-and-clearing")
     try:
         assert page.who() == "nobody"
         with pytest.raises(LockLost), db_lock("stock:7"):
-            assert re.fullmatch(r".*:\d+:MainThread \(.*\) since .*, [\d.]+ s left", page.who())
+            assert re.fullmatch(
+                r".*:\d+:MainThread \(.*\) since .*, [\d.]+ s left", page.who()
+            )
             with pytest.raises(LockTimeout):
                 elsewhere(db_lock("stock:7", timeout=0).acquire)
             lose("stock:7")
-        told = [record.getMessage() for record in caplog.records if record.name == "shop"]
-        assert told[0].startswith("stock:7 not got in 0.0 s: ") or "lost stock:7 (token" in told[0]
+        told = [
+            record.getMessage() for record in caplog.records if record.name == "shop"
+        ]
+        assert (
+            told[0].startswith("stock:7 not got in 0.0 s: ")
+            or "lost stock:7 (token" in told[0]
+        )
         assert "lost stock:7 (token" in told[-1]
     finally:
         lock_lost.disconnect(page.on_lost)
@@ -306,12 +360,23 @@ def test_history(settings):
     settings.DLOCKS = evaluated(option)
     page = pages.run("how-to/history")
     HoldRecord.objects.create(
-        key_resource="stock:7", token=1, waited=2, shared=False, begin_time=After(-1), end_time=After(0)
+        key_resource="stock:7",
+        token=1,
+        waited=2,
+        shared=False,
+        begin_time=After(-1),
+        end_time=After(0),
     )
-    assert page.most_waited_for() == [{"key_resource": "stock:7", "waits": 1, "longest": 2}]
+    assert page.most_waited_for() == [
+        {"key_resource": "stock:7", "waits": 1, "longest": 2}
+    ]
     assert page.ships_once() == 1
     text = (pages.DOCS / "how-to/history.md").read_text()
-    told = {name for cell in re.findall(r"^\| (`.*`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    told = {
+        name
+        for cell in re.findall(r"^\| (`.*`) \|", text, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
     assert told == {field.name for field in HoldRecord._meta.fields} - {"id"}
 
 
@@ -333,7 +398,9 @@ def test_settings(settings):
     settings.DLOCKS = evaluated(aliases)
     assert pages.run("how-to/settings").run() == "jobs:import"
     for page in ("how-to/waiting", "backends"):
-        settings.DLOCKS = evaluated(next(block for block in pages.blocks(page) if block.startswith("DLOCKS")))
+        settings.DLOCKS = evaluated(
+            next(block for block in pages.blocks(page) if block.startswith("DLOCKS"))
+        )
         assert backends["default"].database == "default"
 
 
@@ -341,7 +408,7 @@ def evaluated(code):
     return ast.literal_eval(code.removeprefix("DLOCKS = "))
 
 
-# The pages for those who come from another lock.
+# The pages about migrating from other locks.
 
 
 @database
@@ -355,7 +422,8 @@ def test_coming_from_django_db_mutex(elsewhere):
 
 @database
 @pytest.mark.parametrize(
-    ("name", "report"), [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])]
+    ("name", "report"),
+    [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])],
 )
 def test_coming_from_advisory_locks(name, report, elsewhere):
     page = pages.run(name)
@@ -371,7 +439,9 @@ def test_coming_from_redis_py(monkeypatch, elsewhere):
     page = pages.run("migrating/redis-py")
     assert page.work(lambda: None, lambda: "done") == "done"
     assert page.work(lambda: lose("stock:7"), lambda: "done") == "it was lost"
-    monkeypatch.setattr(page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0))
+    monkeypatch.setattr(
+        page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0)
+    )
     with db_lock("stock:7"):
         assert elsewhere(page.work, lambda: None, lambda: "done").endswith(" has it")
 
@@ -382,79 +452,130 @@ def test_coming_from_shedlock(memory_locks):
     assert page.nightly_report() is None
 
 
-# What the pages name is there.
+# References in the pages.
 
 
-def test_every_test_that_the_page_on_safety_names_is_there():
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (pages.DOCS / "safety.md").read_text())
+def test_every_test_named_on_the_safety_page_exists():
+    named = re.findall(
+        r"`(test_\w+\.py)::(test_\w+)`", (pages.DOCS / "safety.md").read_text()
+    )
     assert len(named) > 40
     for file, test in named:
         tree = ast.parse((ROOT / "tests" / file).read_text())
         assert test in {
-            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         }
 
 
-def test_every_row_of_the_page_on_safety_names_a_test():
-    _, _, table = (pages.DOCS / "safety.md").read_text().partition("## What happens when")
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| What happens")]
+def test_every_row_of_the_safety_page_names_a_test():
+    _, _, table = (
+        (pages.DOCS / "safety.md").read_text().partition("## What happens when")
+    )
+    rows = [
+        line
+        for line in table.splitlines()
+        if line.startswith("| ") and not line.startswith("| What happens")
+    ]
     assert len(rows) > 40
     assert [row for row in rows if ".py::test_" not in row] == []
 
 
-def test_every_test_that_the_page_on_reliability_names_is_there():
+def test_every_test_named_on_the_reliability_page_exists():
     text = (pages.DOCS / "reliability.md").read_text()
     named = re.findall(r"`((?:tests|dlocks)/[\w/]+\.py)::(test_\w+)`", text)
     assert len(named) > 150
-    assert len(named) == text.count("::"), "a name is not written as tests/test_x.py::test_name"
-    tests = {file: set(re.findall(r"def (test_\w+)\(", (ROOT / file).read_text())) for file, _ in named}
+    assert len(named) == text.count("::"), (
+        "a name is not written as tests/test_x.py::test_name"
+    )
+    tests = {
+        file: set(re.findall(r"def (test_\w+)\(", (ROOT / file).read_text()))
+        for file, _ in named
+    }
     assert [(file, test) for file, test in named if test not in tests[file]] == []
 
 
-def test_every_row_of_the_page_on_reliability_names_a_test_or_says_why_not():
-    _, _, tables = (pages.DOCS / "reliability.md").read_text().partition("## Case by case")
+def test_every_row_of_the_reliability_page_has_a_test_or_reason():
+    _, _, tables = (
+        (pages.DOCS / "reliability.md").read_text().partition("## Case by case")
+    )
     tables, _, _ = tables.partition("\n## ")
-    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| The case")]
+    rows = [
+        line
+        for line in tables.splitlines()
+        if line.startswith("| ") and not line.startswith("| The case")
+    ]
     assert len(rows) > 80
-    assert [row for row in rows if not re.search(r"::test_|\*\*Not tested\*\*|\*\*Does not apply\*\*", row)] == []
+    assert [
+        row
+        for row in rows
+        if not re.search(r"::test_|\*\*Not tested\*\*|\*\*Does not apply\*\*", row)
+    ] == []
     assert [row for row in rows if row.count("|") != 4] == []
 
 
 def test_every_public_name_is_in_the_reference():
-    text = "\n".join(path.read_text() for path in (pages.DOCS / "reference").glob("*.md"))
+    text = "\n".join(
+        path.read_text() for path in (pages.DOCS / "reference").glob("*.md")
+    )
     named = set(re.findall(r"\w+", text))
     assert [name for name in dlocks.__all__ if name not in named] == []
 
 
-def test_every_check_and_no_other_is_on_its_page():
+def test_the_documented_checks_are_the_existing_ones():
     code = "\n".join(path.read_text() for path in (ROOT / "dlocks").rglob("*.py"))
     text = (pages.DOCS / "how-to/seeing-and-clearing.md").read_text()
-    known = {check for check in re.findall(r"\"dlocks\.([EW]\d{3})\"", code) if check < "E020" or check > "E025"}
+    known = {
+        check
+        for check in re.findall(r"\"dlocks\.([EW]\d{3})\"", code)
+        if check < "E020" or check > "E025"
+    }
     assert known <= (found := set(re.findall(r"dlocks\.([EW]\d{3})", text)))
     assert found - known == {"E020", "E025"}
 
 
-def test_every_flag_of_a_backend_is_in_the_reference_and_in_the_table_of_backends():
+def test_every_flag_of_a_backend_is_documented():
     text = (pages.DOCS / "reference/backends.md").read_text()
-    flags = {name for name, value in vars(BaseBackend).items() if isinstance(value, bool)}
+    flags = {
+        name for name, value in vars(BaseBackend).items() if isinstance(value, bool)
+    }
     assert flags == set(
         re.findall(
-            r"^\| `(exclusive|tells_here|tells_leases|keeps_places|knows_takeovers|supports_\w+)` \|",
+            r"^\| `(exclusive|tells_here|tells_leases|keeps_places|knows_takeovers"
+            r"|supports_\w+)` \|",
             text,
             re.MULTILINE,
         )
     )
-    for kind in (PessimisticBackend, OptimisticBackend, InsertBackend, MemoryBackend, DummyBackend):
-        assert pages.told_of(kind) == {flag: getattr(kind, flag) for flag in pages.TOLD_AS}
+    for kind in (
+        PessimisticBackend,
+        OptimisticBackend,
+        InsertBackend,
+        MemoryBackend,
+        DummyBackend,
+    ):
+        assert pages.told_of(kind) == {
+            flag: getattr(kind, flag) for flag in pages.TOLD_AS
+        }
     assert pages.TOLD_AS.keys() == flags - NOT_TOLD
 
 
-# What only those who write a backend want to know.
-NOT_TOLD = {"exclusive", "supports_permits", "supports_fencing", "tells_here", "tells_leases", "keeps_places"}
+# These flags only concern authors of backends.
+NOT_TOLD = {
+    "exclusive",
+    "supports_permits",
+    "supports_fencing",
+    "tells_here",
+    "tells_leases",
+    "keeps_places",
+}
 
 
-@pytest.mark.parametrize("command", ["list_locks", "clear_lock", "reap_locks", "run_locked", "lock_bench"])
-def test_every_option_of_a_command_and_no_other_is_in_the_reference(command):
+@pytest.mark.parametrize(
+    "command", ["list_locks", "clear_lock", "reap_locks", "run_locked", "lock_bench"]
+)
+def test_the_documented_options_of_a_command_exist(command):
     parser = load_command_class("dlocks", command).create_parser("manage.py", command)
     own = {
         option
@@ -462,27 +583,37 @@ def test_every_option_of_a_command_and_no_other_is_in_the_reference(command):
         for option in action.option_strings
         if option not in DJANGOS and option.startswith("--")
     }
-    _, _, text = (pages.DOCS / "reference/commands.md").read_text().partition(f"## {command}\n")
+    _, _, text = (
+        (pages.DOCS / "reference/commands.md").read_text().partition(f"## {command}\n")
+    )
     text, _, _ = text.partition("\n## ")
     assert set(re.findall(r"--[a-z][a-z-]*", text)) == own
 
 
 DJANGOS = {
-    "--help", "--version", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color", "--force-color",
+    "--help", "--version", "--verbosity", "--settings", "--pythonpath", "--traceback",
+    "--no-color", "--force-color",
     "--skip-checks",
 }  # fmt: skip
 
 
 def test_every_page_with_python_in_it_is_run_by_a_test():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    names = {path.relative_to(pages.DOCS).with_suffix("").as_posix() for path in pages.DOCS.rglob("*.md")}
-    # The tutorial is followed, step by step. The models of the page on rows would need tables: tests/models.py has
-    # some like them, for the tests of dlocks.optimistic.
+    names = {
+        path.relative_to(pages.DOCS).with_suffix("").as_posix()
+        for path in pages.DOCS.rglob("*.md")
+    }
+    # The tutorial has its own test. The models of the page on optimistic locking would
+    # need tables. tests/models.py has similar ones for the tests of dlocks.optimistic.
     names -= {"tutorial", "how-to/optimistic"}
-    assert [name for name in sorted(names) if pages.blocks(name) and f'"{name}"' not in tests] == []
+    assert [
+        name
+        for name in sorted(names)
+        if pages.blocks(name) and f'"{name}"' not in tests
+    ] == []
 
 
-def test_nothing_of_the_pages_is_fetched_from_elsewhere():
+def test_the_pages_load_no_foreign_resources():
     text = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in text
     assert "http" not in text

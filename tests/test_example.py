@@ -1,4 +1,4 @@
-"""The example project: its one way to buy, its pages, and its flash sale."""
+"""The example project: its purchase function, pages and flash sale."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from django.db import OperationalError, connections
 from django.test import Client
 
 from dlocks import LockTimeout, db_lock
-from dlocks.conf import backends
 from example_project.shop import services, views
 from example_project.shop.models import Product, Sale
 from example_project.shop.sale import Round
-from example_project.shop.services import ALIASES, LOCKS, NO_LOCK, ROW, TooBusyError, buy
+from example_project.shop.services import (
+    ALIASES,
+    LOCKS,
+    NO_LOCK,
+    ROW,
+    TooBusyError,
+    buy,
+)
+from tests.internals import backends
 from tests.processes import living
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,29 +52,34 @@ def last_one(transactional_db):
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Return a function that has another one called once, while the first buyer's payment is checked."""
+    """Return a function that runs another one during the first payment check."""
 
     def let(function):
         pending = [function]
-        monkeypatch.setattr(services, "_check_payment", lambda: pending and pending.pop()())
+        monkeypatch.setattr(
+            services, "_check_payment", lambda: pending and pending.pop()()
+        )
 
     return let
 
 
-# Buying.
+# Purchases.
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_it_sells_what_there_is_and_no_more(product, lock):
+def test_the_shop_sells_no_more_than_its_stock(product, lock):
     purchases = [buy(product.pk, f"buyer {number}", lock) for number in range(3)]
     assert [purchase.sold for purchase in purchases] == [True, True, False]
     assert not any(purchase.conflicts or purchase.had_to_wait for purchase in purchases)
     product.refresh_from_db()
     assert product.stock == 0
-    assert sorted(product.sales.values_list("buyer", flat=True)) == ["buyer 0", "buyer 1"]
+    assert sorted(product.sales.values_list("buyer", flat=True)) == [
+        "buyer 0",
+        "buyer 1",
+    ]
 
 
-def test_without_a_lock_two_buy_the_last_one(last_one, meanwhile):
+def test_without_a_lock_the_last_item_is_sold_twice(last_one, meanwhile):
     second = []
     meanwhile(lambda: second.append(buy(last_one.pk, "second", NO_LOCK)))
     assert buy(last_one.pk, "first", NO_LOCK).sold
@@ -77,7 +89,7 @@ def test_without_a_lock_two_buy_the_last_one(last_one, meanwhile):
 
 
 @pytest.mark.parametrize("lock", ALIASES)
-def test_under_a_lock_nobody_comes_in_between(last_one, meanwhile, elsewhere, lock):
+def test_under_a_lock_no_other_buyer_interferes(last_one, meanwhile, elsewhere, lock):
     def second():
         with pytest.raises(LockTimeout):
             elsewhere(buy, last_one.pk, "second", lock, timeout=0)
@@ -88,7 +100,7 @@ def test_under_a_lock_nobody_comes_in_between(last_one, meanwhile, elsewhere, lo
     assert list(last_one.sales.values_list("buyer", flat=True)) == ["first"]
 
 
-def test_on_the_row_whoever_comes_second_reads_again(product, meanwhile):
+def test_a_conflicting_buyer_reads_the_row_again(product, meanwhile):
     meanwhile(lambda: buy(product.pk, "second", ROW))
     purchase = buy(product.pk, "first", ROW)
     assert purchase.sold
@@ -97,7 +109,7 @@ def test_on_the_row_whoever_comes_second_reads_again(product, meanwhile):
     assert (product.stock, product.version, product.sales.count()) == (0, 2, 2)
 
 
-def test_on_the_row_the_last_one_is_sold_once(last_one, meanwhile):
+def test_a_versioned_row_sells_the_last_item_once(last_one, meanwhile):
     meanwhile(lambda: buy(last_one.pk, "second", ROW))
     purchase = buy(last_one.pk, "first", ROW)
     assert not purchase.sold
@@ -105,8 +117,11 @@ def test_on_the_row_the_last_one_is_sold_once(last_one, meanwhile):
     assert list(last_one.sales.values_list("buyer", flat=True)) == ["second"]
 
 
-def test_a_busy_database_is_tried_again(product, monkeypatch):
-    errors = [OperationalError("database is locked"), OperationalError("database is locked")]
+def test_a_busy_database_is_retried(product, monkeypatch):
+    errors = [
+        OperationalError("database is locked"),
+        OperationalError("database is locked"),
+    ]
 
     def write(product):
         if errors:
@@ -119,7 +134,7 @@ def test_a_busy_database_is_tried_again(product, monkeypatch):
     assert purchase.conflicts == 2
 
 
-def test_other_errors_of_the_database_are_not(product, monkeypatch):
+def test_other_database_errors_are_not_retried(product, monkeypatch):
     def write(product):
         raise OperationalError("disk I/O error")
 
@@ -129,19 +144,19 @@ def test_other_errors_of_the_database_are_not(product, monkeypatch):
     assert not Sale.objects.exists()
 
 
-def test_conflicts_end_with_the_time(product, monkeypatch):
+def test_conflicts_are_retried_until_the_timeout(product, monkeypatch):
     monkeypatch.setattr(services, "_write_where_unchanged", lambda product: False)
     with pytest.raises(TooBusyError):
         buy(product.pk, "first", ROW, timeout=0.01)
 
 
-def test_who_had_to_wait_is_told_so(product, elsewhere, until):
+def test_a_purchase_reports_that_it_had_to_wait(product, elsewhere, until):
     hold = elsewhere(db_lock(f"stock:{product.pk}").acquire)
 
     def release():
         try:
             until(lambda: backends["default"].waiting(f"stock:{product.pk}") == 1)
-            # Longer than what is called a wait.
+            # This is longer than the shortest time that counts as a wait.
             time.sleep(0.05)
             hold.release()
         finally:
@@ -155,13 +170,15 @@ def test_who_had_to_wait_is_told_so(product, elsewhere, until):
     assert purchase.had_to_wait
 
 
-# The pages.
+# Pages.
 
 
-def test_the_shop_lists_what_it_has(product, client):
+def test_the_shop_lists_its_products(product, client):
     buy(product.pk, "somebody")
     page = client.get("/shop/").content.decode()
-    assert re.search(r'Cup</td>\s*<td class="number">1</td>\s*<td class="number">1</td>', page)
+    assert re.search(
+        r'Cup</td>\s*<td class="number">1</td>\s*<td class="number">1</td>', page
+    )
     assert "/admin/" in page
 
 
@@ -177,7 +194,7 @@ def test_buying(product, client):
     assert product.sales.get().buyer == "ada"
 
 
-def test_buying_takes_a_form_of_ours(product):
+def test_buying_needs_a_csrf_token(product):
     client = Client(enforce_csrf_checks=True)
     address = f"/shop/products/{product.pk}/buy/"
     assert client.get(address).status_code == 405
@@ -188,7 +205,7 @@ def test_buying_takes_a_form_of_ours(product):
     assert product.sales.get().buyer == "a guest"
 
 
-def test_what_is_not_there_cannot_be_bought(transactional_db, client):
+def test_a_missing_product_cannot_be_bought(transactional_db, client):
     assert client.post("/shop/products/7/buy/").status_code == 404
 
 
@@ -201,7 +218,9 @@ def test_sold_out(last_one, client):
     assert last_one.sales.count() == 1
 
 
-def test_a_customer_whose_turn_does_not_come_is_told_so(product, client, elsewhere, monkeypatch):
+def test_a_customer_who_waits_too_long_gets_a_409(
+    product, client, elsewhere, monkeypatch
+):
     monkeypatch.setattr(views, "PATIENCE", 0.05)
     hold = elsewhere(db_lock(f"stock:{product.pk}").acquire)
     try:
@@ -214,7 +233,7 @@ def test_a_customer_whose_turn_does_not_come_is_told_so(product, client, elsewhe
     assert client.post(f"/shop/products/{product.pk}/buy/").status_code == 302
 
 
-# The commands.
+# Commands.
 
 
 def test_demo_data_is_for_debugging_only(transactional_db, settings):
@@ -245,7 +264,7 @@ def test_demo_data_is_for_debugging_only(transactional_db, settings):
         ("--buyers 5 --stock 4 --processes 6", "cannot be more than --buyers"),
     ],
 )
-def test_flash_sale_refuses_what_makes_no_sense(transactional_db, arguments, complaint):
+def test_flash_sale_refuses_invalid_arguments(transactional_db, arguments, complaint):
     with pytest.raises(CommandError, match=complaint):
         call_command("flash_sale", *arguments.split())
     assert not Product.objects.exists()
@@ -262,21 +281,40 @@ def test_flash_sale_refuses_what_makes_no_sense(transactional_db, arguments, com
         ("insert", 10, 1, "1 are said to be left"),
     ],
 )
-def test_what_counts_as_held(lock, sold, left, complaint):
-    one = Round(lock, stock=10, buyers=24, sold=sold, left=left, confirmed=sold, refused=24 - sold)
-    assert (one.complaint is None) if complaint is None else (complaint in one.complaint)
+def test_a_round_reports_broken_promises(lock, sold, left, complaint):
+    one = Round(
+        lock,
+        stock=10,
+        buyers=24,
+        sold=sold,
+        left=left,
+        confirmed=sold,
+        refused=24 - sold,
+    )
+    assert (
+        (one.complaint is None) if complaint is None else (complaint in one.complaint)
+    )
 
 
-def test_a_buyer_without_a_sale_is_found_out():
+def test_a_buyer_without_a_sale_is_detected():
     one = Round(ROW, stock=10, buyers=24, sold=10, confirmed=11, refused=13)
     assert "11 buyers were told so" in one.complaint
 
 
 @pytest.fixture
 def shop(tmp_path):
-    """Return the environment of a shop of its own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DLOCKS_", "DJANGO_", "SHOP_"))}
-    return {**kept, "SHOP_DATABASE": str(tmp_path / "shop.sqlite3"), "COLUMNS": "100", "NO_COLOR": "1"}
+    """Return the environment of a shop with a database of its own."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DLOCKS_", "DJANGO_", "SHOP_"))
+    }
+    return {
+        **kept,
+        "SHOP_DATABASE": str(tmp_path / "shop.sqlite3"),
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+    }
 
 
 def manage(environment, *arguments):
@@ -300,23 +338,41 @@ def test_flash_sale_needs_tables(shop):
 
 def test_flash_sale(shop):
     assert manage(shop, "migrate", "--verbosity", "0").returncode == 0
-    finished = manage(shop, "flash_sale", "--stock", "10", "--buyers", "24", "--processes", "3")
+    finished = manage(
+        shop, "flash_sale", "--stock", "10", "--buyers", "24", "--processes", "3"
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "All held" in finished.stdout
     rows = re.findall(
-        r"^ (no lock|pessimistic|optimistic|insert|optimistic row) +(\d+) +(\d+) +(\d+) ", finished.stdout, re.MULTILINE
+        r"^ (no lock|pessimistic|optimistic|insert|optimistic row) +(\d+) +(\d+)"
+        r" +(\d+) ",
+        finished.stdout,
+        re.MULTILINE,
     )
     (first, sold, oversold, refused), *others = rows
     assert first == "no lock"
     assert int(sold) > 10
     assert int(oversold) == int(sold) - 10
     assert int(refused) == 24 - int(sold)
-    assert others == [(lock, "10", "0", "14") for lock in ("pessimistic", "optimistic", "insert", "optimistic row")]
+    assert others == [
+        (lock, "10", "0", "14")
+        for lock in ("pessimistic", "optimistic", "insert", "optimistic row")
+    ]
 
 
 def test_an_interrupted_flash_sale_leaves_no_process_behind(shop, until):
     assert manage(shop, "migrate", "--verbosity", "0").returncode == 0
-    command = [sys.executable, "manage.py", "flash_sale", "--stock", "100", "--buyers", "10000", "--processes", "2"]
+    command = [
+        sys.executable,
+        "manage.py",
+        "flash_sale",
+        "--stock",
+        "100",
+        "--buyers",
+        "10000",
+        "--processes",
+        "2",
+    ]
     sale = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -324,7 +380,9 @@ def test_an_interrupted_flash_sale_leaves_no_process_behind(shop, until):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # The signal reaches all of them, as Ctrl-C does, and none of ours; also where ours ignore it.
+        # The signal reaches all processes of the command, as Ctrl-C does, but none of
+        # the tests. The default handler is restored, because the tests may ignore the
+        # signal.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

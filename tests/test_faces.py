@@ -1,4 +1,4 @@
-"""What a lock promises, the same to threads and to tasks: each case is run with both faces."""
+"""The promises of a lock, each tested with sync and async methods."""
 
 from __future__ import annotations
 
@@ -9,18 +9,32 @@ from django.conf import settings
 from django.db import connections
 from django.db.models import F
 
-from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock, db_rwlock, db_semaphore
-from dlocks.conf import backends
-from dlocks.models import LockClaim, LockState, ResourceLock
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockStale,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
 from dlocks.testing import abandoned, expire, held_elsewhere, lose
 from tests.faces import both_faces
+from tests.internals import LockClaim, LockState, ResourceLock, backends
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 EVERY = pytest.mark.parametrize(
-    "using", ["default", "optimistic", "insert", "memory", *(["session"] if "session" in settings.DLOCKS else [])]
+    "using",
+    [
+        "default",
+        "optimistic",
+        "insert",
+        "memory",
+        *(["session"] if "session" in settings.DLOCKS else []),
+    ],
 )
-# Those whose leases can run out, be cleared, and be handed over.
+# These backends have leases that can expire, be cleared and be handed over.
 LEASED = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
 ROWS = pytest.mark.parametrize("using", ["default", "optimistic"])
 
@@ -31,7 +45,7 @@ def row(key):
 
 @EVERY
 @both_faces
-async def test_a_block_holds_and_gives_back(do, using, is_busy, elsewhere):
+async def test_a_block_acquires_and_releases(do, using, is_busy, elsewhere):
     lock = db_lock("stock:7", using=using)
     async with do.block(lock) as hold:
         assert hold.held
@@ -58,33 +72,35 @@ async def test_every_hold_has_a_larger_token(do, using):
 
 @EVERY
 @both_faces
-async def test_whoever_waits_in_vain_is_told_by_whom_it_is_held(do, using, elsewhere):
+async def test_a_timeout_names_the_holder(do, using, elsewhere):
     other = await do.sync(elsewhere, db_lock("stock:7", using=using).acquire)
     try:
-        with pytest.raises(LockTimeout, match="'stock:7' not acquired in 0.1 s; held by") as caught:
+        with pytest.raises(
+            LockTimeout, match="'stock:7' could not be acquired within 0.1 s: held by"
+        ) as caught:
             await do.ask(db_lock("stock:7", using=using, timeout=0.1), "acquire")
         assert (caught.value.key, caught.value.timeout) == ("stock:7", 0.1)
         assert caught.value.holder is not None
-        with pytest.raises(LockTimeout, match="at the first try"):
+        with pytest.raises(LockTimeout, match="could not be acquired without waiting"):
             await do.ask(db_lock("stock:7", using=using, timeout=0), "acquire")
         assert await do.ask(db_lock("stock:7", using=using), "try_acquire") is None
-        assert await do.waiting(other) == 0
+        assert await do.ask(other, "queue_length") == 0
     finally:
         await do.ask(other, "release")
 
 
 @EVERY
 @both_faces
-async def test_whoever_waits_is_served_when_the_key_is_given_back(do, using, until):
+async def test_a_waiter_acquires_after_the_release(do, using, until):
     taken, done = threading.Event(), threading.Event()
 
     def hold_until_somebody_waits():
         try:
             with db_lock("stock:7", using=using) as hold:
                 taken.set()
-                # Memory has no line: there the one who waits is not seen.
+                # The memory backend has no queue, so a waiter there is not visible.
                 if backends[using].supports_queue:
-                    until(lambda: hold.waiting)
+                    until(lambda: hold.queue_length())
             done.set()
         finally:
             connections.close_all()
@@ -101,7 +117,7 @@ async def test_whoever_waits_is_served_when_the_key_is_given_back(do, using, unt
 
 @EVERY
 @both_faces
-async def test_entering_again_is_counted_and_the_last_to_leave_gives_back(do, using, is_busy):
+async def test_a_reentrant_hold_is_released_by_the_last_exit(do, using, is_busy):
     lock = db_lock("stock:7", using=using)
     async with do.block(lock) as hold:
         async with do.block(lock) as again:
@@ -116,7 +132,7 @@ async def test_entering_again_is_counted_and_the_last_to_leave_gives_back(do, us
 
 @LEASED
 @both_faces
-async def test_a_hold_that_was_lost_says_so_when_it_asks_and_when_its_block_ends(do, using):
+async def test_a_lost_hold_raises_in_check_and_at_the_end_of_its_block(do, using):
     with pytest.raises(LockLost, match="stock:7"):
         async with do.block(db_lock("stock:7", using=using)) as hold:
             await do.ask(hold, "check")
@@ -130,7 +146,7 @@ async def test_a_hold_that_was_lost_says_so_when_it_asks_and_when_its_block_ends
 
 @LEASED
 @both_faces
-async def test_an_error_of_the_block_passes_with_a_note_about_the_loss(do, using):
+async def test_an_error_of_the_block_has_a_note_about_the_loss(do, using):
     with pytest.raises(KeyError) as caught:
         async with do.block(db_lock("stock:7", using=using)):
             await do.sync(lose, "stock:7", using=using)
@@ -140,8 +156,11 @@ async def test_an_error_of_the_block_passes_with_a_note_about_the_loss(do, using
 
 @ROWS
 @both_faces
-async def test_a_block_that_fails_gives_back_and_is_seen_to_have_failed(do, using):
-    for error, status in ((KeyError, ResourceLock.Status.FAILED), (None, ResourceLock.Status.SUCCEEDED)):
+async def test_a_failed_block_releases_with_the_status_failed(do, using):
+    for error, status in (
+        (KeyError, ResourceLock.Status.FAILED),
+        (None, ResourceLock.Status.SUCCEEDED),
+    ):
         try:
             async with do.block(db_lock("stock:7", using=using)):
                 if error is not None:
@@ -154,7 +173,7 @@ async def test_a_block_that_fails_gives_back_and_is_seen_to_have_failed(do, usin
 
 @EVERY
 @both_faces
-async def test_giving_back_twice_does_nothing(do, using, is_busy, elsewhere):
+async def test_a_second_release_does_nothing(do, using, is_busy, elsewhere):
     hold = await do.ask(db_lock("stock:7", using=using), "acquire")
     await do.ask(hold, "release")
     other = await do.sync(elsewhere, db_lock("stock:7", using=using).acquire)
@@ -165,7 +184,7 @@ async def test_giving_back_twice_does_nothing(do, using, is_busy, elsewhere):
 
 @LEASED
 @both_faces
-async def test_what_was_never_given_back_is_taken_over_or_left_alone(do, using):
+async def test_a_stale_lock_is_taken_over_or_refused(do, using):
     await do.sync(abandoned, "stock:7", using=using)
     with pytest.raises(LockStale, match="takeover=False"):
         await do.ask(db_lock("stock:7", using=using, takeover=False), "acquire")
@@ -175,7 +194,7 @@ async def test_what_was_never_given_back_is_taken_over_or_left_alone(do, using):
 
 @LEASED
 @both_faces
-async def test_a_lease_that_ran_out_is_no_hold_any_more(do, using):
+async def test_an_expired_lease_is_lost(do, using):
     hold = await do.ask(db_lock("stock:7", using=using), "acquire")
     await do.sync(expire, "stock:7", using=using)
     with pytest.raises(LockLost):
@@ -185,8 +204,8 @@ async def test_a_lease_that_ran_out_is_no_hold_any_more(do, using):
 
 
 @both_faces
-async def test_at_least_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
-    async with do.block(db_lock("stock:7", at_least=3600)):
+async def test_min_hold_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
+    async with do.block(db_lock("stock:7", min_hold=3600)):
         pass
     assert await do.sync(is_busy, "stock:7")
     await do.sync(ResourceLock.objects.update, end_time=F("begin_time"))
@@ -194,7 +213,9 @@ async def test_at_least_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
 
 @EVERY
 @both_faces
-async def test_busy_and_could_not_ask_never_look_alike(do, using, monkeypatch, is_busy):
+async def test_a_backend_error_is_never_taken_for_a_busy_key(
+    do, using, monkeypatch, is_busy
+):
     def fail(claim):
         raise LockBackendError("the server is away")
 
@@ -207,7 +228,7 @@ async def test_busy_and_could_not_ask_never_look_alike(do, using, monkeypatch, i
 
 
 @both_faces
-async def test_shares_exclude_whoever_wants_the_key_alone(do, elsewhere):
+async def test_shared_holds_exclude_exclusive_ones(do, elsewhere):
     lock = db_rwlock("stock:7", timeout=0)
     async with do.block(lock.read()):
         other = await do.sync(elsewhere, lock.read().acquire)
@@ -222,7 +243,7 @@ async def test_shares_exclude_whoever_wants_the_key_alone(do, elsewhere):
 
 @EVERY
 @both_faces
-async def test_several_keys_are_had_all_or_none(do, using, is_busy, elsewhere):
+async def test_several_keys_are_acquired_all_or_none(do, using, is_busy, elsewhere):
     lock = db_lock("b", "a", using=using, timeout=0)
     async with do.block(lock) as hold:
         assert set(hold.tokens) == {"a", "b"}
@@ -235,7 +256,7 @@ async def test_several_keys_are_had_all_or_none(do, using, is_busy, elsewhere):
 
 @LEASED
 @both_faces
-async def test_a_hold_is_given_away_and_resumed(do, using, is_busy):
+async def test_a_hold_is_detached_and_resumed(do, using, is_busy):
     async with do.block(db_lock("stock:7", using=using)) as hold:
         text = await do.ask(hold, "detach")
     assert await do.sync(is_busy, "stock:7", using)

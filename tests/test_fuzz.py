@@ -1,4 +1,7 @@
-"""Whatever comes in: it works, or is refused by its name before any query; and no key is ever another one."""
+"""Random input works or is refused by name, and keys are never confused.
+
+A refusal comes before any query.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,22 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.db import connections
+from django.utils.module_loading import import_string
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from dlocks import db_lock, db_rwlock, db_semaphore, user_key
-from dlocks.backends.base import KEY_LENGTH, BaseBackend, Claim
-from dlocks.backends.database import PessimisticBackend
-from dlocks.conf import DEFAULT_ALIAS, BackendHandler, backends, options_of
-from dlocks.locks import Lock
-from dlocks.multi import MultiLock
+from dlocks import Lock, MultiLock, db_lock, db_rwlock, db_semaphore, user_key
+from tests.internals import (
+    DEFAULT_ALIAS,
+    KEY_LENGTH,
+    BackendHandler,
+    BaseBackend,
+    Claim,
+    PessimisticBackend,
+    backends,
+    check_settings,
+    options_of,
+)
 
 FUZZ = settings(
     max_examples=200,
@@ -30,9 +40,16 @@ FUZZ = settings(
 )
 REFUSED = (ValueError, TypeError)
 
-# Surrogates and NUL, too; and what databases, shells and eyes take for each other.
-TEXT = st.text(st.characters() | st.sampled_from("\0\ud800%:'\"\\ \t\n\rAaäÄßıİK\u0301\u200b\u202e🔒"), max_size=300)
-KEYS = st.text(st.sampled_from("aAäÄ\u0308ßıi %:\\'\"\t\n\r\x01🔒"), min_size=1, max_size=6)
+# The texts include surrogates and NUL, and characters that databases, shells or people
+# confuse.
+TEXT = st.text(
+    st.characters()
+    | st.sampled_from("\0\ud800%:'\"\\ \t\n\rAaäÄßıİK\u0301\u200b\u202e🔒"),
+    max_size=300,
+)
+KEYS = st.text(
+    st.sampled_from("aAäÄ\u0308ßıi %:\\'\"\t\n\r\x01🔒"), min_size=1, max_size=6
+)
 ANY = st.recursive(
     st.none()
     | st.booleans()
@@ -41,18 +58,22 @@ ANY = st.recursive(
     | st.sampled_from([10**400, -1, 0, 1, 2**31, 1e308, object(), len, b"x"])
     | TEXT
     | st.binary(max_size=10),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(TEXT | st.integers(), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 POLICY = [
-    "using", "timeout", "ttl", "renew", "max_hold", "reentrant", "scope", "release_at", "at_least", "takeover", "fair",
+    "using", "timeout", "ttl", "renew", "max_hold", "reentrant", "scope", "release_at",
+    "min_hold", "takeover", "fair",
     "on_lost", "permits", "shared",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def no_queries(monkeypatch):
-    """Nothing is asked of any database."""
+    """Refuse every query of any database."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a query")
@@ -67,7 +88,7 @@ class TestRefusals:
     @FUZZ
     @given(key=TEXT | ANY, more=st.lists(TEXT | ANY, max_size=2))
     def test_keys(self, key, more):
-        """Of locks on one and on several keys."""
+        """This includes locks on several keys."""
         try:
             lock = db_lock(key, *more)
         except REFUSED:
@@ -81,10 +102,18 @@ class TestRefusals:
         assert set(lock.keys) == {key, *more}
 
     @FUZZ
-    @given(policy=st.dictionaries(st.sampled_from(POLICY), ANY, max_size=3), kind=st.integers(0, 3))
+    @given(
+        policy=st.dictionaries(st.sampled_from(POLICY), ANY, max_size=3),
+        kind=st.integers(0, 3),
+    )
     def test_options_of_locks(self, policy, kind):
-        """What is not refused at once by a TypeError or a ValueError works."""
-        makers = [db_lock, db_rwlock, lambda key, **policy: db_semaphore(key, **{"permits": 3, **policy}), Lock]
+        """Options that raise no TypeError or ValueError at once work."""
+        makers = [
+            db_lock,
+            db_rwlock,
+            lambda key, **policy: db_semaphore(key, **{"permits": 3, **policy}),
+            Lock,
+        ]
         try:
             lock = makers[kind](**{"key": "fuzz", **policy})
             one = lock.read() if kind == 1 else lock
@@ -92,9 +121,13 @@ class TestRefusals:
             backends[one.using]
         except (*REFUSED, ImproperlyConfigured):
             return
-        # What was not refused is asked for where that is no query: some backends cannot share.
+        # Acquire the lock on a backend that sends no queries. Some backends do not
+        # support shared holds.
         if isinstance(one, Lock):
-            with suppress(*REFUSED, RuntimeError), dataclasses.replace(one, using="dummy"):
+            with (
+                suppress(*REFUSED, RuntimeError),
+                dataclasses.replace(one, using="dummy"),
+            ):
                 pass
 
     @FUZZ
@@ -107,8 +140,16 @@ class TestRefusals:
         ),
     )  # fmt: skip
     def test_options_of_backends(self, kind, options):
-        """Refused as ImproperlyConfigured, with the alias and the option; never an error of another kind."""
-        configured = {DEFAULT_ALIAS: {"BACKEND": f"dlocks.backends.database.{kind}Backend", "OPTIONS": options}}
+        """A refusal is an ImproperlyConfigured with the alias and the option.
+
+        No other error is raised.
+        """
+        configured = {
+            DEFAULT_ALIAS: {
+                "BACKEND": f"dlocks.backends.database.{kind}Backend",
+                "OPTIONS": options,
+            }
+        }
         backend = made(configured)
         if backend is not None:
             assert options.keys() <= options_of(type(backend))
@@ -118,20 +159,24 @@ class TestRefusals:
             backend.check()
 
     @FUZZ
-    @given(configured=ANY | st.dictionaries(st.just(DEFAULT_ALIAS), ANY) | st.fixed_dictionaries(
-        {DEFAULT_ALIAS: st.dictionaries(st.sampled_from(["BACKEND", "OPTIONS", "X"]), ANY)}
+    @given(configured=ANY | st.dictionaries(st.just(DEFAULT_ALIAS),
+        ANY) | st.fixed_dictionaries(
+        {DEFAULT_ALIAS: st.dictionaries(st.sampled_from(["BACKEND", "OPTIONS", "X"]),
+        ANY)}
     ))  # fmt: skip
     @example({DEFAULT_ALIAS: {"BACKEND": 5}})
     @example({DEFAULT_ALIAS: {"BACKEND": "."}})
     @example({DEFAULT_ALIAS: {"BACKEND": "\0.x"}})
-    @example({DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.base.BaseBackend", "OPTIONS": 5}})
+    @example(
+        {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.base.BaseBackend", "OPTIONS": 5}}
+    )
     def test_the_setting(self, configured):
-        """Whatever DLOCKS is."""
+        """Any value of ``DLOCKS`` works or is refused."""
         made(configured)
 
 
 def made(configured) -> BaseBackend | None:
-    """Return the default backend of a setting; None where it is refused."""
+    """Return the default backend of a setting, or None if it is refused."""
     handler = BackendHandler()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("django.conf.settings.DLOCKS", configured)
@@ -142,10 +187,74 @@ def made(configured) -> BaseBackend | None:
             return None
 
 
+# The options that a backend requires.
+NEEDED = {
+    "dlocks.backends.database.PessimisticBackend": {},
+    "dlocks.backends.database.OptimisticBackend": {},
+    "dlocks.backends.database.InsertBackend": {},
+    "dlocks.backends.session.SessionBackend": {},
+    "dlocks.backends.memory.MemoryBackend": {},
+    "dlocks.backends.dummy.DummyBackend": {},
+    "dlocks.backends.quorum.QuorumBackend": {"of": ["member"]},
+}
+
+
+def refusals(path, options):
+    """Return the messages of the check about a backend with these options.
+
+    The lock itself refuses the same options.
+    """
+    member = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
+    configured = {"fuzzed": {"BACKEND": path, "OPTIONS": options}, "member": member}
+    handler = BackendHandler()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("django.conf.settings.DLOCKS", configured)
+        for module in ("conf", "checks"):
+            patch.setattr(f"dlocks.{module}.backends", handler)
+        said = {message.msg for message in check_settings() if message.is_serious()}
+        with suppress(ImproperlyConfigured):
+            handler["fuzzed"]
+            return said
+        assert said
+        return said
+
+
+class TestOptions:
+    @settings(FUZZ, max_examples=100)
+    @given(
+        one=st.sampled_from(
+            [
+                (path, name)
+                for path in NEEDED
+                for name in sorted(options_of(import_string(path)))
+            ]
+        ),
+        value=ANY,
+    )
+    @example(
+        one=("dlocks.backends.database.PessimisticBackend", "expiry"),
+        value=["observed"],
+    )
+    @example(one=("dlocks.backends.quorum.QuorumBackend", "of"), value=[["member"]])
+    def test_a_wrong_option_is_named(self, one, value):
+        """Any value of one option is accepted, or refused with alias and name.
+
+        The check and the lock agree.
+        """
+        path, name = one
+        wrong = refusals(path, NEEDED[path] | {name: value}) - refusals(
+            path, NEEDED[path]
+        )
+        assert all("DLOCKS['fuzzed']" in said and name in said for said in wrong)
+
+
 class TestUserKeys:
     @FUZZ
-    @given(parts=st.lists(TEXT | st.integers() | st.uuids() | ANY, max_size=4), namespace=TEXT | ANY | st.just("n"))
-    def test_they_are_keys_or_refused(self, namespace, parts):
+    @given(
+        parts=st.lists(TEXT | st.integers() | st.uuids() | ANY, max_size=4),
+        namespace=TEXT | ANY | st.just("n"),
+    )
+    def test_user_keys_are_valid_or_refused(self, namespace, parts):
         try:
             key = user_key(namespace, *parts)
         except REFUSED:
@@ -156,17 +265,22 @@ class TestUserKeys:
         assert len(key) <= 200
 
     @FUZZ
-    @given(one=st.lists(KEYS | st.just(""), min_size=1, max_size=4), other=st.lists(KEYS, min_size=1, max_size=4))
-    def test_two_of_them_are_the_same_only_for_the_same_parts(self, one, other):
+    @given(
+        one=st.lists(KEYS | st.just(""), min_size=1, max_size=4),
+        other=st.lists(KEYS, min_size=1, max_size=4),
+    )
+    def test_user_keys_are_equal_only_for_equal_parts(self, one, other):
         assert (user_key("n", *one) == user_key("n", *other)) == (one == other)
         joined = ":".join(one)
         assert (user_key("n", joined) == user_key("n", *one)) == ([joined] == one)
-        # The long ones, too.
-        assert (user_key("n", *one, "x" * 500) == user_key("n", *other, "x" * 500)) == (one == other)
+        # This includes long keys.
+        assert (user_key("n", *one, "x" * 500) == user_key("n", *other, "x" * 500)) == (
+            one == other
+        )
 
 
 def exclude(backend: BaseBackend, one: str, other: str) -> bool:
-    """Tell whether nobody can have the one key while somebody has the other."""
+    """Return whether two keys exclude each other."""
     mine, theirs = (Claim(key=key, ttl=30) for key in (one, other))
     assert backend.acquire(mine) is not None
     try:
@@ -180,8 +294,11 @@ def exclude(backend: BaseBackend, one: str, other: str) -> bool:
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("alias", ["default", "optimistic", "insert", "memory"])
-def test_two_keys_exclude_each_other_only_if_they_are_one(alias):
-    """Case, accents, blanks at the end, line breaks: whatever a collation may take for the same."""
+def test_only_equal_keys_exclude_each_other(alias):
+    """Keys differ even if a collation would treat them as equal.
+
+    Examples are case, accents, trailing blanks and line breaks.
+    """
 
     @settings(FUZZ, max_examples=60)
     @given(one=KEYS, other=KEYS)
@@ -201,45 +318,68 @@ def test_two_keys_exclude_each_other_only_if_they_are_one(alias):
 
 
 ARGUMENTS = TEXT | st.sampled_from(
-    ["1", "-1", "1e9", "nan", "inf", "30d", "0s", "99999999999999999999", "default", "memory"]
+    [
+        "1",
+        "-1",
+        "1e9",
+        "nan",
+        "inf",
+        "30d",
+        "0s",
+        "99999999999999999999",
+        "default",
+        "memory",
+    ]
 )
 
 
 @pytest.mark.django_db
-def test_arguments_of_the_commands():
-    """What a command does not take is an error of one line, and nothing else is ever raised."""
+def test_any_arguments_of_the_commands():
+    """An invalid argument is an error of one line, and no other error is raised."""
 
     @FUZZ
     @given(
-        command=st.sampled_from(["list_locks", "clear_lock", "reap_locks", "run_locked", "lock_bench"]),
+        command=st.sampled_from(["list_locks", "clear_lock", "reap_locks", "run_locked",
+            "lock_bench"]),
         options=st.dictionaries(
             st.sampled_from(
-                ["--using", "--share", "--reason", "--idle-for", "--history-for", "--timeout", "--ttl", "--max-hold",
-                 "--at-least", "--seconds", "--processes", "--hold-ms"]
+                ["--using", "--share", "--reason", "--idle-for", "--history-for",
+                "--timeout", "--ttl", "--max-hold",
+                 "--min-hold", "--seconds", "--processes", "--hold-ms"]
             ),
             ARGUMENTS,
             max_size=3,
         ),
-        flags=st.sets(st.sampled_from(["--yes", "--stale-only", "--all-shares", "--dry-run", "--all", "--json"])),
+        flags=st.sets(st.sampled_from(["--yes", "--stale-only", "--all-shares",
+        "--dry-run", "--all", "--json"])),
         key=st.lists(TEXT, max_size=2),
     )  # fmt: skip
     def check(command, options, flags, key):
         own = {"list_locks": {"--using", "--all", "--json"},
-               "clear_lock": {"--using", "--share", "--reason", "--yes", "--stale-only", "--all-shares"},
+               "clear_lock": {"--using", "--share", "--reason", "--yes", "--stale-only",
+               "--all-shares"},
                "reap_locks": {"--using", "--idle-for", "--history-for", "--dry-run"},
-               "run_locked": {"--using", "--timeout", "--ttl", "--max-hold", "--at-least"},
-               "lock_bench": {"--seconds", "--processes", "--hold-ms"}}[command]  # fmt: skip
-        arguments = [f"{name}={value}" for name, value in options.items() if name in own]
+               "run_locked": {"--using", "--timeout", "--ttl", "--max-hold",
+               "--min-hold"},
+               "lock_bench": {"--seconds", "--processes",
+               "--hold-ms"}}[command]  # fmt: skip
+        arguments = [
+            f"{name}={value}" for name, value in options.items() if name in own
+        ]
         arguments += sorted(flags & own)
-        # Nothing is measured, and nothing is run.
+        # No benchmark and no command is run.
         if command == "lock_bench":
             arguments.append("--using=nobody")
         elif command != "reap_locks" and command != "list_locks":
             arguments += ["--", *key]
         assume("--help" not in arguments)
         try:
-            call_command(command, *arguments, stdout=io.StringIO(), stderr=io.StringIO())
+            call_command(
+                command, *arguments, stdout=io.StringIO(), stderr=io.StringIO()
+            )
         except CommandError as error:
-            assert "\n" not in str(error).strip()
+            # argparse quotes an unknown argument as it is.
+            if "unrecognized arguments" not in str(error):
+                assert "\n" not in str(error).strip()
 
     check()

@@ -1,4 +1,7 @@
-"""Where gevent has put greenlets in the place of threads, as gunicorn's worker of that name does."""
+"""Locks under gevent, which replaces threads by greenlets.
+
+The gevent worker of gunicorn does the same.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,17 @@ pytestmark = [
 
 
 def under_gevent(using):
-    """Run tests/under_gevent.py; return what it said."""
+    """Run tests/under_gevent.py and return the lines of its output."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gevent.monkey", "tests/under_gevent.py", using],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "gevent.monkey",
+            "tests/under_gevent.py",
+            using,
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -33,9 +44,15 @@ def under_gevent(using):
 
 
 @pytest.mark.parametrize(
-    "using", ["default", pytest.param("session", marks=pytest.mark.engine("postgresql", "mariadb"))]
+    "using",
+    [
+        "default",
+        pytest.param(
+            "session", marks=pytest.mark.engine("postgresql", "mariadb", "mysql")
+        ),
+    ],
 )
-def test_greenlets_exclude_each_other_and_have_their_locks_while_they_live(using):
+def test_greenlets_exclude_each_other(using):
     assert under_gevent(using) == [
         "threads 100 1",
         "greenlets 100 1",

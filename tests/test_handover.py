@@ -1,4 +1,4 @@
-"""A hold that one process begins and another one ends, as docs/how-to/handover.md has it."""
+"""Handover of a hold between processes, as in docs/how-to/handover.md."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ import pytest
 from django.core.signing import BadSignature
 from django.db import connection, transaction
 
-from dlocks import LockBackendError, LockLost, LockTimeout, aresume_hold, db_lock, handover, lock_detached, resume_hold
-from dlocks.backends.base import Claim
-from dlocks.backends.memory import MemoryBackend
-from dlocks.conf import backends
-from dlocks.keeper import keeper
-from dlocks.models import ResourceLock
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    aresume_hold,
+    db_lock,
+    lock_detached,
+    resume_hold,
+)
 from dlocks.testing import expire
 from tests import jobs, pages
+from tests.internals import (
+    Claim,
+    MemoryBackend,
+    ResourceLock,
+    backends,
+    handover,
+    keeper,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -28,11 +39,11 @@ def left(key):
     return ResourceLock.objects.by_clock().get(pk=key).seconds_left
 
 
-# To another process.
+# Handover to another process.
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert", "prefixed"])
-def test_another_process_resumes_the_hold_and_nobody_else_has_it_in_between(using, workers, is_busy):
+def test_a_detached_hold_is_busy_until_it_is_resumed(using, workers, is_busy):
     (worker,) = workers(1)
     with db_lock("export:7", using=using) as hold:
         text = hold.detach()
@@ -47,7 +58,7 @@ def test_another_process_resumes_the_hold_and_nobody_else_has_it_in_between(usin
 
 
 @FAMILY
-def test_of_many_that_have_the_text_one_resumes(using, workers):
+def test_only_one_process_resumes_a_hold(using, workers):
     team = workers(4)
     text = db_lock("export:7", using=using).acquire().detach()
     for worker in team:
@@ -57,7 +68,7 @@ def test_of_many_that_have_the_text_one_resumes(using, workers):
     assert isinstance(min(answers, key=str), int)
 
 
-def test_a_process_resumes_what_one_that_is_gone_has_begun(doomed, is_busy):
+def test_a_hold_of_a_dead_process_can_be_resumed(doomed, is_busy):
     first = doomed()
     text = first.call(jobs.detach, "export:7")
     first.kill()
@@ -67,17 +78,20 @@ def test_a_process_resumes_what_one_that_is_gone_has_begun(doomed, is_busy):
     assert not is_busy("export:7")
 
 
-def test_the_time_on_its_way_counts_for_max_hold(monkeypatch):
-    text = db_lock("export:7", using="memory", ttl=300, max_hold=600).acquire().detach(within=500)
+def test_the_time_before_the_resumption_counts_for_max_hold(monkeypatch):
+    text = (
+        db_lock("export:7", using="memory", ttl=300, max_hold=600)
+        .acquire()
+        .detach(within=500)
+    )
     with monkeypatch.context() as later:
-        now = time.time
-        later.setattr(handover.time, "time", lambda: now() + 400)
+        later.setattr(handover.clock, "wall_now", lambda: time.time() + 400)
         with resume_hold(text) as hold:
             assert 190 < hold.lock.max_hold <= 200
             assert hold.remaining <= 200
 
 
-def test_a_process_that_ends_normally_does_not_take_along_what_it_gave_away(doomed, is_busy):
+def test_a_detached_hold_survives_the_exit_of_its_process(doomed, is_busy):
     first = doomed()
     text = first.call(jobs.detach, "export:7")
     first.close()
@@ -85,19 +99,21 @@ def test_a_process_that_ends_normally_does_not_take_along_what_it_gave_away(doom
     resume_hold(text).release()
 
 
-def test_a_backend_that_cannot_is_named(monkeypatch):
+def test_a_backend_without_handover_is_named(monkeypatch):
     monkeypatch.setattr(MemoryBackend, "supports_handover", False)
     with db_lock("export:7", using="memory") as hold:
-        with pytest.raises(RuntimeError, match="MemoryBackend cannot hand 'export:7' over"):
+        with pytest.raises(
+            RuntimeError, match="MemoryBackend cannot hand 'export:7' over"
+        ):
             hold.detach()
         hold.check()
 
 
-# Where it was.
+# The process that detached the hold.
 
 
 @EVERY
-def test_the_first_can_no_longer_use_it(using):
+def test_a_detached_hold_can_no_longer_be_used(using):
     hold = db_lock("export:7", using=using).acquire()
     text = hold.detach()
     assert not hold.held
@@ -112,15 +128,18 @@ def test_the_first_can_no_longer_use_it(using):
 
 
 @EVERY
-def test_who_gave_it_away_waits_like_everybody(using):
+def test_the_former_holder_waits_for_a_detached_hold(using):
     text = db_lock("export:7", using=using).acquire().detach()
     with pytest.raises(LockTimeout):
         db_lock("export:7", using=using, timeout=0).acquire()
-    with resume_hold(text) as hold, db_lock("export:7", using=using, timeout=0) as inner:
+    with (
+        resume_hold(text) as hold,
+        db_lock("export:7", using=using, timeout=0) as inner,
+    ):
         assert inner is hold
 
 
-def test_it_is_signalled_as_neither_released_nor_lost():
+def test_a_detached_hold_has_its_own_signal():
     told = []
     receiver = lambda hold, **kwargs: told.append(hold)  # noqa: E731
     lock_detached.connect(receiver)
@@ -133,7 +152,7 @@ def test_it_is_signalled_as_neither_released_nor_lost():
     resume_hold(text).release()
 
 
-def test_nothing_renews_it_until_it_is_resumed(until):
+def test_a_detached_hold_is_not_renewed(until):
     hold = db_lock("export:7", using="brisk").acquire()
     text = hold.detach()
     until(lambda: left("export:7") < 0)
@@ -142,18 +161,18 @@ def test_nothing_renews_it_until_it_is_resumed(until):
 
 
 @FAMILY
-def test_it_lasts_for_as_long_as_the_message_may_wait(using):
+def test_a_detached_hold_lasts_for_the_given_time(using):
     hold = db_lock("export:7", using=using, ttl=50).acquire()
     text = hold.detach(within=300)
-    # SQLite counts it from Julian days, whose last bit is 40 µs.
+    # SQLite computes the time from Julian days, whose last bit is 40 µs.
     assert 290 < left("export:7") < 300.001
     with resume_hold(text) as resumed:
         assert 40 < left("export:7") < 50.001
         assert 40 < resumed.remaining <= 50
 
 
-def test_a_detached_hold_is_not_cut_short_by_a_renewal_on_its_way(monkeypatch, until):
-    """The keeper had sent one when it was given away."""
+def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
+    """The keeper has sent the renewal before the hold is detached."""
     backend = backends["default"]
     hold = db_lock("export:7").acquire()
     on_its_way, go_on = threading.Event(), threading.Event()
@@ -172,7 +191,7 @@ def test_a_detached_hold_is_not_cut_short_by_a_renewal_on_its_way(monkeypatch, u
     texts = []
     thread = threading.Thread(target=lambda: texts.append(hold.detach(within=300)))
     thread.start()
-    # Until it waits for the keeper, or is done without it.
+    # Wait until the thread waits for the keeper, or is done without it.
     until(lambda: any(desk.jobs for desk in keeper._desks.values()) or texts)
     go_on.set()
     thread.join(30)
@@ -181,10 +200,10 @@ def test_a_detached_hold_is_not_cut_short_by_a_renewal_on_its_way(monkeypatch, u
     resume_hold(texts[0]).release()
 
 
-# What cannot be handed over, or resumed.
+# Refused handovers.
 
 
-def test_what_a_transaction_holds_cannot_be_handed_over():
+def test_a_hold_of_a_transaction_cannot_be_detached():
     with transaction.atomic(), db_lock("export:7") as hold:
         with pytest.raises(RuntimeError, match="scope='lease'"):
             hold.detach()
@@ -192,16 +211,16 @@ def test_what_a_transaction_holds_cannot_be_handed_over():
 
 
 @EVERY
-def test_what_was_entered_twice_cannot_be_handed_over(using):
+def test_a_hold_entered_twice_cannot_be_detached(using):
     lock = db_lock("export:7", using=using)
     with lock as hold, lock:
-        with pytest.raises(RuntimeError, match="entered 2 times"):
+        with pytest.raises(RuntimeError, match="acquired it 2 times"):
             hold.detach()
         assert hold.held
 
 
 @EVERY
-def test_what_has_ended_or_is_lost_cannot_be_handed_over(using):
+def test_an_ended_or_lost_hold_cannot_be_detached(using):
     with db_lock("export:7", using=using) as hold:
         pass
     with pytest.raises(LockLost):
@@ -215,14 +234,14 @@ def test_what_has_ended_or_is_lost_cannot_be_handed_over(using):
 
 
 @pytest.mark.parametrize("within", [0, -1, "5", float("nan")])
-def test_a_time_that_makes_no_sense_is_refused_and_the_hold_goes_on(within):
+def test_an_invalid_handover_time_is_refused(within):
     with db_lock("export:7") as hold:
         with pytest.raises((TypeError, ValueError), match="within"):
             hold.detach(within=within)
         hold.check()
 
 
-def test_a_hold_that_could_not_be_handed_over_is_still_there(monkeypatch):
+def test_a_hold_survives_a_failed_handover(monkeypatch):
     def fail(claims):
         raise LockBackendError("the database is away")
 
@@ -237,10 +256,10 @@ def test_a_hold_that_could_not_be_handed_over_is_still_there(monkeypatch):
 
 
 @EVERY
-def test_a_text_can_be_resumed_once_only(using):
+def test_a_text_can_be_resumed_only_once(using):
     text = db_lock("export:7", using=using).acquire().detach()
     with resume_hold(text) as hold:
-        with pytest.raises(LockLost, match="resumed it already"):
+        with pytest.raises(LockLost, match="already been resumed"):
             resume_hold(text)
         hold.check()
     with pytest.raises(LockLost):
@@ -248,7 +267,7 @@ def test_a_text_can_be_resumed_once_only(using):
 
 
 @FAMILY
-def test_what_was_cleared_cannot_be_resumed(using):
+def test_a_cleared_hold_cannot_be_resumed(using):
     text = db_lock("export:7", using=using).acquire().detach()
     row = ResourceLock.objects.get(pk="export:7")
     assert backends[using].clear("export:7", row.version)
@@ -256,7 +275,9 @@ def test_what_was_cleared_cannot_be_resumed(using):
         resume_hold(text)
 
 
-def test_a_text_that_was_changed_or_made_up_is_refused_before_any_query(django_assert_num_queries):
+def test_a_forged_text_is_refused_before_any_query(
+    django_assert_num_queries,
+):
     text = db_lock("export:7").acquire().detach()
     with django_assert_num_queries(0):
         for wrong in (text[:-1], "x" + text, "", "made:up:text"):
@@ -265,11 +286,18 @@ def test_a_text_that_was_changed_or_made_up_is_refused_before_any_query(django_a
     resume_hold(text).release()
 
 
-# What goes with it.
+# Policy and holder.
 
 
-def test_its_policy_goes_with_it_less_what_is_over():
-    hold = db_lock("export:7", ttl=50, max_hold=1000, at_least=500, reentrant=False, release_at="exit").acquire()
+def test_a_resumed_hold_keeps_the_rest_of_its_policy():
+    hold = db_lock(
+        "export:7",
+        ttl=50,
+        max_hold=1000,
+        min_hold=500,
+        reentrant=False,
+        release_at="exit",
+    ).acquire()
     hold._granted_at -= 200
     hold._last_at -= 200
     lost = []
@@ -277,25 +305,27 @@ def test_its_policy_goes_with_it_less_what_is_over():
         lock = resumed.lock
         assert (lock.key, lock.using, lock.scope) == ("export:7", "default", "lease")
         assert (lock.ttl, lock.reentrant, lock.release_at) == (50, False, "exit")
-        assert 290 < lock.at_least <= 300
+        assert 290 < lock.min_hold <= 300
         assert 790 < lock.max_hold <= 800
         assert lock.on_lost == lost.append
     assert left("export:7") > 250
 
 
 @FAMILY
-def test_the_row_shows_who_has_it_now(using, workers):
+def test_the_row_shows_the_holder_that_resumed_it(using, workers):
     (worker,) = workers(1)
     text = db_lock("export:7", using=using).acquire().detach()
     worker.start(jobs.resume, text)
     worker.hear()
-    assert db_lock("export:7", using=using).holder().holder.split(":")[1] == str(worker.process.pid)
+    assert db_lock("export:7", using=using).holder().holder.split(":")[1] == str(
+        worker.process.pid
+    )
     worker.tell()
     worker.hear()
 
 
 @EVERY
-async def test_coroutines_hand_over_too(using):
+async def test_coroutines_detach_and_resume(using):
     hold = await db_lock("export:7", using=using).aacquire()
     text = await hold.adetach()
     async with await aresume_hold(text) as resumed:
@@ -304,11 +334,11 @@ async def test_coroutines_hand_over_too(using):
         await resumed.arelease()
 
 
-# The waist.
+# The backend interface.
 
 
 @EVERY
-def test_an_exchange_whose_reply_was_lost_says_yes_again(using):
+def test_an_exchange_can_be_repeated_after_a_lost_reply(using):
     backend = backends[using]
     claim, successor = (Claim(key="export:7", ttl=30) for _ in range(2))
     first = backend.acquire(claim)
@@ -322,7 +352,9 @@ def test_an_exchange_whose_reply_was_lost_says_yes_again(using):
 
 
 @FAMILY
-def test_a_resumption_whose_outcome_is_unknown_leaves_the_key_free(using, monkeypatch, is_busy):
+def test_a_resumption_with_unknown_outcome_leaves_the_key_free(
+    using, monkeypatch, is_busy
+):
     backend = backends[using]
     text = db_lock("export:7", using=using).acquire().detach()
     exchange = backend.exchange
@@ -337,10 +369,10 @@ def test_a_resumption_whose_outcome_is_unknown_leaves_the_key_free(using, monkey
     assert not is_busy("export:7", using)
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @FAMILY
-def test_it_is_handed_over_and_resumed_from_inside_of_transactions(using, is_busy):
-    """The lease is beside them: a rollback takes nothing of it back."""
+def test_a_hold_is_detached_and_resumed_inside_transactions(using, is_busy):
+    """A rollback does not undo the lease, which is outside of the transactions."""
     with transaction.atomic():
         text = db_lock("export:7", using=using, scope="lease").acquire().detach()
         transaction.set_rollback(True)
@@ -352,10 +384,10 @@ def test_it_is_handed_over_and_resumed_from_inside_of_transactions(using, is_bus
     assert not is_busy("export:7", using)
 
 
-# The page.
+# The documentation page.
 
 
-def test_the_example_of_the_page(workers, is_busy):
+def test_the_examples_of_the_handover_page(workers, is_busy):
     page, sent = pages.run("how-to/handover"), []
     page.start_export(7, sent.append)
     assert is_busy("export:7")
@@ -373,15 +405,15 @@ def test_the_example_of_the_page(workers, is_busy):
         assert page.export(sent.pop()) == "exported export:8"
 
 
-def test_a_hold_is_resumed_though_it_has_to_be_kept_for_as_long_as_it_may_be():
-    hold = db_lock("stock:7", at_least=5.0, max_hold=5.0).acquire()
+def test_a_hold_with_equal_min_hold_and_max_hold_can_be_resumed():
+    hold = db_lock("stock:7", min_hold=5.0, max_hold=5.0).acquire()
     with resume_hold(hold.detach()) as resumed:
         assert resumed.held
     ResourceLock.objects.all().delete()
 
 
-def test_a_hold_whose_handover_was_interrupted_is_given_back(monkeypatch, elsewhere):
-    """Nobody will ever have the text."""
+def test_an_interrupted_handover_releases_the_hold(monkeypatch, elsewhere):
+    """No caller receives the text, so the hold is released."""
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What is promised about the history: a row for each hold that ended, and nothing of it on the caller's way."""
+"""The history: one record per ended hold, at no cost for the caller."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ from django.db.utils import DataError, OperationalError
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockLost, db_lock, db_rwlock, history
-from dlocks.backends.database.records import Records
-from dlocks.conf import backends
-from dlocks.exceptions import LockBackendError
-from dlocks.keeper import keeper
-from dlocks.models import HoldRecord, ResourceLock
+from dlocks import LockBackendError, LockLost, db_lock, db_rwlock
 from dlocks.testing import lose
 from tests import jobs, rows
+from tests.internals import HoldRecord, Records, ResourceLock, backends, history, keeper
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -36,12 +32,16 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """What a test left to be written is written in its own database, and in its own time."""
+    """Write remaining records before and after each test.
+
+    They belong to the database of the test that made them.
+    """
 
     def write():
         history.flush()
         with keeper._mutex:
-            # Due for what has been written by now, and perhaps in the middle of the next test.
+            # These jobs are for records that are written by now. They could run during
+            # the next test.
             keeper._chores.clear()
 
     write()
@@ -54,25 +54,42 @@ def records(**conditions):
     return list(HoldRecord.objects.filter(**conditions).order_by("id"))
 
 
-# What is recorded.
+# Records.
 
 
-def test_a_hold_that_ended_is_a_row(elsewhere):
-    """Who held which key, from when to when by the database's clock, and after what wait."""
+def test_an_ended_hold_has_a_record(elsewhere):
+    """A record has the key, the holder, both times and the wait.
+
+    The times are those of the database's clock.
+    """
     with db_lock("stock:7", using="recorded") as hold:
         pass
     (record,) = records()
-    assert (record.key_resource, record.token, record.holder) == ("stock:7", hold.token, hold.claim.holder)
-    assert (record.owner_ip, record.scope, record.shared, record.waited) == (hold.claim.owner_ip, "L", False, 0)
+    assert (record.key_resource, record.token, record.holder) == (
+        "stock:7",
+        hold.token,
+        hold.claim.holder,
+    )
+    assert (record.owner_ip, record.scope, record.shared, record.waited) == (
+        hold.claim.owner_ip,
+        "L",
+        False,
+        0,
+    )
     assert record.get_ending_display() == "released"
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT {backends['recorded'].dialect.ticks}")
         now = cursor.fetchone()[0] / 1e6
-    assert now - 10 < record.begin_time.timestamp() <= record.end_time.timestamp() < now + 0.1
+    assert (
+        now - 10
+        < record.begin_time.timestamp()
+        <= record.end_time.timestamp()
+        < now + 0.1
+    )
 
 
-def test_a_holder_with_a_long_name_is_recorded_as_the_row_has_it(monkeypatch):
-    """The thread that runs a command is called as that is."""
+def test_a_long_holder_name_is_recorded_as_in_the_row(monkeypatch):
+    """The thread of a command is named after the command."""
     monkeypatch.setattr(threading.current_thread(), "name", "x" * 300)
     with db_lock("stock:7", using="recorded"):
         pass
@@ -81,8 +98,8 @@ def test_a_holder_with_a_long_name_is_recorded_as_the_row_has_it(monkeypatch):
     assert len(record.holder) == 255
 
 
-def test_how_it_ended_is_told():
-    """Released, failed with an error, lost, or handed over."""
+def test_a_record_says_how_the_hold_ended():
+    """A hold is released, failed with an error, lost, or handed over."""
     with pytest.raises(ZeroDivisionError):
         with db_lock("failed", using="recorded"):
             1 / 0  # noqa: B018
@@ -93,7 +110,10 @@ def test_how_it_ended_is_told():
     with pytest.raises(ZeroDivisionError):
         with transaction.atomic(), db_lock("inside", using="recorded"):
             1 / 0  # noqa: B018
-    endings = {record.key_resource: (record.get_ending_display(), record.scope) for record in records()}
+    endings = {
+        record.key_resource: (record.get_ending_display(), record.scope)
+        for record in records()
+    }
     assert endings == {
         "failed": ("failed", "L"),
         "lost": ("lost", "L"),
@@ -103,9 +123,15 @@ def test_how_it_ended_is_told():
     backends["recorded"].clear("given", rows.now("given").version)
 
 
-def test_shares_keys_and_waits_are_told(workers, until):
-    """Each share and each of several keys is a row of its own, and who had to wait has waited."""
-    with db_rwlock("shared", using="recorded").read(), db_lock("a", "b", using="recorded"):
+def test_shared_holds_several_keys_and_waits_are_recorded(workers, until):
+    """Each shared hold and each of several keys has its own record.
+
+    The record of a waiter has the duration of its wait.
+    """
+    with (
+        db_rwlock("shared", using="recorded").read(),
+        db_lock("a", "b", using="recorded"),
+    ):
         pass
     (worker,) = workers(1)
     with db_lock("busy", using="recorded"):
@@ -114,14 +140,19 @@ def test_shares_keys_and_waits_are_told(workers, until):
         until(lambda: backends["recorded"].waiting("busy"))
     worker.hear()
     worker.call(jobs.flush_history)
-    found = {(record.key_resource, record.shared): record for record in records(waited=0)}
+    found = {
+        (record.key_resource, record.shared): record for record in records(waited=0)
+    }
     assert set(found) == {("shared", True), ("a", False), ("b", False), ("busy", False)}
     (waited,) = records(waited__gt=0)
-    assert (waited.key_resource, waited.token > found["busy", False].token) == ("busy", True)
+    assert (waited.key_resource, waited.token > found["busy", False].token) == (
+        "busy",
+        True,
+    )
 
 
-def test_only_what_is_asked_for_is_recorded():
-    """Without the option nothing is recorded, and an entry into a hold is no hold of its own."""
+def test_holds_are_recorded_only_with_the_option():
+    """Without the option nothing is recorded, and re-entering adds no record."""
     with db_lock("stock:7"), db_lock("stock:8", using="memory"):
         pass
     lock = db_lock("stock:9", using="recorded")
@@ -130,20 +161,28 @@ def test_only_what_is_asked_for_is_recorded():
     assert [record.key_resource for record in records()] == ["stock:9"]
 
 
-def test_the_option_is_true_or_false(settings):
-    """A mistake in the settings is told by name."""
+def test_the_history_option_is_true_or_false(settings):
+    """The error names the wrong option."""
     settings.DLOCKS = {
-        "default": {"BACKEND": "dlocks.backends.database.PessimisticBackend", "OPTIONS": {"history": "yes"}}
+        "default": {
+            "BACKEND": "dlocks.backends.database.PessimisticBackend",
+            "OPTIONS": {"history": "yes"},
+        }
     }
-    with pytest.raises(ImproperlyConfigured, match="history must be True or False, not 'yes'"):
+    with pytest.raises(
+        ImproperlyConfigured, match="history must be True or False, not 'yes'"
+    ):
         backends["default"]
 
 
-# What it costs.
+# Cost.
 
 
-def test_the_caller_pays_no_statement_for_it():
-    """One statement to acquire and one to release, on the caller's connection, with and without."""
+def test_the_history_costs_the_caller_no_statement():
+    """The caller sends one statement to acquire and one to release.
+
+    This does not depend on the history.
+    """
     lock = db_lock("stock:7", using="recorded")
     with lock:
         pass
@@ -158,13 +197,17 @@ def test_the_caller_pays_no_statement_for_it():
     assert len(records()) == 3
 
 
-def test_many_holds_are_one_statement(monkeypatch, django_assert_num_queries):
-    """A batch of holds is written at once."""
+def test_many_records_are_written_in_one_statement(
+    monkeypatch, django_assert_num_queries
+):
+    """A batch of holds is one statement."""
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     sent = []
     remember = Records.remember
     monkeypatch.setattr(
-        Records, "remember", lambda self, batch, now: sent.append(len(batch)) or remember(self, batch, now)
+        Records,
+        "remember",
+        lambda self, batch, now: sent.append(len(batch)) or remember(self, batch, now),
     )
     for number in range(30):
         with db_lock(f"stock:{number}", using="recorded"):
@@ -173,8 +216,8 @@ def test_many_holds_are_one_statement(monkeypatch, django_assert_num_queries):
     assert sent == [30]
 
 
-def test_the_keeper_writes_by_itself_and_leaves_no_connection_open(monkeypatch, until):
-    """Nobody has to ask for it, and soon after the connection is closed."""
+def test_the_keeper_writes_records_and_closes_its_connection(monkeypatch, until):
+    """The records are written automatically, and the connection is closed."""
     monkeypatch.setattr(history, "WRITE_EVERY", 0.01)
     with db_lock("stock:7", using="recorded"):
         pass
@@ -182,8 +225,8 @@ def test_the_keeper_writes_by_itself_and_leaves_no_connection_open(monkeypatch, 
     until(lambda: not keeper._connected)
 
 
-def test_it_is_written_once(monkeypatch):
-    """A reply that got lost makes no second row."""
+def test_a_record_is_written_only_once(monkeypatch):
+    """A lost reply causes no second record."""
     finished = []
     remember = Records.remember
 
@@ -199,11 +242,11 @@ def test_it_is_written_once(monkeypatch):
     assert finished
 
 
-# What may go wrong.
+# Failures.
 
 
 class Down:
-    """A database that cannot be written to, for as long as it is told to be."""
+    """A database that refuses writes while ``down`` is true."""
 
     def __init__(self, monkeypatch, cause):
         self.cause, self.tries, self.down = cause, 0, True
@@ -218,8 +261,8 @@ class Down:
         monkeypatch.setattr(Records, "remember", fail)
 
 
-def test_a_database_that_is_down_is_waited_for(monkeypatch, caplog):
-    """Holds go on as ever, one warning is logged, and what ended meanwhile is written when the database is back."""
+def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
+    """Locks work, one warning is logged, and the records are written later."""
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     monkeypatch.setattr(history, "TRY_AGAIN", 3600)
     down = Down(monkeypatch, OperationalError("away"))
@@ -228,22 +271,26 @@ def test_a_database_that_is_down_is_waited_for(monkeypatch, caplog):
             pass
         history.flush()
     assert down.tries == 3
-    assert [record.message for record in caplog.records] == ["The history could not be written: the database is away"]
+    assert [record.message for record in caplog.records] == [
+        "The history could not be written: the database is away"
+    ]
     down.down = False
     assert len(records()) == 3
     tokens = [record.token for record in records()]
     assert tokens == sorted(tokens)
 
 
-def test_what_is_kept_meanwhile_is_bounded(monkeypatch, caplog):
-    """Beyond the bound holds are left out, with one warning."""
+def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
+    """Beyond the limit holds are not recorded, with one warning."""
     monkeypatch.setattr(history, "KEPT", 2)
     down = Down(monkeypatch, OperationalError("away"))
     for _ in range(5):
         with db_lock("stock:7", using="recorded"):
             pass
     history.flush()
-    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    told = [
+        record.message for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert sorted(told) == [
         "The history could not be written: the database is away",
         "The history of DLOCKS['recorded'] leaves holds out: 2 wait",
@@ -252,8 +299,8 @@ def test_what_is_kept_meanwhile_is_bounded(monkeypatch, caplog):
     assert len(records()) == 2
 
 
-def test_what_the_database_refuses_is_not_tried_for_ever(monkeypatch):
-    """An error that time does not mend costs its batch, and no other."""
+def test_refused_records_are_not_retried(monkeypatch):
+    """A permanent error loses its batch and no other."""
     down = Down(monkeypatch, DataError("refused"))
     with db_lock("a", using="recorded"):
         pass
@@ -275,10 +322,20 @@ left = db_lock("left", using="recorded").acquire()
 
 
 def script(text):
-    """Run a program on this test's database; its exit status."""
-    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "PYTHONPATH": str(ROOT)}
+    """Run a program on this test's database and return its exit status."""
+    environment = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", textwrap.dedent(text)],
+        [
+            sys.executable,
+            "-W",
+            "ignore:This process:DeprecationWarning",
+            "-c",
+            textwrap.dedent(text),
+        ],
         env=environment,
         timeout=60,
         check=False,
@@ -288,28 +345,37 @@ def script(text):
     return done.returncode
 
 
-def test_a_process_that_ends_writes_what_is_left():
-    """At a normal exit nothing is lost, not even the hold that ends with the process."""
+def test_a_process_writes_its_remaining_records_at_exit():
+    """At a normal exit no record is lost, not even that of the last hold."""
     assert script(SCRIPT) == 0
-    assert {record.key_resource: record.ending for record in records()} == {"ended": "R", "left": "F"}
+    assert {record.key_resource: record.ending for record in records()} == {
+        "ended": "R",
+        "left": "F",
+    }
 
 
-def test_a_process_that_is_killed_loses_its_last_batch_only():
-    """What was written stays written."""
+def test_a_killed_process_loses_only_its_last_batch():
+    """Written records remain."""
     flushed = "\nfrom dlocks import history; history.flush()"
     assert script(SCRIPT + flushed + "\nos.kill(os.getpid(), 9)") == -9
     assert [record.key_resource for record in records()] == ["ended"]
 
 
-def test_a_fork_writes_nothing_of_its_parent():
-    """The parent's holds are recorded once."""
-    fork = "\nif os.fork() == 0:\n    from dlocks import history; history.flush(); os._exit(0)\nos.wait()"
+def test_a_fork_does_not_write_the_records_of_its_parent():
+    """The holds of the parent are recorded once."""
+    fork = (
+        "\nif os.fork() == 0:\n    from dlocks import history; history.flush();"
+        " os._exit(0)\nos.wait()"
+    )
     assert script(SCRIPT + fork) == 0
     assert [record.key_resource for record in records()] == ["ended", "left"]
 
 
-def test_the_end_of_the_tests_is_not_written_into_another_database(monkeypatch):
-    """A hold of the test database is not recorded in the one that the alias names afterwards."""
+def test_records_of_tests_are_not_written_to_another_database(monkeypatch):
+    """A hold of the test database is not recorded in the project's database.
+
+    The alias names that one after the tests.
+    """
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     with db_lock("stock:7", using="recorded"):
         pass
@@ -324,14 +390,14 @@ def test_the_end_of_the_tests_is_not_written_into_another_database(monkeypatch):
 
 
 class InTestCase(TestCase):
-    def test_a_test_case_leaves_nothing_behind(self):
-        """Everything in it is rolled back, so nothing of it is recorded, at once or later."""
+    def test_a_test_case_leaves_no_records(self):
+        """A TestCase rolls its holds back, so none is recorded, now or later."""
         with db_lock("stock:7", using="recorded"):
             pass
         assert not any(book._notes for book in history._books.values())
 
 
-# How long it is kept.
+# Retention.
 
 
 def ended(key, **ago):
@@ -341,8 +407,13 @@ def ended(key, **ago):
     changed = HoldRecord.objects.filter(key_resource=key)
     end = changed.get().end_time - timedelta(**ago)
     with connection.cursor() as cursor:
-        text = end.strftime("%Y-%m-%d %H:%M:%S.%f") + ("+00" if connection.vendor == "postgresql" else "")
-        cursor.execute("UPDATE dlocks_holdrecord SET end_time = %s WHERE key_resource = %s", [text, key])
+        text = end.strftime("%Y-%m-%d %H:%M:%S.%f") + (
+            "+00" if connection.vendor == "postgresql" else ""
+        )
+        cursor.execute(
+            "UPDATE dlocks_holdrecord SET end_time = %s WHERE key_resource = %s",
+            [text, key],
+        )
 
 
 def reap(*arguments):
@@ -351,12 +422,15 @@ def reap(*arguments):
     return out.getvalue().strip()
 
 
-def test_the_history_is_bounded_by_age():
-    """``reap_locks`` forgets what ended long ago: 30 days, or as long as I say."""
+def test_old_records_are_deleted():
+    """``reap_locks`` deletes records after 30 days, or after a given time."""
     ended("old", days=31)
     ended("recent", days=29)
     ended("now")
-    assert reap("--dry-run") == "0 stale locks would be made free, 1 record of the history would be deleted."
+    assert (
+        reap("--dry-run")
+        == "0 stale locks would be made free, 1 record of the history would be deleted."
+    )
     assert reap() == "0 stale locks made free, 1 record of the history deleted."
     assert [record.key_resource for record in records()] == ["recent", "now"]
     assert reap("--history-for", "12h").endswith("1 record of the history deleted.")
@@ -365,8 +439,8 @@ def test_the_history_is_bounded_by_age():
         reap("--history-for", "long")
 
 
-def test_it_is_forgotten_by_batches(monkeypatch):
-    """However much there is, one statement deletes only so much."""
+def test_old_records_are_deleted_in_batches(monkeypatch):
+    """One statement deletes at most one batch."""
     monkeypatch.setattr("dlocks.backends.database.records.BATCH", 2)
     for number in range(5):
         ended(str(number), days=31)
@@ -374,10 +448,14 @@ def test_it_is_forgotten_by_batches(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "look", [lambda: sum(backends["recorded"].forget(86400)), lambda: len(HoldRecord.objects.since(60).with_times())]
+    "look",
+    [
+        lambda: sum(backends["recorded"].forget(86400)),
+        lambda: len(HoldRecord.objects.since(60).with_times()),
+    ],
 )
-def test_a_large_history_is_not_read_from_end_to_end(look):
-    """To forget its oldest part, and to look at its latest, there is an index."""
+def test_the_history_is_read_by_its_index(look):
+    """An index serves the deletion of old records and the list of recent ones."""
     ended("old", days=31)
     ended("now")
     with CaptureQueriesContext(connection) as queries:
@@ -387,7 +465,10 @@ def test_a_large_history_is_not_read_from_end_to_end(look):
         if connection.vendor == "postgresql":
             cursor.execute("SET enable_seqscan = off")
         try:
-            cursor.execute(("EXPLAIN QUERY PLAN " if connection.vendor == "sqlite" else "EXPLAIN ") + look)
+            cursor.execute(
+                ("EXPLAIN QUERY PLAN " if connection.vendor == "sqlite" else "EXPLAIN ")
+                + look
+            )
             plan = str(cursor.fetchall())
         finally:
             if connection.vendor == "postgresql":

@@ -1,4 +1,4 @@
-"""Interleavings in which a lock could break its promises; each of them once did."""
+"""Interleavings in which a lock once broke its promises."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ import pytest
 from django.db import connection, connections, transaction
 
 from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock
-from dlocks.conf import backends
-from dlocks.keeper import keeper
-from dlocks.transactions import Mark
-from dlocks.waiting import WaitingRoom
 from tests import jobs
+from tests.internals import Mark, WaitingRoom, backends, keeper
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-SERVERS = pytest.mark.engine("postgresql", "mariadb")
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
 @SERVERS
 @FAMILY
-def test_waiters_in_transactions_never_keep_the_real_holder_from_its_row(using, workers):
-    """A waiter that meets the row in the moment it was taken must not leave it locked until its transaction ends."""
+def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
+    """A waiter in a transaction must not leave the holder's row locked.
+
+    It can meet the row just when another caller acquires it.
+    """
     crowd = workers(6)
     for number, worker in enumerate(crowd):
         if number % 2:
             worker.start(jobs.hold_and_time_releases, "stock:7", using=using, seconds=2)
         else:
-            worker.start(jobs.wait_in_transactions, "stock:7", using=using, seconds=2, timeout=0.05)
+            worker.start(
+                jobs.wait_in_transactions,
+                "stock:7",
+                using=using,
+                seconds=2,
+                timeout=0.05,
+            )
     longest = max(worker.hear() or 0 for worker in crowd)
     in_time(longest, 2.0)
 
 
 @SERVERS
-def test_an_inner_rollback_does_not_give_a_left_lease_back(is_busy):
+def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
     with transaction.atomic():
         with db_lock("stock:7", scope="lease") as hold:
             pass
@@ -52,8 +58,8 @@ def test_an_inner_rollback_does_not_give_a_left_lease_back(is_busy):
     assert not is_busy()
 
 
-def test_a_decorated_function_has_a_transaction_for_each_call():
-    """… though the decorator is one object for all of them."""
+def test_each_call_of_an_atomic_function_has_its_own_hold():
+    """The decorator is a single object for all calls."""
     lock, holds = db_lock("stock:7"), []
 
     @transaction.atomic
@@ -68,7 +74,7 @@ def test_a_decorated_function_has_a_transaction_for_each_call():
     assert holds[1].token > holds[0].token
 
 
-def test_a_recursion_that_is_rolled_back_takes_its_hold_along():
+def test_a_hold_ends_with_the_rollback_of_a_recursive_call():
     lock, holds = db_lock("stock:7"), []
 
     @transaction.atomic
@@ -84,7 +90,7 @@ def test_a_recursion_that_is_rolled_back_takes_its_hold_along():
     work(1)
 
 
-def test_an_inner_block_that_commits_leaves_its_hold_to_the_transaction(is_busy):
+def test_a_hold_of_an_inner_block_lasts_until_the_outer_commit(is_busy):
     @transaction.atomic
     def helper():
         return db_lock("stock:7").acquire()
@@ -99,15 +105,17 @@ def test_an_inner_block_that_commits_leaves_its_hold_to_the_transaction(is_busy)
     assert not is_busy()
 
 
-def test_a_connection_that_is_closed_takes_its_holds_along():
+def test_a_closed_connection_ends_its_holds():
     with contextlib.suppress(Exception), transaction.atomic():
         hold = db_lock("stock:7").acquire()
         connection.close()
         assert not hold.held
 
 
-def test_entering_while_the_keeper_gives_back_is_one_or_the_other(monkeypatch, elsewhere, until):
-    """Whoever is inside a block has the key."""
+def test_entering_during_a_release_by_the_keeper_holds_the_key(
+    monkeypatch, elsewhere, until
+):
+    """A caller inside a block holds the key."""
     backend = backends["memory"]
     lock = db_lock("stock:7", using="memory")
     with transaction.atomic():
@@ -119,7 +127,8 @@ def test_entering_while_the_keeper_gives_back_is_one_or_the_other(monkeypatch, e
 
         def meanwhile(claim, count):
             answer = recount(claim, count)
-            # The transaction ends, and the keeper looks, just between the answer and the block.
+            # The transaction ends and the keeper checks it, just between the reply and
+            # the block.
             monkeypatch.setattr(Mark, "stands", property(lambda mark: False))
             hold.settle()
             monkeypatch.undo()
@@ -137,9 +146,12 @@ def test_entering_while_the_keeper_gives_back_is_one_or_the_other(monkeypatch, e
 
 @SERVERS
 @FAMILY
-def test_a_lost_holder_s_exit_does_not_wait_for_the_successor_s_transaction(using, workers, until):
+def test_a_lost_holder_does_not_wait_for_its_successor(using, workers, until):
     (successor,) = workers(1)
-    with pytest.raises(LockLost), db_lock("stock:7", using=using, ttl=0.2, renew=False) as hold:
+    with (
+        pytest.raises(LockLost),
+        db_lock("stock:7", using=using, ttl=0.2, renew=False) as hold,
+    ):
         until(lambda: not hold.held)
         successor.start(jobs.hold_in_transaction, "stock:7", using=using, timeout=20)
         successor.hear()
@@ -152,7 +164,7 @@ def test_a_lost_holder_s_exit_does_not_wait_for_the_successor_s_transaction(usin
 
 
 @SERVERS
-def test_a_row_that_goes_after_the_commit_is_not_waited_for(workers):
+def test_deleting_a_row_after_the_commit_does_not_wait(workers):
     (successor,) = workers(1)
 
     def meanwhile():
@@ -169,8 +181,8 @@ def test_a_row_that_goes_after_the_commit_is_not_waited_for(workers):
 
 
 @SERVERS
-def test_a_lost_hold_given_back_inside_the_transaction_that_has_its_key(until):
-    """The keeper must not wait for the row of the very caller that waits for the keeper."""
+def test_releasing_a_lost_hold_in_a_transaction_does_not_block(until):
+    """The keeper must not wait for a row that its own caller has locked."""
     holds, done = [], []
 
     def acquire():
@@ -194,7 +206,7 @@ def test_a_lost_hold_given_back_inside_the_transaction_that_has_its_key(until):
 
 
 @SERVERS
-def test_a_hold_of_a_transaction_is_of_use_in_its_own_thread_only(elsewhere):
+def test_a_hold_of_a_transaction_is_usable_only_in_its_thread(elsewhere):
     with transaction.atomic(), db_lock("stock:7") as hold:
         with pytest.raises(RuntimeError, match="transaction of another thread"):
             elsewhere(hold.check)
@@ -203,18 +215,26 @@ def test_a_hold_of_a_transaction_is_of_use_in_its_own_thread_only(elsewhere):
 
 @pytest.mark.engine("postgresql")
 def test_a_lease_taken_first_in_a_transaction_takes_no_snapshot():
-    with transaction.atomic(), db_lock("stock:7", scope="lease"), connection.cursor() as cursor:
+    with (
+        transaction.atomic(),
+        db_lock("stock:7", scope="lease"),
+        connection.cursor() as cursor,
+    ):
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
 
 
 def test_two_aliases_on_one_database_are_one_lock_to_a_caller(elsewhere):
     for block in (contextlib.nullcontext, transaction.atomic):
-        with block(), db_lock("stock:7") as hold, db_lock("stock:7", using="optimistic") as inner:
+        with (
+            block(),
+            db_lock("stock:7") as hold,
+            db_lock("stock:7", using="optimistic") as inner,
+        ):
             assert inner is hold
             assert hold.count == 2
 
 
-def test_reentrant_false_means_at_the_same_time():
+def test_reentrant_false_allows_consecutive_holds():
     lock = db_lock("stock:7", reentrant=False)
     with transaction.atomic():
         for _ in range(2):
@@ -228,12 +248,14 @@ def test_reentrant_false_means_at_the_same_time():
 
 
 @FAMILY
-def test_a_lease_that_is_not_renewed_has_its_whole_ttl_after_waiting_in_line_too(using, workers, until):
-    """… and not only the moment for which a key is kept for the next in line."""
+def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, workers, until):
+    """It is not limited to the short lease that a release grants to a waiter."""
     holder, waiter = workers(2)
     holder.start(jobs.hold, "stock:7", using=using)
     first = holder.hear()
-    waiter.start(jobs.acquire_and_tell, "stock:7", using=using, ttl=20, renew=False, timeout=30)
+    waiter.start(
+        jobs.acquire_and_tell, "stock:7", using=using, ttl=20, renew=False, timeout=30
+    )
     until(lambda: backends[using].waiting("stock:7"))
     holder.tell()
     assert holder.hear() == "released"
@@ -245,8 +267,13 @@ def test_a_lease_that_is_not_renewed_has_its_whole_ttl_after_waiting_in_line_too
 
 
 @pytest.mark.engine("postgresql")
-async def test_a_turn_that_was_slept_through_is_nobody_s_hold(monkeypatch, workers, elsewhere, until):
-    """A process that hears of its turn and then stands still, until somebody else has the key."""
+async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
+    monkeypatch, workers, elsewhere, until
+):
+    """A process is notified of its turn and then pauses.
+
+    It pauses until another process holds the key.
+    """
     first, second = workers(2)
     backend = backends["default"]
     going, look = threading.Event(), WaitingRoom._look
@@ -264,7 +291,8 @@ async def test_a_turn_that_was_slept_through_is_nobody_s_hold(monkeypatch, worke
         await asyncio.sleep(0.01)
     second.start(jobs.hold, "stock:7", timeout=30)
     until(lambda: elsewhere(backend.waiting, "stock:7") == 2)
-    # The loop does not turn from here on, and the thread that looks after the line has heard and goes no further.
+    # From here on the event loop is blocked. The queue thread has been notified and is
+    # paused.
     going.clear()
     first.tell()
     assert first.hear() == "released"
@@ -274,7 +302,7 @@ async def test_a_turn_that_was_slept_through_is_nobody_s_hold(monkeypatch, worke
         async with asyncio.timeout(0.5):
             await asyncio.shield(task)
     assert not task.done(), "held by two"
-    # Now that it goes on, it has its place back.
+    # When the process continues, it gets its position back.
     while not elsewhere(backend.waiting, "stock:7"):
         await asyncio.sleep(0.01)
     second.tell()
@@ -286,17 +314,27 @@ async def test_a_turn_that_was_slept_through_is_nobody_s_hold(monkeypatch, worke
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_key_that_was_waited_for_before_is_refused_at_once_in_sqlite_s_transaction(shared, workers, until):
-    """Its holder could never give it back while the transaction that waits is the one writer."""
+def test_a_busy_key_is_refused_at_once_in_a_sqlite_transaction(shared, workers, until):
+    """The holder could never release the key.
+
+    The waiting transaction is SQLite's only writer.
+    """
     (holder,) = workers(1)
-    lock = db_rwlock("stock:7", timeout=20).read() if shared else db_lock("stock:7", timeout=20)
+    lock = (
+        db_rwlock("stock:7", timeout=20).read()
+        if shared
+        else db_lock("stock:7", timeout=20)
+    )
     holder.start(jobs.hold, "stock:7")
     holder.hear()
-    # Now this process knows that there is a line.
+    # Now this process knows that the key has a queue.
     with pytest.raises(LockTimeout):
         db_lock("stock:7", timeout=0.1).acquire()
     started = time.monotonic()
-    with transaction.atomic(), pytest.raises(LockError, match="cannot be waited for inside a transaction"):
+    with (
+        transaction.atomic(),
+        pytest.raises(LockError, match="cannot be waited for inside a transaction"),
+    ):
         lock.acquire()
     took = time.monotonic() - started
     holder.tell()
@@ -307,14 +345,16 @@ def test_a_key_that_was_waited_for_before_is_refused_at_once_in_sqlite_s_transac
 # The keeper.
 
 
-def test_a_slow_on_lost_does_not_keep_the_keeper_from_the_others(until):
+def test_a_slow_on_lost_callback_does_not_delay_other_renewals(until):
     entered, leave = threading.Event(), threading.Event()
 
     def slow(hold):
         entered.set()
         leave.wait(30)
 
-    first = db_lock("first", using="memory", ttl=0.2, renew=False, on_lost=slow).acquire()
+    first = db_lock(
+        "first", using="memory", ttl=0.2, renew=False, on_lost=slow
+    ).acquire()
     with db_lock("second", using="memory", ttl=3) as second:
         assert entered.wait(10)
         deadline = second._deadline
@@ -323,7 +363,9 @@ def test_a_slow_on_lost_does_not_keep_the_keeper_from_the_others(until):
     assert not first.held
 
 
-def test_a_backend_s_own_error_does_not_keep_the_keeper_from_the_others(monkeypatch, until, caplog):
+def test_an_error_of_one_backend_does_not_stop_other_renewals(
+    monkeypatch, until, caplog
+):
     tries = []
 
     def fail(claims):
@@ -334,13 +376,13 @@ def test_a_backend_s_own_error_does_not_keep_the_keeper_from_the_others(monkeypa
     with db_lock("second", using="memory", ttl=3) as second, pytest.raises(LockLost):
         with db_lock("first", using="optimistic", ttl=1.0) as first:
             deadline = second._deadline
-            until(lambda: not first.held)
+            until(lambda: first.is_over)
             until(lambda: second._deadline > deadline)
             second.check()
     assert len(tries) < 20
 
 
-def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch, until):
+def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
     monkeypatch.setattr(keeper, "_thread", None)
     start = threading.Thread.start
 
@@ -359,7 +401,10 @@ def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch, until):
 
 @pytest.fixture
 def desks_fail(monkeypatch, until):
-    """Return a function that lets the threads of desks fail to start: so many times, or until it is called again."""
+    """Return a function that makes the next starts of desk threads fail.
+
+    Another call replaces the number of failures.
+    """
     start, left = threading.Thread.start, 0
 
     def begin(thread):
@@ -374,35 +419,46 @@ def desks_fail(monkeypatch, until):
         left = times
         return lambda: left == 0
 
-    until(lambda: not any(thread.name == "dlocks-desk" for thread in threading.enumerate()))
+    until(
+        lambda: (
+            not any(thread.name == "dlocks-desk" for thread in threading.enumerate())
+        )
+    )
     monkeypatch.setattr(threading.Thread, "start", begin)
     yield fail
     left = 0
 
 
-def test_a_desk_whose_thread_could_not_be_started_is_tried_again(desks_fail, until):
+def test_starting_a_worker_thread_of_the_keeper_is_retried(desks_fail, until):
     with db_lock("stock:7", using="memory", ttl=2.4) as hold:
         failed, deadline = desks_fail(1), hold._deadline
         until(failed)
         until(lambda: hold._deadline > deadline)
 
 
-def test_a_desk_that_cannot_be_started_costs_no_other_its_holds(desks_fail, until, settings):
+def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, settings):
     memory = settings.DLOCKS["memory"]
     settings.DLOCKS = {f"memory {number}": memory for number in range(6)}
-    healthy = [db_lock("stock:7", using=using, ttl=2.4).acquire() for using in settings.DLOCKS]
+    healthy = [
+        db_lock("stock:7", using=using, ttl=2.4).acquire() for using in settings.DLOCKS
+    ]
     began = [hold._deadline for hold in healthy]
-    until(lambda: all(hold._deadline > deadline for hold, deadline in zip(healthy, began, strict=True)))
+    until(
+        lambda: all(
+            hold._deadline > deadline
+            for hold, deadline in zip(healthy, began, strict=True)
+        )
+    )
     settings.DLOCKS = {**settings.DLOCKS, "new": memory}
     desks_fail(1000)
     with pytest.raises(LockLost), db_lock("stock:7", using="new", ttl=3) as sick:
-        until(lambda: not sick.held)
+        until(lambda: sick.is_over)
     for hold in healthy:
         hold.release()
 
 
-def test_what_a_desk_could_not_be_started_for_is_not_done_later(desks_fail):
-    """Or else a key would be taken for somebody who was told that it is not."""
+def test_a_call_whose_worker_could_not_start_is_not_run_later(desks_fail):
+    """Otherwise a key would be acquired for a caller that received an error."""
     taken, failed = [], desks_fail(1)
     with pytest.raises(RuntimeError, match="new thread"):
         keeper.run(lambda: taken.append("stock:7"), backends["memory"])
@@ -411,7 +467,7 @@ def test_what_a_desk_could_not_be_started_for_is_not_done_later(desks_fail):
     assert not taken
 
 
-def test_a_chore_for_which_a_desk_could_not_be_started_is_done_later(desks_fail, until):
+def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
     done, failed = [], desks_fail(1)
 
     def chore():
@@ -425,12 +481,15 @@ def test_a_chore_for_which_a_desk_could_not_be_started_is_done_later(desks_fail,
 
 
 async def test_holds_acquired_together_are_renewed(until):
-    """gather() wraps each in a task of its own, which is done as soon as it has acquired."""
+    """``gather()`` wraps each coroutine in a task, which ends after acquiring."""
 
     locks = [db_lock(key, using="memory", ttl=3) for key in ("a", "b")]
     holds = await asyncio.gather(*(lock.aacquire() for lock in locks))
     deadlines = [hold._deadline for hold in holds]
-    while not all(hold._deadline > deadline for hold, deadline in zip(holds, deadlines, strict=True)):
+    while not all(
+        hold._deadline > deadline
+        for hold, deadline in zip(holds, deadlines, strict=True)
+    ):
         assert all(hold.held for hold in holds)
         await asyncio.sleep(0.02)
     for hold in holds:

@@ -1,11 +1,10 @@
-"""An interrupt at any point of acquiring leaves nothing held."""
+"""An interrupt at any point of acquiring leaves nothing acquired."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-import inspect
 import linecache
 import random
 import signal
@@ -19,11 +18,14 @@ from django.db import connection, connections, transaction
 
 import dlocks
 from dlocks import LockError, LockLost, LockTimeout, db_lock, resume_hold
-from dlocks.conf import backends
-from dlocks.holds import holds_by_caller
-from dlocks.keeper import keeper
-from dlocks.models import LockClaim, ResourceLock
-from dlocks.waiting import room_of
+from tests.internals import (
+    LockClaim,
+    ResourceLock,
+    backends,
+    holds_by_caller,
+    keeper,
+    room_of,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -32,21 +34,29 @@ PACKAGE = str(Path(dlocks.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def connection_of_its_own(transactional_db):
-    """On SQLite an interrupt may leave the connection with the patience of a moment: it is not for the next test."""
+    """Close the connection after each test.
+
+    On SQLite an interrupt may leave a short ``busy_timeout`` on it.
+    """
     yield
     connection.close()
 
 
-# On a server one of a few lines, another one in each run: the connection of who looks afterwards is dear there.
+# On a server only one of several lines is tested, and different ones in each run. The
+# check afterwards needs a new connection, which is slow there.
 STEP = 1 if connection.vendor == "sqlite" else 5
 
 
+# More lines than any of these operations has. A timeout on PostgreSQL has 3,700.
+LINES_AT_MOST = 20_000
+
+
 def lines(step):
-    return range(random.randrange(step), 3000, step)
+    return range(random.randrange(step), LINES_AT_MOST, step)
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt, or another, at the n-th line of the package that this thread comes to."""
+    """A tracer that raises an error at the n-th line of dlocks in this thread."""
 
     def __init__(self, at, kind=KeyboardInterrupt):
         self.left = at
@@ -72,19 +82,31 @@ class Interrupter:
         return self
 
     def _leaves_a_with(self, frame):
-        """Between a with block and its __exit__ there is a line for tracers, but never a signal: no place to test."""
+        """Return whether a with statement is about to call ``__exit__``.
+
+        Tracers see a line there, but no signal is handled at this point.
+        """
         place = (id(frame), frame.f_lineno)
         again = place in self.seen
         self.seen.add(place)
-        return again and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        return again and linecache.getline(
+            frame.f_code.co_filename, frame.f_lineno
+        ).lstrip().startswith("with ")
+
+
+def first_line(function):
+    """Return the number of the first line of a function's body."""
+    code = function.__code__
+    numbers = {number for _, _, number in code.co_lines() if number is not None}
+    return min(numbers - {code.co_firstlineno})
 
 
 def leaves_no_handler(function):
-    """
-    Call a function where it leaves nothing behind of an exception that was being handled.
+    """Decorate a function to run with an exception state of its own.
 
-    CPython 3.11 does not leave an except clause when a tracer raises at its end, where no signal ever comes; and in
-    the middle of one, a call with an argument twice is a KeyError. A generator has a place of its own for it.
+    CPython 3.11 does not leave an except clause if a tracer raises at its end, where no
+    signal is ever handled. Inside such a clause, a call with a duplicate argument is a
+    KeyError. A generator has its own exception state.
     """
 
     @functools.wraps(function)
@@ -97,15 +119,22 @@ def leaves_no_handler(function):
 
 @leaves_no_handler
 def interrupt_everywhere(enter, is_free, *, step=1, kind=KeyboardInterrupt):
-    """Interrupt at each line in turn, until one run comes through; return how many lines there were."""
+    """Interrupt at each line in turn and return the number of lines.
+
+    It stops at the first run that completes.
+    """
     for number in lines(step):
         with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
             enter()
         if interrupter.where is None:
             return number
-        assert is_free(), f"held after an interrupt at {interrupter.where}, line {number}"
+        assert is_free(), (
+            f"held after an interrupt at {interrupter.where}, line {number}"
+        )
         assert not keeper.holds, interrupter.where
-        assert not [hold for hold in holds_by_caller.values() if hold.enterable], interrupter.where
+        assert not [hold for hold in holds_by_caller.values() if hold.enterable], (
+            interrupter.where
+        )
     pytest.fail("never came through")
 
 
@@ -113,7 +142,7 @@ def interrupt_everywhere(enter, is_free, *, step=1, kind=KeyboardInterrupt):
 def is_free(elsewhere):
     def ask(using="default"):
         def attempt():
-            # A statement that was interrupted may be on its way out of the server still.
+            # An interrupted statement may still be running on the server.
             with db_lock("stock:7", using=using, timeout=5):
                 return True
 
@@ -126,12 +155,16 @@ def is_free(elsewhere):
 
 
 class AlarmError(RuntimeError):
-    """As a handler of SIGALRM raises it, or Celery at a soft time limit; a RuntimeError is what a refusal is too."""
+    """An error as raised by a SIGALRM handler or Celery's soft time limit.
+
+    It is a RuntimeError, because refusals are RuntimeErrors too.
+    """
 
 
 @pytest.mark.parametrize(
     ("using", "kind"),
-    [("memory", KeyboardInterrupt), ("memory", AlarmError), ("default", KeyboardInterrupt), ("default", AlarmError),
+    [("memory", KeyboardInterrupt), ("memory", AlarmError), ("default",
+    KeyboardInterrupt), ("default", AlarmError),
      ("optimistic", KeyboardInterrupt), ("insert", AlarmError)],
 )  # fmt: skip
 def test_an_interrupt_at_any_line_of_acquire_leaves_nothing(using, kind, is_free):
@@ -140,18 +173,21 @@ def test_an_interrupt_at_any_line_of_acquire_leaves_nothing(using, kind, is_free
 
     def nothing_is_left():
         if holds:
-            # It came where a signal is received: what is raised there Django logs, and the caller has the hold.
+            # The interrupt came in a signal receiver. Django logs the error, and the
+            # caller has the hold.
             assert kind is AlarmError
             holds.pop().release()
         return is_free(using)
 
-    number = interrupt_everywhere(lambda: holds.append(lock.acquire()), nothing_is_left, step=STEP, kind=kind)
+    number = interrupt_everywhere(
+        lambda: holds.append(lock.acquire()), nothing_is_left, step=STEP, kind=kind
+    )
     assert number > 50
     holds.pop().release()
 
 
 @pytest.mark.parametrize("using", ["memory", "default"])
-def test_an_interrupt_at_any_line_of_entering_a_block_leaves_nothing(using, is_free):
+def test_an_interrupt_at_any_line_of_enter_leaves_nothing(using, is_free):
     lock = db_lock("stock:7", using=using)
     entered = []
 
@@ -167,7 +203,7 @@ def test_an_interrupt_at_any_line_of_entering_a_block_leaves_nothing(using, is_f
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
 @leaves_no_handler
-def test_an_interrupt_of_an_inner_block_s_end_takes_nothing_from_the_outer_one(kind):
+def test_an_interrupt_of_an_inner_exit_keeps_the_outer_hold(kind):
     lock = db_lock("stock:7", using="memory")
     for number in range(300):
         with lock as hold:
@@ -175,7 +211,7 @@ def test_an_interrupt_of_an_inner_block_s_end_takes_nothing_from_the_outer_one(k
             with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
                 lock.__exit__(None, None, None)
             if interrupter.where is not None and hold.count == 2:
-                # For tracers only, see below.
+                # This point exists for tracers only, as explained in the next test.
                 lock.__exit__(None, None, None)
             assert hold.held, interrupter.where
             assert hold.count == 1, interrupter.where
@@ -187,11 +223,12 @@ def test_an_interrupt_of_an_inner_block_s_end_takes_nothing_from_the_outer_one(k
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, AlarmError])
 @pytest.mark.parametrize("using", ["memory", "default", "insert"])
 @leaves_no_handler
-def test_an_interrupt_at_any_line_of_leaving_a_block_gives_the_key_back(using, kind, is_free):
+def test_an_interrupt_at_any_line_of_exit_releases_the_key(using, kind, is_free):
     lock = db_lock("stock:7", using=using)
-    # The line before the first call in the function: for tracers only, no signal is handled there.
-    _, first = inspect.getsourcelines(type(lock).__exit__)
-    before_leaving = {f"locks.py:{first + 1}", f"locks.py:{first + 2}"}
+    # Tracers see the line before the first call of the function, but no signal is
+    # handled there.
+    first = first_line(type(lock).__exit__)
+    before_leaving = {f"locks.py:{first}", f"locks.py:{first + 1}"}
     for number in lines(STEP):
         lock.__enter__()
         with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
@@ -201,17 +238,22 @@ def test_an_interrupt_at_any_line_of_leaving_a_block_gives_the_key_back(using, k
             break
         if interrupter.where in before_leaving:
             lock.__exit__(None, None, None)
-        assert is_free(using), f"held after an interrupt at {interrupter.where}, line {number}"
+        assert is_free(using), (
+            f"held after an interrupt at {interrupter.where}, line {number}"
+        )
     else:
         pytest.fail("never came through")
 
 
 @leaves_no_handler
-def test_an_interrupt_while_entering_again_leaves_the_count_as_it_was(is_free):
+def test_an_interrupt_while_reentering_does_not_change_the_count(is_free):
     lock = db_lock("stock:7", using="memory")
     for number in range(200):
         with lock as hold:
-            with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            with (
+                Interrupter(number) as interrupter,
+                contextlib.suppress(KeyboardInterrupt),
+            ):
                 lock.__enter__()
             if interrupter.where is None:
                 lock.__exit__(None, None, None)
@@ -224,8 +266,8 @@ def test_an_interrupt_while_entering_again_leaves_the_count_as_it_was(is_free):
     assert is_free("memory")
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_an_interrupt_inside_a_transaction_is_undone_by_its_rollback(is_free):
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_an_interrupt_inside_a_transaction_leaves_nothing(is_free):
     def enter():
         with transaction.atomic():
             db_lock("stock:7").acquire()
@@ -234,17 +276,20 @@ def test_an_interrupt_inside_a_transaction_is_undone_by_its_rollback(is_free):
     assert interrupt_everywhere(enter, is_free, step=7) > 30
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
-    """A signal, at random moments of waiting and of statements on their way."""
+    """A signal arrives at random moments of waiting and of statements."""
     lock = db_lock("stock:7", timeout=None)
     main = threading.main_thread().ident
     for number in range(30):
-        timer = threading.Timer(0.001 + number * 0.0005, signal.pthread_kill, [main, signal.SIGINT])
+        timer = threading.Timer(
+            0.001 + number * 0.0005, signal.pthread_kill, [main, signal.SIGINT]
+        )
         hold = None
         try:
             timer.start()
-            # And a little longer: the signal is handled after the timer has sent it.
+            # Continue a little longer, because the signal is handled after the timer
+            # has sent it.
             more = 3
             while timer.is_alive() or more:
                 more -= not timer.is_alive()
@@ -261,7 +306,7 @@ def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
 
 
 class Alarm:
-    """A signal that raises an error, at an odd moment soon; not once it is disarmed."""
+    """A signal handler that raises an error at a random moment while armed."""
 
     class TimeIsUpError(BaseException):
         pass
@@ -274,7 +319,8 @@ class Alarm:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, 0.000_060))
 
     def disarm(self):
-        # The system may have sent it already, to another thread even, and Python calls the handler later on.
+        # The system may have sent the signal already, even to another thread. Python
+        # calls the handler later.
         self._armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -287,7 +333,8 @@ class Alarm:
 @pytest.fixture
 def alarm():
     alarm = Alarm()
-    # What is raised while garbage is collected goes nowhere, and Hypothesis has Python code called then.
+    # An error that is raised during garbage collection is ignored. Hypothesis runs
+    # Python code at that time.
     gc.disable()
     before = signal.signal(signal.SIGALRM, alarm)
     yield alarm
@@ -298,9 +345,10 @@ def alarm():
 
 @pytest.mark.engine("sqlite")
 def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
-    """Between the lines too, where Python looks for signals: as a function returns, say."""
+    """Python also handles signals between lines, such as when a function returns."""
     lock, backend = db_lock("stock:7", using="memory"), backends["memory"]
-    # What a process finds out once, with a socket that would be left to the collector of garbage.
+    # The first use opens a socket once per process. An interrupt would leave it to the
+    # garbage collector.
     lock.acquire().release()
     interrupts, end = 0, time.monotonic() + 4
     while time.monotonic() < end:
@@ -319,10 +367,16 @@ def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize(
-    ("setting", "usual", "meanwhile"), [("busy_timeout", 60_000, "_briefly"), ("synchronous", 2, "_forgettably")]
+    ("setting", "usual", "meanwhile"),
+    [("busy_timeout", 60_000, "_briefly"), ("synchronous", 2, "_forgettably")],
 )
-def test_a_signal_at_any_moment_leaves_a_connection_as_it_was(alarm, setting, usual, meanwhile):
-    """A lock waits shortly for SQLite's one writer, and for no flush where it gives back; the project's own do."""
+def test_a_signal_at_any_moment_keeps_the_connection_settings(
+    alarm, setting, usual, meanwhile
+):
+    """A lock shortens ``busy_timeout`` and relaxes ``synchronous`` for itself.
+
+    Statements of the project keep their own settings.
+    """
     backend = backends["default"]
     raw = backend._session()
     ((before,),) = raw.execute(f"PRAGMA {setting}").fetchall()
@@ -336,23 +390,28 @@ def test_a_signal_at_any_moment_leaves_a_connection_as_it_was(alarm, setting, us
             alarm.disarm()
         except alarm.TimeIsUpError:
             interrupts += 1
-        assert raw.execute(f"PRAGMA {setting}").fetchall() == [(usual,)], f"after {interrupts} interrupts"
+        assert raw.execute(f"PRAGMA {setting}").fetchall() == [(usual,)], (
+            f"after {interrupts} interrupts"
+        )
     raw.execute(f"PRAGMA {setting} = {before}")
     assert interrupts > 500
 
 
 class TimeLimitExceededError(Exception):
-    """As Celery's handler of SIGUSR1 raises its own."""
+    """An error like the one that Celery's SIGUSR1 handler raises."""
 
 
-@pytest.mark.engine("mariadb")
+@pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, TimeLimitExceededError])
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 @pytest.mark.parametrize("prepare", [None, False], ids=["directly", "by the cursor"])
-def test_a_signal_before_the_answer_was_read_leaves_nothing_taken_and_no_answer_to_the_next(
+def test_a_signal_before_the_reply_was_read_leaves_nothing(
     using, prepare, interrupt, monkeypatch, is_free
 ):
-    """mysqlclient sees the signal when the statement is done, and its answer is still on the wire."""
+    """mysqlclient handles the signal when the reply has not been read yet.
+
+    The statement is done at this moment.
+    """
     from MySQLdb.connections import Connection
 
     monkeypatch.setattr(backends[using], "prepare", prepare)
@@ -366,7 +425,7 @@ def test_a_signal_before_the_answer_was_read_leaves_nothing_taken_and_no_answer_
         def interrupted(session):
             nonlocal left
             if threading.current_thread() is not caller:
-                # A room that the last test has left listens for a moment yet.
+                # The queue thread of the last test may still be listening.
                 return read(session)
             left -= 1
             if left < 0:
@@ -386,9 +445,9 @@ def test_a_signal_before_the_answer_was_read_leaves_nothing_taken_and_no_answer_
     assert number >= 2
 
 
-@pytest.mark.engine("mariadb")
-def test_a_connection_that_somebody_else_has_left_out_of_step_is_made_anew():
-    """A statement of the application's own was interrupted before its answer was read."""
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_desynchronised_connection_is_replaced():
+    """A statement of the application was interrupted before its reply was read."""
     with db_lock("stock:7"):
         pass
     connection.connection.query("SELECT 1")
@@ -396,12 +455,12 @@ def test_a_connection_that_somebody_else_has_left_out_of_step_is_made_anew():
         assert hold.held
 
 
-# In line.
+# The queue.
 
 
 @pytest.fixture
 def held_elsewhere():
-    """Return a context manager within which another thread has the key."""
+    """Return a context manager in which another thread holds the key."""
 
     @contextlib.contextmanager
     def hold(using="default"):
@@ -436,12 +495,17 @@ def leaves_no_claim(where, until):
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("scope", ["lease", "shared"])
 @leaves_no_handler
-def test_an_interrupt_at_any_line_of_a_wait_that_comes_to_nothing_leaves_no_place_in_line(scope, held_elsewhere, until):
-    """Also while the attempt is being given up."""
+def test_an_interrupt_at_any_line_of_a_timeout_leaves_no_claim(
+    scope, held_elsewhere, until
+):
+    """This includes the cancellation of the attempt."""
     lock = db_lock("stock:7", timeout=0.02, shared=scope == "shared")
     with held_elsewhere():
         for number in lines(9 if STEP > 1 else 3):
-            with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt, LockTimeout):
+            with (
+                Interrupter(number) as interrupter,
+                contextlib.suppress(KeyboardInterrupt, LockTimeout),
+            ):
                 lock.acquire()
             if interrupter.where is None:
                 break
@@ -453,14 +517,19 @@ def test_an_interrupt_at_any_line_of_a_wait_that_comes_to_nothing_leaves_no_plac
 
 @pytest.mark.timeout(280)
 @leaves_no_handler
-def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothing(held_elsewhere, until, is_free):
+def test_an_interrupt_at_any_line_of_a_wait_leaves_nothing(
+    held_elsewhere, until, is_free
+):
     lock = db_lock("stock:7", timeout=30)
     for number in lines(15 if STEP > 1 else 5):
         hold = None
         with held_elsewhere() as let_go:
             timer = threading.Timer(0.01, let_go)
             timer.start()
-            with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            with (
+                Interrupter(number) as interrupter,
+                contextlib.suppress(KeyboardInterrupt),
+            ):
                 hold = lock.acquire()
             timer.join()
         if interrupter.where is None:
@@ -475,7 +544,9 @@ def test_an_interrupt_at_any_line_of_a_wait_that_ends_with_the_key_leaves_nothin
 
 
 @leaves_no_handler
-def test_an_interrupt_at_any_line_of_resuming_a_hold_leaves_it_to_be_resumed_or_free(is_free):
+def test_an_interrupt_of_a_resumption_leaves_the_key_usable(
+    is_free,
+):
     for number in lines(9 if STEP > 1 else 3):
         text, resumed = db_lock("stock:7").acquire().detach(within=60), []
         with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What is promised about a lease while it is held: kept, or told that it is lost."""
+"""Leases are renewed while they are held, or their loss is reported."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from pathlib import Path
 import pytest
 from django.db import connection, connections, transaction
 
-from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, lock_lost
-from dlocks.backends.base import Grant
-from dlocks.conf import backends
-from dlocks.holds import Hold
-from dlocks.keeper import PATIENCE, keeper
-from dlocks.models import LockState, ResourceLock
+from dlocks import Hold, LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
 from tests import jobs
+from tests.internals import (
+    PATIENCE,
+    Grant,
+    LockState,
+    ResourceLock,
+    backends,
+    clock,
+    keeper,
+)
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -36,7 +40,10 @@ def state(key="stock:7"):
 
 @pytest.fixture
 def turned_clock(monkeypatch):
-    """A clock that only turns by hand, for the front and the memory backend; the keeper waits as long as it must."""
+    """A manual clock for locks and for the memory backend.
+
+    The keeper still waits in real time.
+    """
 
     class Clock:
         time = 1000.0
@@ -54,26 +61,34 @@ def turned_clock(monkeypatch):
         patch.setattr(backends["memory"], "time", turned)
         patch.setattr(keeper, "keep", lambda hold: None)
         yield turned
-    # A backend that was made meanwhile has that clock for ever: whoever waits next would never see a lease run out.
+    # A backend that was created meanwhile would keep that clock, and its waiters would
+    # never see a lease expire.
     backends.reset()
-    # It may have gone to sleep by the turned clock.
+    # The keeper may sleep until a time of that clock.
     keeper.look()
 
 
-# Kept.
+# Renewal.
 
 
-def test_a_lease_is_renewed_for_as_long_as_the_block_runs(until, elsewhere):
+def test_a_lease_is_renewed_while_the_block_runs(until, elsewhere):
     with db_lock("stock:7", using="brisk") as hold:
         first = ResourceLock.objects.get(pk="stock:7").end_time
-        until(lambda: (ResourceLock.objects.get(pk="stock:7").end_time - first).total_seconds() > 2.1)
+        until(
+            lambda: (
+                (
+                    ResourceLock.objects.get(pk="stock:7").end_time - first
+                ).total_seconds()
+                > 2.1
+            )
+        )
         hold.check()
         assert hold.remaining > 0
         assert elsewhere(db_lock("stock:7", using="brisk").try_acquire) is None
     assert state() == LockState.FREE
 
 
-def test_a_lease_that_is_not_to_be_renewed_is_not(until):
+def test_a_lease_with_renew_false_expires(until):
     lost = []
     with pytest.raises(LockLost, match="not renewed within its ttl of 0.3 s"):
         with db_lock("stock:7", ttl=0.3, renew=False, on_lost=lost.append) as hold:
@@ -83,7 +98,9 @@ def test_a_lease_that_is_not_to_be_renewed_is_not(until):
     assert lost == [hold]
 
 
-def test_a_hundred_holds_of_a_process_are_renewed_in_one_statement(monkeypatch, until, django_assert_num_queries):
+def test_100_holds_of_a_process_are_renewed_in_one_statement(
+    monkeypatch, until, django_assert_num_queries
+):
     backend = backends["brisk"]
     batches = []
     renew = backend.renew
@@ -92,12 +109,15 @@ def test_a_hundred_holds_of_a_process_are_renewed_in_one_statement(monkeypatch, 
         batches.append(len(claims))
         return renew(claims)
 
-    holds = [db_lock(f"stock:{number}", using="brisk", ttl=60).acquire() for number in range(100)]
+    holds = [
+        db_lock(f"stock:{number}", using="brisk", ttl=60).acquire()
+        for number in range(100)
+    ]
     try:
         with django_assert_num_queries(1):
             assert len(backend.renew([hold.claim for hold in holds])) == 100
         monkeypatch.setattr(backend, "renew", counted)
-        # One of them is due, and the others go along.
+        # One of them is due, and the others are renewed with it.
         holds[0].renew_at = 0.0
         keeper.look()
         until(lambda: batches)
@@ -107,10 +127,15 @@ def test_a_hundred_holds_of_a_process_are_renewed_in_one_statement(monkeypatch, 
             hold.release()
 
 
-def test_the_keeper_has_one_connection_and_closes_it_when_nothing_needs_it(until):
+def test_the_keeper_closes_its_connection_when_unused(until):
     def opened():
         return keeper.run(
-            lambda: [one.alias for one in connections.all(initialized_only=True) if one.connection], backends["brisk"]
+            lambda: [
+                one.alias
+                for one in connections.all(initialized_only=True)
+                if one.connection
+            ],
+            backends["brisk"],
         )
 
     holds = [db_lock(f"stock:{number}", using="brisk").acquire() for number in range(3)]
@@ -122,13 +147,15 @@ def test_the_keeper_has_one_connection_and_closes_it_when_nothing_needs_it(until
 
 def test_renewal_stops_with_the_thread_that_died(until):
     holds = []
-    thread = threading.Thread(target=lambda: holds.append(_acquire_and_disconnect("stock:7")))
+    thread = threading.Thread(
+        target=lambda: holds.append(_acquire_and_disconnect("stock:7"))
+    )
     thread.start()
     thread.join()
     until(lambda: not holds[0].held)
     with pytest.raises(LockLost):
         holds[0].check()
-    # The database's clock runs out after the holder's.
+    # The lease expires in the database after the holder's own deadline.
     until(lambda: state() == LockState.STALE)
 
 
@@ -139,14 +166,14 @@ def _acquire_and_disconnect(key):
         connections.close_all()
 
 
-def test_renewal_stops_for_a_hold_that_nobody_has_any_more(until):
+def test_renewal_stops_for_an_unreferenced_hold(until):
     db_lock("stock:7", using="brisk").acquire()
     gc.collect()
     until(lambda: state() == LockState.STALE)
 
 
 def test_renewal_stops_at_max_hold(until, monkeypatch):
-    """An endless loop must not be a lock for ever."""
+    """A caller in an endless loop must not hold a lock forever."""
     lost, began, took = [], [], [0.0]
     next_claim, renew = Hold.next_claim, backends["default"].renew
 
@@ -168,16 +195,19 @@ def test_renewal_stops_at_max_hold(until, monkeypatch):
             assert time.monotonic() - started > 2.4
             in_all = time.monotonic() - started
             row = ResourceLock.objects.get(pk="stock:7")
-            # What is left is counted from before the renewal; SQLite's clock ticks in milliseconds.
-            assert (row.end_time - row.begin_time).total_seconds() <= 2.5 + max(took) + 0.002
+            # The rest is counted from before the renewal. SQLite's clock has a
+            # resolution of one millisecond.
+            assert (row.end_time - row.begin_time).total_seconds() <= 2.5 + max(
+                took
+            ) + 0.002
     assert len(took) > 1
     in_time(in_all, 5)
 
 
-# Lost.
+# Loss.
 
 
-def test_a_lost_hold_is_told_in_every_way(until, caplog):
+def test_a_lost_hold_is_reported_in_every_way(until, caplog):
     told, signalled = [], []
 
     def receive(hold, **kwargs):
@@ -186,7 +216,10 @@ def test_a_lost_hold_is_told_in_every_way(until, caplog):
     lock_lost.connect(receive)
     caplog.set_level(logging.WARNING, "dlocks")
     try:
-        with pytest.raises(LockLost) as error, db_lock("stock:7", using="brisk", on_lost=told.append) as hold:
+        with (
+            pytest.raises(LockLost) as error,
+            db_lock("stock:7", using="brisk", on_lost=told.append) as hold,
+        ):
             backends["brisk"].clear("stock:7", hold.token)
             until(lambda: told)
             assert not hold.held
@@ -204,14 +237,14 @@ def test_a_lost_hold_is_told_in_every_way(until, caplog):
     assert hold.owner not in caplog.text
 
 
-def test_the_body_s_own_error_passes_with_a_note_about_the_loss():
+def test_an_error_of_the_body_has_a_note_about_the_loss():
     with pytest.raises(ZeroDivisionError) as error, db_lock("stock:7") as hold:
         backends["default"].clear("stock:7", hold.token)
         1 / 0  # noqa: B018
     assert any("LockLost: 'stock:7' was lost" in note for note in error.value.__notes__)
 
 
-def test_an_error_while_renewing_is_not_a_loss_until_the_deadline(monkeypatch, until, caplog):
+def test_a_renewal_error_is_no_loss_before_the_deadline(monkeypatch, until, caplog):
     def fail(claims):
         raise LockBackendError("could not ask")
 
@@ -226,21 +259,26 @@ def test_an_error_while_renewing_is_not_a_loss_until_the_deadline(monkeypatch, u
     assert hold.remaining == 0
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_a_renewal_that_finds_its_own_row_locked_is_not_lost(workers):
     with db_lock("stock:7") as hold:
         with transaction.atomic():
             ResourceLock.objects.select_for_update().get(pk="stock:7")
-            left = keeper.run(lambda: backends["default"].renew([hold.claim]), backends["default"])
+            left = keeper.run(
+                lambda: backends["default"].renew([hold.claim]), backends["default"]
+            )
             assert 0 < left[hold.owner] <= 30
         hold.renew()
 
 
-def test_on_lost_that_fails_is_logged_and_the_hold_is_lost_all_the_same(until, caplog):
+def test_an_error_in_on_lost_is_logged_and_the_hold_is_lost(until, caplog):
     def fail(hold):
         raise ValueError("on_lost")
 
-    with pytest.raises(LockLost), db_lock("stock:7", using="brisk", on_lost=fail) as hold:
+    with (
+        pytest.raises(LockLost),
+        db_lock("stock:7", using="brisk", on_lost=fail) as hold,
+    ):
         backends["brisk"].clear("stock:7", hold.token)
         until(lambda: "on_lost of 'stock:7' failed" in caplog.text)
 
@@ -248,7 +286,9 @@ def test_on_lost_that_fails_is_logged_and_the_hold_is_lost_all_the_same(until, c
 # The local deadline.
 
 
-def test_the_deadline_counts_from_before_the_request_was_sent(monkeypatch, turned_clock):
+def test_the_deadline_counts_from_before_the_request_was_sent(
+    monkeypatch, turned_clock
+):
     backend = backends["memory"]
     acquire = backend.acquire
 
@@ -268,7 +308,7 @@ def test_the_deadline_counts_from_before_the_request_was_sent(monkeypatch, turne
         hold.release()
 
 
-def test_a_grant_that_arrives_after_its_lease_is_given_back_and_tried_again(monkeypatch, turned_clock):
+def test_a_grant_that_arrives_after_its_lease_is_retried(monkeypatch, turned_clock):
     backend = backends["memory"]
     acquire, late = backend.acquire, [11, 0]
 
@@ -283,7 +323,9 @@ def test_a_grant_that_arrives_after_its_lease_is_given_back_and_tried_again(monk
     assert late == []
 
 
-def test_the_time_to_wait_is_counted_from_the_beginning_also_where_there_is_no_line(monkeypatch, turned_clock):
+def test_the_timeout_is_counted_from_the_start_without_a_queue(
+    monkeypatch, turned_clock
+):
     tries = []
 
     def busy(claim):
@@ -328,7 +370,9 @@ def test_a_last_try_is_made_exactly_at_the_deadline(monkeypatch, turned_clock):
 
 @pytest.mark.parametrize("lease", [None, 2.0])
 @pytest.mark.usefixtures("memory_locks")
-def test_a_grant_whose_lease_is_over_before_it_is_read_is_no_grant(lease, frozen_lock_clock, monkeypatch):
+def test_a_grant_whose_lease_has_expired_is_not_a_hold(
+    lease, frozen_lock_clock, monkeypatch
+):
     backend, late = backends["default"], [lease or 30.0, 0.0]
     acquire = backend.acquire
 
@@ -343,7 +387,7 @@ def test_a_grant_whose_lease_is_over_before_it_is_read_is_no_grant(lease, frozen
         assert not late
 
 
-def test_a_waiter_for_ever_goes_on(monkeypatch, turned_clock):
+def test_a_waiter_without_a_timeout_keeps_waiting(monkeypatch, turned_clock):
     answers = [None] * 500 + [Grant(7)]
     monkeypatch.setattr(backends["memory"], "acquire", lambda claim: answers.pop(0))
     monkeypatch.setattr(backends["memory"], "release", lambda claim, **kwargs: True)
@@ -353,12 +397,19 @@ def test_a_waiter_for_ever_goes_on(monkeypatch, turned_clock):
         assert hold.waited > 60
 
 
-# Processes that end.
+# The end of a process.
 
 
 def run_script(script, *, before="", **environment):
-    """Run a user's script on this test's database, in a process of its own; something else before Django is set up."""
-    code = textwrap.dedent(before) + "\nimport django; django.setup()\n" + textwrap.dedent(script)
+    """Run a user's script in its own process, on this test's database.
+
+    ``before`` is code that runs before the setup of Django.
+    """
+    code = (
+        textwrap.dedent(before)
+        + "\nimport django; django.setup()\n"
+        + textwrap.dedent(script)
+    )
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=ROOT,
@@ -371,10 +422,11 @@ def run_script(script, *, before="", **environment):
 
 
 @pytest.mark.engine("sqlite")
-def test_what_windows_has_not_is_not_needed():
+def test_locks_need_nothing_that_windows_lacks():
     done = run_script(
         before="""
-        import asyncio, concurrent.futures, logging, os, select, selectors, socket, sys, threading, time, unittest
+        import asyncio, concurrent.futures, logging, os, select, selectors, socket
+        import sys, threading, time, unittest
         import django.core.handlers.asgi, django.db.backends.sqlite3.base, django.test
         sys.platform = "win32"
         for module, names in {
@@ -407,29 +459,27 @@ def test_what_windows_has_not_is_not_needed():
         """,
     )
     assert done.stdout == "True\n", done.stderr
-    # A connection that nobody has closed is warned of by Python 3.13.
+    # Python 3.13 warns of unclosed connections, so stderr need not be empty.
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "sys.exit(3)"])
-def test_what_is_held_at_the_exit_is_released(ending):
-    done = run_script(
-        f"""
+def test_holds_are_released_at_exit(ending):
+    done = run_script(f"""
         import sys
         from dlocks import db_lock
         hold = db_lock("stock:7").acquire()
         print("held", hold.held)
         {ending}
-        """
-    )
+        """)
     assert done.stdout == "held True\n"
     assert done.stderr == ""
     row = ResourceLock.objects.by_clock().get(pk="stock:7")
     assert (row.state, row.status, row.hold_count) == (LockState.FREE, "F", 0)
 
 
-def test_a_normal_shutdown_on_sigterm_releases():
-    """As servers do it: a handler that ends the process by SystemExit."""
+def test_a_shutdown_on_sigterm_releases():
+    """A signal handler ends the process by SystemExit, as servers do."""
     script = """
         import os, signal, sys
         from dlocks import db_lock
@@ -442,7 +492,7 @@ def test_a_normal_shutdown_on_sigterm_releases():
     assert state() == LockState.FREE
 
 
-def test_a_child_renews_its_own_holds_and_leaves_the_parent_s_keeper_alone(until):
+def test_a_forked_child_renews_only_its_own_holds(until):
     script = """
         import os, sys, time
         from django.db import connection, connections
@@ -453,7 +503,8 @@ def test_a_child_renews_its_own_holds_and_leaves_the_parent_s_keeper_alone(until
                 time.sleep(0.01)
             child = os.fork()
             if child == 0:
-                inherited, connections["default"].connection = connections["default"].connection, None
+                inherited = connections["default"].connection
+                connections["default"].connection = None
                 with db_lock("child", using="brisk") as mine:
                     time.sleep(1.5)
                     mine.check()
@@ -469,20 +520,18 @@ def test_a_child_renews_its_own_holds_and_leaves_the_parent_s_keeper_alone(until
 
 @pytest.mark.engine("postgresql")
 def test_a_user_s_test_run_can_drop_its_database(tmp_path):
-    """A connection of ours that was left over would make DROP DATABASE fail."""
+    """A remaining connection of dlocks would make DROP DATABASE fail."""
     (tmp_path / "usersettings.py").write_text(
-        textwrap.dedent(
-            f"""
+        textwrap.dedent(f"""
             from tests.settings import *
-            DATABASES = {{"default": {{**DATABASES["default"], "TEST": {{"NAME": "test_of_a_user"}}}}}}
+            TEST = {{"NAME": "test_of_a_user"}}
+            DATABASES = {{"default": {{**DATABASES["default"], "TEST": TEST}}}}
             DLOCKS = {{}}
             # {tmp_path.name}
-            """
-        )
+            """)
     )
     (tmp_path / "usertests.py").write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import time
             from django.db import transaction
             from django.test import TestCase, TransactionTestCase
@@ -504,13 +553,26 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
                         while not keeper._connected:
                             time.sleep(0.01)
                     self.left = db_lock("left", ttl=30).acquire()
-            """
-        )
+            """)
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "django", "test", "usertests", "--settings", "usersettings"],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "django",
+            "test",
+            "usertests",
+            "--settings",
+            "usersettings",
+        ],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "DLOCKS_TEST_NAME": "dlocks"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}:{ROOT}",
+            "DLOCKS_TEST_NAME": "dlocks",
+        },
         capture_output=True,
         text=True,
         timeout=100,
@@ -520,12 +582,17 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
     assert "Ran 3 tests" in done.stderr
     assert "accessed by other users" not in done.stderr
     with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_database WHERE datname = 'test_of_a_user'")
+        cursor.execute(
+            "SELECT count(*) FROM pg_database WHERE datname = 'test_of_a_user'"
+        )
         assert cursor.fetchone() == (0,)
 
 
-def test_a_stopped_holder_believes_nothing_when_it_goes_on(doomed, workers, elsewhere):
-    """A process paused beyond its ttl: the other has the lock, and the first knows when it wakes up."""
+def test_a_paused_holder_knows_its_loss_when_it_continues(doomed, workers, elsewhere):
+    """A process pauses for longer than its ttl, and another one acquires the key.
+
+    The first process knows this when it continues.
+    """
     victim = doomed()
     victim.start(jobs.hold, "stock:7", using="brisk")
     first = victim.hear()
@@ -539,9 +606,9 @@ def test_a_stopped_holder_believes_nothing_when_it_goes_on(doomed, workers, else
         hold.check()
 
 
-def test_an_interrupt_while_the_keeper_starts_leaves_no_second_one_at_work(monkeypatch):
-    """Two of them let a renewal that was on its way come after a later one."""
-    from dlocks.keeper import Keeper
+def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):
+    """Two keepers would let a delayed renewal overwrite a later one."""
+    from tests.internals import Keeper
 
     def named(name):
         return {thread for thread in threading.enumerate() if thread.name == name}
@@ -570,7 +637,7 @@ def test_an_interrupt_while_the_keeper_starts_leaves_no_second_one_at_work(monke
 
 @pytest.fixture
 def silence(monkeypatch):
-    """A backend of which the server gives no answer to renewals, until it may."""
+    """A backend whose server does not reply to renewals for a while."""
     answer, asked = threading.Event(), threading.Event()
     renew = backends["brisk"].renew
 
@@ -586,7 +653,7 @@ def silence(monkeypatch):
     keeper.catch_up()
 
 
-def test_a_loss_is_told_in_time_though_the_server_gives_no_answer(silence):
+def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
     told, told_at = threading.Event(), []
 
     def tell(hold):
@@ -599,24 +666,28 @@ def test_a_loss_is_told_in_time_though_the_server_gives_no_answer(silence):
             assert silence.wait(10)
             hold.check()
             assert told.wait(10)
-            # So long the answer to the renewal is waited for.
+            # The keeper waits ``PATIENCE`` seconds for the reply to the renewal.
             in_time(told_at[0] - max(deadline, silence.at + PATIENCE), 1.0)
 
 
-def test_a_loss_is_told_though_the_next_renewal_of_others_is_always_on_its_way(monkeypatch, until):
-    """As long as a renewal takes, the next one is due."""
+def test_a_loss_is_reported_while_other_renewals_are_running(monkeypatch, until):
+    """The next renewal is due as soon as the last one ends."""
     renew = backends["brisk"].renew
-    monkeypatch.setattr(backends["brisk"], "renew", lambda claims: (time.sleep(1.1), renew(claims))[1])
+    monkeypatch.setattr(
+        backends["brisk"], "renew", lambda claims: (time.sleep(1.1), renew(claims))[1]
+    )
     told = []
     with db_lock("busy", using="brisk", ttl=3.0) as busy:
         with pytest.raises(LockLost, match="max_hold"):
-            with db_lock("stock:7", using="brisk", ttl=3.0, max_hold=1.5, on_lost=told.append):
+            with db_lock(
+                "stock:7", using="brisk", ttl=3.0, max_hold=1.5, on_lost=told.append
+            ):
                 until(lambda: told)
         busy.check()
 
 
-def test_what_is_asked_at_one_desk_may_ask_at_another():
-    """As receivers of lock_released may; two of them that do so do not wait for each other."""
+def test_a_call_in_one_worker_may_call_another_worker():
+    """Receivers of ``lock_released`` may do this without a deadlock."""
     inside, found = threading.Barrier(2), []
 
     def ask(here, there):
@@ -626,7 +697,10 @@ def test_what_is_asked_at_one_desk_may_ask_at_another():
 
         found.append(keeper.run(meet, backends[here]))
 
-    threads = [threading.Thread(target=ask, args=pair) for pair in (("default", "memory"), ("memory", "default"))]
+    threads = [
+        threading.Thread(target=ask, args=pair)
+        for pair in (("default", "memory"), ("memory", "default"))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -634,30 +708,42 @@ def test_what_is_asked_at_one_desk_may_ask_at_another():
     assert found == [7, 7]
 
 
-def test_a_server_that_gives_no_answer_keeps_no_hold_on_another_one_from_being_renewed(silence, until):
+def test_a_silent_server_does_not_stop_renewals_on_another(silence, until):
     with db_lock("stock:7", using="memory", ttl=3.0) as other:
         with pytest.raises(LockLost), db_lock("stock:7", using="brisk") as hold:
             assert silence.wait(10)
             deadline = other._deadline
             until(lambda: other._deadline > deadline + 0.5)
-            # Nor what is asked of that one from inside of a transaction.
+            # A call from inside a transaction to the other server is not delayed
+            # either.
             assert keeper.run(lambda: 7, backends["memory"]) == 7
-            until(lambda: not hold.held)
+            until(lambda: hold.is_over)
         other.check()
 
 
-def test_renewals_and_what_callers_ask_take_turns(monkeypatch, until):
-    """From inside of transactions; each question may take seconds, where others have a row locked."""
+def test_renewals_and_calls_take_turns(monkeypatch, until):
+    """Calls from inside transactions may take seconds while a row is locked."""
     renew, done = backends["memory"].renew, []
-    monkeypatch.setattr(backends["memory"], "renew", lambda claims: (done.append("renewal"), renew(claims))[1])
-    begun, goes_on, desk = threading.Event(), threading.Event(), keeper._desk(backends["memory"])
+    monkeypatch.setattr(
+        backends["memory"],
+        "renew",
+        lambda claims: (done.append("renewal"), renew(claims))[1],
+    )
+    begun, goes_on, desk = (
+        threading.Event(),
+        threading.Event(),
+        keeper._desk(backends["memory"]),
+    )
 
     def slow():
         begun.set()
         goes_on.wait(30)
         done.append("question")
 
-    callers = [threading.Thread(target=keeper.run, args=[slow, backends["memory"]]) for _ in range(3)]
+    callers = [
+        threading.Thread(target=keeper.run, args=[slow, backends["memory"]])
+        for _ in range(3)
+    ]
     with db_lock("stock:7", using="memory", ttl=3.0):
         try:
             for caller in callers:
@@ -673,7 +759,7 @@ def test_renewals_and_what_callers_ask_take_turns(monkeypatch, until):
     assert done == ["question", "renewal", "question", "another renewal", "question"]
 
 
-def test_a_loss_is_told_though_there_can_be_no_more_threads(monkeypatch, until):
+def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
     told, start = [], threading.Thread.start
 
     def tell(hold):
@@ -687,16 +773,21 @@ def test_a_loss_is_told_though_there_can_be_no_more_threads(monkeypatch, until):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(LockLost):
-        with db_lock("stock:7", using="memory", ttl=0.2, renew=False, on_lost=tell) as hold:
+        with db_lock(
+            "stock:7", using="memory", ttl=0.2, renew=False, on_lost=tell
+        ) as hold:
             until(lambda: told)
     ((lost, connected),) = told
     assert lost is hold
-    # What was opened for it in a thread that goes on is closed.
+    # The connection that was opened for it in a permanent thread is closed.
     until(lambda: not any(one.connection for one in connected))
 
 
-def test_who_was_told_of_a_loss_starts_anew():
-    """A loop that acquires by hand, is told LockLost and comes again has a new hold, not the old loss for ever."""
+def test_a_caller_can_acquire_again_after_a_loss():
+    """A loop that acquires by hand gets a new hold after LockLost.
+
+    It does not get the lost hold again.
+    """
     lock = db_lock("stock:7", renew=False, ttl=600)
     first = lock.acquire()
     backends["default"].clear("stock:7", first.token)
@@ -704,12 +795,12 @@ def test_who_was_told_of_a_loss_starts_anew():
         first.check()
     with lock as second:
         assert second.token > first.token
-    # The block of the first is told all the same.
+    # The release of the first hold still raises LockLost.
     with pytest.raises(LockLost):
         first.release()
 
 
-def test_the_first_to_enter_a_lost_hold_is_told_and_the_next_starts_anew():
+def test_a_lost_hold_raises_once_and_is_then_acquired_again():
     lock = db_lock("stock:7", renew=False, ttl=600)
     with pytest.raises(LockLost), lock as outer:
         backends["default"].clear("stock:7", outer.token)
@@ -719,8 +810,12 @@ def test_the_first_to_enter_a_lost_hold_is_told_and_the_next_starts_anew():
             assert inner.token > outer.token
 
 
-def test_a_hold_whose_end_was_interrupted_keeps_the_keeper_from_nothing(monkeypatch, until):
-    """By a Ctrl-C, say, and somebody keeps the hold: the keeper looked at it again and again."""
+def test_the_keeper_drops_a_hold_whose_release_was_interrupted(monkeypatch, until):
+    """The keeper drops a hold whose release was interrupted.
+
+    A Ctrl-C is an example. Once the keeper checked such a hold without end, while the
+    caller kept a reference to it.
+    """
     hold = db_lock("stock:7", using="memory", ttl=0.5).acquire()
     drop, interrupts = keeper.drop, [KeyboardInterrupt()]
 
@@ -738,8 +833,8 @@ def test_a_hold_whose_end_was_interrupted_keeps_the_keeper_from_nothing(monkeypa
         pass
 
 
-def test_the_keeper_goes_on_when_it_could_not_tell_what_is_due(monkeypatch, until, caplog):
-    """What users, or who replaces threads, have put in the place of a caller may fail it."""
+def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog):
+    """A caller can be an object from users or a thread library, and may fail."""
     original, failures = keeper._next, iter([ValueError("no idea")])
 
     def fail_once():

@@ -1,13 +1,16 @@
-"""Read-write locks and semaphores: many who share a key."""
+"""Read-write locks and semaphores, whose keys have several holders."""
 
+import dataclasses
+import re
 import time
 
 import pytest
 from django.db import transaction
 
-from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
-from dlocks.models import LockClaim, ResourceLock
+from dlocks import LockNotAwaitable, LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests import jobs
+from tests.faces import both_faces
+from tests.internals import LockClaim, ResourceLock, backends
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -18,7 +21,7 @@ def using(request):
     return request.param
 
 
-def test_many_read_at_a_time(using, elsewhere):
+def test_several_callers_read_at_the_same_time(using, elsewhere):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read() as mine:
         other = elsewhere(lock.read().acquire)
@@ -26,11 +29,13 @@ def test_many_read_at_a_time(using, elsewhere):
         elsewhere(other.release)
 
 
-def test_nobody_writes_while_somebody_reads_nor_reads_while_somebody_writes(using, elsewhere):
+def test_readers_and_writers_exclude_each_other(using, elsewhere):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read():
         assert elsewhere(lock.write().try_acquire) is None
-        assert elsewhere(db_lock("catalogue", using=using, timeout=0).try_acquire) is None
+        assert (
+            elsewhere(db_lock("catalogue", using=using, timeout=0).try_acquire) is None
+        )
     with lock.write() as mine:
         assert elsewhere(lock.read().try_acquire) is None
         assert elsewhere(lock.write().try_acquire) is None
@@ -38,19 +43,28 @@ def test_nobody_writes_while_somebody_reads_nor_reads_while_somebody_writes(usin
         assert later.token > mine.token
 
 
-def test_whoever_does_not_say_whether_he_reads_or_writes_is_asked():
-    with pytest.raises(TypeError, match="Say which"), db_rwlock("catalogue"):
+def test_a_read_write_lock_needs_read_or_write():
+    message = r"{}db_rwlock\(key\)\.read\(\).* or '{}db_rwlock\(key\)\.write\(\)"
+    with (
+        pytest.raises(TypeError, match=message.format("with ", "with ")),
+        db_rwlock("catalogue"),
+    ):
         pytest.fail("the block was entered")
-    with pytest.raises(TypeError, match="Say which"):
+    with pytest.raises(TypeError, match=message.format("@", "@")):
         db_rwlock("catalogue")(print)
-    with pytest.raises(TypeError, match=r"takes no 'permits': db_semaphore"):
+    with pytest.raises(
+        TypeError,
+        match=r"no option 'permits'\..* use db_semaphore\(key, permits\)\.$",
+    ):
         db_rwlock("catalogue", permits=5)
 
 
 def test_a_reader_cannot_become_a_writer(using):
     lock = db_rwlock("catalogue", using=using)
     with lock.read():
-        with pytest.raises(RuntimeError, match="shared by this caller"):
+        with pytest.raises(
+            RuntimeError, match="read lock on 'catalogue' cannot be upgraded to a write"
+        ):
             lock.write().acquire()
     with lock.write():
         pass
@@ -71,17 +85,19 @@ def test_a_writer_may_read_and_downgrade(using, elsewhere):
     assert elsewhere(lambda: lock.write().try_acquire().release()) is None
 
 
-def test_readers_who_come_after_a_waiting_writer_wait_behind_it(workers, until):
+def test_readers_queue_behind_a_waiting_writer(workers, until):
     writer, reader = workers(2)
     lock = db_rwlock("catalogue")
     mine = lock.read().acquire()
     writer.start(jobs.hold, "catalogue")
-    until(lambda: mine.waiting == 1)
-    assert db_rwlock("catalogue", timeout=0).read().try_acquire() is mine, "its own reader enters again"
+    until(lambda: mine.queue_length() == 1)
+    assert db_rwlock("catalogue", timeout=0).read().try_acquire() is mine, (
+        "its own reader enters again"
+    )
     mine.release()
     reader.start(jobs.wait_for, "catalogue", shared=True)
     assert reader.hear() == "waiting"
-    until(lambda: mine.waiting == 2)
+    until(lambda: mine.queue_length() == 2)
     mine.release()
     written = writer.hear()
     assert not reader.pipe.poll(0.3)
@@ -90,12 +106,12 @@ def test_readers_who_come_after_a_waiting_writer_wait_behind_it(workers, until):
     assert reader.hear()[1] > written
 
 
-def test_readers_in_line_are_let_in_together(workers, until):
+def test_queued_readers_acquire_together(workers, until):
     readers = workers(3)
     with db_lock("catalogue") as mine:
         for number, reader in enumerate(readers, 1):
             reader.start(jobs.hold, "catalogue", shared=True)
-            until(lambda number=number: mine.waiting == number)
+            until(lambda number=number: mine.queue_length() == number)
     tokens = [reader.hear() for reader in readers]
     assert tokens == sorted(set(tokens))
     assert tokens[0] > mine.token
@@ -105,7 +121,7 @@ def test_readers_in_line_are_let_in_together(workers, until):
     assert not LockClaim.objects.exists()
 
 
-def test_so_many_permits_and_no_more(using, elsewhere):
+def test_a_semaphore_grants_no_more_than_its_permits(using, elsewhere):
     lock = db_semaphore("api", permits=2, using=using, timeout=0)
     first, second = elsewhere(lock.acquire), elsewhere(lock.acquire)
     assert first.token < second.token
@@ -118,8 +134,126 @@ def test_so_many_permits_and_no_more(using, elsewhere):
     elsewhere(second.release)
 
 
+def message_of(error):
+    """Return the message of a LockTimeout without times and addresses."""
+    return re.sub(
+        r" \([^()]*\) since [^ ]+ [\d.]+ s left", "", str(error).split(": ", 1)[1]
+    )
+
+
+@both_faces
+async def test_a_full_semaphore_names_all_of_its_holders(
+    do, using, elsewhere, threads, until
+):
+    """LockTimeout names the holders of all permits and counts the waiters.
+
+    This includes a permit of the caller itself.
+    """
+    lock = db_semaphore("api", permits=2, using=using, reentrant=False, timeout=0)
+    mine, other = await do.ask(lock, "acquire"), elsewhere(lock.acquire)
+    names = f"{mine.claim.holder} and {other.claim.holder}"
+    for timeout in (0, 0.1):
+        with pytest.raises(LockTimeout) as full:
+            await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
+        assert message_of(full.value) == f"all 2 permits are taken, by {names}"
+        assert full.value.holder.holder == other.claim.holder
+    waiting = []
+    for number, phrase in ((1, "1 is waiting"), (2, "2 are waiting")):
+        waiting.append(threads(dataclasses.replace(lock, timeout=30).acquire))
+        await do.sync(
+            until, lambda number=number: backends[using].waiting("api") == number
+        )
+        for timeout in (0, 0.1):
+            with pytest.raises(LockTimeout) as full:
+                await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
+            assert (
+                message_of(full.value)
+                == f"all 2 permits are taken, by {names}; {phrase}"
+            )
+    await do.ask(mine, "release")
+    elsewhere(other.release)
+    for thread in waiting:
+        thread.join(30)
+        elsewhere(thread.results[0].release)
+
+
+def test_a_full_semaphore_names_at_most_ten_holders(elsewhere):
+    """The message for one permit says "only", and at most ten holders are named."""
+    with db_semaphore("api", permits=1, timeout=0) as hold:
+        with pytest.raises(
+            LockTimeout,
+            match=rf": the only permit is taken, by {re.escape(hold.claim.holder)}",
+        ):
+            elsewhere(db_semaphore("api", permits=1, timeout=0).acquire)
+    many = [
+        db_semaphore("api", permits=12, reentrant=False).acquire() for _ in range(12)
+    ]
+    with pytest.raises(
+        LockTimeout, match=r": all 12 permits are taken, by .* and 2 more$"
+    ) as full:
+        elsewhere(db_semaphore("api", permits=12, timeout=0).acquire)
+    assert str(full.value).count(many[0].claim.holder) == 10
+    for hold in many:
+        hold.release()
+
+
+def test_a_semaphore_names_its_exclusive_holder(elsewhere):
+    """An exclusive holder is named as for any lock."""
+    with db_lock("api") as hold:
+        with pytest.raises(
+            LockTimeout, match=f": held by {re.escape(hold.claim.holder)}"
+        ):
+            elsewhere(db_semaphore("api", permits=2, timeout=0).acquire)
+
+
+def test_a_hidden_holder_of_a_permit_is_not_named(elsewhere, settings):
+    """``DLOCKS_SHOW_HOLDER`` applies to every holder."""
+    settings.DLOCKS_SHOW_HOLDER = False
+    with db_semaphore("api", permits=1, timeout=0) as hold:
+        with pytest.raises(
+            LockTimeout, match="taken, by a hidden holder since"
+        ) as full:
+            elsewhere(db_semaphore("api", permits=1, timeout=0).acquire)
+        assert hold.claim.holder not in str(full.value)
+
+
+@pytest.mark.engine("sqlite")
+def test_a_full_semaphore_in_a_transaction_names_its_holders(elsewhere):
+    """On SQLite the error is the same inside a transaction, without a wait."""
+    lock = db_semaphore("api", permits=2)
+    holds = [elsewhere(lock.acquire) for _ in range(2)]
+    with (
+        transaction.atomic(),
+        pytest.raises(
+            LockNotAwaitable, match="is full: all 2 permits are taken, by .* and "
+        ),
+    ):
+        lock.acquire()
+    for hold in holds:
+        elsewhere(hold.release)
+
+
+def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
+    """The holders are read only for an error.
+
+    A free permit costs no additional statement.
+    """
+    monkeypatch.setattr(
+        type(backends["default"]),
+        "sharers",
+        lambda *args: pytest.fail("asked for the holders"),
+    )
+    with (
+        db_semaphore("api", permits=2),
+        db_semaphore("api", permits=2, reentrant=False),
+    ):
+        pass
+
+
 def test_changed_permits_bind_new_holders_at_once(elsewhere):
-    holds = [elsewhere(db_semaphore("api", permits=3, timeout=0).acquire) for _ in range(3)]
+    holds = [
+        elsewhere(db_semaphore("api", permits=3, timeout=0).acquire) for _ in range(3)
+    ]
     assert elsewhere(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
     elsewhere(holds.pop().release)
     assert elsewhere(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
@@ -128,7 +262,7 @@ def test_changed_permits_bind_new_holders_at_once(elsewhere):
         elsewhere(hold.release)
 
 
-def test_who_enters_again_takes_no_further_permit_unless_it_wants_one():
+def test_reentering_takes_no_further_permit():
     lock = db_semaphore("api", permits=2, timeout=0)
     with lock as hold, lock as again:
         assert again is hold
@@ -142,8 +276,11 @@ def test_who_enters_again_takes_no_further_permit_unless_it_wants_one():
     second.release()
 
 
-def test_a_permit_taken_beside_it_leaves_the_first_one_to_be_entered_again(elsewhere):
-    mine, another = db_semaphore("pool", 2, timeout=0), db_semaphore("pool", 2, timeout=0, reentrant=False)
+def test_a_permit_can_be_reentered_next_to_another_one(elsewhere):
+    mine, another = (
+        db_semaphore("pool", 2, timeout=0),
+        db_semaphore("pool", 2, timeout=0, reentrant=False),
+    )
     with mine as hold:
         with another as second:
             assert second is not hold
@@ -181,18 +318,23 @@ def test_a_permit_is_renewed(elsewhere):
         assert elsewhere(lock.try_acquire) is None
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_share_taken_in_a_transaction_is_kept_until_it_ends(elsewhere, until):
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_shared_hold_in_a_transaction_lasts_until_its_end(elsewhere, until):
     lock = db_rwlock("catalogue", timeout=0)
     with transaction.atomic():
         with lock.read():
             pass
         assert elsewhere(lock.write().try_acquire) is None
-    until(lambda: (hold := elsewhere(lock.write().try_acquire)) and (elsewhere(hold.release) or True))
+    until(
+        lambda: (
+            (hold := elsewhere(lock.write().try_acquire))
+            and (elsewhere(hold.release) or True)
+        )
+    )
 
 
 @pytest.mark.engine("sqlite")
-def test_a_share_in_a_transaction_on_sqlite_belongs_to_it(elsewhere):
+def test_a_shared_hold_on_sqlite_belongs_to_its_transaction(elsewhere):
     lock = db_rwlock("catalogue", timeout=0)
     with transaction.atomic(), lock.read() as hold:
         assert hold.scope == "transaction"

@@ -1,4 +1,4 @@
-"""The rights that SECURITY.md gives to each role of the database are enough, and no more than it needs."""
+"""The database rights in SECURITY.md are sufficient and minimal for each role."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import pytest
 from django.db import connection
 
-from dlocks.models import HoldRecord, ResourceLock
 from tests import jobs, pages, rows
+from tests.internals import HoldRecord, ResourceLock
 
 pytestmark = [pytest.mark.engine("postgresql"), pytest.mark.django_db(transaction=True)]
 
@@ -17,18 +17,27 @@ APPLICATION, INSERTING = "The application", "The application, with `InsertBacken
 
 
 def told() -> dict[str, dict[str, set[str]]]:
-    """Return the rights that the table of SECURITY.md gives to each role."""
+    """Return the rights that the table in SECURITY.md lists for each role."""
     _, _, table = (pages.DOCS.parent / "SECURITY.md").read_text().partition("| Role |")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.partition("\n\n")[0].splitlines()[2:]]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.partition("\n\n")[0].splitlines()[2:]
+    ]
     return {
-        role: {table: set(re.findall(r"[A-Z]+", right)) for table, right in zip(TABLES, rights, strict=True)}
+        role: {
+            table: set(re.findall(r"[A-Z]+", right))
+            for table, right in zip(TABLES, rights, strict=True)
+        }
         for role, *rights in cells
     }
 
 
 @pytest.fixture
 def process(doomed):
-    """Return a function that gives a process whose role has what the table says, less what is named."""
+    """Return a function that starts a process with the database rights of a role.
+
+    ``less`` names a right that is left out.
+    """
     made, workers = [], []
 
     def get(role, *, less=None):
@@ -48,7 +57,11 @@ def process(doomed):
         worker.kill()
     with connection.cursor() as cursor:
         for name in made:
-            cursor.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", [name])
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE"
+                " usename = %s",
+                [name],
+            )
             cursor.execute(f"DROP OWNED BY {name}")
             cursor.execute(f"DROP ROLE {name}")
 
@@ -56,23 +69,33 @@ def process(doomed):
 DONE = {"waited", "transaction", "several", "shared", "guarded"}
 
 
-def test_the_application_can_do_all_that_it_does(process):
-    """Leases, waiting, transactions, several keys, shares, guarded commits, handing over, with the history."""
+def test_the_application_rights_are_sufficient(process):
+    """Leases, queues, transactions, shared holds and guarded commits work.
+
+    Several keys, handovers and the history work too.
+    """
     worker = process(APPLICATION)
     for alias in ("default", "optimistic", "recorded"):
         assert set(worker.call(jobs.whole_cycle, alias)) == DONE
     assert HoldRecord.objects.exists()
 
 
-def test_the_insert_backend_needs_to_delete(process):
+def test_the_insert_backend_needs_the_delete_right(process):
     assert set(process(INSERTING).call(jobs.whole_cycle, "insert")) == DONE
 
 
 @pytest.mark.parametrize(
-    ("role", "alias"), [("The application", "default"), ("The application, with `InsertBackend`", "insert")]
+    ("role", "alias"),
+    [
+        ("The application", "default"),
+        ("The application, with `InsertBackend`", "insert"),
+    ],
 )
-def test_the_application_needs_each_of_its_rights(process, role, alias):
-    """Less one of them, something of it fails, and says that it could not be asked: never that the key is busy."""
+def test_the_application_rights_are_minimal(process, role, alias):
+    """Without one of its rights, some operation raises ``LockBackendError``.
+
+    The failure is never reported as a busy key.
+    """
     unneeded = []
     for table in TABLES[:2]:
         for right in sorted(told()[role][table]):
@@ -80,14 +103,16 @@ def test_the_application_needs_each_of_its_rights(process, role, alias):
             try:
                 worker.call(jobs.whole_cycle, alias)
             except RuntimeError as error:
-                assert re.search(r"LockBackendError[^\n]*permission denied", str(error)), (table, right)
+                assert re.search(
+                    r"LockBackendError[^\n]*permission denied", str(error)
+                ), (table, right)
             else:
                 unneeded.append((table, right))
     assert unneeded == []
 
 
-def test_the_application_deletes_no_rows_of_keys(process):
-    """purge() is refused to it, and nothing is gone."""
+def test_the_application_cannot_purge_rows(process):
+    """Purging is refused, and no row is deleted."""
     rows.free("old")
     worker = process(APPLICATION)
     for what in ("purge", "purge_one", "forget"):
@@ -95,7 +120,7 @@ def test_the_application_deletes_no_rows_of_keys(process):
     assert ResourceLock.objects.exists()
 
 
-def test_the_reaper_can_reap(process):
+def test_the_reaper_rights_are_sufficient(process):
     rows.stale("stale")
     rows.free("shared")
     rows.stale_share("shared", 1001)
@@ -106,7 +131,7 @@ def test_the_reaper_can_reap(process):
     assert worker.call(jobs.rights, "forget") == 0
 
 
-def test_the_admin_can_look_and_clear(process):
+def test_the_admin_can_list_and_clear(process):
     rows.held("held")
     rows.waits("held")
     rows.free("shared")
@@ -117,11 +142,16 @@ def test_the_admin_can_look_and_clear(process):
     assert worker.call(jobs.rights, "clear") == "held"
     assert worker.call(jobs.rights, "end_share") == 1001
     assert worker.call(jobs.rights, "purge_one").startswith("LockBackendError: ")
-    assert process("The admin, with *Delete unused rows*").call(jobs.rights, "purge_one") == "old"
+    assert (
+        process("The admin, with *Delete unused rows*").call(jobs.rights, "purge_one")
+        == "old"
+    )
 
 
-def test_who_only_looks_can_change_nothing(process):
+def test_a_read_only_role_cannot_change_rows(process):
     rows.held("held")
+    # This role cannot find out whether a transaction keeps this row.
+    rows.stale("stale")
     rows.free("old")
     worker = process("`list_locks`")
     assert worker.call(jobs.rights, "look") == 1

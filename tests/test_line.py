@@ -1,4 +1,4 @@
-"""The line before a key: who waits, who is told, and whose turn it is."""
+"""The queue of a key: waiting, notification and order."""
 
 from __future__ import annotations
 
@@ -24,45 +24,64 @@ from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.test import TestCase
 
-from dlocks import LockBackendError, LockStale, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
-from dlocks import waiting as waiting_room
-from dlocks.backends import database
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Claim, Message, Place
-from dlocks.backends.database import line, statements
-from dlocks.conf import backends
-from dlocks.keeper import keeper
-from dlocks.locks import Attempt
-from dlocks.models import LockClaim, ResourceLock
-from dlocks.waiting import Waiter, room_of
+from dlocks import (
+    LockBackendError,
+    LockStale,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
 from tests import jobs
+from tests.internals import (
+    HEARD_FOR,
+    KEPT_FOR,
+    Attempt,
+    Claim,
+    LockClaim,
+    Message,
+    Place,
+    ResourceLock,
+    Waiter,
+    backends,
+    clock,
+    database,
+    keeper,
+    line,
+    room_of,
+    statements,
+)
+from tests.internals import waiting as waiting_room
 from tests.processes import Worker
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-SERVERS = pytest.mark.engine("postgresql", "mariadb")
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
 @pytest.fixture(autouse=True)
 def no_claim_left(transactional_db, has_failed):
-    """Whatever happened, nobody is left in line or among those who share, and no key says otherwise."""
+    """Check after each test that no claim is left and all counters are zero."""
     yield
     if has_failed():
         return
     assert not LockClaim.objects.values_list("key_resource", "holder", "version")
-    assert not ResourceLock.objects.exclude(waiters=0, shares=0).values_list("key_resource", "waiters", "shares")
+    assert not ResourceLock.objects.exclude(waiters=0, shares=0).values_list(
+        "key_resource", "waiters", "shares"
+    )
 
 
 def claim(key="stock:7", **options):
     return Claim(key=key, **{"ttl": 30.0, "holder": "line", **options})
 
 
-# A hold that came by the line is as good as any other.
+# A hold from the queue behaves like any other.
 
 
 @FAMILY
-def test_a_hold_that_is_not_renewed_has_its_whole_ttl_though_it_stood_in_line(using, in_line, threads):
+def test_an_unrenewed_hold_from_the_queue_has_its_full_ttl(using, in_line, threads):
     holder = db_lock("stock:7", using=using).acquire()
 
     def wait():
@@ -79,16 +98,23 @@ def test_a_hold_that_is_not_renewed_has_its_whole_ttl_though_it_stood_in_line(us
 
 
 @SERVERS
-def test_a_renewal_that_finds_the_row_locked_is_tried_again_before_the_first_short_lease_ends(
+def test_a_renewal_of_a_locked_row_is_retried_in_time(
     in_line, threads, monkeypatch, until
 ):
-    """A hold from the line begins with a lease of 1.5 s, whatever its ttl, and is renewed within it."""
+    """A hold from the queue starts with a lease of 1.5 s.
+
+    This does not depend on its ttl. The lease is renewed in time.
+    """
     backend, answers = backends["default"], []
     renew = backend.renew
 
     def noted(claims):
         left = renew(claims)
-        answers.extend(left[one.owner] for one in claims if one.key == "stock:7" and one.owner in left)
+        answers.extend(
+            left[one.owner]
+            for one in claims
+            if one.key == "stock:7" and one.owner in left
+        )
         return left
 
     holder = db_lock("stock:7").acquire()
@@ -109,7 +135,8 @@ def test_a_renewal_that_finds_the_row_locked_is_tried_again_before_the_first_sho
     holder.release()
     assert granted.wait(30)
     with transaction.atomic():
-        # Somebody has the row, for a moment, when the keeper first renews; if that has not been before.
+        # Another transaction locks the row when the keeper first renews, unless the
+        # keeper has renewed before.
         ResourceLock.objects.select_for_update().get(pk="stock:7")
         until(lambda: answers)
     until(lambda: holds[0].remaining > 15 or not holds[0].held)
@@ -120,7 +147,10 @@ def test_a_renewal_that_finds_the_row_locked_is_tried_again_before_the_first_sho
 
 @pytest.fixture
 def locked_for_twelve_tries(workers, monkeypatch):
-    """Return a function that has a key's row locked by another process until this one has met it there 12 times."""
+    """Return a function that makes another process lock the row of a key.
+
+    The row stays locked until this process has found it locked 12 times.
+    """
     (other,) = workers(1)
     pauses = []
 
@@ -135,15 +165,17 @@ def locked_for_twelve_tries(workers, monkeypatch):
         other.start(jobs.lock_row, key)
         assert other.hear() == "locked"
 
-    monkeypatch.setattr("dlocks.backends.database.random", SimpleNamespace(uniform=pause))
+    monkeypatch.setattr(
+        "dlocks.backends.database.random", SimpleNamespace(uniform=pause)
+    )
     yield lock
     assert len(pauses) >= 12
 
 
 @SERVERS
 @FAMILY
-def test_a_holder_reaches_its_row_though_a_crowd_has_it_for_a_while(using, locked_for_twelve_tries):
-    """So much as many who come into line at once may have it, one after another."""
+def test_a_holder_retries_until_its_locked_row_is_free(using, locked_for_twelve_tries):
+    """Many claims that join the queue at once may lock the row in turn."""
     with db_lock("stock:7", using=using) as hold:
         locked_for_twelve_tries("stock:7")
         with db_lock("stock:7", using=using) as again:
@@ -152,7 +184,9 @@ def test_a_holder_reaches_its_row_though_a_crowd_has_it_for_a_while(using, locke
 
 @SERVERS
 @FAMILY
-def test_a_hold_can_be_pinned_though_a_crowd_has_its_row_for_a_while(using, locked_for_twelve_tries):
+def test_a_guarded_commit_retries_until_its_locked_row_is_free(
+    using, locked_for_twelve_tries
+):
     with db_lock("stock:7", using=using) as hold:
         locked_for_twelve_tries("stock:7")
         with hold.atomic():
@@ -160,12 +194,14 @@ def test_a_hold_can_be_pinned_though_a_crowd_has_its_row_for_a_while(using, lock
 
 
 @SERVERS
-def test_who_has_inserted_a_row_draws_its_token_though_a_crowd_has_it_for_a_while(locked_for_twelve_tries, monkeypatch):
+def test_an_insert_grant_retries_until_its_locked_row_is_free(
+    locked_for_twelve_tries, monkeypatch
+):
     backend = backends["insert"]
     grant = backend._grant
 
     def grant_late(claim):
-        # The first time: between the two statements.
+        # Only the first time, between the two statements.
         monkeypatch.setattr(backend, "_grant", grant)
         locked_for_twelve_tries(claim.key)
         return grant(claim)
@@ -175,25 +211,30 @@ def test_who_has_inserted_a_row_draws_its_token_though_a_crowd_has_it_for_a_whil
         assert hold.held
 
 
-def test_a_message_that_is_read_late_gives_no_hold_that_is_not_there():
-    """Though the process was told of its place again in between, by a later clock."""
+def test_a_grant_message_read_after_its_end_gives_no_hold():
+    """A grant whose message is read after its end gives no hold.
+
+    The ticket may have been updated in between, with a later clock.
+    """
     waiter = Waiter(claim(ttl=30), lambda: None)
-    attempt = Attempt(db_lock("stock:7"), threading.current_thread(), lambda: None, wait=True)
+    attempt = Attempt(
+        db_lock("stock:7"), threading.current_thread(), lambda: None, wait=True
+    )
     now = clock.now()
     waiter.told(Place(number=1, clock=1000.0), now - 4.0)
     waiter.heard(Message(owner=waiter.claim.owner, token=17, ends=1002.0))
-    # Its turn, which ended two seconds ago, passed; it is back in line, as the room has found out.
+    # Its turn ended two seconds ago. It is back in the queue, as a poll has shown.
     waiter.told(Place(number=1, clock=1003.9), now - 0.1)
     assert attempt._given(waiter.claim, waiter) is None
     assert not keeper.holds
 
 
-# Who died in line.
+# Waiters that died.
 
 
 @FAMILY
-def test_who_died_in_line_is_in_nobody_s_way_for_more_than_three_seconds(using, doomed, in_line, until):
-    """Not even in the way of who only tries."""
+def test_a_dead_waiter_is_skipped_within_three_seconds(using, doomed, in_line, until):
+    """A dead waiter does not block a caller that only tries either."""
     lock = db_lock("stock:7", using=using)
     with lock:
         victim = doomed()
@@ -210,11 +251,11 @@ def test_who_died_in_line_is_in_nobody_s_way_for_more_than_three_seconds(using, 
     in_time(took, 3.0)
 
 
-# Shares.
+# Shared holds.
 
 
 @FAMILY
-def test_a_shared_key_is_not_forgotten_by_a_purge(using, elsewhere):
+def test_a_shared_key_is_not_purged(using, elsewhere):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read() as hold:
         list(backends[using].purge(0))
@@ -223,21 +264,23 @@ def test_a_shared_key_is_not_forgotten_by_a_purge(using, elsewhere):
 
 
 @FAMILY
-def test_a_reader_leaves_a_run_that_never_ended_to_a_person_too(using, doomed, until):
+def test_a_reader_without_takeover_gets_lock_stale(using, doomed, until):
     victim = doomed()
-    assert isinstance(victim.call(jobs.acquire, "stock:7", ttl=0.2, renew=False, using=using), int)
+    assert isinstance(
+        victim.call(jobs.acquire, "stock:7", ttl=0.2, renew=False, using=using), int
+    )
     until(lambda: (holder := db_lock("stock:7", using=using).holder()) and holder.stale)
     time.sleep(0.6)
     with pytest.raises(LockStale):
         db_rwlock("stock:7", using=using, takeover=False, timeout=5).read().acquire()
     with db_rwlock("stock:7", using=using).read():
-        # Taken over: who reads is who has it now.
+        # The reader has taken the key over and is its holder now.
         holder = db_lock("stock:7", using=using).holder()
         assert not holder.stale
         assert holder.holder.startswith(f"{os.uname().nodename}:{os.getpid()}")
 
 
-def test_a_silent_holder_whose_key_was_shared_meanwhile_learns_of_it():
+def test_a_stale_holder_cannot_release_a_key_that_is_now_shared():
     backend = backends["brisk"]
     late = claim(ttl=0.05)
     backend.acquire(late)
@@ -248,15 +291,15 @@ def test_a_silent_holder_whose_key_was_shared_meanwhile_learns_of_it():
     assert backend.release(reader)
 
 
-# Inside of transactions.
+# Inside transactions.
 
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize("shared", [False, True])
-def test_in_a_transaction_on_sqlite_a_leased_key_is_an_error_at_once_though_others_waited_for_it(
+def test_a_leased_key_with_waiters_is_an_error_in_sqlite_writes(
     shared, workers, elsewhere
 ):
-    """In line inside of the one writer's transaction, the holder could never give back."""
+    """A waiter in SQLite's only write transaction would block the release."""
     (other,) = workers(1)
     with db_lock("stock:7"), pytest.raises(LockTimeout):
         elsewhere(lambda: db_lock("stock:7", timeout=0.2).acquire())
@@ -270,11 +313,11 @@ def test_in_a_transaction_on_sqlite_a_leased_key_is_an_error_at_once_though_othe
     assert other.hear() == "released"
 
 
-# What it costs.
+# Cost.
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])
-def test_once_nobody_waits_any_more_a_key_costs_a_statement_again(using, in_line, threads):
+def test_a_key_without_waiters_costs_one_statement_again(using, in_line, threads):
     from tests.test_cost import statements
 
     lock = db_lock("stock:7", using=using)
@@ -295,11 +338,11 @@ def test_once_nobody_waits_any_more_a_key_costs_a_statement_again(using, in_line
     assert [len(acquiring), len(releasing)] == [1, 1], (acquiring, releasing)
 
 
-# Its own place.
+# Positions in the queue.
 
 
-def test_a_place_whose_number_was_given_away_again_is_a_new_one(elsewhere):
-    """A crash of the server may forget who came last, and the number."""
+def test_a_reused_queue_number_is_replaced(elsewhere):
+    """A crash of the server may lose the last claim and its number."""
     backend = backends["default"]
     holder, first, second = claim(), claim(), claim()
     backend.acquire(holder)
@@ -311,18 +354,28 @@ def test_a_place_whose_number_was_given_away_again_is_a_new_one(elsewhere):
 
 @pytest.fixture
 def forgetful():
-    """Return a function that has the server forget the numbers that it has given away, as a crash may."""
+    """Return a function that makes the server forget the numbers it assigned.
+
+    A crash may have this effect.
+    """
 
     def forget(number):
         if connection.vendor == "postgresql":
             with connection.cursor() as cursor:
-                cursor.execute("SELECT setval(pg_get_serial_sequence('dlocks_lockclaim', 'id'), %s)", [number])
+                cursor.execute(
+                    "SELECT setval(pg_get_serial_sequence('dlocks_lockclaim',"
+                    " 'id'), %s)",
+                    [number],
+                )
 
     return forget
 
 
-def test_places_that_the_server_forgot_are_nobody_else_s(forgetful):
-    """They are brought along, by number; who comes new is given others, and is not refused."""
+def test_forgotten_queue_numbers_are_not_assigned_twice(forgetful):
+    """Waiters queue again with their own numbers, and new waiters get others.
+
+    No waiter is refused.
+    """
     backend = backends["default"]
     holder, *olds = (claim() for _ in range(4))
     others = [claim() for _ in range(3)]
@@ -340,7 +393,7 @@ def test_places_that_the_server_forgot_are_nobody_else_s(forgetful):
         backend.release(one)
 
 
-def test_a_share_is_had_though_its_number_was_brought_along(forgetful):
+def test_a_shared_hold_is_granted_despite_a_restored_number(forgetful):
     backend = backends["default"]
     holder, waiting, share = claim(), claim(), claim(key="another", shared=True)
     backend.acquire(holder)
@@ -353,11 +406,11 @@ def test_a_share_is_had_though_its_number_was_brought_along(forgetful):
         assert backend.release(one) == (one is not waiting)
 
 
-def test_threads_that_come_together_have_places_though_numbers_were_brought_along(
+def test_concurrent_threads_queue_despite_a_restored_number(
     forgetful, threads, in_line, monkeypatch
 ):
-    """They go into line in one statement."""
-    # Nobody looks after a claim that was put there by hand.
+    """The threads join the queue in one statement."""
+    # A claim that is queued by hand has no heartbeat.
     monkeypatch.setattr(line, "HEARD_FOR", 30.0)
     backend = backends["default"]
     with db_lock("stock:7") as hold:
@@ -381,15 +434,16 @@ def test_threads_that_come_together_have_places_though_numbers_were_brought_alon
     assert all(token > hold.token for token in had)
 
 
-# Those who wait in one process.
+# Waiters of one process.
 
 
 @SERVERS
-@pytest.mark.timeout(200)
-async def test_a_thousand_tasks_that_wait_cost_three_connections_at_most(until):
-    """Counted by the server while they wait; each of them is served."""
+@pytest.mark.alone
+@pytest.mark.timeout(400)
+async def test_a_thousand_waiting_tasks_use_at_most_three_connections(until):
+    """The server counts the connections during the wait. Each task is served."""
     number, served, most = 1000, [], 0
-    # The idle processes of other tests are not of this one.
+    # Connections of idle processes from other tests are not counted.
     await sync_to_async(connections.close_all)()
     await asyncio.sleep(1.2)
     others = await asyncio.to_thread(sessions)
@@ -402,7 +456,7 @@ async def test_a_thousand_tasks_that_wait_cost_three_connections_at_most(until):
     tasks = [asyncio.create_task(wait()) for _ in range(number)]
     before = None
     while before != number:
-        before = await holder.awaiting()
+        before = await holder.aqueue_length()
         most = max(most, await asyncio.to_thread(sessions))
         await asyncio.sleep(0.02)
     await holder.arelease()
@@ -415,14 +469,19 @@ async def test_a_thousand_tasks_that_wait_cost_three_connections_at_most(until):
     assert 2 <= most - others <= 3
 
 
+@pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
-async def test_those_who_came_one_by_one_are_looked_at_together(monkeypatch):
-    """Where one is told of one's turn, waiters cost a look now and then, and not one each."""
+async def test_waiters_of_one_process_are_polled_together(monkeypatch):
+    """Waiters that are notified need only an occasional poll for all of them."""
     backend, looks = backends["default"], []
-    # Another test may have had reason to look.
+    # An earlier test may have switched to polling.
     monkeypatch.setattr(room_of(backend), "_looks_until", 0.0)
     kind = type(backend)
-    monkeypatch.setattr(kind, "look", lambda *args, look=kind.look, **kw: looks.append(args[1:]) or look(*args, **kw))
+    monkeypatch.setattr(
+        kind,
+        "look",
+        lambda *args, look=kind.look, **kw: looks.append(args[1:]) or look(*args, **kw),
+    )
     holder = await db_lock("stock:7").aacquire()
 
     async def wait():
@@ -433,11 +492,11 @@ async def test_those_who_came_one_by_one_are_looked_at_together(monkeypatch):
     for _ in range(40):
         tasks.append(asyncio.create_task(wait()))
         await asyncio.sleep(0.02)
-    while await holder.awaiting() < 40:
+    while await holder.aqueue_length() < 40:
         await asyncio.sleep(0.02)
     looks.clear()
     await asyncio.sleep(2.5)
-    # Each of them has to be heard of every 2 seconds.
+    # Each waiter needs a heartbeat every 2 seconds.
     assert len({claim.owner for claims, *_ in looks for claim in claims}) == 40
     assert len(looks) < 40
     await holder.arelease()
@@ -445,24 +504,26 @@ async def test_those_who_came_one_by_one_are_looked_at_together(monkeypatch):
 
 
 def sessions():
-    """Return how many sessions this process has on its database, without the one that asks."""
+    """Return the number of sessions on this database, without the current one."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
-                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
-                " AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+                "SELECT count(*) FROM pg_stat_activity WHERE datname ="
+                " current_database() AND pid <> pg_backend_pid() AND backend_type ="
+                " 'client backend'"
             )
         else:
             cursor.execute(
-                "SELECT COUNT(*) FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+                "SELECT COUNT(*) FROM information_schema.processlist WHERE db ="
+                " DATABASE() AND id <> CONNECTION_ID()"
             )
         (found,) = cursor.fetchone()
     connection.close()
     return found
 
 
-async def test_who_is_cancelled_in_line_leaves_no_place_behind(elsewhere):
-    """… whether the task was just about to ask, was waiting, or had its turn."""
+async def test_a_task_cancelled_at_any_point_leaves_the_queue(elsewhere):
+    """The task may be about to queue, waiting, or just granted the key."""
     holder = await db_lock("stock:7").aacquire()
     for pause in (0, 0, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1):
         tasks = [asyncio.create_task(db_lock("stock:7").aacquire()) for _ in range(3)]
@@ -471,12 +532,12 @@ async def test_who_is_cancelled_in_line_leaves_no_place_behind(elsewhere):
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
-        assert await holder.awaiting() == 0
+        assert await holder.aqueue_length() == 0
     await holder.arelease()
     for pause in (0, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015):
         holder = await db_lock("stock:7").aacquire()
         task = asyncio.create_task(db_lock("stock:7").aacquire())
-        while not await holder.awaiting():
+        while not await holder.aqueue_length():
             await asyncio.sleep(0)
         releasing = asyncio.create_task(holder.arelease())
         await asyncio.sleep(pause)
@@ -487,11 +548,11 @@ async def test_who_is_cancelled_in_line_leaves_no_place_behind(elsewhere):
         await releasing
         mine = await db_lock("stock:7", timeout=10).aacquire()
         await mine.arelease()
-        # For so long it would be kept for one who has gone.
+        # The key would be reserved for this long for a waiter that has left.
         in_time(mine.waited, KEPT_FOR)
 
 
-async def test_a_task_that_is_cancelled_twice_leaves_no_place_behind():
+async def test_a_task_that_is_cancelled_twice_leaves_the_queue():
     holder = await db_lock("stock:7").aacquire()
     for pause in (0, 0.001, 0.002, 0.005, 0.01, 0.05):
         task = asyncio.create_task(db_lock("stock:7").aacquire())
@@ -501,15 +562,15 @@ async def test_a_task_that_is_cancelled_twice_leaves_no_place_behind():
         task.cancel()
         (result,) = await asyncio.gather(task, return_exceptions=True)
         assert isinstance(result, asyncio.CancelledError)
-    while await holder.awaiting():
+    while await holder.aqueue_length():
         await asyncio.sleep(0.001)
     await holder.arelease()
     async with db_lock("stock:7", timeout=10) as mine:
-        # So long a place counts of which nothing is heard.
+        # A claim without a heartbeat keeps its position for this long.
         in_time(mine.waited, HEARD_FOR)
 
 
-async def test_threads_and_tasks_of_one_process_stand_in_one_line(in_line):
+async def test_threads_and_tasks_of_a_process_share_one_queue(in_line):
     order = []
     holder = await db_lock("stock:7").aacquire()
 
@@ -528,31 +589,34 @@ async def test_threads_and_tasks_of_one_process_stand_in_one_line(in_line):
     for number in range(6):
         work = by_task(number) if number % 2 else asyncio.to_thread(by_thread, number)
         tasks.append(asyncio.create_task(work))
-        while await holder.awaiting() <= number:
+        while await holder.aqueue_length() <= number:
             await asyncio.sleep(0.001)
     await holder.arelease()
     await asyncio.gather(*tasks)
     assert [name for name, _ in order] == list(range(6))
 
 
-def test_who_times_out_in_line_leaves_no_place_behind(in_line, elsewhere):
+def test_a_claim_that_times_out_leaves_the_queue(in_line, elsewhere):
     with db_lock("stock:7") as hold:
         with pytest.raises(LockTimeout, match="held by"):
             elsewhere(db_lock("stock:7", timeout=0.1).acquire)
-        assert hold.waiting == 0
+        assert hold.queue_length() == 0
         assert not LockClaim.objects.exists()
 
 
 @pytest.fixture
 def turn_comes_on_the_way(monkeypatch, elsewhere):
-    """Return a function that has a hold given back when a claim is in line, and its thread does not know that yet."""
+    """Return a function that releases a hold just after a claim has queued.
+
+    The thread of the claim does not know yet that the claim is in the queue.
+    """
     backend = backends["default"]
     together, rows = backend._queue_together, backend._rows
 
     def arrange(held):
         def queue_together(batch):
             monkeypatch.setattr(backend, "_queue_together", together)
-            # As where others have the lock row at that moment.
+            # Act as if other transactions keep the lock row locked at that moment.
             monkeypatch.setattr(backend, "_queue_counted", lambda *_: None)
             monkeypatch.setattr(backend, "_rows", rows_after)
             together(batch)
@@ -570,7 +634,10 @@ def turn_comes_on_the_way(monkeypatch, elsewhere):
 
 @pytest.fixture
 def row_is_locked(workers, monkeypatch):
-    """Return a function that has another process keep the lock row while a method of the backend is called next."""
+    """Return a function that has the lock row locked by another process.
+
+    The row stays locked during the next call of the named backend method.
+    """
     backend, (other,) = backends["default"], workers(1)
 
     def during(name):
@@ -594,15 +661,17 @@ def row_is_locked(workers, monkeypatch):
 @SERVERS
 @pytest.mark.parametrize("method", ["_queue", "acquire"])
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
-def test_who_has_the_key_does_not_stand_in_line_too(
+def test_a_granted_claim_leaves_the_queue(
     scope, method, turn_comes_on_the_way, row_is_locked, threads, elsewhere
 ):
-    """Though others had the lock row when it asked what became of its place, or for the key."""
+    """The row may be locked by others while the caller queues or acquires."""
     turn_comes_on_the_way(elsewhere(db_lock("stock:7").acquire))
     row_is_locked(method)
 
     def wait():
-        with transaction.atomic() if scope == "transaction" else contextlib.nullcontext():
+        with (
+            transaction.atomic() if scope == "transaction" else contextlib.nullcontext()
+        ):
             with db_lock("stock:7", timeout=30, scope=scope):
                 return LockClaim.objects.count()
 
@@ -613,8 +682,10 @@ def test_who_has_the_key_does_not_stand_in_line_too(
 
 @SERVERS
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
-def test_who_was_put_into_line_and_never_told_so_leaves_no_place(scope, monkeypatch, elsewhere, threads):
-    """Where nobody could look what became of it, say, and so at the end of its time."""
+def test_a_claim_of_unknown_position_leaves_the_queue(
+    scope, monkeypatch, elsewhere, threads
+):
+    """The caller never learns its position, and leaves the queue at its timeout."""
     backend = backends["default"]
     together = backend._queue_together
     held = elsewhere(db_lock("stock:7").acquire)
@@ -624,7 +695,14 @@ def test_who_was_put_into_line_and_never_told_so_leaves_no_place(scope, monkeypa
         batch[0].place = None
 
     def wait():
-        with pytest.raises(LockTimeout), transaction.atomic() if scope == "transaction" else contextlib.nullcontext():
+        with (
+            pytest.raises(LockTimeout),
+            (
+                transaction.atomic()
+                if scope == "transaction"
+                else contextlib.nullcontext()
+            ),
+        ):
             db_lock("stock:7", timeout=0.3, scope=scope).acquire()
         return LockClaim.objects.count()
 
@@ -637,8 +715,11 @@ def test_who_was_put_into_line_and_never_told_so_leaves_no_place(scope, monkeypa
 
 
 @pytest.mark.engine("sqlite")
-def test_who_gives_up_behind_the_one_writer_of_sqlite_waits_for_it_no_longer(threads):
-    """There it could not stand in line, so it has nothing to give back, for which it would have to wait."""
+def test_a_timeout_does_not_wait_for_sqlites_writer(threads):
+    """The claim could not join the queue, so nothing has to be removed.
+
+    The caller does not wait for the writer.
+    """
     with db_lock("stock:7"):
         pass
 
@@ -657,11 +738,16 @@ def test_who_gives_up_behind_the_one_writer_of_sqlite_waits_for_it_no_longer(thr
 
 @FAMILY
 @pytest.mark.engine("sqlite")
-@pytest.mark.parametrize("lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"])
-def test_who_gives_up_a_place_behind_the_one_writer_of_sqlite_waits_for_it_no_longer(
+@pytest.mark.parametrize(
+    "lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"]
+)
+def test_a_waiter_times_out_despite_sqlites_writer(
     using, lock, in_line, elsewhere, threads
 ):
-    """The place cannot be given up then; nobody hears of it any more, and so it is passed over soon."""
+    """The claim cannot be removed then.
+
+    It has no heartbeat any more and is soon skipped.
+    """
     held = elsewhere(lock("stock:7", ttl=60, using=using).acquire)
 
     def wait():
@@ -676,7 +762,7 @@ def test_who_gives_up_a_place_behind_the_one_writer_of_sqlite_waits_for_it_no_lo
         ResourceLock.objects.filter(pk="other").update(version=1)
         thread.join(60)
     elsewhere(held.release)
-    # Long forgotten, or passed over: whichever it is, it is in nobody's way.
+    # The claim has been removed or is skipped. It blocks no other caller.
     with db_lock("stock:7", timeout=30, using=using):
         pass
     LockClaim.objects.all().delete()
@@ -685,9 +771,11 @@ def test_who_gives_up_a_place_behind_the_one_writer_of_sqlite_waits_for_it_no_lo
 
 @FAMILY
 @pytest.mark.engine("sqlite")
-@pytest.mark.parametrize("lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"])
-def test_a_key_is_given_back_behind_the_one_writer_of_sqlite_also_by_a_block_that_failed(using, lock, threads):
-    """It was held, and so the writer is waited for."""
+@pytest.mark.parametrize(
+    "lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"]
+)
+def test_the_release_of_a_failed_block_waits_for_sqlites_writer(using, lock, threads):
+    """The key was held, so the release waits for the writer."""
     taken, begun = threading.Event(), threading.Event()
 
     def fail():
@@ -695,14 +783,14 @@ def test_a_key_is_given_back_behind_the_one_writer_of_sqlite_also_by_a_block_tha
         taken.set()
         assert begun.wait(60)
         hold.release(failed=True)
-        return hold.waiting, backends["default"].holder("stock:7")
+        return hold.queue_length(), backends["default"].holder("stock:7")
 
     thread = threads(fail)
     assert taken.wait(60)
     with transaction.atomic():
         ResourceLock.objects.filter(pk="other").update(version=1)
         begun.set()
-        # For longer than one who gives up waits.
+        # This is longer than a waiter that times out would wait.
         thread.join(1.5)
         assert thread.is_alive()
     thread.join(60)
@@ -711,15 +799,23 @@ def test_a_key_is_given_back_behind_the_one_writer_of_sqlite_also_by_a_block_tha
 
 @pytest.fixture
 def lost_on_the_way(monkeypatch):
-    """Return a function by which the next so many connections are lost on their way to autocommit."""
+    """Return a function that breaks connections on their return to autocommit.
+
+    Its argument is the number of connections to break.
+    """
     connection.close()
     kind, losses = type(connections["default"]), []
-    to_autocommit = kind._set_autocommit
+    to_autocommit, caller = kind._set_autocommit, threading.get_ident()
 
     def lose(self, autocommit):
-        if autocommit and losses:
+        if autocommit and losses and threading.get_ident() == caller:
             losses.pop()
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line_to_server:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(
+                    fileno=os.dup(self.connection.fileno())
+                ) as line_to_server,
+            ):
                 line_to_server.shutdown(socket.SHUT_RDWR)
         return to_autocommit(self, autocommit)
 
@@ -729,10 +825,17 @@ def lost_on_the_way(monkeypatch):
 
 
 @SERVERS
-@pytest.mark.parametrize("lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"])
+@pytest.mark.parametrize(
+    "lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"]
+)
 @pytest.mark.parametrize("losses", [1, 2, 20])
-def test_a_connection_that_is_lost_on_its_way_to_autocommit_leaves_nothing_behind(lost_on_the_way, lock, losses):
-    """Django keeps it, as one in a transaction; what comes after it would fail for that."""
+def test_a_connection_lost_before_autocommit_leaves_nothing(
+    lost_on_the_way, lock, losses
+):
+    """Django keeps the broken connection as if it were in a transaction.
+
+    Later statements would fail for this reason.
+    """
     lost_on_the_way(losses)
     hold = None
     while hold is None:
@@ -747,11 +850,12 @@ def test_a_connection_that_is_lost_on_its_way_to_autocommit_leaves_nothing_behin
 
 
 @FAMILY
-@pytest.mark.engine("mariadb")
-def test_a_lease_is_given_back_though_the_connection_is_lost_on_the_way_out_of_its_transaction(
-    using, lost_on_the_way, elsewhere
-):
-    """Django keeps what was to be done on commit, and the connection, as in a transaction that never ends."""
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_lease_is_released_after_a_failed_commit(using, lost_on_the_way, elsewhere):
+    """Django keeps the on-commit callbacks and the broken connection.
+
+    It behaves as if the transaction never ended.
+    """
     hold = db_lock("stock:7", using=using).acquire()
     with pytest.raises(OperationalError), hold.atomic():
         lost_on_the_way(1)
@@ -762,9 +866,14 @@ def test_a_lease_is_given_back_though_the_connection_is_lost_on_the_way_out_of_i
     elsewhere(lambda: db_lock("stock:7", using=using, timeout=0).acquire().release())
 
 
-@pytest.mark.engine("mariadb")
-def test_a_connection_that_was_lost_on_the_way_out_of_a_transaction_is_told_of(lost_on_the_way):
-    """As any statement on it would; and a lease needs no connection of the caller's."""
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_connection_lost_at_the_end_of_a_transaction_raises(
+    lost_on_the_way,
+):
+    """The broken connection raises, as it would for any statement.
+
+    A lease needs no connection of the caller.
+    """
     with pytest.raises(OperationalError), transaction.atomic():
         hold = db_lock("stock:7").acquire()
         lost_on_the_way(1)
@@ -772,7 +881,10 @@ def test_a_connection_that_was_lost_on_the_way_out_of_a_transaction_is_told_of(l
     with pytest.raises(LockBackendError, match="lost on the way out"):
         db_lock("stock:8").acquire()
     with db_lock("stock:8", scope="lease") as lease:
-        with pytest.raises(LockBackendError, match="lost on the way out"), lease.atomic():
+        with (
+            pytest.raises(LockBackendError, match="lost on the way out"),
+            lease.atomic(),
+        ):
             pass
     connection.close()
     with db_lock("stock:7", timeout=0), db_lock("stock:8", timeout=0):
@@ -780,14 +892,16 @@ def test_a_connection_that_was_lost_on_the_way_out_of_a_transaction_is_told_of(l
 
 
 @SERVERS
-def test_who_takes_a_key_at_the_end_of_its_time_leaves_no_place_in_line(threads, in_line, monkeypatch):
-    """Or else its release would hand the key to that place, where nobody is."""
-    monkeypatch.setattr(waiting_room.WaitingRoom, "_look", lambda *_, **__: (math.inf, 0))
+def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_line, monkeypatch):
+    """Otherwise its release would hand the key to an abandoned claim."""
+    monkeypatch.setattr(
+        waiting_room.WaitingRoom, "_look", lambda *_, **__: (math.inf, 0)
+    )
     monkeypatch.setattr(line, "HEARD_FOR", 30.0)
 
     def wait():
         with db_lock("stock:7", timeout=3) as hold:
-            return hold.waiting
+            return hold.queue_length()
 
     with transaction.atomic():
         db_lock("stock:7").acquire()
@@ -801,15 +915,15 @@ def test_who_takes_a_key_at_the_end_of_its_time_leaves_no_place_in_line(threads,
 
 
 @pytest.mark.engine("sqlite")
-def test_an_interrupt_leaves_the_patience_of_sqlite_as_it_was(monkeypatch):
-    """The project's own statements wait for the writer as they did."""
+def test_an_interrupt_restores_the_busy_timeout_of_sqlite(monkeypatch):
+    """The project's own statements wait for the writer as long as before."""
     with db_lock("stock:7"):
         pass
     raw = connection.connection
     ((usual,),) = raw.execute("PRAGMA busy_timeout").fetchall()
 
     class Interrupted:
-        """Interrupted as soon as the shorter patience is set."""
+        """A session that is interrupted as soon as the shorter timeout is set."""
 
         def execute(self, sql):
             done = raw.execute(sql)
@@ -825,8 +939,10 @@ def test_an_interrupt_leaves_the_patience_of_sqlite_as_it_was(monkeypatch):
 
 
 @SERVERS
-def test_an_interrupt_right_after_a_grant_in_a_transaction_gives_it_back_there(threads, elsewhere, monkeypatch):
-    """Outside of it one could only wait for its end."""
+def test_an_interrupted_grant_is_released_in_its_transaction(
+    threads, elsewhere, monkeypatch
+):
+    """A release outside the transaction would wait for the transaction's end."""
     held = elsewhere(db_lock("stock:7").acquire)
     backend = backends["default"]
     hold = Attempt._hold
@@ -859,8 +975,8 @@ def test_an_interrupt_right_after_a_grant_in_a_transaction_gives_it_back_there(t
     in_time(taken, 2.0)
 
 
-def test_timeouts_at_the_moment_of_the_hand_over_lose_nobody_and_leave_nothing(threads):
-    """Each of them is served or told that its time is over, and the key is free in the end."""
+def test_timeouts_during_a_handover_lose_no_waiter(threads):
+    """Each waiter is served or times out, and the key is free in the end."""
     for number in range(12):
         held, served = db_lock("stock:7").acquire(), []
 
@@ -872,7 +988,10 @@ def test_timeouts_at_the_moment_of_the_hand_over_lose_nobody_and_leave_nothing(t
             except LockTimeout:
                 return "timeout"
 
-        waiting = [threads(lambda timeout=0.05 + 0.002 * one: wait(timeout)) for one in range(4)]
+        waiting = [
+            threads(lambda timeout=0.05 + 0.002 * one: wait(timeout))
+            for one in range(4)
+        ]
         time.sleep(0.045 + 0.002 * number)
         held.release()
         for thread in waiting:
@@ -883,8 +1002,11 @@ def test_timeouts_at_the_moment_of_the_hand_over_lose_nobody_and_leave_nothing(t
 
 
 @pytest.mark.engine("postgresql")
-def test_a_slow_answer_is_no_sign_that_nobody_tells(in_line, threads, monkeypatch):
-    """The key moves on while the question is on its way: nothing was there to hear when last the room listened."""
+def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
+    """The key is handed over while a poll is under way.
+
+    No message was there when this process last listened.
+    """
     backend, asked, go_on = backends["default"], threading.Event(), threading.Event()
     monkeypatch.setattr(room_of(backend), "_looks_until", 0.0)
     look = type(backend).look
@@ -906,8 +1028,11 @@ def test_a_slow_answer_is_no_sign_that_nobody_tells(in_line, threads, monkeypatc
     assert room_of(backend)._looks_until == 0.0
 
 
-def test_no_key_is_said_to_be_busy_that_was_not_asked_for(monkeypatch):
-    """Others waited for it a moment ago, so one stands in line at once; and comes too late for that."""
+def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
+    """The key was contended a moment ago, so the caller queues at once.
+
+    Its timeout passes before it has queued. It still tries to acquire the key.
+    """
     backends["default"]._crowded.add("stock:7")
     better_in_line, hints = Attempt._better_in_line, []
 
@@ -922,11 +1047,11 @@ def test_no_key_is_said_to_be_busy_that_was_not_asked_for(monkeypatch):
     assert hints == [True, False]
 
 
-# The order.
+# Order.
 
 
 @FAMILY
-def test_the_first_to_come_is_the_first_to_be_served_across_processes(using, workers, in_line):
+def test_processes_are_served_in_the_order_of_arrival(using, workers, in_line):
     crowd = workers(5)
     with db_lock("stock:7", using=using):
         for number, worker in enumerate(crowd):
@@ -938,8 +1063,8 @@ def test_the_first_to_come_is_the_first_to_be_served_across_processes(using, wor
 
 
 @FAMILY
-def test_nobody_overtakes_the_line_unless_it_is_not_fair(using, workers, in_line, elsewhere):
-    """Who gives the key back and wants it again at once stands behind those who wait."""
+def test_only_an_unfair_claim_passes_the_queue(using, workers, in_line, elsewhere):
+    """A holder that releases and reacquires the key queues behind the waiters."""
     first, second = workers(2)
     hold = db_lock("stock:7", using=using).acquire()
     first.start(jobs.hold, "stock:7", using=using)
@@ -954,26 +1079,33 @@ def test_nobody_overtakes_the_line_unless_it_is_not_fair(using, workers, in_line
     assert first.hear() == "released"
     assert second.hear() == "waiting"
     assert second.hear()[1] > token
-    # Somebody was in line, and had no chance: the holder has it twice in a row.
+    # This queued claim never acquires the key. A fair claim does not overtake it.
     backend, waits = backends[using], claim()
     mine, barging = claim(), claim(fair=False)
     assert backend.acquire(mine)
     ResourceLock.objects.filter(pk="stock:7").update(waiters=1)
     LockClaim.objects.create(
-        key_resource="stock:7", owner=waits.owner, holder="", begin_time="2020-01-01T00:00Z",
-        end_time="2190-01-01T00:00Z", shared=False, permits=1, scope="P", takeover=True, counted=True, patience=10**6,
+        key_resource="stock:7", owner=waits.owner, holder="",
+            begin_time="2020-01-01T00:00Z",
+        end_time="2190-01-01T00:00Z", shared=False, permits=1, scope="P", takeover=True,
+            counted=True, handover_ttl=10**6,
     )  # fmt: skip
-    ResourceLock.objects.filter(pk="stock:7").update(status="S", end_time="2020-01-01T00:00Z")
+    ResourceLock.objects.filter(pk="stock:7").update(
+        status="S", end_time="2020-01-01T00:00Z"
+    )
     assert backend.acquire(claim()) is None
     backend.release(waits)
     assert backend.acquire(barging)
     backend.release(barging)
 
 
-def test_who_is_not_fair_goes_before_those_who_wait(in_line, workers, until):
+def test_an_unfair_claim_passes_a_stopped_waiter(in_line, workers, until):
     def goes_before():
-        # Given back, and not handed over: as by a transaction that is rolled back.
-        ResourceLock.objects.filter(pk="stock:7").update(status="S", end_time="2020-01-01T00:00Z")
+        # The key is released but not handed over, as after the rollback of a
+        # transaction.
+        ResourceLock.objects.filter(pk="stock:7").update(
+            status="S", end_time="2020-01-01T00:00Z"
+        )
         return db_lock("stock:7", fair=False).try_acquire()
 
     (other,) = workers(1)
@@ -984,7 +1116,8 @@ def test_who_is_not_fair_goes_before_those_who_wait(in_line, workers, until):
     in_line(1)
     other.stop()
     try:
-        # What the other one had sent by then may still be at work, and have the key for it.
+        # A statement that the stopped process has sent may still run and acquire the
+        # key.
         until(goes_before).release()
     finally:
         other.resume()
@@ -992,12 +1125,12 @@ def test_who_is_not_fair_goes_before_those_who_wait(in_line, workers, until):
     assert other.hear()
 
 
-# Ends of other kinds than a release.
+# Endings other than a release.
 
 
-def test_the_key_moves_on_when_at_least_ends(workers, in_line):
+def test_the_key_is_handed_over_when_min_hold_ends(workers, in_line):
     (other,) = workers(1)
-    hold = db_lock("stock:7", at_least=1.0).acquire()
+    hold = db_lock("stock:7", min_hold=1.0).acquire()
     began = time.monotonic()
     other.start(jobs.wait_for, "stock:7")
     in_line(1)
@@ -1008,7 +1141,9 @@ def test_the_key_moves_on_when_at_least_ends(workers, in_line):
     in_time(granted - began, 1.0 + 0.7)
 
 
-def test_a_holder_that_dies_hands_over_when_its_lease_ends(workers, doomed, in_line):
+def test_a_dead_holders_key_is_handed_over_when_its_lease_ends(
+    workers, doomed, in_line
+):
     (other,) = workers(1)
     victim = doomed()
     victim.start(jobs.hold, "stock:7", ttl=1.0)
@@ -1024,7 +1159,7 @@ def test_a_holder_that_dies_hands_over_when_its_lease_ends(workers, doomed, in_l
 @SERVERS
 @FAMILY
 @pytest.mark.parametrize("roll_back", [False, True])
-def test_the_end_of_a_transaction_wakes_the_line(using, roll_back, workers, in_line):
+def test_the_end_of_a_transaction_wakes_its_waiters(using, roll_back, workers, in_line):
     holder, *waiting = workers(3)
     holder.start(jobs.hold_in_transaction, "stock:7", using=using, roll_back=roll_back)
     holder.hear()
@@ -1044,7 +1179,7 @@ def test_the_end_of_a_transaction_wakes_the_line(using, roll_back, workers, in_l
 
 
 @SERVERS
-def test_transactions_wait_in_line_too(workers, in_line):
+def test_transactions_join_the_queue(workers, in_line):
     first, second = workers(2)
     hold = db_lock("stock:7").acquire()
     first.start(jobs.hold_in_transaction, "stock:7")
@@ -1061,7 +1196,7 @@ def test_transactions_wait_in_line_too(workers, in_line):
     assert answer[1] > token
 
 
-def test_a_lock_that_does_not_take_over_is_told_in_line_that_its_holder_never_came_back(doomed, workers, in_line):
+def test_a_waiter_without_takeover_gets_lock_stale(doomed, workers, in_line):
     (patient,) = workers(1)
     victim = doomed()
     victim.start(jobs.hold, "stock:7", ttl=1.0)
@@ -1083,12 +1218,12 @@ def test_a_ttl_shorter_than_a_turn(workers, in_line):
         time.sleep(1.5)
     for worker in crowd:
         assert worker.hear() == "waiting"
-        # It had the key, and gave it back in time.
+        # It acquired the key and released it in time.
         assert worker.hear()
 
 
 @SERVERS
-def test_autocommit_switched_off_by_hand_waits_in_line_for_a_lease(workers, in_line):
+def test_a_lease_waits_in_the_queue_without_autocommit(workers, in_line):
     (holder,) = workers(1)
     holder.start(jobs.hold, "stock:7")
     token = holder.hear()
@@ -1106,12 +1241,12 @@ def test_autocommit_switched_off_by_hand_waits_in_line_for_a_lease(workers, in_l
         transaction.set_autocommit(True)
 
 
-# The room.
+# The waiters of a process.
 
 
 @SERVERS
-def test_the_connection_of_those_who_waited_is_gone_within_a_second(workers, in_line, until):
-    """Or a DROP DATABASE at the end of the tests of a project would fail."""
+def test_the_connection_for_waiting_closes_within_a_second(workers, in_line, until):
+    """Otherwise DROP DATABASE at the end of a project's tests would fail."""
     waiting, _asking = workers(2)
     with db_lock("stock:7"):
         waiting.start(jobs.wait_for, "stock:7")
@@ -1126,15 +1261,19 @@ def test_the_connection_of_those_who_waited_is_gone_within_a_second(workers, in_
     assert mine
 
 
-def test_a_waiter_that_comes_when_its_room_is_about_to_close_is_looked_after(elsewhere, threads, until):
-    """A few milliseconds before and after nobody was there for half a second."""
+def test_a_waiter_that_arrives_during_the_idle_close_is_served(
+    elsewhere, threads, until
+):
+    """The waiter comes shortly before or after half a second without waiters."""
     for number in range(6):
         hold = db_lock("stock:7").acquire()
         with contextlib.suppress(LockTimeout):
             elsewhere(db_lock("stock:7", timeout=0.05).acquire)
         time.sleep(0.47 + 0.02 * number)
-        thread = threads(lambda: db_lock("stock:7").acquire().release() or time.monotonic())
-        until(lambda hold=hold: hold.waiting == 1)
+        thread = threads(
+            lambda: db_lock("stock:7").acquire().release() or time.monotonic()
+        )
+        until(lambda hold=hold: hold.queue_length() == 1)
         hold.release()
         released = time.monotonic()
         thread.join(30)
@@ -1143,10 +1282,10 @@ def test_a_waiter_that_comes_when_its_room_is_about_to_close_is_looked_after(els
 
 @pytest.fixture
 def outside_sqlite(monkeypatch):
-    """
-    Return a context manager within which no other thread is inside of SQLite, where this is the engine.
+    """Return a context manager that keeps other threads out of SQLite.
 
-    A process that is forked meanwhile would have a mutex of SQLite's locked for ever.
+    A process that is forked meanwhile would inherit a locked mutex of SQLite. On other
+    engines the context manager does nothing.
     """
     backend = backends["default"]
 
@@ -1170,13 +1309,13 @@ def outside_sqlite(monkeypatch):
     return keep_out
 
 
-def test_who_forks_while_others_wait_disturbs_nobody(threads, in_line, outside_sqlite):
+def test_a_fork_does_not_disturb_waiters(threads, in_line, outside_sqlite):
     hold = db_lock("stock:7").acquire()
     thread = threads(lambda: db_lock("stock:7").acquire().release() or time.monotonic())
     in_line(1)
     connection.close()
     with warnings.catch_warnings(), outside_sqlite():
-        # Python 3.12 and newer warn of it.
+        # Python 3.12 and newer warn about forking a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -1200,16 +1339,20 @@ def test_who_forks_while_others_wait_disturbs_nobody(threads, in_line, outside_s
     in_time(thread.results[0] - released, 0.7)
 
 
-# Those who share.
+# Shared holds from the queue.
 
 
 @FAMILY
 @pytest.mark.parametrize("kind", ["reader", "permit"])
-def test_a_share_from_the_line_is_entered_again_renewed_and_fenced_as_any_hold(
+def test_a_shared_hold_from_the_queue_works_like_any_other(
     using, kind, in_line, threads, elsewhere
 ):
     policy = {"using": using, "ttl": 4.0}
-    lock = db_semaphore("stock:7", permits=1, **policy) if kind == "permit" else db_rwlock("stock:7", **policy).read()
+    lock = (
+        db_semaphore("stock:7", permits=1, **policy)
+        if kind == "permit"
+        else db_rwlock("stock:7", **policy).read()
+    )
     before = db_lock("stock:7", using=using).acquire()
     ready, done, holds = threading.Event(), threading.Event(), []
 
@@ -1227,7 +1370,7 @@ def test_a_share_from_the_line_is_entered_again_renewed_and_fenced_as_any_hold(
     before.release()
     assert ready.wait(30)
     assert holds[0].token > before.token
-    # Longer than the short lease from the line, and than the ttl.
+    # This is longer than the short lease from the queue, and longer than the ttl.
     time.sleep(4.5)
     holds[0].check()
     assert elsewhere(db_lock("stock:7", using=using, timeout=0).try_acquire) is None
@@ -1236,7 +1379,7 @@ def test_a_share_from_the_line_is_entered_again_renewed_and_fenced_as_any_hold(
         assert after.token > holds[0].token
 
 
-def test_a_share_that_is_lost_is_told(until):
+def test_a_lost_shared_hold_is_reported(until):
     told = []
     lock = db_semaphore("api", permits=2, ttl=1.0, on_lost=told.append)
     hold = lock.acquire()
@@ -1247,8 +1390,8 @@ def test_a_share_that_is_lost_is_told(until):
         hold.release()
 
 
-def test_readers_leave_the_line_with_their_process(doomed, in_line, workers):
-    """A reader that dies with its share keeps a writer in line for its ttl, and no longer."""
+def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_line, workers):
+    """A reader that dies with its shared hold blocks a writer for its ttl only."""
     (writer,) = workers(1)
     reader = doomed()
     reader.start(jobs.hold, "stock:7", shared=True, ttl=1.0)
@@ -1259,46 +1402,48 @@ def test_readers_leave_the_line_with_their_process(doomed, in_line, workers):
     in_time(writer.hear()[0] - reader.killed_at, 1.0 + 0.5 + 0.7)
 
 
-def test_a_share_that_is_kept_for_at_least_a_while_moves_on_then(workers, in_line):
+def test_a_shared_hold_is_handed_over_after_min_hold(workers, in_line):
     (writer,) = workers(1)
-    hold = db_lock("stock:7", shared=True, at_least=1.0).acquire()
+    hold = db_lock("stock:7", shared=True, min_hold=1.0).acquire()
     began = time.monotonic()
     writer.start(jobs.wait_quietly, "stock:7")
     in_line(1)
     hold.release()
     granted, _ = writer.hear()
-    # Its grace and one look on top.
+    # The bound adds the grace and one poll.
     assert granted - began >= 0.95
     in_time(granted - began, 1.0 + 0.5 + 0.7)
 
 
-def test_many_readers_and_writers_of_several_processes_never_meet(workers, tmp_path):
-    """An odd number says that a writer is at work; readers and writers look at it."""
+def test_readers_and_writers_in_processes_exclude_each_other(workers, tmp_path):
+    """An odd number means that a writer is active. Readers and writers check it."""
     path = tmp_path / "value"
     path.write_text("0")
     crowd = workers(5)
     for number, worker in enumerate(crowd):
-        worker.start(jobs.read_or_write, str(path), "stock:7", times=40, write=number < 2)
+        worker.start(
+            jobs.read_or_write, str(path), "stock:7", times=40, write=number < 2
+        )
     for worker in crowd:
         worker.hear()
     assert path.read_text() == "160"
 
 
-# Tests of those who use it.
+# Tests of projects that use dlocks.
 
 
 class InATestCase(TestCase):
-    """What a project's own TestCase does with locks that others wait for."""
+    """A project's own ``TestCase`` that uses locks."""
 
-    def test_a_lock_is_entered_left_and_entered_again(self):
+    def test_a_lock_can_be_used_repeatedly_in_a_testcase(self):
         for _ in range(3):
             with db_lock("stock:7") as hold, db_lock("stock:7"):
-                assert hold.waiting == 0
+                assert hold.queue_length() == 0
             with db_rwlock("catalogue", scope=None).read():
                 pass
         self.assertTrue(ResourceLock.objects.filter(pk="stock:7").exists())
 
-    def test_a_share_is_the_test_s_own_and_leaves_nothing_behind(self):
+    def test_a_shared_hold_in_a_testcase_leaves_nothing(self):
         def committed():
             try:
                 return ResourceLock.objects.filter(pk="catalogue").exists()
@@ -1310,14 +1455,14 @@ class InATestCase(TestCase):
         if connection.vendor != "sqlite":
             self.assertFalse(keeper.run(committed))
 
-    def test_nothing_of_it_stays(self):
+    def test_the_next_test_finds_the_key_free(self):
         with db_lock("stock:7", timeout=0):
             pass
 
 
 @SERVERS
-def test_a_database_can_be_dropped_half_a_second_after_somebody_waited(until):
-    """As a test runner does at its end; the one who waited is alive still."""
+def test_a_database_can_be_dropped_half_a_second_after_a_wait(until):
+    """A test runner does this at its end, while the waiting process still runs."""
     name = connection.ops.quote_name("dropped")
     with connection.cursor() as cursor:
         cursor.execute(f"DROP DATABASE IF EXISTS {name}")
@@ -1338,7 +1483,10 @@ def test_a_database_can_be_dropped_half_a_second_after_somebody_waited(until):
                         " WHERE datname = 'dropped' AND backend_type = 'client backend'"
                     )
                 else:
-                    cursor.execute("SELECT COUNT(*) FROM information_schema.processlist WHERE db = 'dropped'")
+                    cursor.execute(
+                        "SELECT COUNT(*) FROM information_schema.processlist WHERE db ="
+                        " 'dropped'"
+                    )
                 return cursor.fetchone() == (0,)
 
             until(is_unused)
@@ -1350,13 +1498,13 @@ def test_a_database_can_be_dropped_half_a_second_after_somebody_waited(until):
     assert connections["default"].settings_dict["NAME"] == original
 
 
-# Whoever is stopped.
+# Stopped processes.
 
 
 @SERVERS
 @FAMILY
-def test_who_is_stopped_anywhere_on_its_way_through_the_line_keeps_nobody_else_for_long(using, doomed, workers):
-    """Also in the middle of a transaction of the line's own, with the lock row locked."""
+def test_a_process_stopped_at_any_point_blocks_others_briefly(using, doomed, workers):
+    """It may be stopped in a queue transaction, with the lock row locked."""
     crowd = workers(2)
     victim = doomed()
     victim.start(jobs.enter_and_leave, "stock:7", seconds=8, using=using, ttl=1.0)
@@ -1368,14 +1516,16 @@ def test_who_is_stopped_anywhere_on_its_way_through_the_line_keeps_nobody_else_f
         time.sleep(2.7)
         victim.resume()
     longest = max(worker.hear() for worker in crowd)
-    # Not killed in line.
+    # The victim was not ended while it was in the queue.
     victim.hear()
-    # Its lease, its grace, the turn that it was given, and the bound of a transaction.
+    # The sum of its lease, its grace, its turn and the limit of a transaction.
     in_time(longest, 4.0)
 
 
-def test_a_thread_that_hangs_on_its_way_into_line_keeps_no_other_out(threads, in_line, monkeypatch):
-    """Its connection may be dead, and its driver patient."""
+def test_a_thread_that_hangs_while_queueing_blocks_no_other(
+    threads, in_line, monkeypatch
+):
+    """Its connection may be dead while its driver still waits."""
     entered, leave = threading.Event(), threading.Event()
     monkeypatch.setattr(backends["default"], "_entrance", line.Entrance())
 
@@ -1400,8 +1550,8 @@ def test_a_thread_that_hangs_on_its_way_into_line_keeps_no_other_out(threads, in
     assert waiting.results == [True]
 
 
-def test_to_wait_and_to_have_waited_costs_hardly_any_processor(in_line, threads):
-    """Nobody asks again and again whether there is somebody to ask for."""
+def test_waiting_costs_hardly_any_processor_time(in_line, threads):
+    """No thread polls in a loop, neither during the wait nor after it."""
     with db_lock("stock:7"):
         waiting = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
         in_line(1)
@@ -1414,13 +1564,16 @@ def test_to_wait_and_to_have_waited_costs_hardly_any_processor(in_line, threads)
     assert time.process_time() - began < 0.25
 
 
-# Who listens: on PostgreSQL a thread that waits can do so itself.
+# Listening. On PostgreSQL, a waiting thread can listen itself.
 
 
+@pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
-def test_a_thread_that_waits_alone_hears_of_its_turn_itself(in_line, threads, monkeypatch):
+def test_a_single_waiting_thread_receives_its_own_notification(
+    in_line, threads, monkeypatch
+):
     room, heard_by = room_of(backends["default"]), []
-    # Another test may have had reason to look.
+    # An earlier test may have switched to polling.
     monkeypatch.setattr(room, "_looks_until", 0.0)
     take = room._take
 
@@ -1435,7 +1588,7 @@ def test_a_thread_that_waits_alone_hears_of_its_turn_itself(in_line, threads, mo
     hold.release()
     waiting.join(30)
     assert set(heard_by) <= {waiting, room._thread}
-    # Not where the room had to look just then.
+    # The thread does not receive the message if a poll was due just then.
     for _ in range(20):
         if waiting in heard_by:
             break
@@ -1447,11 +1600,10 @@ def test_a_thread_that_waits_alone_hears_of_its_turn_itself(in_line, threads, mo
     assert waiting in heard_by
 
 
+@pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
-def test_a_thread_that_was_interrupted_while_it_listened_keeps_nobody_waiting_for_ever(
-    in_line, threads, monkeypatch, until
-):
-    """Between the moment in which it has ears and the one in which it knows: nothing gives them back."""
+def test_an_interrupted_listener_is_replaced(in_line, threads, monkeypatch, until):
+    """The thread holds ``ears`` but does not know it yet. Nothing releases them."""
     monkeypatch.setattr(waiting_room, "EARS_PATIENCE", 0.5)
     room = room_of(backends["default"])
     has, leave = threading.Event(), threading.Event()
@@ -1463,7 +1615,9 @@ def test_a_thread_that_was_interrupted_while_it_listened_keeps_nobody_waiting_fo
 
     try:
         with db_lock("stock:7"):
-            waiting = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
+            waiting = threads(
+                lambda: db_lock("stock:7", timeout=30).acquire().release()
+            )
             in_line(1)
             listener = until(lambda: room._listener)
             threads(lambda: interrupted(listener.ears))
@@ -1477,8 +1631,8 @@ def test_a_thread_that_was_interrupted_while_it_listened_keeps_nobody_waiting_fo
 
 @pytest.mark.engine("postgresql")
 @pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, KeyboardInterrupt])
-def test_what_a_signal_s_handler_raises_ends_the_wait_and_is_not_lost(kind, workers, in_line):
-    """A task queue ends a task that takes too long so."""
+def test_an_error_raised_by_a_signal_handler_ends_the_wait(kind, workers, in_line):
+    """A task queue ends a task that takes too long in this way."""
     (worker,) = workers(1)
     with db_lock("stock:7"):
         worker.start(jobs.wait_until_a_signal, "stock:7", kind, timeout=30)
@@ -1490,7 +1644,7 @@ def test_what_a_signal_s_handler_raises_ends_the_wait_and_is_not_lost(kind, work
 
 
 @pytest.mark.engine("postgresql")
-async def test_a_thread_that_listens_hears_for_the_tasks_of_its_process_too(in_line, threads):
+async def test_a_listening_thread_notifies_tasks_of_its_process(in_line, threads):
     held = [await db_lock(key).aacquire() for key in ("stock:7", "stock:8")]
     listening = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
     await sync_to_async(in_line)(1)
@@ -1505,13 +1659,13 @@ async def test_a_thread_that_listens_hears_for_the_tasks_of_its_process_too(in_l
     in_time(hold.waited, 10)
 
 
-# Who gives up while a transaction has the row.
+# Timeouts while a transaction has the row.
 
 
 @SERVERS
 @FAMILY
-def test_who_gives_up_behind_a_transaction_is_not_given_the_key_when_that_ends(using, workers):
-    """A look that waited for the row has seen a line in which the claim still stood."""
+def test_a_timeout_behind_a_transaction_is_not_granted_later(using, workers):
+    """A poll that waited for the row still sees the claim in the queue."""
     (holder,) = workers(1)
     with db_lock("stock:7", using=using):
         pass
@@ -1528,14 +1682,16 @@ def test_who_gives_up_behind_a_transaction_is_not_given_the_key_when_that_ends(u
 
 
 @SERVERS
-def test_who_leaves_between_the_look_at_the_line_and_the_grant_is_passed_over(monkeypatch, elsewhere, is_busy):
+def test_a_claim_cancelled_just_before_its_grant_is_skipped(
+    monkeypatch, elsewhere, is_busy
+):
     backend = backends["default"]
     mine = claim()
     in_line = backend._in_line
 
     def leaves(key):
         live = in_line(key)
-        # As where the row is locked by somebody else: by this step.
+        # This step has locked the row, as another process could have.
         assert elsewhere(backend.release, mine, failed=True) is False
         return live
 
@@ -1549,11 +1705,13 @@ def test_who_leaves_between_the_look_at_the_line_and_the_grant_is_passed_over(mo
     assert not is_busy()
 
 
-# A crowd that comes at once.
+# Many claims at once.
 
 
-def test_the_threads_of_a_process_go_into_line_one_at_a_time(monkeypatch, in_line, threads):
-    """Else the row of the key would go from one to the next of them, and never to its holder."""
+def test_threads_of_a_process_join_the_queue_one_at_a_time(
+    monkeypatch, in_line, threads
+):
+    """Otherwise they would lock the key's row in turn and keep out its holder."""
     backend = backends["default"]
     at_it, together = set(), []
 
@@ -1569,7 +1727,7 @@ def test_the_threads_of_a_process_go_into_line_one_at_a_time(monkeypatch, in_lin
 
         return run
 
-    # Or whoever waits for longer at the entrance goes in beside the one who hangs there.
+    # Otherwise a thread that waits too long at the entrance would pass the slow one.
     monkeypatch.setattr(line, "ENTRANCE_PATIENCE", 60.0)
     for step in ("_queue", "_queue_together"):
         monkeypatch.setattr(backend, step, noted(getattr(backend, step)))
@@ -1591,11 +1749,11 @@ def test_the_threads_of_a_process_go_into_line_one_at_a_time(monkeypatch, in_lin
 
 @pytest.fixture
 def slow_entrance(monkeypatch, until):
-    """
-    Have the first who goes into line wait for ``leave`` on the way.
+    """Make the first claim that joins the queue wait for ``leave``.
 
-    Return the events ``entered`` and ``leave``, the sizes of all batches, and a function that waits until so many
-    others are at the entrance.
+    Return the events ``entered`` and ``leave``, the sizes of all batches, and a
+    function. The function waits until the given number of other claims are at the
+    entrance.
     """
     backend = backends["default"]
     entered, leave, sizes = threading.Event(), threading.Event(), []
@@ -1610,12 +1768,19 @@ def slow_entrance(monkeypatch, until):
 
     monkeypatch.setattr(line, "ENTRANCE_PATIENCE", 60.0)
     monkeypatch.setattr(backend, "_queue_together", slowly)
-    yield entered, leave, sizes, lambda number: until(lambda: len(backend._entrance.waiting) == number)
+    yield (
+        entered,
+        leave,
+        sizes,
+        lambda number: until(lambda: len(backend._entrance.waiting) == number),
+    )
     leave.set()
 
 
 @SERVERS
-def test_those_who_come_while_one_goes_into_line_go_together_and_in_their_order(slow_entrance, in_line, threads):
+def test_threads_at_the_entrance_join_the_queue_in_order(
+    slow_entrance, in_line, threads
+):
     entered, leave, sizes, at_entrance = slow_entrance
     order = []
 
@@ -1631,7 +1796,7 @@ def test_those_who_come_while_one_goes_into_line_go_together_and_in_their_order(
             at_entrance(number)
         leave.set()
         in_line(30)
-        assert hold.waiting == 30
+        assert hold.queue_length() == 30
         assert ResourceLock.objects.get(pk="stock:7").waiters == 30
     for thread in crowd:
         thread.join(60)
@@ -1642,7 +1807,7 @@ def test_those_who_come_while_one_goes_into_line_go_together_and_in_their_order(
 
 
 @SERVERS
-def test_who_waits_for_another_key_is_not_taken_along(slow_entrance, in_line, threads):
+def test_a_claim_of_another_key_is_not_in_the_batch(slow_entrance, in_line, threads):
     entered, leave, sizes, at_entrance = slow_entrance
 
     def take(key):
@@ -1665,7 +1830,9 @@ def test_who_waits_for_another_key_is_not_taken_along(slow_entrance, in_line, th
 
 
 @SERVERS
-def test_who_was_to_be_taken_along_by_one_that_failed_goes_alone(slow_entrance, monkeypatch, in_line, threads):
+def test_a_claim_of_a_failed_batch_queues_by_itself(
+    slow_entrance, monkeypatch, in_line, threads
+):
     entered, leave, _, at_entrance = slow_entrance
     backend = backends["default"]
     together, failed = backend._queue_together, []
@@ -1696,17 +1863,20 @@ def test_who_was_to_be_taken_along_by_one_that_failed_goes_alone(slow_entrance, 
     for thread in crowd:
         thread.join(60)
     assert failed == [5]
-    assert Counter(thread.results[0] for thread in crowd) == {True: 5, "The connection of this one is dead.": 1}
+    assert Counter(thread.results[0] for thread in crowd) == {
+        True: 5,
+        "The connection of this one is dead.": 1,
+    }
 
 
 @SERVERS
-def test_who_is_interrupted_while_another_one_takes_it_along_leaves_no_place_behind(slow_entrance, threads):
+def test_an_interrupted_claim_of_a_batch_leaves_the_queue(slow_entrance, threads):
     entered, leave, sizes, at_entrance = slow_entrance
     backend = backends["default"]
     waits, taken = threading.Event(), threading.Event()
 
     class Interrupted:
-        """A turn that is interrupted while one waits for it, once another one has taken the claim along."""
+        """A turn whose wait is interrupted after another thread queued the claim."""
 
         def acquire(self, timeout):
             waits.set()
@@ -1722,7 +1892,7 @@ def test_who_is_interrupted_while_another_one_takes_it_along_leaves_no_place_beh
         batch = with_others(mine)
         if len(batch) > 1:
             taken.set()
-            # Its thread has gone, and taken back what was not there yet.
+            # Its thread has ended, and has removed a claim that did not exist yet.
             interrupted.join(30)
         return batch
 
@@ -1747,8 +1917,11 @@ def test_who_is_interrupted_while_another_one_takes_it_along_leaves_no_place_beh
         for thread in (first, interrupted, last):
             thread.join(30)
         assert sizes == [1, 2]
-        assert hold.waiting == 2
-        assert set(LockClaim.objects.values_list("owner", flat=True)) == {claims[0].owner, claims[2].owner}
+        assert hold.queue_length() == 2
+        assert set(LockClaim.objects.values_list("owner", flat=True)) == {
+            claims[0].owner,
+            claims[2].owner,
+        }
         assert ResourceLock.objects.get(pk="stock:7").waiters == 2
         for claim in (claims[0], claims[2]):
             backend.release(claim)
@@ -1756,7 +1929,11 @@ def test_who_is_interrupted_while_another_one_takes_it_along_leaves_no_place_beh
 
 @pytest.fixture
 def hung():
-    """A claim that holds the key; and a thread on its way into line, that took another one along and hangs there."""
+    """Return a holder, a leader that hangs and a follower from its batch.
+
+    The leader hangs on its way into the queue. The last item of the result lets it
+    continue.
+    """
     backend = backends["default"]
     holder, *claims = (Claim(key="stock:7", ttl=30) for _ in range(3))
     assert backend.acquire(holder)
@@ -1765,14 +1942,16 @@ def hung():
     entrance.waiting.extend([leader, follower])
     batch = entrance.with_others(leader)
     assert batch == [leader, follower]
-    # The other one is tired of waiting for that, and goes by itself.
+    # The follower has waited long enough, and joins the queue by itself.
     backend._queue_together(entrance.with_others(follower))
     assert follower.place.number
     return backend, holder, leader, follower, lambda: backend._queue_together(batch)
 
 
 @SERVERS
-def test_who_was_to_be_taken_along_and_has_had_its_turn_is_not_put_into_line_again(hung):
+def test_a_released_claim_of_a_late_batch_is_not_queued_again(
+    hung,
+):
     backend, holder, leader, follower, go_on = hung
     assert backend.release(holder)
     assert backend.look([follower.claim])[follower.claim.owner].grant
@@ -1781,14 +1960,16 @@ def test_who_was_to_be_taken_along_and_has_had_its_turn_is_not_put_into_line_aga
     assert backend.acquire(holder)
     go_on()
     assert leader.place.number
-    assert list(LockClaim.objects.values_list("owner", "id")) == [(leader.claim.owner, leader.place.number)]
+    assert list(LockClaim.objects.values_list("owner", "id")) == [
+        (leader.claim.owner, leader.place.number)
+    ]
     assert ResourceLock.objects.get(pk="stock:7").waiters == 1
     assert backend.release(holder)
     assert backend.look([leader.claim])[leader.claim.owner].grant
 
 
 @SERVERS
-def test_who_was_to_be_taken_along_and_stands_in_line_by_itself_keeps_its_place(hung):
+def test_a_queued_claim_of_a_late_batch_keeps_its_position(hung):
     backend, holder, leader, follower, go_on = hung
     go_on()
     assert list(LockClaim.objects.order_by("id").values_list("owner", "id")) == [
@@ -1803,8 +1984,8 @@ def test_who_was_to_be_taken_along_and_stands_in_line_by_itself_keeps_its_place(
 
 @SERVERS
 @FAMILY
-def test_who_has_the_key_does_not_go_into_line_beside_it(using):
-    """Its turn came while it stood up, or before a reply that was lost."""
+def test_a_holder_does_not_join_the_queue(using):
+    """Its turn came while it was joining the queue, or before a lost reply."""
     backend = backends[using]
     holder, other = (Claim(key="stock:7", ttl=30) for _ in range(2))
     assert backend.acquire(holder)
@@ -1818,11 +1999,15 @@ def test_who_has_the_key_does_not_go_into_line_beside_it(using):
     LockClaim.objects.all().delete()
 
 
-@pytest.mark.engine("mariadb")
-def test_whose_turn_comes_in_the_middle_of_its_own_packet_does_not_go_into_line_again(monkeypatch, threads, in_line):
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_claim_granted_while_it_queues_is_not_queued_again(
+    monkeypatch, threads, in_line
+):
     backend = backends["default"]
     paused = backend.dialect.queue.replace(
-        " COMMIT; SELECT", " COMMIT; DO GET_LOCK('dlocks_tests', 30); DO RELEASE_LOCK('dlocks_tests'); SELECT"
+        " COMMIT; SELECT",
+        " COMMIT; DO GET_LOCK('dlocks_tests', 30); DO RELEASE_LOCK('dlocks_tests');"
+        " SELECT",
     )
     assert paused != backend.dialect.queue
     monkeypatch.setattr(type(backend.dialect), "queue", paused)
@@ -1842,16 +2027,25 @@ def test_whose_turn_comes_in_the_middle_of_its_own_packet_does_not_go_into_line_
     assert backend.release(claim)
 
 
+@pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
 def test_statements_for_many_claims_are_not_prepared():
-    """There would be one for each number of them, with a plan of a megabyte."""
+    """Each number of claims would need a statement, with a plan of a megabyte."""
     backend = backends["default"]
     holder = Claim(key="stock:7", ttl=30)
     assert backend.acquire(holder)
     for number in range(24):
-        backend._queue_together([line.Entering(Claim(key="stock:7", ttl=30), "") for _ in range(1 + number % 3)])
+        backend._queue_together(
+            [
+                line.Entering(Claim(key="stock:7", ttl=30), "")
+                for _ in range(1 + number % 3)
+            ]
+        )
     with connection.cursor() as cursor:
-        cursor.execute("SELECT statement FROM pg_prepared_statements WHERE statement LIKE '%INSERT INTO%'")
+        cursor.execute(
+            "SELECT statement FROM pg_prepared_statements WHERE statement LIKE '%INSERT"
+            " INTO%'"
+        )
         prepared = [statement for (statement,) in cursor.fetchall()]
     assert prepared
     assert not [statement for statement in prepared if "UNION ALL" in statement]
@@ -1861,7 +2055,7 @@ def test_statements_for_many_claims_are_not_prepared():
 
 @SERVERS
 @FAMILY
-def test_a_crowd_that_comes_at_once_keeps_nobody_from_giving_back(using, workers, until):
+def test_many_new_waiters_do_not_block_the_release(using, workers, until):
     crowd = workers(4)
     hold = db_lock("stock:7", using=using, ttl=60).acquire()
     for worker in crowd:
@@ -1870,15 +2064,15 @@ def test_a_crowd_that_comes_at_once_keeps_nobody_from_giving_back(using, workers
         assert worker.hear() == "here"
     for worker in crowd:
         worker.tell()
-    # In the middle of their coming.
+    # The key is released while claims are still joining the queue.
     until(lambda: backends["default"].waiting("stock:7") >= 10)
     hold.release()
-    # Nor does it keep any of its own.
+    # The waiters do not block each other either.
     assert sum(worker.hear(120) for worker in crowd) == 100
 
 
 @SERVERS
-def test_a_key_whose_row_is_kept_by_others_for_seconds_is_given_back_all_the_same(workers, is_busy):
+def test_a_key_is_released_after_its_row_was_locked_for_seconds(workers, is_busy):
     (other,) = workers(1)
     hold = db_lock("stock:7").acquire()
     other.start(jobs.lock_row, "stock:7")
@@ -1893,8 +2087,8 @@ def test_a_key_whose_row_is_kept_by_others_for_seconds_is_given_back_all_the_sam
     assert not is_busy("stock:7")
 
 
-async def test_a_coroutine_that_is_closed_in_the_middle_is_in_nobody_s_way(in_line):
-    """Without its loop's doing, so that nothing can be waited for."""
+async def test_a_coroutine_closed_while_it_waits_blocks_no_waiter(in_line):
+    """Its event loop takes no part, so nothing can be awaited."""
     held = await sync_to_async(db_lock("stock:7").acquire)()
     room = room_of(backends["default"])
 
@@ -1910,17 +2104,17 @@ async def test_a_coroutine_that_is_closed_in_the_middle_is_in_nobody_s_way(in_li
     await sync_to_async(held.release)()
 
 
-def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere, until):
-    """As by who runs a loop until something is done, and does not look what else goes on in it."""
+def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, elsewhere, until):
+    """A caller runs a loop until one result is there and ignores other tasks."""
 
     def leave_one_waiting():
         loop = asyncio.new_event_loop()
         waits = loop.create_task(db_lock("stock:7", timeout=None).aacquire())
         loop.run_until_complete(wait_for_it())
-        # That of Django's thread, which ends with the loop.
+        # Close the connection of Django's thread, which ends with the loop.
         loop.run_until_complete(sync_to_async(connections.close_all)())
         loop.close()
-        # Or Python tells of it as it is collected.
+        # Otherwise Python reports the task when it is collected.
         waits._log_destroy_pending = False
         left.append(weakref.ref(waits))
 
@@ -1938,7 +2132,8 @@ def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere, unt
     with db_lock("stock:7"):
         elsewhere(leave_one_waiting)
         in_line(0)
-    # Nor in that of this process's memory; that it cannot wait for anything as it goes is no error.
+    # The task is removed from memory too. It cannot await anything then, which is no
+    # error.
     until(lambda: gc.collect() is not None and left[0]() is None)
     began = time.monotonic()
     with db_lock("stock:7", timeout=10):
@@ -1947,7 +2142,7 @@ def test_a_task_whose_loop_was_closed_is_in_nobody_s_way(in_line, elsewhere, unt
 
 @SERVERS
 @FAMILY
-def test_a_claim_whose_row_is_kept_by_others_is_passed_over_and_keeps_nobody_waiting(using, workers, in_line):
+def test_a_claim_whose_row_is_locked_is_skipped(using, workers, in_line):
     first, second, other = workers(3)
     hold = db_lock("stock:7", using=using).acquire()
     first.start(jobs.wait_for, "stock:7", using=using, timeout=60)
@@ -1964,14 +2159,16 @@ def test_a_claim_whose_row_is_kept_by_others_is_passed_over_and_keeps_nobody_wai
     assert other.hear() == "unlocked"
     first_at, _ = first.hear(20)
     assert first_at > second_at
-    # It is not heard of for 3 seconds, and then in nobody's way.
+    # After 3 seconds without a heartbeat, the claim no longer blocks others.
     in_time(second_at - released_at, 8.0)
 
 
 @SERVERS
 @FAMILY
-def test_what_the_line_gives_lasts_from_when_it_is_given_though_that_had_to_wait(using, workers, until, monkeypatch):
-    """Somebody has the row of the claim for most of a second, when its turn comes."""
+def test_the_first_lease_starts_at_the_delayed_grant(
+    using, workers, until, monkeypatch
+):
+    """The claim's row is locked for 0.8 s when its turn comes."""
     monkeypatch.setattr(line, "HEARD_FOR", 30.0)
     (other,) = workers(1)
     backend, first, second = backends[using], claim(), claim()
@@ -1988,8 +2185,8 @@ def test_what_the_line_gives_lasts_from_when_it_is_given_though_that_had_to_wait
 
 
 @SERVERS
-def test_a_turn_that_comes_to_nothing_at_first_is_not_lost(monkeypatch, threads):
-    """The row may be locked, for a moment, when the claim asks for what it was told it has."""
+def test_a_notified_claim_retries_until_it_acquires(monkeypatch, threads):
+    """The row may be locked for a moment when the notified claim acquires."""
     backend = backends["default"]
     acquire, queue = backend.acquire, backend.queue
     asked = []
@@ -2009,27 +2206,27 @@ def test_a_turn_that_comes_to_nothing_at_first_is_not_lost(monkeypatch, threads)
 
 
 @pytest.mark.parametrize("timeout", [2.0, None])
-def test_callers_who_do_not_react_keep_the_key_from_others_once_and_not_for_ever(timeout, workers, until):
+def test_unresponsive_waiters_delay_the_key_only_once(timeout, workers, until):
     (stuck,) = workers(1)
     with db_lock("stock:7") as hold:
         stuck.start(jobs.hang_in_line, "stock:7", 3, timeout=timeout)
         assert stuck.hear() == "waiting"
-        until(lambda: hold.waiting == 3)
+        until(lambda: hold.queue_length() == 3)
     lock = db_lock("stock:7", timeout=60)
     with lock as hold:
-        # Each of them may keep it until it is known that he does not come for it.
+        # Each stuck caller may keep the key until it is known not to respond.
         in_time(hold.waited, 20)
     for _ in range(5):
         with lock as hold:
             in_time(hold.waited, 2)
     stuck.tell()
-    # Who comes late may find it free.
+    # A late caller may find the key free.
     assert set(stuck.hear()) <= ({"LockTimeout", "str"} if timeout else {"str"})
 
 
 @SERVERS
-def test_who_looks_after_keys_that_transactions_have_waits_for_none_of_them(workers, monkeypatch):
-    """There may be many, and nobody listens meanwhile."""
+def test_polling_keys_locked_by_transactions_does_not_wait(workers, monkeypatch):
+    """There may be many such keys, and no message is received meanwhile."""
     keys = ["stock:7", "stock:8"]
     holders = workers(len(keys))
     for holder, key in zip(holders, keys, strict=True):
@@ -2038,7 +2235,9 @@ def test_who_looks_after_keys_that_transactions_have_waits_for_none_of_them(work
     backend, claims = backends["default"], [claim(key) for key in keys]
     for one in claims:
         backend.queue(one)
-    without_sleep = SimpleNamespace(sleep=lambda seconds: pytest.fail("it waits"), monotonic=time.monotonic)
+    without_sleep = SimpleNamespace(
+        sleep=lambda seconds: pytest.fail("it waits"), monotonic=time.monotonic
+    )
     with monkeypatch.context() as patch:
         for module in (database, line, statements):
             patch.setattr(module, "time", without_sleep)
@@ -2050,3 +2249,32 @@ def test_who_looks_after_keys_that_transactions_have_waits_for_none_of_them(work
     for holder in holders:
         holder.tell()
         holder.hear()
+
+
+@SERVERS
+def test_a_briefly_locked_row_is_contention(in_line, threads, monkeypatch):
+    """A release that finds the row locked retries, with any driver."""
+    backend, locked, leave = backends["default"], threading.Event(), threading.Event()
+    hand_over = backend._hand_over
+
+    def hand_over_once(*args, **kwargs):
+        try:
+            return hand_over(*args, **kwargs)
+        finally:
+            leave.set()
+
+    def keep():
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            locked.set()
+            leave.wait(30)
+
+    hold = db_lock("stock:7").acquire()
+    waiter = threads(lambda: db_lock("stock:7").acquire().release())
+    in_line(1)
+    threads(keep)
+    assert locked.wait(10)
+    monkeypatch.setattr(backend, "_hand_over", hand_over_once)
+    hold.release()
+    waiter.join(30)
+    assert waiter.results == [None]

@@ -1,4 +1,4 @@
-"""What remains of the line when those who stand in it, or the server, fail."""
+"""The queue after failures of its waiters or of the server."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from tests.settings import ENGINE
 from tests.timing import NotYetError, eventually, in_time
 
 pytestmark = [
-    pytest.mark.engine("postgresql", "mariadb"),
+    pytest.mark.engine("postgresql", "mariadb", "mysql"),
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     pytest.mark.timeout(300),
 ]
 
 WAITERS = 16
 TTL = 1.5
-# For how long somebody at random is killed each second: DLOCKS_TEST_FAULT_SECONDS=60 for the long run.
+# Seconds for which a random process is killed each second. DLOCKS_TEST_FAULT_SECONDS=60
+# is the long run.
 SECONDS = float(os.environ.get("DLOCKS_TEST_FAULT_SECONDS", "10"))
 
 
 @pytest.fixture(scope="module")
 def server():
-    """A server of this module's own, to stop and to crash."""
+    """Start a server for this module, to be stopped and crashed."""
     with SERVERS[ENGINE]() as started:
         worker = Worker(**environment(started))
         worker.call(jobs.migrate)
@@ -42,11 +43,15 @@ def server():
 
 
 def environment(server, port=None):
-    return {**server.environment, "DLOCKS_TEST_NAME": "faults", "DLOCKS_TEST_PORT": str(port or server.port)}
+    return {
+        **server.environment,
+        "DLOCKS_TEST_NAME": "faults",
+        "DLOCKS_TEST_PORT": str(port or server.port),
+    }
 
 
 class Crowd:
-    """Processes that stand in line for one key again and again, and what they noted."""
+    """Processes that queue for one key again and again, and their log."""
 
     def __init__(self, server, doomed, directory):
         self.directory = directory
@@ -56,14 +61,17 @@ class Crowd:
         self.worker.start(jobs.crowd, WAITERS, str(directory), self.key, ttl=TTL)
         self.alive = set(self.worker.hear())
         self.killed = {}
-        # What may make others wait: from when to when.
+        # Periods that may make others wait, as pairs of start and end.
         self.causes = []
 
     def line(self):
         return self.observer.call(jobs.line, self.key)
 
     def in_full(self):
-        """Wait until everybody but the holder is in line; return who is, and the holder."""
+        """Wait until every process but the holder is in the queue.
+
+        Return the queued processes and the holder.
+        """
         deadline = time.monotonic() + 20
         while True:
             waiting, holder = self.line()
@@ -91,57 +99,75 @@ class Crowd:
     def notes(self):
         if not (self.directory / "log").exists():
             return []
-        # The last line may be half written.
+        # The last line may be incomplete.
         lines = (self.directory / "log").read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
     def moves_on(self, number=WAITERS):
-        """Wait until so many more were served."""
+        """Wait until ``number`` more holds were granted."""
         before, deadline = self.grants(), time.monotonic() + 30
         while self.grants() < before + number:
             if time.monotonic() > deadline:
-                raise NotYetError(f"{self.grants() - before} were served; {self.line()}")
+                raise NotYetError(
+                    f"{self.grants() - before} were served; {self.line()}"
+                )
             time.sleep(0.05)
 
     def check(self, *, refuses=True):
-        """Everybody who lives is served, nobody overlaps, and nobody waits for long without a cause."""
+        """Check that every live process was served and that no holds overlap.
+
+        No process may wait for long without a cause.
+        """
         self.worker.tell("end")
         assert self.worker.hear(90) == [], "were lost in line"
         failures = [path.read_text() for path in self.directory.glob("failed-*")]
         assert not failures, failures[0]
         notes = self.notes()
-        left = {(pid, token): (end, counted) for pid, kind, *rest in notes if kind == "left"
+        left = {(pid, token): (end, counted) for pid, kind,
+            *rest in notes if kind == "left"
                 for end, token, counted in [rest]}  # fmt: skip
         holds = sorted(
             (granted, asked, token, pid)
             for pid, kind, *rest in notes if kind == "granted"
             for asked, granted, token in [rest]
         )  # fmt: skip
-        # Who was stopped between its grant and its note of it comes too late to believe in it, and knows that.
+        # A process that is stopped between its grant and its log entry continues too
+        # late. It knows that it has lost the hold.
         late = [
-            (pid, token) for granted, _, token, pid in holds if (pid, token) in left and left[pid, token][0] < granted
+            (pid, token)
+            for granted, _, token, pid in holds
+            if (pid, token) in left and left[pid, token][0] < granted
         ]
         assert not any(left[one][1] for one in late)
         holds = [hold for hold in holds if (hold[3], hold[2]) not in late]
         tokens = [token for _, _, token, _ in holds]
-        assert all(one < other for one, other in itertools.pairwise(tokens)), "tokens go back"
-        for (granted, _, token, pid), (next_granted, _, next_token, next_pid) in itertools.pairwise(holds):
+        assert all(one < other for one, other in itertools.pairwise(tokens)), (
+            "tokens go back"
+        )
+        for (granted, _, token, pid), (
+            next_granted,
+            _,
+            next_token,
+            next_pid,
+        ) in itertools.pairwise(holds):
             end = left[pid, token][0] if (pid, token) in left else self.killed[pid]
             assert granted <= next_granted
             assert end <= next_granted, (
-                f"{pid} has token {token} until {end}, {next_pid} has {next_token} from {next_granted}"
+                f"{pid} has token {token} until {end}, {next_pid} has {next_token} from"
+                f" {next_granted}"
             )
         value = int((self.directory / "counter").read_bytes())
         counted = sum(counted for _, counted in left.values())
-        # Who was killed may have counted without having noted it.
+        # A killed process may have counted without writing its log entry.
         assert counted <= value <= counted + len(self.killed)
         waits = sorted(granted - asked for granted, asked, _, _ in holds)
         gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(holds)]
         print(
-            f"{ENGINE}: {len(holds)} holds, {len(self.killed)} killed, waits up to {waits[-1]:.2f} s"
-            f" (median {waits[len(waits) // 2]:.3f}), longest pause {max(gaps):.2f} s,"
-            f" refused {sum(note[1] == 'refused' for note in notes)},"
-            f" trouble {sum(note[1] == 'trouble' for note in notes)}"
+            f"{ENGINE}: {len(holds)} holds, {len(self.killed)} killed, waits up to"
+            f" {waits[-1]:.2f} s (median {waits[len(waits) // 2]:.3f}), longest pause"
+            f" {max(gaps):.2f} s, refused"
+            f" {sum(note[1] == 'refused' for note in notes)}, trouble"
+            f" {sum(note[1] == 'trouble' for note in notes)}"
         )
         served = {pid for _, _, _, pid in holds}
         assert self.alive <= served
@@ -176,18 +202,24 @@ def with_suppressed_signal(pid, number):
 
 
 @pytest.mark.parametrize("who", ["holder", "head", "middle"])
-def test_a_kill_costs_the_others_no_more_than_the_lease(who, line_of):
-    """Whoever it is: the holder, the next in line, or somebody in the middle of it."""
+def test_a_killed_process_delays_others_only_by_its_lease(who, line_of):
+    """The victim is the holder, the first waiter, or one in the middle."""
     for _ in range(3):
         waiting, holder = line_of.in_full()
-        line_of.kill({"holder": holder, "head": waiting[0], "middle": waiting[len(waiting) // 2]}[who])
+        line_of.kill(
+            {
+                "holder": holder,
+                "head": waiting[0],
+                "middle": waiting[len(waiting) // 2],
+            }[who]
+        )
         line_of.moves_on()
     longest = line_of.check()
     in_time(longest, TTL + 3.0)
 
 
-def test_somebody_at_random_is_killed_each_second(line_of):
-    """DLOCKS_TEST_FAULT_SECONDS says for how long."""
+def test_random_kills_lose_no_waiter(line_of):
+    """DLOCKS_TEST_FAULT_SECONDS sets the duration in seconds."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         time.sleep(1.0)
@@ -197,8 +229,8 @@ def test_somebody_at_random_is_killed_each_second(line_of):
     line_of.check()
 
 
-def test_the_head_is_stopped_for_longer_than_its_turn(line_of):
-    """It is passed over, and served when it goes on."""
+def test_a_stopped_first_waiter_is_skipped(line_of):
+    """It is skipped, and served when it continues."""
     for _ in range(2):
         waiting, _ = line_of.in_full()
         stopped_at = time.monotonic()
@@ -215,7 +247,7 @@ def test_the_head_is_stopped_for_longer_than_its_turn(line_of):
 
 
 @pytest.mark.parametrize("how", ["stop", "crash"])
-def test_the_line_outlives_a_restart_of_the_server(how, server, line_of):
+def test_the_queue_survives_a_restart_of_the_server(how, server, line_of):
     line_of.in_full()
     began = time.monotonic()
     getattr(server, how)()
@@ -225,16 +257,24 @@ def test_the_line_outlives_a_restart_of_the_server(how, server, line_of):
     line_of.check()
 
 
-# Replies.
+# Lost replies.
 
 
 @pytest.fixture
 def through_proxy(server, doomed):
-    """A process whose replies can be lost, two others, and the proxy."""
+    """Return a proxy, a process behind it and two other processes.
+
+    The proxy can drop replies.
+    """
     if server.process is None:
         server.start()
     proxy = Proxy(server.port)
-    yield proxy, doomed(**environment(server, proxy.port)), doomed(**environment(server)), doomed(**environment(server))
+    yield (
+        proxy,
+        doomed(**environment(server, proxy.port)),
+        doomed(**environment(server)),
+        doomed(**environment(server)),
+    )
     proxy.close()
 
 
@@ -246,7 +286,7 @@ FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 
 
 @FAMILY
-def test_a_place_in_line_whose_reply_is_lost_is_one_place(using, through_proxy):
+def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(using, through_proxy):
     proxy, waiting, holder, observer = through_proxy
     key = f"place {using}"
     waiting.call(jobs.try_once, key, using=using)
@@ -265,13 +305,15 @@ def test_a_place_in_line_whose_reply_is_lost_is_one_place(using, through_proxy):
 
 @FAMILY
 @pytest.mark.parametrize("kind", ["lease", "share"])
-def test_a_release_that_hands_over_and_whose_reply_is_lost_is_a_release(using, kind, through_proxy):
+def test_a_handover_with_a_lost_reply_is_a_release(using, kind, through_proxy):
     proxy, holder, waiting, observer = through_proxy
     key = f"release {using} {kind}"
     token = holder.call(jobs.acquire, key, using=using, shared=kind == "share")
     waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
     in_line(observer, key, 1)
-    proxy.swallow(b"taken AS" if ENGINE == "postgresql" and kind == "lease" else b"COMMIT")
+    proxy.swallow(
+        b"taken AS" if ENGINE == "postgresql" and kind == "lease" else b"COMMIT"
+    )
     assert holder.call(jobs.release_all) == ["released"]
     assert proxy.swallowed.wait(10)
     assert waiting.hear()[1] > token
@@ -280,9 +322,14 @@ def test_a_release_that_hands_over_and_whose_reply_is_lost_is_a_release(using, k
 
 @FAMILY
 @pytest.mark.parametrize(
-    "what", [b"SELECT owner, id"] if ENGINE == "postgresql" else [b"SELECT COUNT(*), MIN", b"THEN 2 ELSE"]
+    "what",
+    (
+        [b"SELECT owner, id"]
+        if ENGINE == "postgresql"
+        else [b"SELECT COUNT(*), MIN", b"THEN 2 ELSE"]
+    ),
 )
-def test_a_look_whose_reply_is_lost_costs_a_poll(using, what, through_proxy):
+def test_a_lost_reply_to_a_poll_costs_another_poll(using, what, through_proxy):
     proxy, waiting, holder, observer = through_proxy
     key = f"look {using}"
     token = holder.call(jobs.acquire, key, using=using)
@@ -299,7 +346,7 @@ def test_a_look_whose_reply_is_lost_costs_a_poll(using, what, through_proxy):
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_after_a_session_that_was_ended_while_it_listens_one_looks_at_once(far, server, doomed):
+def test_a_waiter_polls_at_once_after_its_session_ended(far, server, doomed):
     if server.process is None:
         server.start()
     holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))
@@ -316,8 +363,8 @@ def test_after_a_session_that_was_ended_while_it_listens_one_looks_at_once(far, 
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_a_message_that_is_lost_costs_a_poll(far, server, doomed):
-    """The channel of the claim is made to be another one's."""
+def test_a_lost_notification_costs_a_poll(far, server, doomed):
+    """The channel of the claim is replaced by another one."""
     if server.process is None:
         server.start()
     holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))

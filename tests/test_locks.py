@@ -1,4 +1,4 @@
-"""What a lock promises to its caller, outside of transactions."""
+"""The promises of a lock to its caller, outside of transactions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ from dlocks import (
     lock_released,
     lock_timeout,
 )
-from dlocks.backends.base import KEY_LENGTH
-from dlocks.conf import backends
-from dlocks.models import LockState, ResourceLock
 from tests import jobs
+from tests.internals import KEY_LENGTH, LockState, ResourceLock, backends
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -47,11 +45,13 @@ def row(key):
 
 
 def expire(key):
-    """Let the lease on a key have run out an hour ago, as if its holder had never come back."""
+    """Make the lease of a key expire in the past, as if its holder had crashed."""
     begin, end = ("2001-01-01 00:00:00.000000", "2001-01-01 01:00:00.000000")
     with connection.cursor() as cursor:
         cursor.execute(
-            "UPDATE dlocks_resourcelock SET begin_time = %s, end_time = %s WHERE key_resource = %s", [begin, end, key]
+            "UPDATE dlocks_resourcelock SET begin_time = %s, end_time = %s WHERE"
+            " key_resource = %s",
+            [begin, end, key],
         )
 
 
@@ -59,21 +59,30 @@ def expire(key):
 
 
 @pytest.mark.parametrize("key", ["", "x" * (KEY_LENGTH + 1), "a\0b", "\ud800"])
-def test_a_key_that_cannot_be_one_is_refused_before_any_query(key, django_assert_num_queries):
+def test_an_invalid_key_is_refused_before_any_query(key, django_assert_num_queries):
     with django_assert_num_queries(0), pytest.raises(ValueError, match=r"[Kk]ey"):
         db_lock(key)
 
 
 @pytest.mark.parametrize("key", [None, 7, b"stock:7", ("stock", 7)])
-def test_a_key_that_is_no_string_is_a_type_error(key, django_assert_num_queries):
-    with django_assert_num_queries(0), pytest.raises(TypeError, match="key is a string"):
+def test_a_key_that_is_not_a_string_is_a_type_error(key, django_assert_num_queries):
+    with (
+        django_assert_num_queries(0),
+        pytest.raises(TypeError, match="key must be a string"),
+    ):
         db_lock(key)
 
 
 @FAMILY
 @pytest.mark.parametrize(
     "key",
-    ["'; DROP TABLE dlocks_resourcelock; --", "\U0001f512" * KEY_LENGTH, "%s %(key)s %%", "ключ\n\t\\", '"quoted"'],
+    [
+        "'; DROP TABLE dlocks_resourcelock; --",
+        "\U0001f512" * KEY_LENGTH,
+        "%s %(key)s %%",
+        "ключ\n\t\\",
+        '"quoted"',
+    ],
 )
 def test_keys_are_data(key, using, elsewhere):
     with db_lock(key, using=using) as hold:
@@ -82,12 +91,81 @@ def test_keys_are_data(key, using, elsewhere):
         assert db_lock(key, using=using).holder().key == key
 
 
-def test_the_prefix_stands_before_the_key_and_counts(django_assert_num_queries):
+def test_the_prefix_counts_towards_the_length_of_the_key(django_assert_num_queries):
     with db_lock("7", using="prefixed") as hold:
         assert hold.key == "7"
         assert row("shop:7").status == "P"
     with django_assert_num_queries(0), pytest.raises(ValueError, match="prefix"):
         db_lock("x" * KEY_LENGTH, using="prefixed").acquire()
+
+
+@pytest.fixture
+def prefix(settings):
+    """Return a list with the prefix of the aliases ``default`` and ``memory``."""
+    found = ["acme:"]
+    settings.DLOCKS = {
+        "default": {
+            **settings.DLOCKS["default"],
+            "OPTIONS": {"prefix": lambda: found[0]},
+        },
+        "memory": {
+            **settings.DLOCKS["memory"],
+            "OPTIONS": {"prefix": lambda: found[0]},
+        },
+    }
+    return found
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+def test_a_prefix_can_depend_on_the_caller(using, prefix):
+    """A lock uses the current tenant's key. A hold keeps its own key."""
+    lock, both = db_lock("7", using=using), db_lock("8", "9", using=using)
+    with lock as first:
+        prefix[0] = "globex:"
+        with lock as second, both as several:
+            assert (first.claim.key, second.claim.key) == ("acme:7", "globex:7")
+            assert [hold.claim.key for hold in several.holds] == [
+                "globex:8",
+                "globex:9",
+            ]
+            assert (first.count, second.count) == (1, 1)
+            prefix[0] = "acme:"
+            assert lock.acquire() is first
+            first.release()
+            assert not both.locked()
+            first.renew()
+            first.check()
+        prefix[0] = "globex:"
+        assert not lock.locked()
+    prefix[0] = "acme:"
+    assert not lock.locked()
+
+
+@pytest.mark.parametrize("wrong", [None, 7, b"acme:", "a\0b", "x" * KEY_LENGTH])
+def test_the_result_of_a_prefix_function_is_checked(
+    wrong, prefix, django_assert_num_queries
+):
+    prefix[0] = wrong
+    with (
+        django_assert_num_queries(0),
+        pytest.raises(ValueError, match=r"DLOCKS\['default'\].*'prefix'\] returned"),
+    ):
+        db_lock("7").acquire()
+
+
+async def test_a_prefix_function_is_called_in_djangos_thread(settings):
+    """Synchronous middleware sets the tenant there, on Django's connection."""
+    threads = []
+    prefix = lambda: threads.append(threading.current_thread()) or "acme:"  # noqa: E731
+    settings.DLOCKS = {
+        "default": {**settings.DLOCKS["memory"], "OPTIONS": {"prefix": prefix}}
+    }
+    async with db_lock("7") as hold:
+        assert hold.claim.key == "acme:7"
+        assert (await db_lock("7").aholder()).key == "acme:7"
+        assert await db_lock("7").alocked()
+    assert set(threads) == {await sync_to_async(threading.current_thread)()}
+    assert len(threads) == 3
 
 
 @pytest.mark.parametrize(
@@ -99,7 +177,7 @@ def test_the_prefix_stands_before_the_key_and_counts(django_assert_num_queries):
         ({"ttl": 0}, ValueError),
         ({"ttl": True}, TypeError),
         ({"max_hold": 0}, ValueError),
-        ({"at_least": -1}, ValueError),
+        ({"min_hold": -1}, ValueError),
         ({"scope": "session"}, ValueError),
         ({"release_at": "never"}, ValueError),
         ({"on_lost": "mail"}, TypeError),
@@ -109,10 +187,12 @@ def test_the_prefix_stands_before_the_key_and_counts(django_assert_num_queries):
         ({"reentrant": None}, TypeError),
         ({"takeover": 0}, TypeError),
         ({"permits": 5}, TypeError),
-        ({"at_least": 10, "max_hold": 5}, ValueError),
+        ({"min_hold": 10, "max_hold": 5}, ValueError),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused_before_any_query(policy, error, django_assert_num_queries):
+def test_an_invalid_policy_is_refused_before_any_query(
+    policy, error, django_assert_num_queries
+):
     with django_assert_num_queries(0), pytest.raises(error):
         db_lock("stock:7", **policy)
 
@@ -129,9 +209,15 @@ def test_a_lock_holds_nothing_and_can_be_shared():
 
 
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-def test_who_gives_back_the_lock_and_not_the_hold_is_told_where_that_is_done(keys):
+def test_releasing_a_lock_instead_of_its_hold_is_explained(keys):
     lock = db_lock(*keys)
-    with lock.acquire(), pytest.raises(AttributeError, match=r"'release': the hold has it, which acquire\(\) returns"):
+    with (
+        lock.acquire(),
+        pytest.raises(
+            AttributeError,
+            match=r"'release'\. The hold has it, which acquire\(\)",
+        ),
+    ):
         lock.release()
     with pytest.raises(AttributeError, match="'extend'$"):
         lock.extend(5)
@@ -142,16 +228,19 @@ def test_who_gives_back_the_lock_and_not_the_hold_is_told_where_that_is_done(key
 
 
 @FAMILY
-def test_the_row_tells_who_holds_the_key(using):
+def test_the_row_shows_the_holder_of_the_key(using):
     with db_lock("stock:7", using=using, ttl=20) as hold:
         it = row("stock:7")
         assert (it.status, it.hold_count, it.state) == ("P", 1, LockState.HELD)
         assert it.owner == hold.owner
         assert re.fullmatch(r"[0-9a-f]{32}", it.owner)
-        assert it.holder.split(":")[1:] == [str(os.getpid()), threading.current_thread().name]
+        assert it.holder.split(":")[1:] == [
+            str(os.getpid()),
+            threading.current_thread().name,
+        ]
         assert it.owner_ip
         assert it.version == hold.token
-        # SQLite counts it from Julian days, whose last bit is 40 µs.
+        # SQLite computes it from Julian days, whose last bit is 40 µs.
         assert 18 < it.seconds_left < 20.001
         assert it.begin_time <= it.end_time
         assert abs((it.end_time - it.begin_time).total_seconds() - 20) < 0.01
@@ -173,7 +262,12 @@ def test_each_hold_has_an_owner_and_a_larger_token_of_its_own():
 def test_the_owner_is_never_shown(caplog, elsewhere):
     caplog.set_level("DEBUG", "dlocks")
     with db_lock("stock:7") as hold:
-        shown = [repr(hold), str(hold.claim), repr(db_lock("stock:7").holder()), str(db_lock("stock:7").holder())]
+        shown = [
+            repr(hold),
+            str(hold.claim),
+            repr(db_lock("stock:7").holder()),
+            str(db_lock("stock:7").holder()),
+        ]
         with pytest.raises(LockTimeout) as error:
             elsewhere(db_lock("stock:7", timeout=0).acquire)
         shown.append(str(error.value))
@@ -182,7 +276,7 @@ def test_the_owner_is_never_shown(caplog, elsewhere):
     assert not any(hold.owner in text for text in shown)
 
 
-def test_status_tells_how_the_block_ended():
+def test_the_status_shows_how_the_block_ended():
     with db_lock("stock:7"):
         pass
     assert row("stock:7").status == "S"
@@ -192,7 +286,7 @@ def test_status_tells_how_the_block_ended():
 
 
 @override_settings(USE_TZ=False, TIME_ZONE="Asia/Tokyo")
-def test_the_zone_of_the_settings_changes_nothing(elsewhere):
+def test_the_time_zone_of_the_settings_does_not_matter(elsewhere):
     with db_lock("stock:7", ttl=20) as hold:
         assert hold.held
         assert 10 < row("stock:7").seconds_left < 20.001
@@ -204,10 +298,12 @@ def test_the_zone_of_the_settings_changes_nothing(elsewhere):
         assert abs(since.timestamp() - ticks / 1e6) < 15
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @FAMILY
-@pytest.mark.parametrize(("zone", "offset"), [("Asia/Tokyo", "+09:00"), ("America/New_York", "-05:00")])
-def test_the_zone_of_a_session_changes_nothing(using, zone, offset, elsewhere):
+@pytest.mark.parametrize(
+    ("zone", "offset"), [("Asia/Tokyo", "+09:00"), ("America/New_York", "-05:00")]
+)
+def test_the_time_zone_of_a_session_does_not_matter(using, zone, offset, elsewhere):
     def attempt():
         with connection.cursor() as cursor:
             if connection.vendor == "postgresql":
@@ -225,7 +321,7 @@ def test_the_zone_of_a_session_changes_nothing(using, zone, offset, elsewhere):
             assert hold.token == row("stock:7").version
             assert 20 < row("stock:7").seconds_left < 30.001
     finally:
-        # Its zone goes along.
+        # The time zone of the session ends with the connection.
         connection.close()
 
 
@@ -233,14 +329,20 @@ def test_the_zone_of_a_session_changes_nothing(using, zone, offset, elsewhere):
 
 
 @FAMILY
-def test_a_busy_key_is_told_with_its_holder_after_the_timeout(using, elsewhere):
+def test_the_timeout_of_a_busy_key_names_its_holder(using, elsewhere):
     with db_lock("stock:7", using=using) as hold, pytest.raises(LockTimeout) as caught:
         elsewhere(db_lock("stock:7", using=using, timeout=0.2).acquire)
     error = caught.value
     assert isinstance(error, TimeoutError)
-    assert (error.key, error.timeout, error.holder.token) == ("stock:7", 0.2, hold.token)
+    assert (error.key, error.timeout, error.holder.token) == (
+        "stock:7",
+        0.2,
+        hold.token,
+    )
     assert re.fullmatch(
-        r"'stock:7' not acquired in 0\.2 s; held by \S+:\d+:MainThread \([0-9.:a-f]+\) since \d\d:\d\d:\d\d,"
+        r"'stock:7' could not be acquired within 0\.2 s:"
+        r" held by \S+:\d+:MainThread \([0-9.:a-f]+\)"
+        r" since \d\d:\d\d:\d\d,"
         r" (2\d\.\d|30\.0) s left",
         str(error),
     )
@@ -248,13 +350,13 @@ def test_a_busy_key_is_told_with_its_holder_after_the_timeout(using, elsewhere):
 
 def test_a_timeout_of_zero_tries_once(elsewhere):
     with db_lock("stock:7"):
-        with pytest.raises(LockTimeout, match="at the first try"):
+        with pytest.raises(LockTimeout, match="could not be acquired without waiting"):
             elsewhere(db_lock("stock:7", timeout=0).acquire)
         assert elsewhere(db_lock("stock:7").try_acquire) is None
 
 
 @FAMILY
-def test_a_waiter_has_the_key_once_it_is_given_back(using, workers):
+def test_a_waiter_acquires_the_key_when_it_is_released(using, workers):
     first, second = workers(2)
     token = (first.start(jobs.hold, "stock:7", using=using), first.hear())[1]
     second.start(jobs.wait_for, "stock:7", using=using, timeout=None)
@@ -265,7 +367,7 @@ def test_a_waiter_has_the_key_once_it_is_given_back(using, workers):
     assert later > token
 
 
-def test_a_hold_says_how_long_it_was_waited_for(workers, until):
+def test_a_hold_has_the_duration_of_its_wait(workers, until):
     (worker,) = workers(1)
     assert db_lock("other").acquire().release() is None
     worker.start(jobs.hold, "stock:7")
@@ -286,7 +388,7 @@ def test_a_hold_says_how_long_it_was_waited_for(workers, until):
     other.join()
 
 
-def test_locked_and_holder_ask_without_taking(elsewhere):
+def test_locked_and_holder_do_not_acquire(elsewhere):
     lock = db_lock("stock:7")
     assert not lock.locked()
     assert lock.holder() is None
@@ -296,7 +398,7 @@ def test_locked_and_holder_ask_without_taking(elsewhere):
     assert not lock.locked()
 
 
-def test_try_acquire_gives_a_hold_to_end_with_a_block_or_by_hand(elsewhere):
+def test_a_hold_of_try_acquire_ends_with_a_block_or_by_hand(elsewhere):
     with db_lock("stock:7").try_acquire() as hold:
         assert elsewhere(db_lock("stock:7").try_acquire) is None
     assert not hold.held
@@ -307,7 +409,7 @@ def test_try_acquire_gives_a_hold_to_end_with_a_block_or_by_hand(elsewhere):
     assert elsewhere(lambda: db_lock("stock:7").try_acquire().release()) is None
 
 
-# Entering again.
+# Reentrance.
 
 
 @FAMILY
@@ -325,10 +427,12 @@ def test_a_nested_entry_is_counted_in_the_row(using, elsewhere):
 
 
 @FAMILY
-def test_a_nested_entry_whose_lease_has_gone_is_told_so(using):
+def test_reentering_a_lost_lease_raises_lock_lost(using):
     lock = db_lock("stock:7", using=using, renew=False)
     with pytest.raises(LockLost) as lost, lock as hold:
-        ResourceLock.objects.filter(pk="stock:7").update(owner="somebody else", version=F("version") + Value(1))
+        ResourceLock.objects.filter(pk="stock:7").update(
+            owner="somebody else", version=F("version") + Value(1)
+        )
         with pytest.raises(LockLost), lock:
             pytest.fail("entered")
         assert not hold.held
@@ -338,7 +442,10 @@ def test_a_nested_entry_whose_lease_has_gone_is_told_so(using):
 
 def test_not_reentrant_refuses_a_second_entry_at_once(django_assert_num_queries):
     with db_lock("stock:7", reentrant=False) as hold:
-        with django_assert_num_queries(0), pytest.raises(RuntimeError, match="reentrant=False"):
+        with (
+            django_assert_num_queries(0),
+            pytest.raises(RuntimeError, match="reentrant=False"),
+        ):
             db_lock("stock:7").acquire()
         assert hold.count == 1
     with db_lock("stock:7"), pytest.raises(RuntimeError, match="reentrant=False"):
@@ -416,7 +523,7 @@ async def test_a_cancelled_waiter_leaves_nothing():
     assert await db_lock("stock:7").aholder() is None
 
 
-async def test_a_cancelled_holder_gives_the_key_back():
+async def test_a_cancelled_holder_releases_the_key():
     entered = asyncio.Event()
 
     async def work():
@@ -433,7 +540,7 @@ async def test_a_cancelled_holder_gives_the_key_back():
 
 
 def test_a_forked_child_holds_nothing(elsewhere):
-    """It does not have the lock, does not renew it, and cannot give it back."""
+    """It does not hold the lock, does not renew it, and cannot release it."""
     connection.ensure_connection()
     with db_lock("stock:7") as hold:
         reader, writer = os.pipe()
@@ -441,8 +548,12 @@ def test_a_forked_child_holds_nothing(elsewhere):
         if child == 0:
             answer = b"?"
             try:
-                # The child must not speak over the parent's connection; it has none of its own yet.
-                inherited, connections["default"].connection = connection.connection, None
+                # The child must not use the parent's connection, and has none of its
+                # own yet.
+                inherited, connections["default"].connection = (
+                    connection.connection,
+                    None,
+                )
                 assert inherited is not None
                 answer = b"held" if hold.held else b"not held"
                 try:
@@ -461,8 +572,8 @@ def test_a_forked_child_holds_nothing(elsewhere):
         hold.check()
 
 
-def test_a_block_that_ends_elsewhere_than_it_began_gives_back(elsewhere, is_busy):
-    """As that of a generator, which ends where it is closed or collected."""
+def test_a_block_that_ends_in_another_thread_releases(elsewhere, is_busy):
+    """The block of a generator ends where the generator is closed or collected."""
     lock = db_lock("stock:7")
     hold = lock.__enter__()
     elsewhere(lock.__exit__, None, None, None)
@@ -470,11 +581,13 @@ def test_a_block_that_ends_elsewhere_than_it_began_gives_back(elsewhere, is_busy
     assert not is_busy()
 
 
-def test_a_block_that_ends_elsewhere_is_told_so_where_it_may_be_any_of_several(elsewhere):
+def test_an_ambiguous_exit_in_another_thread_raises(
+    elsewhere,
+):
     lock = db_lock("stock:7")
     hold = lock.__enter__()
     assert lock.__enter__() is hold
-    with pytest.raises(RuntimeError, match="another thread"):
+    with pytest.raises(RuntimeError, match="in the thread or task in which it began"):
         elsewhere(lock.__exit__, None, None, None)
     lock.__exit__(None, None, None)
     lock.__exit__(None, None, None)
@@ -496,7 +609,7 @@ def test_a_stale_key_is_taken_over_by_exactly_one_of_many(using, workers, doomed
         worker.start(jobs.acquire, "stock:7", using=using, timeout=0)
     answers = [worker.hear() for worker in crowd]
     winners = [answer for answer in answers if isinstance(answer, int)]
-    # A loser that met the winner in the middle of its statement is busy as well.
+    # A loser that meets the winner's statement also finds the key busy.
     assert len(winners) == 1, answers
     assert winners[0] > token
     assert set(answers) - set(winners) <= {"LockTimeout"}
@@ -505,12 +618,14 @@ def test_a_stale_key_is_taken_over_by_exactly_one_of_many(using, workers, doomed
 
 
 @FAMILY
-def test_the_strict_policy_leaves_a_stale_key_to_a_person(using, doomed):
+def test_without_takeover_a_stale_key_must_be_cleared(using, doomed):
     victim = doomed()
     victim.call(jobs.acquire, "stock:7", using=using)
     victim.kill()
     expire("stock:7")
-    with pytest.raises(LockStale, match=r"was never given back by .*clear_lock") as error:
+    with pytest.raises(
+        LockStale, match=r"was never given back by .*clear_lock"
+    ) as error:
         db_lock("stock:7", using=using, takeover=False).acquire()
     assert error.value.holder.stale
     backend = backends[using]
@@ -520,17 +635,21 @@ def test_the_strict_policy_leaves_a_stale_key_to_a_person(using, doomed):
 
 
 @FAMILY
-def test_a_key_is_kept_for_at_least_so_long(using, elsewhere, until):
+def test_min_hold_keeps_the_key_after_the_block(using, elsewhere, until):
     began = time.monotonic()
-    with db_lock("job", using=using, at_least=2.0) as hold:
+    with db_lock("job", using=using, min_hold=2.0) as hold:
         pass
     took = time.monotonic() - began
     assert not hold.held
     assert elsewhere(db_lock("job", using=using).try_acquire) is None
     assert db_lock("job", using=using).locked()
     it = row("job")
-    # SQLite's clock ticks in milliseconds.
-    assert 2.0 - 0.001 <= (it.end_time - it.begin_time).total_seconds() <= 2.0 + took + 0.002
+    # SQLite's clock has a resolution of one millisecond.
+    assert (
+        2.0 - 0.001
+        <= (it.end_time - it.begin_time).total_seconds()
+        <= 2.0 + took + 0.002
+    )
     until(lambda: not db_lock("job", using=using).locked())
     elsewhere(lambda: db_lock("job", using=using).try_acquire().release())
 
@@ -538,7 +657,7 @@ def test_a_key_is_kept_for_at_least_so_long(using, elsewhere, until):
 # Purging.
 
 
-def test_tokens_grow_across_purging_and_making_the_row_anew(until):
+def test_tokens_grow_across_purging_and_recreating_the_row(until):
     with db_lock("stock:7") as first:
         pass
     until(lambda: sum(backends["default"].purge(0)) == 1)
@@ -547,7 +666,7 @@ def test_tokens_grow_across_purging_and_making_the_row_anew(until):
         assert second.token > first.token
 
 
-def test_clearing_fences_the_holder_off_and_tells_it():
+def test_clearing_fences_off_and_notifies_the_holder():
     lost = []
     with pytest.raises(LockLost), db_lock("stock:7", on_lost=lost.append) as hold:
         assert backends["default"].clear("stock:7", hold.token)
@@ -561,7 +680,7 @@ def test_clearing_fences_the_holder_off_and_tells_it():
 # Signals.
 
 
-def test_signals_tell_what_happens(elsewhere):
+def test_signals_report_each_event(elsewhere):
     told = []
 
     def listen(name, signal):
@@ -609,7 +728,7 @@ def test_a_failing_receiver_does_not_reach_the_caller():
         lock_acquired.disconnect(fail)
 
 
-# Where statements go.
+# Database routing.
 
 
 class ToNowhere:
@@ -624,7 +743,7 @@ class ToNowhere:
 
 @override_settings(DATABASE_ROUTERS=["tests.test_locks.ToNowhere"])
 @FAMILY
-def test_every_statement_goes_to_the_writer_whatever_the_router_says(using, elsewhere):
+def test_statements_go_to_the_writer_with_any_router(using, elsewhere):
     lock = db_lock("stock:7", using=using)
     with lock as hold, lock:
         assert lock.holder().token == hold.token
@@ -638,19 +757,21 @@ def test_every_statement_goes_to_the_writer_whatever_the_router_says(using, else
 
 
 @FAMILY
-def test_nothing_but_parameters_carries_a_key(using):
+def test_keys_are_sent_only_as_parameters(using):
     with CaptureQueriesContext(connection) as queries, db_lock("k'ey", using=using):
         pass
     assert queries
-    assert not any("k'ey" in query["sql"].replace("k''ey", "").replace("k\\'ey", "") for query in queries)
+    assert not any(
+        "k'ey" in query["sql"].replace("k''ey", "").replace("k\\'ey", "")
+        for query in queries
+    )
 
 
 def test_errors_can_be_sent_between_processes():
-    """As task queues and process pools do, with what they know."""
+    """Task queues and process pools pickle errors with their attributes."""
     import pickle
 
-    from dlocks import LockBackendError
-    from dlocks.exceptions import LockError
+    from dlocks import LockBackendError, LockError
 
     for error in (
         LockTimeout("busy", key="stock:7", timeout=3.0, holder=None),
@@ -660,24 +781,34 @@ def test_errors_can_be_sent_between_processes():
         LockError("wrong"),
     ):
         copy = pickle.loads(pickle.dumps(error))
-        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+        assert (type(copy), str(copy), vars(copy)) == (
+            type(error),
+            str(error),
+            vars(error),
+        )
 
 
-# What is done by mistake.
+# Mistakes.
 
 
-def test_a_hold_that_was_given_back_protects_no_block():
+def test_a_released_hold_cannot_be_entered():
     hold = db_lock("stock:7").acquire()
     with hold:
         pass
-    with pytest.raises(RuntimeError, match=r"given back already.*acquire the lock once more"), hold:
+    with (
+        pytest.raises(
+            RuntimeError,
+            match=r"has been released.*Acquire the lock once for each block",
+        ),
+        hold,
+    ):
         pytest.fail("the block was entered")
 
 
-def test_a_hold_is_for_as_many_blocks_as_it_was_acquired():
+def test_a_hold_can_be_entered_once_for_each_acquire():
     hold = db_lock("stock:7").acquire()
     with hold:
-        with pytest.raises(RuntimeError, match="block around"), hold:
+        with pytest.raises(RuntimeError, match="an outer block"), hold:
             pytest.fail("the block was entered")
         assert hold.held
         with db_lock("stock:7").acquire() as again:
@@ -686,8 +817,8 @@ def test_a_hold_is_for_as_many_blocks_as_it_was_acquired():
     assert not hold.held
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_lease_that_was_left_in_a_transaction_is_entered_anew_by_a_block():
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_released_lease_can_be_reentered_in_its_transaction():
     lock = db_lock("stock:7", scope="lease")
     with transaction.atomic():
         with lock.acquire() as first:
@@ -697,34 +828,36 @@ def test_a_lease_that_was_left_in_a_transaction_is_entered_anew_by_a_block():
                 assert again.held
 
 
-async def test_a_hold_that_was_given_back_protects_no_block_of_a_coroutine_either():
+async def test_a_coroutine_cannot_enter_a_released_hold():
     async with db_lock("stock:7") as hold:
         assert hold.held
-    with pytest.raises(RuntimeError, match="given back already"):
+    with pytest.raises(RuntimeError, match="has been released"):
         async with hold:
             pytest.fail("the block was entered")
 
 
 @pytest.mark.parametrize("ask", ["check", "renew"])
-def test_who_asks_a_hold_that_was_given_back_is_told_so(ask):
+def test_checking_a_released_hold_raises_lock_lost(ask):
     with db_lock("stock:7") as hold:
         pass
-    with pytest.raises(LockLost, match=r"'stock:7' was given back by .* and has ended"):
+    with pytest.raises(LockLost, match=r"'stock:7' has been released by "):
         getattr(hold, ask)()
 
 
-def test_without_its_table_a_lock_says_what_is_to_be_done():
+def test_a_missing_table_is_reported_with_a_hint():
     with connection.schema_editor() as editor:
         editor.alter_db_table(ResourceLock, "dlocks_resourcelock", "elsewhere")
     try:
-        with pytest.raises(LockBackendError, match="Run 'manage.py migrate dlocks --database default'"):
+        with pytest.raises(
+            LockBackendError, match="Run 'manage.py migrate dlocks --database default'"
+        ):
             db_lock("stock:7").acquire()
     finally:
         with connection.schema_editor() as editor:
             editor.alter_db_table(ResourceLock, "elsewhere", "dlocks_resourcelock")
 
 
-def test_the_error_of_a_busy_key_tells_the_time_by_the_clock_of_the_project(doomed):
+def test_a_timeout_shows_the_time_in_the_projects_time_zone(doomed):
     holder = doomed()
     holder.start(jobs.hold, "stock:7")
     holder.hear()
@@ -733,6 +866,9 @@ def test_the_error_of_a_busy_key_tells_the_time_by_the_clock_of_the_project(doom
         with pytest.raises(LockTimeout) as busy:
             db_lock("stock:7", timeout=0).acquire()
         since = re.search(r"since (\d\d:\d\d)", str(busy.value)).group(1)
-        assert since in {f"{when:%H:%M}" for when in (before - timedelta(minutes=1), before, timezone.localtime())}
+        assert since in {
+            f"{when:%H:%M}"
+            for when in (before - timedelta(minutes=1), before, timezone.localtime())
+        }
     holder.tell()
     assert holder.hear() == "released"

@@ -1,11 +1,10 @@
-"""Several keys as one lock: all or nothing, and no two callers wait for each other."""
+"""Several keys as one lock: all or nothing, and without deadlocks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import inspect
 import threading
 import time
 
@@ -13,14 +12,27 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import Lock, LockLost, LockTimeout, MultiLock, clock, db_lock, db_rwlock, lock_acquired, lock_released
-from dlocks.conf import backends
-from dlocks.exceptions import LockBackendError
-from dlocks.keeper import keeper
-from dlocks.models import LockClaim, LockState, ResourceLock
+from dlocks import (
+    Lock,
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    MultiLock,
+    db_lock,
+    db_rwlock,
+    lock_acquired,
+    lock_released,
+)
 from dlocks.testing import frozen_clock, override_locks
 from tests import jobs
-from tests.test_interrupt import STEP, Interrupter, leaves_no_handler, lines
+from tests.internals import LockClaim, LockState, ResourceLock, backends, clock, keeper
+from tests.test_interrupt import (
+    STEP,
+    Interrupter,
+    first_line,
+    leaves_no_handler,
+    lines,
+)
 from tests.timing import NotYetError, in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -37,20 +49,22 @@ def states():
 def statements(work):
     with CaptureQueriesContext(connection) as queries:
         result = work()
-    return [query["sql"] for query in queries if "SAVEPOINT" not in query["sql"]], result
+    return [
+        query["sql"] for query in queries if "SAVEPOINT" not in query["sql"]
+    ], result
 
 
 def lend(key, elsewhere, **policy):
-    """Let somebody else hold a key."""
+    """Acquire a key in another thread. Return a function that releases it."""
     hold = elsewhere(db_lock(key, timeout=0, **policy).acquire)
-    # Of a thread that has ended: it is not renewed, but stands for its ttl.
+    # Its thread has ended. The hold is not renewed, but lasts for its ttl.
     return lambda: elsewhere(hold.release)
 
 
-# What it is.
+# The lock object.
 
 
-def test_one_key_is_a_lock_and_more_are_one_lock_too():
+def test_one_key_is_a_lock_and_several_are_a_multi_lock():
     assert type(db_lock("a")) is Lock
     lock = db_lock("b", "a", "b")
     assert isinstance(lock, MultiLock)
@@ -59,15 +73,23 @@ def test_one_key_is_a_lock_and_more_are_one_lock_too():
     assert db_lock("a").keys == ("a",)
 
 
-def test_keys_are_taken_in_the_order_of_their_bytes():
+def test_keys_are_acquired_in_the_order_of_their_bytes():
     keys = ["\U0001f600", "ß", "a", "Z", "z", "é", "\uffff"]
     assert list(db_lock(*keys).keys) == sorted(keys, key=str.encode)
 
 
 @pytest.mark.parametrize(
-    ("keys", "error"), [((), TypeError), (("a", ""), ValueError), (("a", 7), TypeError), (("a", "x" * 256), ValueError)]
+    ("keys", "error"),
+    [
+        ((), TypeError),
+        (("a", ""), ValueError),
+        (("a", 7), TypeError),
+        (("a", "x" * 256), ValueError),
+    ],
 )
-def test_wrong_keys_are_refused_before_any_query(keys, error, django_assert_num_queries):
+def test_wrong_keys_are_refused_before_any_query(
+    keys, error, django_assert_num_queries
+):
     with django_assert_num_queries(0), pytest.raises(error):
         db_lock(*keys)
 
@@ -77,11 +99,11 @@ def test_a_wrong_policy_is_refused_before_any_query(django_assert_num_queries):
         db_lock("a", "b", ttl=0)
 
 
-def test_a_hold_of_several_keys_can_be_looked_at_and_ends_like_any():
+def test_a_hold_of_several_keys_has_a_repr_and_can_be_released():
     with db_lock("a", "b") as hold:
         assert repr(hold) == "<MultiHold 'a', 'b' count=1 held>"
     assert repr(hold) == "<MultiHold 'a', 'b' count=0 ended or lost>"
-    with pytest.raises(RuntimeError, match="given back already"), hold:
+    with pytest.raises(RuntimeError, match="has been released"), hold:
         pytest.fail("the block was entered")
 
 
@@ -89,7 +111,7 @@ def test_a_hold_of_several_keys_can_be_looked_at_and_ends_like_any():
 
 
 @ALL
-def test_all_keys_are_held_and_all_are_given_back(using, elsewhere):
+def test_all_keys_are_held_and_released(using, elsewhere):
     lock = db_lock("a", "b", "c", using=using, timeout=0)
     for _ in range(2):
         began = clock.now()
@@ -109,7 +131,9 @@ def test_all_keys_are_held_and_all_are_given_back(using, elsewhere):
         assert hold.remaining == 0
         assert not lock.locked()
     for key in lock.keys:
-        elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
+        elsewhere(
+            lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
+        )
 
 
 @FAMILY
@@ -127,7 +151,7 @@ def test_tokens_of_each_key_grow_from_hold_to_hold(using):
 
 @ALL
 @pytest.mark.parametrize("busy", ["a", "b", "c"])
-def test_if_one_is_busy_none_is_taken(using, busy, elsewhere):
+def test_if_one_key_is_busy_none_is_acquired(using, busy, elsewhere):
     give_back = lend(busy, elsewhere, using=using)
     lock = db_lock("a", "b", "c", using=using, timeout=0)
     assert lock.try_acquire() is None
@@ -136,14 +160,16 @@ def test_if_one_is_busy_none_is_taken(using, busy, elsewhere):
     assert raised.value.key == busy
     assert repr(busy) in str(raised.value)
     for key in {"a", "b", "c"} - {busy}:
-        elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
+        elsewhere(
+            lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
+        )
     give_back()
     with lock:
         pass
 
 
 @ALL
-def test_after_the_timeout_none_is_left_taken(using, elsewhere):
+def test_after_a_timeout_no_key_is_held(using, elsewhere):
     give_back = lend("b", elsewhere, using=using)
     started = time.monotonic()
     with pytest.raises(LockTimeout):
@@ -151,14 +177,16 @@ def test_after_the_timeout_none_is_left_taken(using, elsewhere):
     took = time.monotonic() - started
     assert took >= 0.3
     for key in "ac":
-        elsewhere(lambda key=key: db_lock(key, using=using, timeout=0).acquire().release())
+        elsewhere(
+            lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
+        )
     assert not LockClaim.objects.exists()
     give_back()
     in_time(took, 2.0)
 
 
 def test_the_timeout_is_for_all_keys_together(elsewhere, monkeypatch):
-    """Without a line each key would be waited for by itself."""
+    """Without a queue, the caller waits for each key separately."""
     with override_locks("memory"), frozen_clock():
         backend, returned = backends["default"], []
         acquire = backend.acquire
@@ -181,7 +209,7 @@ def test_the_timeout_is_for_all_keys_together(elsewhere, monkeypatch):
 
 
 @FAMILY
-def test_a_busy_key_is_waited_for_in_its_line(using, workers, until):
+def test_a_busy_key_is_waited_for_in_its_queue(using, workers, until):
     (other,) = workers(1)
     other.start(jobs.hold, "b", using=using)
     other.hear()
@@ -197,7 +225,9 @@ def test_a_busy_key_is_waited_for_in_its_line(using, workers, until):
     thread = threading.Thread(target=wait)
     thread.start()
     until(lambda: LockClaim.objects.filter(key_resource="b").exists())
-    assert states()["a"] == LockState.HELD, "what comes before in the order is held meanwhile"
+    assert states()["a"] == LockState.HELD, (
+        "what comes before in the order is held meanwhile"
+    )
     assert states().get("c") in {None, LockState.FREE}
     other.tell()
     assert other.hear() == "released"
@@ -212,7 +242,7 @@ def test_a_busy_key_is_waited_for_in_its_line(using, workers, until):
 
 @IN_ONE
 @pytest.mark.parametrize("many", [2, 20])
-def test_one_statement_to_acquire_all_to_check_to_renew_and_to_release_all(using, many):
+def test_several_keys_cost_one_statement_for_each_operation(using, many):
     lock = db_lock(*[f"stock:{number}" for number in range(many)], using=using)
     with lock:
         pass
@@ -227,7 +257,7 @@ def test_one_statement_to_acquire_all_to_check_to_renew_and_to_release_all(using
 @pytest.mark.engine("postgresql", "sqlite")
 @IN_ONE
 def test_one_statement_each_in_a_transaction_too(using):
-    """Not on MariaDB, where what is not wanted after all would stay locked."""
+    """On MariaDB, rows that are not needed after all would stay locked."""
     lock = db_lock("a", "b", "c", using=using)
     with lock:
         pass
@@ -238,7 +268,7 @@ def test_one_statement_each_in_a_transaction_too(using):
 
 
 def test_the_keeper_renews_all_in_one_statement(monkeypatch, until):
-    from dlocks.conf import backends
+    from tests.internals import backends
 
     sizes = []
     renew = backends["default"].renew
@@ -254,11 +284,11 @@ def test_the_keeper_renews_all_in_one_statement(monkeypatch, until):
     assert set(sizes) == {3}
 
 
-# Entering again, leaving, losing.
+# Reentrance, release and loss.
 
 
 @FAMILY
-def test_a_key_that_is_held_already_is_entered_again(using, is_busy):
+def test_a_key_that_is_already_held_is_reentered(using, is_busy):
     with db_lock("b", using=using) as outer:
         with db_lock("a", "b", "c", using=using, timeout=0) as hold:
             assert hold.tokens["b"] == outer.token
@@ -274,7 +304,7 @@ def test_a_key_that_is_held_already_is_entered_again(using, is_busy):
     assert not is_busy("b", using)
 
 
-def test_to_release_again_takes_nothing_from_an_outer_block():
+def test_a_second_release_does_not_end_an_outer_hold():
     with db_lock("b") as outer:
         hold = db_lock("a", "b").acquire()
         hold.release()
@@ -298,7 +328,9 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using, is_busy):
     lock = db_lock("a", "b", "c", using=using, on_lost=told.append)
     with pytest.raises(LockLost) as raised:
         with lock as hold:
-            ResourceLock.objects.filter(pk="b").update(owner="somebody else", version=9 * 10**15)
+            ResourceLock.objects.filter(pk="b").update(
+                owner="somebody else", version=9 * 10**15
+            )
             with pytest.raises(LockLost):
                 hold.check()
             assert not hold.held
@@ -308,7 +340,7 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using, is_busy):
     assert not is_busy("c", using)
 
 
-def test_what_cannot_be_given_back_together_keeps_no_other_key(monkeypatch, is_busy):
+def test_a_failed_release_does_not_affect_an_outer_hold(monkeypatch, is_busy):
     backend = backends["default"]
     with db_lock("b") as outer:
         hold = db_lock("a", "b", "c").acquire()
@@ -325,7 +357,7 @@ def test_what_cannot_be_given_back_together_keeps_no_other_key(monkeypatch, is_b
     assert not is_busy("b")
 
 
-def test_on_lost_is_told_once_however_many_keys_are_lost(until):
+def test_on_lost_is_called_once_for_several_lost_keys(until):
     told = []
     lock = db_lock("a", "b", "c", ttl=0.6, on_lost=told.append)
     hold = lock.acquire()
@@ -337,18 +369,18 @@ def test_on_lost_is_told_once_however_many_keys_are_lost(until):
     assert not keeper.holds
 
 
-def test_who_waits_for_one_of_the_keys_is_handed_it(workers, until):
+def test_a_waiter_for_one_of_the_keys_is_served(workers, until):
     (waiter,) = workers(1)
     with db_lock("a", "b", "c") as hold:
         waiter.start(jobs.wait_for, "b", timeout=20)
         assert waiter.hear() == "waiting"
-        until(lambda: hold.waiting == 1)
+        until(lambda: hold.queue_length() == 1)
     _, token = waiter.hear()
     assert token > hold.tokens["b"]
 
 
-def test_at_least_keeps_each_key(elsewhere):
-    with db_lock("a", "b", at_least=3.0):
+def test_min_hold_keeps_each_key(elsewhere):
+    with db_lock("a", "b", min_hold=3.0):
         pass
     assert elsewhere(db_lock("a").try_acquire) is None
     with db_lock("a", "b", timeout=10) as hold:
@@ -372,10 +404,15 @@ def test_every_key_is_signalled():
     finally:
         lock_acquired.disconnect(acquired)
         lock_released.disconnect(released)
-    assert heard == [("acquired", "a"), ("acquired", "b"), ("released", "a"), ("released", "b")]
+    assert heard == [
+        ("acquired", "a"),
+        ("acquired", "b"),
+        ("released", "a"),
+        ("released", "b"),
+    ]
 
 
-def test_a_key_that_is_given_up_again_is_signalled_as_released(elsewhere):
+def test_a_key_released_by_a_timeout_is_signalled(elsewhere):
     heard = []
 
     def acquired(hold, **_):
@@ -397,7 +434,7 @@ def test_a_key_that_is_given_up_again_is_signalled_as_released(elsewhere):
     assert heard == [("acquired", "a"), ("released", "a")]
 
 
-def test_who_waits_long_does_not_lose_what_it_has_already(elsewhere, until, threads):
+def test_keys_held_during_a_long_wait_are_renewed(elsewhere, until, threads):
     give_back = lend("b", elsewhere, ttl=20)
 
     def wait():
@@ -415,11 +452,14 @@ def test_who_waits_long_does_not_lose_what_it_has_already(elsewhere, until, thre
 
 
 @FAMILY
-def test_shared_keys_can_be_taken_together(using, elsewhere):
+def test_several_keys_can_be_held_as_shared(using, elsewhere):
     readers = db_lock("a", "b", using=using, shared=True, timeout=0)
     with readers as hold:
         other = elsewhere(readers.acquire)
-        assert elsewhere(db_rwlock("b", using=using, timeout=0).write().try_acquire) is None
+        assert (
+            elsewhere(db_rwlock("b", using=using, timeout=0).write().try_acquire)
+            is None
+        )
         hold.check()
         elsewhere(other.release)
     elsewhere(lambda: db_lock("a", "b", using=using, timeout=0).acquire().release())
@@ -429,7 +469,7 @@ def test_shared_keys_can_be_taken_together(using, elsewhere):
 
 
 @ALL
-async def test_the_same_for_coroutines(using):
+async def test_coroutines_can_hold_several_keys(using):
     lock = db_lock("a", "b", using=using, timeout=0)
     async with lock as hold:
         assert hold.held
@@ -443,7 +483,7 @@ async def test_the_same_for_coroutines(using):
     assert not await lock.alocked()
 
 
-async def test_a_task_that_is_cancelled_while_it_waits_leaves_nothing():
+async def test_a_cancelled_wait_for_several_keys_leaves_nothing():
     holding, waiting = db_lock("b"), db_lock("a", "b", timeout=20)
 
     async with holding:
@@ -474,7 +514,9 @@ def test_in_a_transaction_all_keys_belong_to_it(using, roll_back, elsewhere, req
             hold.renew()
         if connection.vendor != "sqlite":
             for key in lock.keys:
-                assert elsewhere(db_lock(key, using=using, timeout=0).try_acquire) is None, "not before the commit"
+                assert (
+                    elsewhere(db_lock(key, using=using, timeout=0).try_acquire) is None
+                ), "not before the commit"
         transaction.set_rollback(roll_back)
     with elsewhere(lock.acquire) as again:
         if not roll_back:
@@ -483,7 +525,7 @@ def test_in_a_transaction_all_keys_belong_to_it(using, roll_back, elsewhere, req
 
 @pytest.mark.engine("postgresql")
 @IN_ONE
-def test_a_transaction_that_did_not_get_all_keys_keeps_none(using, elsewhere):
+def test_a_transaction_keeps_no_key_unless_it_acquires_all(using, elsewhere):
     with db_lock("a", "b", "c", using=using):
         pass
     give_back = lend("b", elsewhere, using=using)
@@ -494,7 +536,7 @@ def test_a_transaction_that_did_not_get_all_keys_keeps_none(using, elsewhere):
 
 
 @FAMILY
-def test_a_lease_that_is_left_in_a_transaction_stays_until_its_end(using, elsewhere, until):
+def test_a_lease_on_several_keys_lasts_to_the_transactions_end(using, elsewhere, until):
     if connection.vendor == "sqlite":
         lock = db_lock("a", "b", using=using)
         with transaction.atomic(), pytest.raises(RuntimeError, match="one writer"):
@@ -509,11 +551,15 @@ def test_a_lease_that_is_left_in_a_transaction_stays_until_its_end(using, elsewh
         assert elsewhere(lock.try_acquire) is None
         with lock as hold:
             assert hold.held
-    until(lambda: (hold := elsewhere(lock.try_acquire)) and (elsewhere(hold.release) or True))
+    until(
+        lambda: (
+            (hold := elsewhere(lock.try_acquire)) and (elsewhere(hold.release) or True)
+        )
+    )
 
 
 @FAMILY
-def test_what_a_lease_on_several_keys_is_asked_in_a_transaction_it_answers(using, elsewhere):
+def test_a_lease_on_several_keys_can_be_used_in_a_transaction(using, elsewhere):
     with db_lock("a", "b", using=using, release_at="exit") as hold:
         with transaction.atomic():
             hold.check()
@@ -530,7 +576,7 @@ def test_what_a_lease_on_several_keys_is_asked_in_a_transaction_it_answers(using
 
 
 @FAMILY
-def test_a_renewal_that_is_rolled_back_is_not_believed_in(using):
+def test_a_renewal_that_is_rolled_back_does_not_count(using):
     with db_lock("a", "b", using=using, ttl=600) as hold:
         ends = [one._deadline for one in hold.holds]
         with pytest.raises(ZeroDivisionError), hold.atomic():
@@ -546,14 +592,25 @@ def test_a_renewal_that_is_rolled_back_is_not_believed_in(using):
 @pytest.mark.timeout(240)
 @FAMILY
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
-def test_eight_processes_with_overlapping_keys_in_any_order_never_deadlock(using, scope, workers, tmp_path):
-    """Each key has an unguarded counter; each process takes two to four keys in an order of its own."""
-    race(workers(8), [f"counter:{number}" for number in range(5)], tmp_path, using=using, scope=scope)
+def test_overlapping_keys_in_any_order_never_deadlock(using, scope, workers, tmp_path):
+    """Each key has an unguarded counter.
+
+    Each process acquires two to four keys in an order of its own.
+    """
+    race(
+        workers(8),
+        [f"counter:{number}" for number in range(5)],
+        tmp_path,
+        using=using,
+        scope=scope,
+    )
 
 
 @FAMILY
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
-def test_two_processes_with_reversed_keys_never_deadlock(using, scope, workers, tmp_path):
+def test_two_processes_with_reversed_keys_never_deadlock(
+    using, scope, workers, tmp_path
+):
     race(workers(2), ["counter:1", "counter:2"], tmp_path, using=using, scope=scope)
 
 
@@ -561,7 +618,15 @@ def race(crowd, keys, tmp_path, **policy):
     for key in keys:
         (tmp_path / key).write_text("0 0")
     for number, worker in enumerate(crowd):
-        worker.start(jobs.count_several, str(tmp_path), keys, seed=number, seconds=1.0, timeout=None, **policy)
+        worker.start(
+            jobs.count_several,
+            str(tmp_path),
+            keys,
+            seed=number,
+            seconds=1.0,
+            timeout=None,
+            **policy,
+        )
     added = [worker.hear(120) for worker in crowd]
     if not all(sum(mine.values()) for mine in added):
         raise NotYetError(f"Not everybody had a turn: {added}.")
@@ -587,7 +652,7 @@ def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
 
 @pytest.mark.parametrize("using", ["memory", "default"])
 @leaves_no_handler
-def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, elsewhere):
+def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, elsewhere):
     lock = db_lock("a", "b", using=using)
     with lock:
         pass
@@ -600,9 +665,10 @@ def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, e
         hold = db_lock("a", "b", using=using, timeout=5).try_acquire()
         return hold is not None and hold.release() is None
 
-    # The line before the first call in the function: for tracers only, no signal is handled there.
-    first = inspect.getsourcelines(Lock.__exit__)[1]
-    before_leaving = {f"locks.py:{first + 1}", f"locks.py:{first + 2}"}
+    # The line before the first call in the function. Only tracers stop there, because
+    # no signal is handled there.
+    first = first_line(Lock.__exit__)
+    before_leaving = {f"locks.py:{first}", f"locks.py:{first + 1}"}
     for number in lines(STEP):
         with Interrupter(number) as interrupter:
             with contextlib.suppress(KeyboardInterrupt):
@@ -611,12 +677,14 @@ def test_an_interrupt_at_any_line_of_entering_or_leaving_leaves_nothing(using, e
             break
         if interrupter.where in before_leaving:
             lock.__exit__(None, None, None)
-        assert elsewhere(free), f"held after an interrupt at {interrupter.where}, line {number}"
+        assert elsewhere(free), (
+            f"held after an interrupt at {interrupter.where}, line {number}"
+        )
         assert not [hold for hold in keeper.holds if hold.held], interrupter.where
     else:
         pytest.fail("never came through")
     assert number > 50
-    # What ended is kept alive by the tracebacks alone.
+    # Only tracebacks keep ended holds alive.
     gc.collect()
-    # On SQLite an interrupt may leave the connection with the patience of a moment.
+    # On SQLite, an interrupt may leave the connection with the short busy timeout.
     connection.close()

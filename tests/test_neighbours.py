@@ -1,4 +1,7 @@
-"""Processes of one machine tell each other of their turns, past the server; nothing depends on it but time."""
+"""Direct notification between processes of one host.
+
+It bypasses the server and only saves time.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,8 @@ from django.db import connection
 from django.test import override_settings
 
 from dlocks import db_lock
-from dlocks.backends.database import line, neighbours
-from dlocks.backends.database.line import Line
-from dlocks.conf import backends
-from dlocks.waiting import WaitingRoom, room_of
 from tests import jobs
+from tests.internals import Line, WaitingRoom, backends, line, neighbours, room_of
 from tests.timing import in_time, seldom
 
 pytestmark = [
@@ -36,13 +36,16 @@ OWNER = "0123456789abcdef" * 2
 
 @pytest.fixture
 def near(doomed):
-    """Return a function that gives a process that is a neighbour, or one that is not; and has not done anything yet."""
+    """Return a function that starts a process on this host or on another one.
+
+    The process has not done anything yet.
+    """
     return doomed
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """What this process has told its neighbours, and what else the server had to."""
+    """Return the messages sent to local processes and those sent by the server."""
     tell, wake = line.tell, Line._wake
     told = {"neighbours": [], "server": []}
 
@@ -63,7 +66,7 @@ def told(monkeypatch):
 
 
 def hand_over(to, in_line, key="stock:7", **policy):
-    """Hand the key to a process that waits for it; return how long that took."""
+    """Hand the key to a waiting process and return the seconds this takes."""
     with db_lock(key) as hold:
         to.start(jobs.wait_quietly, key, timeout=20, **policy)
         in_line(1, key)
@@ -73,13 +76,13 @@ def hand_over(to, in_line, key="stock:7", **policy):
     return granted - released
 
 
-def test_a_neighbour_is_told_past_the_server(near, in_line, told):
+def test_a_local_process_is_notified_without_the_server(near, in_line, told):
     in_time(hand_over(near(), in_line), 0.2)
     assert len(told["neighbours"]) == 1
     assert told["server"] == []
 
 
-def test_a_process_of_another_machine_is_told_by_the_server(near, in_line, told):
+def test_a_process_on_another_host_is_notified_by_the_server(near, in_line, told):
     hand_over(near(far=True), in_line)
     assert told["neighbours"] == []
     assert len(told["server"]) == (connection.vendor == "mysql"), (
@@ -87,23 +90,25 @@ def test_a_process_of_another_machine_is_told_by_the_server(near, in_line, told)
     )
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_neighbour_who_cannot_be_told_is_told_by_the_server(near, in_line, told, monkeypatch):
-    """Its door has more messages than the system keeps, as of a process that is stopped."""
-    monkeypatch.setattr(neighbours, "_sender", lambda: (_ for _ in ()).throw(BlockingIOError()))
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_the_server_notifies_if_a_local_message_fails(near, in_line, told, monkeypatch):
+    """Its socket is full, as that of a stopped process would be."""
+    monkeypatch.setattr(
+        neighbours, "_sender", lambda: (_ for _ in ()).throw(BlockingIOError())
+    )
     in_time(hand_over(near(), in_line), 1.0)
     assert told["neighbours"] == []
     assert len(told["server"]) == 1
 
 
-def test_a_message_to_a_neighbour_that_is_lost_costs_a_poll(near, in_line, monkeypatch):
-    """As where the process that has given back is killed just then."""
+def test_a_lost_local_message_costs_a_poll(near, in_line, monkeypatch):
+    """The releasing process may be killed just then."""
     monkeypatch.setattr(line, "tell", lambda channel, messages: True)
     in_time(hand_over(near(), in_line), 1.0)
 
 
-def test_a_neighbour_that_died_is_told_in_vain(doomed, in_line, until):
-    """Its claim is passed over in its time, and the key is free again."""
+def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_line, until):
+    """Its claim is skipped in time, and the key is free again."""
     victim = doomed()
     with db_lock("stock:7"):
         victim.start(jobs.wait_quietly, "stock:7", timeout=20)
@@ -113,8 +118,8 @@ def test_a_neighbour_that_died_is_told_in_vain(doomed, in_line, until):
         in_time(hold.waited, 4.0)
 
 
-async def test_coroutines_are_told_too(near):
-    """In a process whose one loop waits for three keys."""
+async def test_coroutines_are_notified_locally(near):
+    """One event loop of the process waits for three keys."""
     giver = near()
     keys = [f"stock:{number}" for number in range(3)]
     for key in keys:
@@ -125,7 +130,9 @@ async def test_coroutines_are_told_too(near):
             return time.monotonic()
 
     waiting = [asyncio.create_task(wait(key)) for key in keys]
-    while await sync_to_async(lambda: sum(map(backends["default"].waiting, keys)))() < len(keys):
+    while await sync_to_async(
+        lambda: sum(map(backends["default"].waiting, keys))
+    )() < len(keys):
         await asyncio.sleep(0.01)
     released = time.monotonic()
     await asyncio.to_thread(giver.call, jobs.release_all)
@@ -133,7 +140,7 @@ async def test_coroutines_are_told_too(near):
         in_time(granted - released, 0.2)
 
 
-def test_many_threads_of_one_process_are_each_told(near, in_line, threads):
+def test_threads_of_one_process_are_each_notified_locally(near, in_line, threads):
     giver = near()
     keys = [f"stock:{number}" for number in range(4)]
     for key in keys:
@@ -156,8 +163,11 @@ def test_many_threads_of_one_process_are_each_told(near, in_line, threads):
 
 
 @pytest.mark.engine("sqlite")
-def test_on_sqlite_neighbours_do_not_look_for_their_turns(workers):
-    """Four processes, thirty turns each: fewer looks than turns, though three wait at any time."""
+def test_on_sqlite_local_processes_do_not_poll(workers):
+    """Four processes take thirty turns each, while three wait at any time.
+
+    There are fewer polls than turns.
+    """
     crowd, turns = workers(8)[::2], 30
     for worker in crowd:
         worker.start(jobs.take_turns, "stock:7", times=turns)
@@ -166,8 +176,11 @@ def test_on_sqlite_neighbours_do_not_look_for_their_turns(workers):
 
 
 @pytest.mark.engine("sqlite")
-def test_on_sqlite_whose_turn_comes_without_a_message_looks_for_a_while(workers):
-    """Two processes that are no neighbours, in containers say: after the first turns none takes long."""
+def test_on_sqlite_a_process_without_messages_polls(workers):
+    """Two processes that cannot notify each other, for example in containers.
+
+    After the first turns, no handover takes long.
+    """
     crowd = [worker for worker in workers(4) if worker.far]
     waits = []
     for number in range(8):
@@ -183,7 +196,7 @@ def test_on_sqlite_whose_turn_comes_without_a_message_looks_for_a_while(workers)
     in_time(sorted(waits)[3], 0.12)
 
 
-# What anybody of the machine may send.
+# Messages from any program on the host.
 
 
 @pytest.mark.parametrize(
@@ -200,8 +213,8 @@ def test_on_sqlite_whose_turn_comes_without_a_message_looks_for_a_while(workers)
         f"{'é' * 16}\n{OWNER} 17 18".encode(),
     ],
 )
-def test_what_is_not_signed_is_not_heard(message, channel):
-    """Whoever may have read the table, and send to the socket, still lacks the SECRET_KEY."""
+def test_unsigned_messages_are_ignored(message, channel):
+    """A sender that has read the table still lacks the SECRET_KEY."""
     door = neighbours.Door.open(channel)
     channel = neighbours.near() + channel
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -210,8 +223,11 @@ def test_what_is_not_signed_is_not_heard(message, channel):
     assert door.wait(5) == [f"{OWNER} 17 18", OWNER]
 
 
-def test_a_full_door_keeps_nobody_waiting_who_tells(channel):
-    """The system keeps some messages for who does not read; the next is refused at once."""
+def test_a_full_socket_does_not_block_the_sender(channel):
+    """The system buffers some messages for a process that does not read.
+
+    It refuses the next message at once.
+    """
     door = neighbours.Door.open(channel)
     channel = neighbours.near() + channel
     began = time.monotonic()
@@ -221,18 +237,18 @@ def test_a_full_door_keeps_nobody_waiting_who_tells(channel):
     assert OWNER in door.read()
 
 
-def test_a_thousand_are_told_at_once(channel):
-    """Of their shares in one key, say."""
+def test_a_thousand_messages_fit_into_one_send(channel):
+    """For example, a thousand waiters are notified of their shared holds."""
     door = neighbours.Door.open(channel)
     messages = [f"{number:032x} {2**62} {2**62}" for number in range(1000)]
     assert neighbours.tell(neighbours.near() + channel, messages)
     assert door.wait(5) == messages
 
 
-# Who is a neighbour.
+# Detection of the same host.
 
 
-def test_nobody_is_told_who_is_not_a_neighbour_or_is_told_by_another_server():
+def test_messages_go_only_to_the_same_host_and_server():
     mine = neighbours.near() + "dlocks_test_who"
     one, another = "db1 3306 /data", "db2 3306 /data"
     assert neighbours.is_near(f"{mine}@", "")
@@ -248,8 +264,8 @@ def test_nobody_is_told_who_is_not_a_neighbour_or_is_told_by_another_server():
     assert not neighbours.tell(f"{mine}@", [OWNER]), "nobody is there"
 
 
-def test_what_a_channel_is_called_fits_its_column():
-    from dlocks.models import LockClaim
+def test_a_channel_name_fits_its_column():
+    from tests.internals import LockClaim
 
     listener = backends["default"].listen(WaitingRoom(backends["default"])._name)
     assert listener.channel.startswith(neighbours.near())
@@ -257,13 +273,20 @@ def test_what_a_channel_is_called_fits_its_column():
     connection.close()
 
 
-def test_processes_of_one_network_namespace_are_neighbours_and_others_are_not():
+def test_the_same_host_means_the_same_network_namespace():
     code = "from dlocks.backends.database import neighbours; print(neighbours.near())"
 
     def near_of(*before):
         command = [*before, sys.executable, "-c", code]
         environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.settings"}
-        process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment)
+        process = subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
+        )
         return process.stdout.strip()
 
     assert near_of() == neighbours.near()
@@ -273,8 +296,8 @@ def test_processes_of_one_network_namespace_are_neighbours_and_others_are_not():
         assert elsewhere != neighbours.near()
 
 
-def test_where_the_system_has_no_such_thing_nobody_is_a_neighbour(monkeypatch):
-    """As on macOS and Windows, which have no /proc."""
+def test_without_proc_no_process_is_on_the_same_host(monkeypatch):
+    """macOS and Windows have no /proc."""
 
     def missing(self):
         raise FileNotFoundError(self)
@@ -288,8 +311,8 @@ def test_where_the_system_has_no_such_thing_nobody_is_a_neighbour(monkeypatch):
     assert not neighbours.is_near("dlocks_test_none", "")
 
 
-def test_a_fork_has_no_door_of_its_parent_s(channel):
-    """Or else a parent that has ended would seem to be there."""
+def test_a_fork_does_not_keep_the_socket_of_its_parent(channel):
+    """Otherwise a parent that has ended would still seem to exist."""
     door = neighbours.Door.open(channel)
     number = door.fileno()
     reading, writing = os.pipe()
@@ -311,8 +334,8 @@ def test_a_fork_has_no_door_of_its_parent_s(channel):
     assert door.wait(5) == [OWNER]
 
 
-def test_an_alias_that_has_gone_has_no_door(settings):
-    """Of a test with settings of its own, say."""
+def test_a_removed_alias_has_no_socket(settings):
+    """For example, a test with its own settings removes an alias."""
 
     def listen():
         backend = backends["default"]
@@ -327,8 +350,8 @@ def test_an_alias_that_has_gone_has_no_door(settings):
     assert not neighbours.tell(channel, [OWNER])
 
 
-def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that(channel):
-    """As daemons do; and a number may be another file's by then."""
+def test_a_closed_file_descriptor_causes_no_busy_loop(channel):
+    """Daemons do this, and the number may belong to another file by then."""
     door = neighbours.Door.open(channel)
     os.close(door.fileno())
     assert door.wait(5) == []
@@ -337,7 +360,7 @@ def test_who_has_closed_all_files_of_its_process_is_not_busy_with_that(channel):
     assert time.monotonic() >= began + 0.05
 
 
-def test_a_door_that_was_closed_is_replaced_when_next_one_listens(channel):
+def test_a_closed_socket_is_replaced_by_the_next_listener(channel):
     backend = backends["default"]
     listener = backend.listen(channel)
     hears = listener.beside or listener
@@ -353,8 +376,10 @@ def test_a_door_that_was_closed_is_replaced_when_next_one_listens(channel):
     listener.close()
 
 
-def test_where_there_is_no_poll_one_is_told_all_the_same(near, in_line, threads, until, monkeypatch):
-    """As on Windows, and under Eventlet."""
+def test_local_messages_arrive_without_select_poll(
+    near, in_line, threads, until, monkeypatch
+):
+    """This is so on Windows and under Eventlet."""
     giver = near()
     giver.call(jobs.acquire, "stock:7")
     monkeypatch.delattr(select, "poll")
@@ -368,13 +393,13 @@ def test_where_there_is_no_poll_one_is_told_all_the_same(near, in_line, threads,
     released = time.monotonic()
     giver.call(jobs.release_all)
     in_time(until(lambda: waiter.results)[0] - released, 0.2)
-    # Long enough for statements to be prepared.
+    # This is often enough for statements to be prepared.
     for _ in range(20):
         with db_lock("stock:7"):
             pass
 
 
-def test_where_no_thread_can_be_started_to_hear_one_looks(near, in_line, monkeypatch):
+def test_a_waiter_polls_if_no_thread_can_be_started(near, in_line, monkeypatch):
     start = threading.Thread.start
 
     def refuse(self):
@@ -394,6 +419,6 @@ def test_where_no_thread_can_be_started_to_hear_one_looks(near, in_line, monkeyp
     release.join()
 
 
-def test_with_listen_false_nobody_is_told(channel):
+def test_with_listen_false_there_is_no_listener(channel):
     backend = backends["default"]
     assert type(backend)("default", listen=False).listen(channel) is None

@@ -1,5 +1,6 @@
-"""
-A short campaign on every engine, and a few seeded bugs that it has to find; ``make nemesis`` runs long ones, and all.
+"""Short campaigns of the nemesis on every engine, and seeded bugs to find.
+
+``make nemesis`` runs long campaigns with all bugs.
 """
 
 from __future__ import annotations
@@ -23,18 +24,30 @@ SECONDS = 8.0
 
 @pytest.mark.once
 def test_the_promises_hold_while_holders_are_stopped_and_killed():
-    """Six processes over four keys: leases and transactions, readers and writers, permits."""
-    faults = dict(PROCESSES) if ENGINE == "sqlite" else {**PROCESSES, "sessions": 1.0, "crash": 0.2}
-    report = run(Plan(engine=ENGINE, seconds=SECONDS, seed=20, pause=0.5, faults=faults))
+    """Six processes use four keys.
+
+    They use leases, transactions, read and write locks, and permits.
+    """
+    faults = (
+        dict(PROCESSES)
+        if ENGINE == "sqlite"
+        else {**PROCESSES, "sessions": 1.0, "crash": 0.2}
+    )
+    report = run(
+        Plan(engine=ENGINE, seconds=SECONDS, seed=20, pause=0.5, faults=faults)
+    )
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 20
     assert report.counts["faults"] > 5
 
 
 @pytest.mark.once
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_the_promises_hold_while_a_network_is_cut():
-    """Three of six processes are in a network of their own, and what goes there, or comes, or both, is lost."""
+    """Three of six processes are in a network of their own.
+
+    Messages to this network, from it, or in both directions are lost.
+    """
     if os.geteuid() != 0:
         pytest.skip("Network namespaces take root.")
     report = run(Plan(engine=ENGINE, seconds=SECONDS, seed=21, pause=0.3, **NETWORK))
@@ -45,26 +58,37 @@ def test_the_promises_hold_while_a_network_is_cut():
 
 @pytest.mark.engine("postgresql")
 @pytest.mark.timeout(400)
-def test_the_nemesis_finds_what_is_wrong():
-    """No lock at all, and one bug of each kind: what the other tests of it rest on."""
+def test_the_nemesis_finds_seeded_bugs():
+    """It finds violations without any lock, and with one bug of each kind.
+
+    The other nemesis tests depend on this.
+    """
     with server_for("postgresql", clock=True) as server:
         found: set[str] = set()
         for seed in range(3, 8):
-            plan = Plan(engine="postgresql", seconds=8, seed=seed, locked=False, oddities=False)
+            plan = Plan(
+                engine="postgresql", seconds=8, seed=seed, locked=False, oddities=False
+            )
             found |= set(run(plan, server=server, prepared=bool(found)).violations)
             if {"tokens", "exclusion", "updates"} <= found:
                 break
         assert {"tokens", "exclusion", "updates"} <= found
-        for name in ("release_without_an_owner", "one_permit_too_many", "given_back_before_the_commit"):
+        for name in (
+            "release_without_an_owner",
+            "one_permit_too_many",
+            "given_back_before_the_commit",
+        ):
             shown: set[str] = set()
             for seed in range(7, 10):
-                shown |= set(run(bug_plan(name, seed), server=server, prepared=True).violations)
+                shown |= set(
+                    run(bug_plan(name, seed), server=server, prepared=True).violations
+                )
                 if shown & set(BUGS[name].shows):
                     break
             assert shown & set(BUGS[name].shows), name
 
 
-# The checker itself, on histories that say in few lines what is wrong.
+# The checker itself, on short histories with a known result.
 
 
 def turn(pid, got, end, token, **values):
@@ -88,11 +112,11 @@ def violations(*turns, **history):
     return set(check(History(turns=list(turns), **history)).violations)
 
 
-def test_the_checker_accepts_one_after_the_other():
+def test_the_checker_accepts_holds_without_overlap():
     assert violations(turn(1, 10, 11, 5), turn(2, 11.01, 12, 6)) == set()
 
 
-def test_the_checker_sees_two_at_once():
+def test_the_checker_detects_overlapping_holds():
     assert "exclusion" in violations(turn(1, 10, 11, 5), turn(2, 10.9, 12, 6))
 
 
@@ -100,40 +124,46 @@ def test_the_checker_lets_a_hold_end_when_its_release_is_invoked():
     assert violations(turn(1, 10, 11, 5), turn(2, 11.0001, 12, 6)) == set()
 
 
-def test_the_checker_sees_a_writer_beside_a_reader_and_one_permit_too_many():
+def test_the_checker_detects_overlapping_shared_holds():
     share = {"mode": "s", "permits": 2}
-    assert violations(turn(1, 10, 11, 5, **share), turn(2, 10.1, 11, 6, **share)) == set()
-    three = [turn(number, 10 + number / 10, 11, number, **share) for number in (1, 2, 3)]
+    assert (
+        violations(turn(1, 10, 11, 5, **share), turn(2, 10.1, 11, 6, **share)) == set()
+    )
+    three = [
+        turn(number, 10 + number / 10, 11, number, **share) for number in (1, 2, 3)
+    ]
     assert "exclusion" in violations(*three)
     assert "exclusion" in violations(turn(1, 10, 11, 5, mode="s"), turn(2, 10.1, 11, 6))
 
 
 @pytest.mark.parametrize("token", [5, 4])
-def test_the_checker_sees_a_token_that_does_not_grow(token):
+def test_the_checker_detects_a_token_that_does_not_grow(token):
     assert "tokens" in violations(turn(1, 10, 11, 5), turn(2, 11.5, 12, token))
 
 
-def test_the_checker_sees_a_lost_update_and_a_final_value_too_small():
+def test_the_checker_detects_lost_updates():
     puts = [Put("fenced k", 10.0 + number, 7, "", str(number)) for number in (1, 2)]
     assert violations(puts=puts) == {"updates"}
     assert violations(puts=puts[:1], registers={"fenced k": 7}) == {"updates"}
     assert violations(puts=puts[:1], registers={"fenced k": 8}) == set()
 
 
-def test_the_checker_sees_a_key_that_nobody_gets():
+def test_the_checker_detects_a_key_that_is_not_granted():
     late = turn(2, 20, 21, 6)
     late.asked = 10.5
     assert violations(turn(1, 10, 11, 5), late) == {"releases"}
-    # A holder that died keeps others out for its ttl, the grace and a poll, and no longer.
+    # A dead holder keeps others out for its ttl, the grace and a poll, and no longer.
     killed = turn(1, 10, 11, 5)
     killed.end, killed.gone, killed.answer, killed.died = 1e6, 1e6, None, 11
-    assert violations(killed, late, events=[["kill", 11, 1, "holding", "k"]]) == {"stuck"}
+    assert violations(killed, late, events=[["kill", 11, 1, "holding", "k"]]) == {
+        "stuck"
+    }
     soon = turn(2, 13, 14, 6)
     soon.asked = 10.5
     assert violations(killed, soon, events=[["kill", 11, 1, "holding", "k"]]) == set()
 
 
-def test_the_checker_sees_a_key_that_nobody_gets_after_its_holder_was_cut_off():
+def test_the_checker_detects_a_key_stuck_after_a_partition():
     cut_off = turn(1, 10, 11, 5)
     cut_off.end, cut_off.gone, cut_off.answer = 1e6, 1e6, None
     events = [["partition", 10.5, 1, "holding", "k"], ["heal", 14.5, 1]]
@@ -141,7 +171,7 @@ def test_the_checker_sees_a_key_that_nobody_gets_after_its_holder_was_cut_off():
         other = turn(2, got, got + 1, 6)
         other.asked = 10.6
         assert violations(cut_off, other, events=events) == found
-    # Who is cut off itself waits in vain, until what it has sent has come through.
+    # A process that is cut off waits until its messages have come through.
     other = turn(1, 18, 19, 6)
     other.asked = 10.6
     assert violations(turn(2, 10, 10.4, 5), other, events=events) == set()
@@ -150,15 +180,15 @@ def test_the_checker_sees_a_key_that_nobody_gets_after_its_holder_was_cut_off():
     assert violations(turn(2, 10, 10.4, 5), other, events=events) == {"stuck"}
 
 
-def test_the_checker_sees_a_grant_that_the_database_never_had():
+def test_the_checker_detects_a_grant_unknown_to_the_database():
     assert violations(turn(1, 10, 11, 5), granted={("k", 4)}) == {"phantoms"}
     assert violations(turn(1, 10, 11, 5), granted={("k", 5)}) == set()
 
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize("name", BUGS)
-def test_a_seeded_bug_changes_what_is_there(name):
-    """And not a method that has another name by now."""
+def test_a_seeded_bug_patches_an_existing_attribute(name):
+    """A bug patches a method that still exists under this name."""
     code = ast.parse(textwrap.dedent(inspect.getsource(BUGS[name].apply)))
     names = {}
     for statement in ast.walk(code):
@@ -169,10 +199,13 @@ def test_a_seeded_bug_changes_what_is_there(name):
         for statement in ast.walk(code)
         if isinstance(statement, ast.Assign)
         for target in statement.targets
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value).split(".")[0] in names
+        if isinstance(target, ast.Attribute)
+        and ast.unparse(target.value).split(".")[0] in names
     ]
     for target in changed:
         owner = eval(ast.unparse(target.value), names)
-        # Or of its instances.
-        assert hasattr(owner, target.attr) or f"self.{target.attr} = " in inspect.getsource(owner), ast.unparse(target)
+        # The attribute may belong to instances.
+        assert hasattr(
+            owner, target.attr
+        ) or f"self.{target.attr} = " in inspect.getsource(owner), ast.unparse(target)
     assert changed or re.search(r"_in_sql|_in_text|_grace", ast.unparse(code))

@@ -1,4 +1,4 @@
-"""What ``expiry="observed"`` promises: no clock that shows a wrong time gives a key to a second holder."""
+"""``expiry="observed"``: a wrong clock never gives a key to a second holder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
-from dlocks.conf import backends
-from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
+from tests.internals import LockClaim, ResourceLock, backends
 from tests.settings import DLOCKS, PESSIMISTIC
 from tests.timing import in_time
 
@@ -30,20 +29,25 @@ def watched(key="stock:7", using="watching", **policy):
 
 
 def ran_out(model=ResourceLock):
-    """Make all leases ended by the database's clock, as a step of that clock would."""
+    """Expire all leases by the database's clock, as a step of that clock would."""
     with connection.cursor() as cursor:
         table = model._meta.db_table
         if connection.vendor == "postgresql":
-            cursor.execute(f"UPDATE {table} SET end_time = end_time - interval '1 hour'")
+            cursor.execute(
+                f"UPDATE {table} SET end_time = end_time - interval '1 hour'"
+            )
         elif connection.vendor == "mysql":
             cursor.execute(f"UPDATE {table} SET end_time = end_time - INTERVAL 1 HOUR")
         else:
-            cursor.execute(f"UPDATE {table} SET end_time = strftime('%Y-%m-%d %H:%M:%f', end_time, '-1 hour') || '000'")
+            cursor.execute(
+                f"UPDATE {table} SET end_time = strftime('%Y-%m-%d %H:%M:%f', end_time,"
+                " '-1 hour') || '000'"
+            )
 
 
 @pytest.mark.parametrize("using", KINDS)
 @pytest.mark.parametrize("fair", [True, False])
-def test_a_dead_holder_s_key_is_taken_once_it_was_watched_for_ttl_and_grace(using, fair, doomed):
+def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(using, fair, doomed):
     victim = doomed()
     victim.start(jobs.hold, "stock:7", using=using)
     token = victim.hear()
@@ -57,7 +61,7 @@ def test_a_dead_holder_s_key_is_taken_once_it_was_watched_for_ttl_and_grace(usin
 
 @pytest.mark.parametrize("using", KINDS)
 @pytest.mark.parametrize("fair", [True, False])
-def test_a_holder_whose_lease_is_over_by_the_clock_goes_on_and_keeps_others_out(using, fair, elsewhere, until):
+def test_a_holder_expired_by_the_clock_still_excludes(using, fair, elsewhere, until):
     with watched(using=using) as hold:
         ran_out()
         with pytest.raises(LockTimeout):
@@ -67,8 +71,10 @@ def test_a_holder_whose_lease_is_over_by_the_clock_goes_on_and_keeps_others_out(
         hold.check()
 
 
-def test_a_reader_that_does_not_take_over_from_a_dead_holder_waits_for_no_longer_than_its_timeout(doomed):
-    """It is told so when its time is over, though there is something to ask for until somebody clears the key."""
+def test_an_observing_reader_without_takeover_times_out(
+    doomed,
+):
+    """It raises at its timeout, although it must retry until the key is cleared."""
     victim = doomed()
     victim.start(jobs.hold, "stock:7", using="watching")
     victim.hear()
@@ -76,11 +82,13 @@ def test_a_reader_that_does_not_take_over_from_a_dead_holder_waits_for_no_longer
     timeout = TTL + GRACE + 0.5
     began = time.monotonic()
     with pytest.raises((LockStale, LockTimeout)):
-        db_rwlock("stock:7", using="watching", takeover=False, timeout=timeout).read().acquire()
+        db_rwlock(
+            "stock:7", using="watching", takeover=False, timeout=timeout
+        ).read().acquire()
     in_time(time.monotonic() - began, timeout + 3.0)
 
 
-def test_one_try_cannot_observe_and_answers_busy(doomed):
+def test_a_single_attempt_cannot_observe_and_finds_the_key_busy(doomed):
     victim = doomed()
     victim.start(jobs.hold, "stock:7", using="watching")
     victim.hear()
@@ -88,40 +96,59 @@ def test_one_try_cannot_observe_and_answers_busy(doomed):
     ran_out()
     assert watched().try_acquire() is None
     time.sleep(TTL + GRACE)
-    # The process has seen it before, and so it can.
+    # The process has observed the row before, so one attempt is enough.
     with watched(timeout=0) as hold:
         assert hold.takeover
 
 
-def test_a_lease_longer_than_what_others_watch_for_is_refused_before_any_query(django_assert_num_queries):
+def test_a_ttl_longer_than_the_observation_is_refused(
+    django_assert_num_queries,
+):
     with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
         watched(ttl=TTL + 0.001).acquire()
     with watched(ttl=TTL / 2):
         pass
 
 
-def test_so_is_a_hold_that_is_handed_over_for_longer(django_assert_num_queries):
+def test_a_handover_longer_than_the_observation_is_refused(django_assert_num_queries):
     with watched() as hold:
-        with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
+        with (
+            django_assert_num_queries(0),
+            pytest.raises(ValueError, match="Raise OPTIONS"),
+        ):
             hold.detach(within=TTL + 0.001)
         assert hold.held
 
 
-def test_and_one_of_a_quorum_of_which_a_member_watches(django_assert_num_queries):
-    quorum = {"BACKEND": "dlocks.backends.quorum.QuorumBackend", "OPTIONS": {"of": ["watching", "memory", "third"]}}
+def test_a_quorum_refuses_a_ttl_longer_than_the_observation(django_assert_num_queries):
+    quorum = {
+        "BACKEND": "dlocks.backends.quorum.QuorumBackend",
+        "OPTIONS": {"of": ["watching", "memory", "third"]},
+    }
     memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
-    with override_settings(DLOCKS={**DLOCKS, "quorum": quorum, "memory": memory, "third": memory}):
-        with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
+    with override_settings(
+        DLOCKS={**DLOCKS, "quorum": quorum, "memory": memory, "third": memory}
+    ):
+        with (
+            django_assert_num_queries(0),
+            pytest.raises(ValueError, match="Raise OPTIONS"),
+        ):
             watched(using="quorum", ttl=TTL + 0.001).acquire()
 
 
-def test_another_word_is_refused():
-    settings = {**DLOCKS, "default": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "never"}}}
-    with override_settings(DLOCKS=settings), pytest.raises(ImproperlyConfigured, match="'clock' or 'observed'"):
+def test_an_unknown_expiry_option_is_refused():
+    settings = {
+        **DLOCKS,
+        "default": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "never"}},
+    }
+    with (
+        override_settings(DLOCKS=settings),
+        pytest.raises(ImproperlyConfigured, match="'clock' or 'observed'"),
+    ):
         backends["default"]
 
 
-def test_who_does_not_take_over_is_told(doomed):
+def test_an_observer_without_takeover_gets_lock_stale(doomed):
     victim = doomed()
     victim.start(jobs.hold, "stock:7", using="watching")
     victim.hear()
@@ -130,7 +157,7 @@ def test_who_does_not_take_over_is_told(doomed):
         watched(takeover=False, timeout=20).acquire()
 
 
-def test_a_dead_reader_is_in_nobody_s_way(doomed):
+def test_a_dead_reader_is_replaced_after_ttl_and_grace(doomed):
     victim = doomed()
     victim.start(jobs.read, "stock:7", using="watching")
     victim.hear()
@@ -140,22 +167,27 @@ def test_a_dead_reader_is_in_nobody_s_way(doomed):
         assert time.monotonic() - began >= TTL + GRACE
 
 
-def test_a_reader_whose_lease_is_over_by_the_clock_goes_on(elsewhere):
+def test_a_reader_expired_by_the_clock_still_excludes(elsewhere):
     with db_rwlock("stock:7", using="watching").read() as hold:
         ran_out(LockClaim)
         with pytest.raises(LockTimeout):
-            elsewhere(db_rwlock("stock:7", using="watching", timeout=2 * TTL).write().acquire)
+            elsewhere(
+                db_rwlock("stock:7", using="watching", timeout=2 * TTL).write().acquire
+            )
         hold.renew()
         hold.check()
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_share_whose_row_somebody_keeps_does_not_keep_the_others_from_being_renewed(workers, until):
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
     (other,) = workers(1)
-    kept, mine = (db_rwlock(key, using="watching").read().acquire() for key in ("stock:7", "stock:8"))
+    kept, mine = (
+        db_rwlock(key, using="watching").read().acquire()
+        for key in ("stock:7", "stock:8")
+    )
     other.start(jobs.lock_share, kept.token)
     assert other.hear() == "locked"
-    until(lambda: not kept.held)
+    until(lambda: kept.is_over)
     time.sleep(0.5)
     mine.check()
     mine.release()
@@ -165,9 +197,13 @@ def test_a_share_whose_row_somebody_keeps_does_not_keep_the_others_from_being_re
         kept.release()
 
 
-@pytest.mark.parametrize("lock", [watched(), db_rwlock("stock:7", using="watching").read()], ids=["alone", "shared"])
-def test_a_lease_that_could_not_be_written_is_not_made_longer(lock, monkeypatch):
-    """Others see the row as it was, and count from then."""
+@pytest.mark.parametrize(
+    "lock",
+    [watched(), db_rwlock("stock:7", using="watching").read()],
+    ids=["alone", "shared"],
+)
+def test_a_lease_that_cannot_be_written_is_not_prolonged(lock, monkeypatch):
+    """Other processes see the row unchanged, and count from then."""
     backend = backends["watching"]
     with lock as hold:
         monkeypatch.setattr(backend, "_count", lambda *args, locked=None: locked())
@@ -176,15 +212,23 @@ def test_a_lease_that_could_not_be_written_is_not_made_longer(lock, monkeypatch)
         assert left == {hold.claim.owner: 0.0}
 
 
-def test_neither_the_command_nor_the_admin_ends_a_lease_by_the_clock():
-    # Of a longer ttl: a renewal in between would write an end that is not over.
-    with override_settings(DLOCKS={**DLOCKS, "watching": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "observed"}}}):
+def test_commands_end_no_observed_lease_by_the_clock():
+    # The ttl is longer here. Otherwise a renewal in between would write an end in the
+    # future.
+    with override_settings(
+        DLOCKS={
+            **DLOCKS,
+            "watching": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "observed"}},
+        }
+    ):
         with watched() as hold:
             ran_out()
             backend = backends["watching"]
             assert sum(backend.reap()) == 0
             assert not backend.clear("stock:7", hold.token, stale_only=True)
-            message = "stale by the clock only, which is not trusted here: force its release"
+            message = (
+                "stale by the clock only, which is not trusted here: force its release"
+            )
             with pytest.raises(CommandError, match=message):
                 call_command("clear_lock", "stock:7", "--yes", using="watching")
             hold.check()
@@ -192,14 +236,14 @@ def test_neither_the_command_nor_the_admin_ends_a_lease_by_the_clock():
 
 @pytest.mark.once
 @pytest.mark.parametrize("using", KINDS)
-def test_no_increment_is_lost_while_leases_end_by_the_clock_all_the_time(using, workers, tmp_path):
+def test_clock_steps_lose_no_increment(using, workers, tmp_path):
     path = tmp_path / "counter"
     path.write_text("0 0")
     crowd, tokens = workers(4), []
     stop, steps = threading.Event(), []
 
     def step():
-        # SQLite has one writer.
+        # SQLite has one writer, so the clock steps less often there.
         while not stop.wait(0.1 if connection.vendor == "sqlite" else 0.005):
             ran_out()
             steps.append(len(tokens))
@@ -208,10 +252,18 @@ def test_no_increment_is_lost_while_leases_end_by_the_clock_all_the_time(using, 
     thread = threading.Thread(target=step)
     thread.start()
     try:
-        # Once more where they were done before it was stepped often.
+        # Repeat the work if it ended before the clock was stepped often enough.
         while len(steps) <= 5:
             for worker in crowd:
-                worker.start(jobs.count, str(path), "counter", times=12, scope="lease", using=using, timeout=None)
+                worker.start(
+                    jobs.count,
+                    str(path),
+                    "counter",
+                    times=12,
+                    scope="lease",
+                    using=using,
+                    timeout=None,
+                )
             tokens += [worker.hear(100) for worker in crowd]
     finally:
         stop.set()

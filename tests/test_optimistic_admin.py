@@ -1,4 +1,4 @@
-"""Forms and the admin: an edit that has not seen the last one saves nothing, and shows both."""
+"""Forms and the admin: a stale edit saves nothing and shows both values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from django.utils import timezone
 
 from dlocks import StaleVersion
 from dlocks.optimistic.admin import VersionedModelAdmin, VersionedStackedInline
-from dlocks.optimistic.forms import TOKEN, Conflict, VersionedFormSet, VersionedModelForm, shown, sign_version
+from dlocks.optimistic.forms import (
+    TOKEN,
+    Conflict,
+    VersionedFormSet,
+    VersionedModelForm,
+    shown,
+    sign_version,
+)
 from tests.models import Article, Comment, Counter
 
 pytestmark = pytest.mark.django_db
@@ -52,19 +59,30 @@ def boss():
 
 
 def sent(text: str, **changes) -> dict:
-    """Return what a browser would send of the page's form, with some values changed."""
+    """Return the form data that a browser would send, with some values changed."""
     data = {}
     for tag in re.findall(r"<input [^>]*>", text):
-        attributes = {name: html.unescape(value) for name, value in re.findall(r'([\w-]+)="([^"]*)"', tag)}
+        attributes = {
+            name: html.unescape(value)
+            for name, value in re.findall(r'([\w-]+)="([^"]*)"', tag)
+        }
         kind, name = attributes.get("type"), attributes.get("name")
-        if not name or (kind in {"submit", "checkbox", "file"} and "checked" not in tag):
+        if not name or (
+            kind in {"submit", "checkbox", "file"} and "checked" not in tag
+        ):
             continue
-        if name in {"q", "action", "csrfmiddlewaretoken", "index"} or name.startswith("_"):
+        if name in {"q", "action", "csrfmiddlewaretoken", "index"} or name.startswith(
+            "_"
+        ):
             continue
         data[name] = attributes.get("value", "")
-    for name, value in re.findall(r'<textarea [^>]*name="([^"]+)"[^>]*>\s?(.*?)</textarea>', text, re.DOTALL):
+    for name, value in re.findall(
+        r'<textarea [^>]*name="([^"]+)"[^>]*>\s?(.*?)</textarea>', text, re.DOTALL
+    ):
         data[name] = html.unescape(value)
-    for name, options in re.findall(r'<select name="(\w+)"[^>]*>(.*?)</select>', text, re.DOTALL):
+    for name, options in re.findall(
+        r'<select name="(\w+)"[^>]*>(.*?)</select>', text, re.DOTALL
+    ):
         if name != "action":
             chosen = re.findall(r'value="([^"]*)"[^>]* selected', options)
             data[name] = chosen[0] if chosen else ""
@@ -83,7 +101,10 @@ def cells(text: str) -> list[tuple[str, ...]]:
     return [
         (
             html.unescape(label),
-            *(html.unescape(clean.sub("", cell)) for cell in re.findall(r"<td.*?</td>", rest, re.DOTALL)),
+            *(
+                html.unescape(clean.sub("", cell))
+                for cell in re.findall(r"<td.*?</td>", rest, re.DOTALL)
+            ),
         )
         for label, rest in rows
     ]
@@ -91,7 +112,7 @@ def cells(text: str) -> list[tuple[str, ...]]:
 
 @contextmanager
 def before_the_write(signal, action):
-    """Have somebody else write when everything has been checked and the write is about to begin."""
+    """Call ``action`` as another user, between all checks and the write."""
     done = []
 
     def handler(instance, **kwargs):
@@ -111,24 +132,29 @@ def before_the_write(signal, action):
 
 
 def bound(article, form=ArticleForm, **changes):
-    """Return the form as it comes back for the row as it is now."""
+    """Return the submitted form, bound to the current row."""
     data = QueryDict(mutable=True)
     unbound = form(instance=article)
-    data.update({name: "" if unbound[name].value() is None else unbound[name].value() for name in unbound.fields})
+    data.update(
+        {
+            name: "" if unbound[name].value() is None else unbound[name].value()
+            for name in unbound.fields
+        }
+    )
     data.update(changes)
     for name, value in changes.items():
         data[name] = value
     return form(data, instance=Article.objects.get(pk=article.pk))
 
 
-def test_a_form_saves_what_nobody_has_changed_meanwhile(article):
+def test_a_form_saves_an_unchanged_row(article):
     form = bound(article, title="second")
     assert form.is_valid(), form.errors
     assert form.changed_data == ["title"]
     assert form.save().version == 2
 
 
-def test_a_form_shows_both_values_and_keeps_what_was_entered(article):
+def test_a_form_shows_both_values_and_keeps_its_input(article):
     author = Counter.objects.create(name="Ada")
     Article.objects.update(title="theirs", author=author)
     form = bound(article, title="yours", body="text")
@@ -136,16 +162,23 @@ def test_a_form_shows_both_values_and_keeps_what_was_entered(article):
     assert form.errors.as_data()["__all__"][0].code == "conflict"
     assert isinstance(form.conflict, Conflict)
     assert (form.conflict.held, form.conflict.found) == (1, 2)
-    both = [(one.label, one.yours, one.theirs, one.is_touched) for one in form.conflict.differences]
+    both = [
+        (one.label, one.yours, one.theirs, one.is_touched)
+        for one in form.conflict.differences
+    ]
     assert both == [("Title", "yours", "theirs", True), ("Author", "", "Ada", False)]
     text = str(form)
-    assert sent(text) | {"title": "yours", "body": "text", "author": str(author.pk)} == sent(text)
+    assert sent(text) | {
+        "title": "yours",
+        "body": "text",
+        "author": str(author.pk),
+    } == sent(text)
     assert "Yours" in str(form.conflict)
     assert "theirs" in str(form.conflict)
     assert Article.objects.get().title == "theirs"
 
 
-def test_sent_again_knowingly_it_is_saved_and_not_if_changed_once_more(article):
+def test_a_resubmitted_form_saves_unless_changed_again(article):
     Article.objects.update(title="theirs")
     form = bound(article, title="yours")
     assert not form.is_valid()
@@ -160,7 +193,7 @@ def test_sent_again_knowingly_it_is_saved_and_not_if_changed_once_more(article):
     assert Article.objects.get().title == "yours"
 
 
-def test_what_changes_after_the_forms_check_is_refused_by_save(article):
+def test_save_refuses_a_row_changed_after_the_forms_check(article):
     form = bound(article, title="yours")
     assert form.is_valid()
     Article.objects.update(title="theirs")
@@ -185,14 +218,14 @@ def test_the_version_of_another_row_is_forged(article):
     assert bound(article).is_valid()
 
 
-def test_a_form_for_a_new_row_carries_none():
+def test_a_form_for_a_new_row_has_no_version():
     form = ArticleForm({"title": "new", "views": "0"})
     assert TOKEN not in form.fields
     assert form.is_valid()
     assert form.save().version == 1
 
 
-def test_values_are_shown_as_people_read_them():
+def test_a_conflict_shows_readable_values():
     class Sample(forms.Form):
         choice = forms.ChoiceField(choices=[("a", "Apple"), ("More", [("b", "Berry")])])
         several = forms.MultipleChoiceField(choices=[("a", "Apple"), ("b", "Berry")])
@@ -214,7 +247,7 @@ def test_values_are_shown_as_people_read_them():
     assert (shown(fields["text"], None), shown(fields["text"], "<b>")) == ("", "<b>")
 
 
-def test_what_a_field_does_not_show_is_not_shown_by_a_conflict(article):
+def test_a_conflict_hides_password_fields(article):
     class SecretForm(VersionedModelForm):
         class Meta:
             model = Article
@@ -226,7 +259,8 @@ def test_what_a_field_does_not_show_is_not_shown_by_a_conflict(article):
     assert not form.is_valid()
     assert "secret" not in str(form.conflict) + str(form)
     assert cells(str(form.conflict)) == [("Body", "********", "********")]
-    # Nor by the token, which has the same value's mark otherwise for every row and field.
+    # The token does not show it either. The same value has another mark in every row
+    # and field.
     marks = set()
     for one in (article, Article.objects.create(title="text", body="text")):
         marks |= set(SecretForm(instance=one)._values.values())
@@ -246,13 +280,20 @@ def test_an_uploaded_file_is_a_change_whatever_its_name(article):
     old._state.adding = False
     token = FileForm(instance=old, initial={"file": "a.txt"}).initial[TOKEN]
     data = {"title": "first", TOKEN: token}
-    for files, touched in (({}, []), ({"file": SimpleUploadedFile("a.txt", b"new")}, [("File", True)])):
-        form = FileForm(data, files, instance=Article.objects.get(), initial={"file": "a.txt"})
+    for files, touched in (
+        ({}, []),
+        ({"file": SimpleUploadedFile("a.txt", b"new")}, [("File", True)]),
+    ):
+        form = FileForm(
+            data, files, instance=Article.objects.get(), initial={"file": "a.txt"}
+        )
         assert not form.is_valid()
-        assert [(one.label, one.is_touched) for one in form.conflict.differences] == touched
+        assert [
+            (one.label, one.is_touched) for one in form.conflict.differences
+        ] == touched
 
 
-def test_what_was_entered_is_data_on_the_page(article):
+def test_entered_values_are_escaped_on_the_page(article):
     Article.objects.update(title="<script>theirs</script>")
     form = bound(article, title="<script>yours</script>")
     assert not form.is_valid()
@@ -266,7 +307,7 @@ def author():
 
 
 class EveryKindForm(VersionedModelForm):
-    """Fields whose values look otherwise when they come back."""
+    """Fields whose values have another format when they are submitted."""
 
     moment = forms.SplitDateTimeField()
     several = forms.ModelMultipleChoiceField(Counter.objects.all(), required=False)
@@ -277,7 +318,7 @@ class EveryKindForm(VersionedModelForm):
         fields = ["title", "author"]
 
 
-def test_what_was_not_touched_is_known_whatever_its_kind(article, author):
+def test_untouched_fields_of_every_kind_are_recognised(article, author):
     Article.objects.update(author=author)
     initial = {
         "moment": datetime(2026, 11, 21, 12, 30, 15, 99, tzinfo=UTC),
@@ -287,18 +328,27 @@ def test_what_was_not_touched_is_known_whatever_its_kind(article, author):
     text = str(EveryKindForm(instance=Article.objects.get(), initial=initial))
     data = sent(text, title="yours", several=[one.pk for one in initial["several"]])
     Article.objects.update(title="theirs", author=None)
-    form = EveryKindForm(QueryDict(urlencode(data, doseq=True)), instance=Article.objects.get(), initial=initial)
+    form = EveryKindForm(
+        QueryDict(urlencode(data, doseq=True)),
+        instance=Article.objects.get(),
+        initial=initial,
+    )
     assert not form.is_valid()
-    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [("Title", True), ("Author", False)]
+    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [
+        ("Title", True),
+        ("Author", False),
+    ]
     assert sent(str(form))["author"] == ""
 
 
 class TagsForm(ArticleForm):
     tags = forms.JSONField(required=False)
-    chosen = forms.TypedMultipleChoiceField(choices=[(1, "a"), (2, "b")], coerce=int, required=False)
+    chosen = forms.TypedMultipleChoiceField(
+        choices=[(1, "a"), (2, "b")], coerce=int, required=False
+    )
 
 
-def test_another_order_is_a_change_where_the_order_is_the_value(article):
+def test_reordering_counts_only_if_the_order_matters(article):
     initial = {"tags": ["a", "b", {"x": 1, "y": 2}], "chosen": [1, 2]}
     for tags, chosen, touched in (
         ('["b", "a", {"x": 1, "y": 2}]', ["1", "2"], ["Tags"]),
@@ -309,29 +359,42 @@ def test_another_order_is_a_change_where_the_order_is_the_value(article):
         data = sent(text, tags=tags, chosen=chosen)
         Article.objects.update(title=tags)
         later = {"tags": "theirs", "chosen": []}
-        form = TagsForm(QueryDict(urlencode(data, doseq=True)), instance=Article.objects.get(), initial=later)
+        form = TagsForm(
+            QueryDict(urlencode(data, doseq=True)),
+            instance=Article.objects.get(),
+            initial=later,
+        )
         assert not form.is_valid()
-        assert [one.label for one in form.conflict.differences if one.is_touched] == touched
+        assert [
+            one.label for one in form.conflict.differences if one.is_touched
+        ] == touched
 
 
-def test_line_ends_as_browsers_send_them_are_no_change():
+def test_browser_line_endings_are_not_a_change():
     article = Article.objects.create(title="first", body="x\ny ")
     data = sent(str(ArticleForm(instance=article)), title="mine", body="x\r\ny")
     Article.objects.update(body="theirs\nz")
     form = ArticleForm(data, instance=Article.objects.get())
     assert not form.is_valid()
-    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [("Title", True), ("Body", False)]
+    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [
+        ("Title", True),
+        ("Body", False),
+    ]
     assert form["body"].value() == "theirs\nz"
 
 
 def formset_of(data=None):
-    factory = modelformset_factory(Article, ArticleForm, formset=VersionedFormSet, extra=0, can_delete=True)
+    factory = modelformset_factory(
+        Article, ArticleForm, formset=VersionedFormSet, extra=0, can_delete=True
+    )
     return factory(data, queryset=Article.objects.order_by("pk"))
 
 
-def test_a_formset_refuses_the_row_that_both_changed_and_shows_what_it_is_now(article):
+def test_a_formset_refuses_and_shows_a_conflicting_row(article):
     other = Article.objects.create(title="other")
-    data = sent(str(formset_of()), **{"form-0-title": "mine", "form-1-title": "also mine"})
+    data = sent(
+        str(formset_of()), **{"form-0-title": "mine", "form-1-title": "also mine"}
+    )
     Article.objects.filter(pk=other.pk).update(title="theirs")
     formset = formset_of(data)
     assert not formset.is_valid()
@@ -341,18 +404,26 @@ def test_a_formset_refuses_the_row_that_both_changed_and_shows_what_it_is_now(ar
     again = formset_of(sent(text))
     assert again.is_valid(), again.errors
     again.save()
-    assert list(Article.objects.order_by("pk").values_list("title", flat=True)) == ["mine", "theirs"]
+    assert list(Article.objects.order_by("pk").values_list("title", flat=True)) == [
+        "mine",
+        "theirs",
+    ]
 
 
-def test_a_row_that_its_user_has_not_touched_is_in_nobodys_way_and_not_written_back(article):
+def test_a_formset_does_not_write_untouched_rows(
+    article,
+):
     other = Article.objects.create(title="other")
     data = sent(str(formset_of()), **{"form-0-title": "mine"})
     Article.objects.filter(pk=other.pk).update(title="theirs")
     formset = formset_of(data)
     assert formset.is_valid(), formset.errors
     formset.save()
-    assert set(Article.objects.values_list("title", "version")) == {("mine", 2), ("theirs", 2)}
-    # Nor is it deleted as it was.
+    assert set(Article.objects.values_list("title", "version")) == {
+        ("mine", 2),
+        ("theirs", 2),
+    }
+    # A changed row is not deleted either.
     data = sent(str(formset_of()), **{"form-1-DELETE": "on"})
     Article.objects.filter(pk=other.pk).update(title="again")
     assert not formset_of(data).is_valid()
@@ -361,37 +432,55 @@ def test_a_row_that_its_user_has_not_touched_is_in_nobodys_way_and_not_written_b
 # The admin's page of one row
 
 
-def test_the_admin_saves_and_logs_as_ever(boss, article):
+def test_the_admin_saves_and_logs_as_usual(boss, article):
     url = f"{LIST}{article.pk}/change/"
     response = boss.post(url, sent(page(boss.get(url)), title="second"))
     assert response.status_code == 302
     assert Article.objects.values_list("title", "version").get() == ("second", 2)
     assert LogEntry.objects.get().get_change_message() == "Changed Title."
-    assert boss.post(f"{LIST}add/", sent(page(boss.get(f"{LIST}add/")), title="new")).status_code == 302
+    assert (
+        boss.post(
+            f"{LIST}add/", sent(page(boss.get(f"{LIST}add/")), title="new")
+        ).status_code
+        == 302
+    )
     assert Article.objects.get(title="new").version == 1
 
 
-def test_the_admin_shows_yours_and_theirs_and_saves_when_sent_again(boss, article):
+def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
     url = f"{LIST}{article.pk}/change/"
     data = sent(page(boss.get(url)), title="yours")
     Article.objects.update(title="theirs", views=4)
     text = page(boss.post(url, data))
     assert "Somebody else has changed this meanwhile" in text
-    assert cells(text) == [("Title", "yours", "theirs"), ("Views", "3 not changed by you", "4")]
+    assert cells(text) == [
+        ("Title", "yours", "theirs"),
+        ("Views", "3 not changed by you", "4"),
+    ]
     assert Article.objects.get().title == "theirs"
     assert not LogEntry.objects.exists()
     again = sent(text)
-    assert (again["title"], again["views"]) == ("yours", "4"), "what was entered is still there, and nothing else"
+    assert (again["title"], again["views"]) == ("yours", "4"), (
+        "what was entered is still there, and nothing else"
+    )
     assert boss.post(url, again).status_code == 302
-    assert Article.objects.values_list("title", "views", "version").get() == ("yours", 4, 3)
+    assert Article.objects.values_list("title", "views", "version").get() == (
+        "yours",
+        4,
+        3,
+    )
 
 
-@pytest.mark.engine("postgresql", "mariadb")  # SQLite has one writer, which is the request itself by then.
+@pytest.mark.engine(
+    "postgresql", "mariadb", "mysql"
+)  # SQLite has one writer, which is the request itself by then.
 @pytest.mark.django_db(transaction=True)
-def test_what_changes_between_the_admins_check_and_its_write_is_shown_too(boss, article, elsewhere):
+def test_the_admin_shows_a_change_just_before_its_write(boss, article, elsewhere):
     url = f"{LIST}{article.pk}/change/"
     data = sent(page(boss.get(url)), title="yours")
-    with before_the_write(pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))):
+    with before_the_write(
+        pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))
+    ):
         text = page(boss.post(url, data))
     assert cells(text) == [("Title", "yours", "theirs")]
     assert Article.objects.get().title == "theirs"
@@ -399,17 +488,19 @@ def test_what_changes_between_the_admins_check_and_its_write_is_shown_too(boss, 
     assert Article.objects.get().title == "yours"
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_what_changes_between_the_lists_check_and_its_write_is_shown_too(boss, article, elsewhere):
+def test_the_list_shows_a_change_just_before_its_write(boss, article, elsewhere):
     data = sent(page(boss.get(LIST)), _save="Save", **{"form-0-title": "yours"})
-    with before_the_write(pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))):
+    with before_the_write(
+        pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))
+    ):
         text = page(boss.post(LIST, data))
     assert cells(text) == [("Title", "yours", "theirs")]
     assert Article.objects.get().title == "theirs"
 
 
-def test_the_admin_of_a_row_deleted_meanwhile_says_so(boss, article):
+def test_the_admin_reports_a_row_deleted_meanwhile(boss, article):
     url = f"{LIST}{article.pk}/change/"
     data = sent(page(boss.get(url)), title="yours")
     article.delete()
@@ -448,7 +539,11 @@ def test_an_inline_row_that_changed_is_refused_and_shown(boss, article):
     again = sent(text)
     assert again["comments-0-text"] == "theirs", "the row shows what is in the database"
     assert boss.post(url, {**again, "comments-0-text": "yours"}).status_code == 302
-    assert Comment.objects.values_list("pk", "text", "version").get() == (comment.pk, "yours", 3)
+    assert Comment.objects.values_list("pk", "text", "version").get() == (
+        comment.pk,
+        "yours",
+        3,
+    )
 
 
 def test_an_inline_row_that_changed_is_not_deleted(boss, article):
@@ -463,8 +558,8 @@ def test_an_inline_row_that_changed_is_not_deleted(boss, article):
     assert not Comment.objects.exists()
 
 
-def test_a_row_that_is_not_valid_any_more_can_be_deleted_all_the_same():
-    """As in Django: what is wrong with it does not matter then."""
+def test_an_invalid_row_can_be_deleted():
+    """As in Django, invalid data does not prevent the deletion."""
 
     class Form(VersionedModelForm):
         class Meta:
@@ -476,7 +571,9 @@ def test_a_row_that_is_not_valid_any_more_can_be_deleted_all_the_same():
 
     article = Article.objects.create(title="first")
     Comment.objects.create(article=article, text="old")
-    make = modelformset_factory(Comment, form=Form, formset=VersionedFormSet, can_delete=True, extra=0)
+    make = modelformset_factory(
+        Comment, form=Form, formset=VersionedFormSet, can_delete=True, extra=0
+    )
     data = sent(str(make()), **{"form-0-DELETE": "on"})
     formset = make(data)
     assert formset.is_valid(), formset.errors
@@ -494,36 +591,54 @@ def test_an_inline_row_can_be_added(boss, article):
 # The list
 
 
-def test_a_row_of_the_list_that_both_changed_is_refused_and_no_other_is_saved(boss, article):
+def test_a_conflicting_row_of_the_list_saves_nothing(boss, article):
     other = Article.objects.create(title="other")
     data = sent(page(boss.get(LIST)), _save="Save")
     index = {data[f"form-{number}-id"]: number for number in range(2)}
     mine, theirs = index[str(article.pk)], index[str(other.pk)]
     Article.objects.filter(pk=other.pk).update(title="theirs")
-    text = page(boss.post(LIST, {**data, f"form-{mine}-title": "mine", f"form-{theirs}-title": "also mine"}))
+    text = page(
+        boss.post(
+            LIST,
+            {**data, f"form-{mine}-title": "mine", f"form-{theirs}-title": "also mine"},
+        )
+    )
     assert cells(text) == [("Title", "also mine", "theirs")]
     assert set(Article.objects.values_list("title", flat=True)) == {"first", "theirs"}
     again = sent(text, _save="Save")
     assert again[f"form-{theirs}-title"] == "theirs"
     assert boss.post(LIST, again).status_code == 302
-    assert set(Article.objects.values_list("title", "version")) == {("mine", 2), ("theirs", 2)}
+    assert set(Article.objects.values_list("title", "version")) == {
+        ("mine", 2),
+        ("theirs", 2),
+    }
 
 
-def test_a_row_of_the_list_that_only_somebody_else_changed_is_not_written_back(boss, article):
+def test_the_list_does_not_write_untouched_rows(boss, article):
     other = Article.objects.create(title="other")
     data = sent(page(boss.get(LIST)), _save="Save")
-    mine = next(number for number in range(2) if data[f"form-{number}-id"] == str(article.pk))
+    mine = next(
+        number for number in range(2) if data[f"form-{number}-id"] == str(article.pk)
+    )
     Article.objects.filter(pk=other.pk).update(title="theirs")
     assert boss.post(LIST, {**data, f"form-{mine}-title": "mine"}).status_code == 302
-    assert set(Article.objects.values_list("title", "version")) == {("mine", 2), ("theirs", 2)}
+    assert set(Article.objects.values_list("title", "version")) == {
+        ("mine", 2),
+        ("theirs", 2),
+    }
 
 
-def test_the_list_saves_what_nobody_changed(boss, article):
-    assert boss.post(LIST, sent(page(boss.get(LIST)), _save="Save", **{"form-0-views": "8"})).status_code == 302
+def test_the_list_saves_a_row_without_conflict(boss, article):
+    assert (
+        boss.post(
+            LIST, sent(page(boss.get(LIST)), _save="Save", **{"form-0-views": "8"})
+        ).status_code
+        == 302
+    )
     assert Article.objects.values_list("views", "version").get() == (8, 2)
 
 
-def test_an_action_that_loses_is_not_done_twice(boss, article):
+def test_an_action_with_a_conflict_is_not_repeated(boss, article):
     data = {"action": "lose", "_selected_action": [article.pk]}
     with pytest.raises(StaleVersion):
         boss.post(LIST, data)
@@ -533,7 +648,7 @@ def test_an_action_that_loses_is_not_done_twice(boss, article):
 # Deleting
 
 
-def test_the_admin_deletes_what_it_has_shown(boss, article):
+def test_the_admin_deletes_an_unchanged_row(boss, article):
     url = f"{LIST}{article.pk}/delete/"
     response = boss.get(url, follow=True)
     ((address, _status),) = response.redirect_chain
@@ -542,7 +657,7 @@ def test_the_admin_deletes_what_it_has_shown(boss, article):
     assert not Article.objects.exists()
 
 
-def test_the_admin_does_not_delete_what_changes_while_it_is_about_to(boss, article, monkeypatch):
+def test_the_admin_does_not_delete_a_row_changed_meanwhile(boss, article, monkeypatch):
     url = f"{LIST}{article.pk}/delete/"
     ((address, _status),) = boss.get(url, follow=True).redirect_chain
     get_object, reads = ModelAdmin.get_object, []
@@ -560,7 +675,7 @@ def test_the_admin_does_not_delete_what_changes_while_it_is_about_to(boss, artic
     assert Article.objects.get().title == "theirs"
 
 
-def test_the_admin_asks_again_before_it_deletes_what_has_changed(boss, article):
+def test_the_admin_confirms_again_before_deleting_a_changed_row(boss, article):
     url = f"{LIST}{article.pk}/delete/"
     ((address, _status),) = boss.get(url, follow=True).redirect_chain
     Article.objects.update(title="theirs")
@@ -573,11 +688,15 @@ def test_the_admin_asks_again_before_it_deletes_what_has_changed(boss, article):
     assert not Article.objects.exists()
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("deleted", [False, True])
-def test_what_changes_between_the_admins_look_and_its_deletion_is_not_deleted(boss, article, elsewhere, deleted):
-    ((address, _status),) = boss.get(f"{LIST}{article.pk}/delete/", follow=True).redirect_chain
+def test_a_row_changed_just_before_its_deletion_is_kept(
+    boss, article, elsewhere, deleted
+):
+    ((address, _status),) = boss.get(
+        f"{LIST}{article.pk}/delete/", follow=True
+    ).redirect_chain
     others = Article.objects.all()
     admin_ = admin.site.get_model_admin(Article)
     look = admin_.get_deleted_objects
@@ -595,7 +714,7 @@ def test_what_changes_between_the_admins_look_and_its_deletion_is_not_deleted(bo
     assert not LogEntry.objects.exists()
 
 
-def test_a_deletion_that_says_not_what_it_saw_is_asked_first(boss, article):
+def test_a_deletion_without_a_version_needs_a_confirmation(boss, article):
     response = boss.post(f"{LIST}{article.pk}/delete/", {"post": "yes"}, follow=True)
     assert "Are you sure" in page(response)
     assert Article.objects.count() == 1
@@ -605,7 +724,7 @@ def test_a_deletion_that_says_not_what_it_saw_is_asked_first(boss, article):
 # Checks
 
 
-def test_a_form_of_ones_own_that_carries_no_version_is_an_error():
+def test_a_custom_form_without_a_version_is_an_error():
     class Inline(VersionedStackedInline):
         model = Comment
         form = forms.ModelForm
@@ -616,16 +735,20 @@ def test_a_form_of_ones_own_that_carries_no_version_is_an_error():
 
     ids = [message.id for message in Plain(Article, admin.site).check()]
     assert ids.count("dlocks.E025") == 2
-    assert not [message for message in admin.site.get_model_admin(Article).check() if message.id == "dlocks.E025"]
+    assert not [
+        message
+        for message in admin.site.get_model_admin(Article).check()
+        if message.id == "dlocks.E025"
+    ]
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("what", ["add", "change", "delete", "list"])
-def test_a_callback_that_fails_after_the_commit_is_no_conflict_of_the_edit(boss, what):
-    """Nothing is written a second time, and nobody is told that nothing was."""
+def test_a_failing_on_commit_callback_is_not_a_conflict(boss, what):
+    """Nothing is written twice, and no conflict is reported."""
     article = Article.objects.create(title="first")
     if what == "list":
-        # The callback of the one is before that of the other.
+        # The callback of the first row comes before that of the second.
         Article.objects.create(title="first")
     one, address = f"{LIST}{article.pk}/", {"add": f"{LIST}add/", "list": LIST}
     asked = page(boss.get(address.get(what, f"{one}{what}/"), follow=True))
@@ -644,13 +767,30 @@ def test_a_callback_that_fails_after_the_commit_is_no_conflict_of_the_edit(boss,
     try:
         with pytest.raises(StaleVersion):
             if what == "list":
-                boss.post(LIST, sent(asked, **{"form-0-title": "second", "form-1-title": "second", "_save": "Save"}))
+                boss.post(
+                    LIST,
+                    sent(
+                        asked,
+                        **{
+                            "form-0-title": "second",
+                            "form-1-title": "second",
+                            "_save": "Save",
+                        },
+                    ),
+                )
             elif what == "delete":
                 token = sign_version(article)
                 boss.post(f"{one}delete/?{urlencode({TOKEN: token})}", {"post": "yes"})
             else:
-                boss.post(address.get(what, f"{one}{what}/"), sent(asked, title="second"))
+                boss.post(
+                    address.get(what, f"{one}{what}/"), sent(asked, title="second")
+                )
     finally:
         signal.disconnect(fail, sender=Article)
-    titles = {"add": ["first", "second"], "change": ["second"], "delete": [], "list": ["second"] * 2}
+    titles = {
+        "add": ["first", "second"],
+        "change": ["second"],
+        "delete": [],
+        "list": ["second"] * 2,
+    }
     assert sorted(Article.objects.values_list("title", flat=True)) == titles[what]

@@ -1,4 +1,4 @@
-"""FencedModel: who has lost the lock writes nothing any more, row by row."""
+"""FencedModel: a caller that has lost its lock can no longer write a row."""
 
 from __future__ import annotations
 
@@ -31,15 +31,21 @@ def stored(pk):
 
 
 @KINDS
-def test_an_older_token_writes_nothing_any_more(model):
+def test_an_older_token_can_no_longer_write(model):
     pk = model.objects.create().pk
     paused = model.objects.claim(pk, 5)
     successor = model.objects.claim(pk, 6)
     successor.steps = 10
     successor.save()
     paused.steps = 1
-    for write in (paused.save, paused.delete, lambda: paused.save(update_fields=["state"])):
-        with pytest.raises(StaleToken, match="claimed with token 6; the older token 5") as caught:
+    for write in (
+        paused.save,
+        paused.delete,
+        lambda: paused.save(update_fields=["state"]),
+    ):
+        with pytest.raises(
+            StaleToken, match="claimed with token 6; the older token 5"
+        ) as caught:
             write()
     error = caught.value
     assert (error.model, error.pk, error.token, error.found) == (model, pk, 5, 6)
@@ -49,8 +55,8 @@ def test_an_older_token_writes_nothing_any_more(model):
 
 
 @KINDS
-def test_a_claim_alone_fences_off_and_reads_what_the_last_one_left(model):
-    """Reading before claiming is how a read-modify-write is lost; the claim does it in the right order."""
+def test_a_claim_fences_off_and_reads_the_latest_values(model):
+    """Reading before claiming would lose updates. ``claim()`` reads afterwards."""
     pk = model.objects.create().pk
     first = model.objects.claim(pk, 5)
     first.steps = 1
@@ -64,7 +70,7 @@ def test_a_claim_alone_fences_off_and_reads_what_the_last_one_left(model):
     assert stored(pk) == ("", 2, 6)
 
 
-def test_an_instance_claims_itself_and_is_read_anew(machine, django_assert_num_queries):
+def test_claim_refreshes_the_instance(machine, django_assert_num_queries):
     other = Machine.objects.claim(machine.pk, 5)
     other.steps = 3
     other.save()
@@ -91,7 +97,7 @@ def test_the_same_token_may_write_again(machine):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_hold_is_its_token(machine):
+def test_a_hold_can_be_used_as_its_token(machine):
     with db_lock("machine") as first:
         machine.claim(first)
         machine.state = "first"
@@ -104,7 +110,7 @@ def test_a_hold_is_its_token(machine):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_process_stopped_under_the_lock_cannot_write_over_its_successors_work(doomed, workers):
+def test_a_stopped_process_cannot_overwrite_its_successor(doomed, workers):
     pk = Machine.objects.create(steps=10).pk
     paused, successor = doomed(), workers(1)[0]
     paused.start(jobs.step_machine, pk, 5)
@@ -121,8 +127,11 @@ def test_a_process_stopped_under_the_lock_cannot_write_over_its_successors_work(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_eight_processes_that_take_the_row_from_each_other_lose_no_step(workers):
-    """Each claims with a newer token whenever it likes: what was saved was read after the claim, or refused."""
+def test_eight_competing_processes_lose_no_step(workers):
+    """Each process claims with a newer token at any time.
+
+    A saved value was read after the claim, or the save is refused.
+    """
     pk = Machine.objects.create().pk
     actors = workers(8)
     for number, worker in enumerate(actors):
@@ -154,11 +163,24 @@ def test_without_a_token_nothing_is_written(machine, django_assert_num_queries):
 
 
 @pytest.mark.parametrize(
-    ("hold", "error"), [(None, TypeError), ("5", TypeError), (True, TypeError), (object(), TypeError), (0, ValueError)]
+    ("hold", "error"),
+    [
+        (None, TypeError),
+        ("5", TypeError),
+        (True, TypeError),
+        (object(), TypeError),
+        (0, ValueError),
+    ],
 )
-def test_what_is_no_token_is_refused_before_any_query(hold, error, machine, django_assert_num_queries):
+def test_an_invalid_token_is_refused_before_any_query(
+    hold, error, machine, django_assert_num_queries
+):
     with django_assert_num_queries(0):
-        for use in (machine.claim, Machine.objects.fenced, lambda hold: Machine.objects.claim(1, hold)):
+        for use in (
+            machine.claim,
+            Machine.objects.fenced,
+            lambda hold: Machine.objects.claim(1, hold),
+        ):
             with pytest.raises(error):
                 use(hold)
         if hold is not None:
@@ -166,7 +188,7 @@ def test_what_is_no_token_is_refused_before_any_query(hold, error, machine, djan
                 machine.save(token=hold)
 
 
-def test_save_and_delete_take_a_token_for_one_call(machine):
+def test_save_and_delete_accept_a_token_for_one_call(machine):
     machine.state = "set"
     machine.save(token=5)
     assert stored(machine.pk) == ("set", 0, 5)
@@ -190,7 +212,7 @@ def test_new_rows_need_no_token_and_may_have_one():
 
 
 @KINDS
-def test_a_row_that_is_created_with_a_token_refuses_an_older_one_at_once(model):
+def test_a_row_created_with_a_token_refuses_an_older_one(model):
     rows = model.objects.fenced(6)
     created = [rows.create(state="one"), rows.get_or_create(state="two")[0]]
     if model is Machine:
@@ -199,7 +221,7 @@ def test_a_row_that_is_created_with_a_token_refuses_an_older_one_at_once(model):
     for row in model.objects.all():
         with pytest.raises(StaleToken):
             model.objects.claim(row.pk, 5)
-    # And it is its creator's to write on, until a newer one comes.
+    # Its creator may write it until a newer token is used.
     for one in created:
         one.steps = 1
         one.save()
@@ -208,7 +230,7 @@ def test_a_row_that_is_created_with_a_token_refuses_an_older_one_at_once(model):
             one.save()
 
 
-def test_what_may_not_have_been_created_is_not_written_with_the_token():
+def test_a_row_that_may_not_exist_keeps_no_token():
     mine = Machine.objects.create(state="there")
     doubled = Machine(pk=mine.pk, state="other")
     Machine.objects.fenced(6).bulk_create([doubled], ignore_conflicts=True)
@@ -235,7 +257,7 @@ def test_a_deleted_row_is_not_inserted_again(machine):
 
 
 @KINDS
-def test_querysets_write_with_a_token_all_rows_or_none(model):
+def test_querysets_write_all_rows_or_none_with_a_token(model):
     rows = [model.objects.create(state="new") for _ in range(3)]
     model.objects.claim(rows[1].pk, 9)
     old, new = model.objects.fenced(8), model.objects.fenced(10)
@@ -248,7 +270,11 @@ def test_querysets_write_with_a_token_all_rows_or_none(model):
     ):
         with pytest.raises(StaleToken) as caught:
             write()
-        assert (caught.value.pk, caught.value.token, caught.value.found) == (rows[1].pk, 8, 9)
+        assert (caught.value.pk, caught.value.token, caught.value.found) == (
+            rows[1].pk,
+            8,
+            9,
+        )
     assert sorted(Machine.objects.values_list("state", "steps", "fence")) == [
         ("new", 0, 0),
         ("new", 0, 0),
@@ -256,14 +282,16 @@ def test_querysets_write_with_a_token_all_rows_or_none(model):
     ]
     assert new.filter(state="new").update(steps=models.F("steps") + 1) == 3
     assert new.bulk_update(rows, ["state"]) == 3
-    assert set(Machine.objects.values_list("state", "steps", "fence")) == {("bulk", 1, 10)}
+    assert set(Machine.objects.values_list("state", "steps", "fence")) == {
+        ("bulk", 1, 10)
+    }
     new.filter(state="bulk").delete()
     assert not Machine.objects.exists()
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("write", ["update", "delete"])
-def test_a_row_that_begins_to_match_on_the_way_is_not_written_without_its_token(write, monkeypatch):
+def test_a_row_that_starts_to_match_later_is_not_written(write, monkeypatch):
     Machine.objects.create(state="new")
     second = Machine.objects.create(state="old")
     fence = FencedQuerySet._fence
@@ -276,13 +304,17 @@ def test_a_row_that_begins_to_match_on_the_way_is_not_written_without_its_token(
 
     rows = Machine.objects.fenced(2).filter(state="new")
     with monkeypatch.context() as patch:
-        patch.setattr(FencedQuerySet, "_fence", lambda rows, token: (patch.undo(), then_another_writes(rows, token))[1])
+        patch.setattr(
+            FencedQuerySet,
+            "_fence",
+            lambda rows, token: (patch.undo(), then_another_writes(rows, token))[1],
+        )
         assert (rows.update(steps=22) if write == "update" else rows.delete()[0]) == 1
     assert stored(second.pk) == ("new", 0, 1)
 
 
 @pytest.mark.parametrize("model", [Crane, Robot])
-def test_a_row_that_a_newer_holder_has_deleted_is_not_brought_back(model):
+def test_a_row_deleted_by_a_newer_holder_is_not_recreated(model):
     row = model.objects.create()
     row.claim(1)
     model.objects.fenced(2).filter(pk=row.pk).delete()
@@ -292,7 +324,7 @@ def test_a_row_that_a_newer_holder_has_deleted_is_not_brought_back(model):
     assert not Place.objects.exists()
 
 
-def test_a_queryset_is_read_anew_after_its_write(machine):
+def test_a_fenced_queryset_is_evaluated_again_after_its_write(machine):
     rows = Machine.objects.fenced(1).filter(state="new")
     assert [row.steps for row in rows] == [0]
     rows.update(steps=9)
@@ -301,17 +333,22 @@ def test_a_queryset_is_read_anew_after_its_write(machine):
     assert not rows
 
 
-def test_an_older_token_is_no_hindrance_to_other_rows():
+def test_an_older_token_can_write_other_rows():
     first, second = Machine.objects.create(), Machine.objects.create()
     Machine.objects.claim(first.pk, 9)
     assert Machine.objects.fenced(5).filter(pk=second.pk).update(steps=1) == 1
 
 
-def test_the_fence_itself_is_no_value_to_write(machine):
+def test_the_fence_itself_cannot_be_written(machine):
     with pytest.raises(ValueError, match="fence"):
         Machine.objects.fenced(5).update(fence=1)
     with pytest.raises(ValueError, match="update_conflicts"):
-        Machine.objects.bulk_create([machine], update_conflicts=True, update_fields=["state"], unique_fields=["id"])
+        Machine.objects.bulk_create(
+            [machine],
+            update_conflicts=True,
+            update_fields=["state"],
+            unique_fields=["id"],
+        )
     with pytest.raises(TypeError, match="slice"):
         Machine.objects.fenced(5)[:1].update(steps=1)
     machine.claim(5)
@@ -331,7 +368,7 @@ def test_the_callers_transaction_can_go_on_after_a_refusal(machine):
         machine.save()
 
 
-def test_a_fixture_lowers_no_fence(machine, tmp_path):
+def test_loading_a_fixture_lowers_no_fence(machine, tmp_path):
     dumped = io.StringIO()
     call_command("dumpdata", "tests.Machine", stdout=dumped)
     machine.claim(5)
@@ -356,7 +393,7 @@ async def test_coroutines_have_the_same():
     await machine.adelete(token=7)
 
 
-def test_the_checks_find_a_plain_manager_and_a_model_that_is_both():
+def test_the_checks_report_wrong_managers_and_base_classes():
     from django.apps import apps
 
     class Plain(FencedModel):
@@ -372,9 +409,15 @@ def test_the_checks_find_a_plain_manager_and_a_model_that_is_both():
             app_label = "tests"
 
     try:
-        assert [message.id for message in Plain.check() if message.id.startswith("dlocks")] == ["dlocks.E024"]
+        assert [
+            message.id for message in Plain.check() if message.id.startswith("dlocks")
+        ] == ["dlocks.E024"]
         assert "dlocks.E023" in [message.id for message in Both.check()]
-        assert not [message for message in Machine.check() + Robot.check() if message.id.startswith("dlocks")]
+        assert not [
+            message
+            for message in Machine.check() + Robot.check()
+            if message.id.startswith("dlocks")
+        ]
     finally:
         for model in (Plain, Both):
             apps.all_models["tests"].pop(model._meta.model_name)

@@ -50,7 +50,9 @@ def article():
 
 def put(client, article, query="", **headers):
     url = f"/articles/{article.pk}/{query}"
-    return client.put(url, {"title": "put"}, content_type="application/json", headers=headers)
+    return client.put(
+        url, {"title": "put"}, content_type="application/json", headers=headers
+    )
 
 
 def test_a_tag_is_of_one_version_of_one_row(article):
@@ -71,8 +73,15 @@ def test_a_write_with_the_tag_of_an_older_version_is_412(client, article):
     refused = put(client, article, **{"If-Match": tag})
     assert refused.status_code == 412
     assert refused.headers["ETag"] == first.headers["ETag"], "to read again and compare"
-    assert put(client, article, **{"If-Match": first.headers["ETag"]}).status_code == 200
-    assert put(client, article, **{"If-Match": f'"x", {etag(Article.objects.get())}'}).status_code == 200
+    assert (
+        put(client, article, **{"If-Match": first.headers["ETag"]}).status_code == 200
+    )
+    assert (
+        put(
+            client, article, **{"If-Match": f'"x", {etag(Article.objects.get())}'}
+        ).status_code
+        == 200
+    )
     assert put(client, article, **{"If-Match": "*"}).status_code == 200
     assert Article.objects.get().version == 5
 
@@ -89,17 +98,24 @@ def test_without_if_match_a_conflict_is_409(client, article):
     assert "nothing has been saved" in refused.content.decode()
 
 
-def test_a_write_can_be_required_to_say_what_it_has_seen(client, article):
+def test_if_match_can_be_required(client, article):
     assert put(client, article, "?required").status_code == 428
-    assert put(client, article, "?required", **{"If-Match": etag(article)}).status_code == 200
+    assert (
+        put(client, article, "?required", **{"If-Match": etag(article)}).status_code
+        == 200
+    )
     assert client.get(f"/articles/{article.pk}/?required").status_code == 200
 
 
-def test_a_reader_that_has_it_already_gets_304(client, article):
+def test_an_unchanged_row_gets_304(client, article):
     url = f"/articles/{article.pk}/"
     tag = client.get(url).headers["ETag"]
     unchanged = client.get(url, headers={"If-None-Match": tag})
-    assert (unchanged.status_code, unchanged.headers["ETag"], unchanged.content) == (304, tag, b"")
+    assert (unchanged.status_code, unchanged.headers["ETag"], unchanged.content) == (
+        304,
+        tag,
+        b"",
+    )
     article.save()
     assert client.get(url, headers={"If-None-Match": tag}).status_code == 200
 
@@ -112,13 +128,13 @@ def test_the_projects_own_page_is_shown(client, article, tmp_path, settings):
     assert (refused.status_code, refused.content) == (409, b"1 is not 2")
 
 
-def test_other_errors_are_not_the_middlewares(rf):
+def test_the_middleware_ignores_other_errors(rf):
     middleware = StaleVersionMiddleware(lambda request: None)
     assert middleware.process_exception(rf.get("/"), ValueError()) is None
 
 
 @pytest.mark.django_db(transaction=True)
-async def test_an_async_view_is_answered_too(client, article):
+async def test_a_conflict_in_an_async_view_is_409(client, article):
     from django.test import AsyncClient
 
     response = await AsyncClient().get(f"/async/{article.pk}/")

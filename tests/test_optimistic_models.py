@@ -1,4 +1,4 @@
-"""VersionedModel: no write goes over one that it has not seen, by whatever way Django has of writing."""
+"""VersionedModel: every way of writing in Django refuses stale writes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,48 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.core import checks, serializers
 from django.core.management import call_command
-from django.db import DatabaseError, IntegrityError, connection, connections, models, transaction
+from django.db import (
+    DatabaseError,
+    IntegrityError,
+    connection,
+    connections,
+    models,
+    transaction,
+)
 from django.db.migrations.state import ModelState, ProjectState
 from django.db.models import F
 from django.db.models.signals import post_save, pre_delete, pre_save
 
 from dlocks import LockError, StaleVersion
-from dlocks.optimistic import VersionedManager, VersionedModel, VersionedQuerySet, VersionField, microseconds
-from tests.models import Article, ArticleProxy, Comment, Counter, Footnote, Page, Report, Restaurant, Seat
+from dlocks.optimistic import (
+    VersionedManager,
+    VersionedModel,
+    VersionedQuerySet,
+    VersionField,
+    microseconds,
+)
+from tests.models import (
+    Article,
+    ArticleProxy,
+    Comment,
+    Counter,
+    Footnote,
+    Page,
+    Report,
+    Restaurant,
+    Seat,
+)
 
 pytestmark = pytest.mark.django_db
 
 KINDS = pytest.mark.parametrize(
-    ("model", "field"), [(Article, "title"), (Report, "pages"), (ArticleProxy, "title"), (Restaurant, "stars")]
+    ("model", "field"),
+    [
+        (Article, "title"),
+        (Report, "pages"),
+        (ArticleProxy, "title"),
+        (Restaurant, "stars"),
+    ],
 )
 
 
@@ -34,15 +63,20 @@ def article():
 
 @pytest.fixture
 def another(article):
-    """The same row, read before anything else happens to it."""
+    """Return the same row, read before anything else happens to it."""
     return Article.objects.get(pk=article.pk)
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory, django_db_setup, django_db_blocker):
-    """A second database with the same tables."""
+    """Create a second database with the same tables."""
     path = tmp_path_factory.mktemp("other") / "other.sqlite3"
-    settings = {**connection.settings_dict, "ENGINE": "django.db.backends.sqlite3", "NAME": path, "OPTIONS": {}}
+    settings = {
+        **connection.settings_dict,
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": path,
+        "OPTIONS": {},
+    }
     connections.databases["other"] = settings
     with django_db_blocker.unblock():
         with connections["other"].schema_editor() as editor:
@@ -62,13 +96,15 @@ def stored(model, pk):
 
 
 @KINDS
-def test_a_save_that_has_not_seen_the_last_one_is_refused_with_what_was_held_and_found(model, field):
+def test_a_stale_save_is_refused_with_both_versions(model, field):
     first = model.objects.create()
     second, third = model.objects.get(pk=first.pk), model.objects.get(pk=first.pk)
     setattr(first, field, "7")
     first.save()
     setattr(second, field, "8")
-    with pytest.raises(StaleVersion, match="version 1 was held, version 2 was found") as caught:
+    with pytest.raises(
+        StaleVersion, match="version 1 was held, version 2 was found"
+    ) as caught:
         second.save()
     error = caught.value
     assert (error.model, error.pk, error.held, error.found) == (model, first.pk, 1, 2)
@@ -87,14 +123,14 @@ def test_the_version_starts_at_one_and_counts_every_write(article):
     assert Article(title="not there yet").version == 0
 
 
-def test_the_comparison_costs_no_query_and_is_in_the_update_itself(article, django_assert_num_queries):
+def test_the_comparison_is_part_of_the_update(article, django_assert_num_queries):
     with django_assert_num_queries(1) as captured:
         article.save()
     where = captured[0]["sql"].split("WHERE")[1]
     assert "version" in where
 
 
-def test_the_error_can_be_pickled_and_says_what_to_do(article, another):
+def test_the_error_can_be_pickled_and_has_a_hint(article, another):
     article.save()
     with pytest.raises(StaleVersion) as caught:
         another.save()
@@ -116,7 +152,7 @@ def test_a_deleted_row_is_not_inserted_again(model, field):
     assert not any(parent.objects.exists() for parent in model._meta.parents)
 
 
-def test_update_fields_compare_and_count_too(article, another):
+def test_update_fields_compare_and_increment_the_version(article, another):
     article.title = "second"
     article.save(update_fields=["title"])
     assert (article.version, stored(Article, article.pk)) == (2, 2)
@@ -129,7 +165,7 @@ def test_update_fields_compare_and_count_too(article, another):
     assert (article.version, stored(Article, article.pk)) == (3, 3)
 
 
-def test_update_fields_of_a_child_table_count_the_version_in_the_parents():
+def test_update_fields_of_a_child_increment_the_parents_version():
     report, second = Report.objects.create(), Report.objects.get()
     report.pages = 7
     report.save(update_fields=["pages"])
@@ -138,14 +174,14 @@ def test_update_fields_of_a_child_table_count_the_version_in_the_parents():
     with pytest.raises(StaleVersion):
         second.save(update_fields=["pages"])
     assert Report.objects.get().pages == 7
-    # And the parent by itself is the same row.
+    # A write through the parent model changes the same row.
     parent = Article.objects.get(pk=report.pk)
     parent.save()
     with pytest.raises(StaleVersion):
         report.save()
 
 
-def test_f_expressions_are_written_once_and_compared(article, another):
+def test_f_expressions_are_compared_and_written_once(article, another):
     article.views = F("views") + 1
     article.save(update_fields=["views"])
     article.refresh_from_db()
@@ -156,7 +192,7 @@ def test_f_expressions_are_written_once_and_compared(article, another):
     assert Article.objects.get().views == 1
 
 
-def test_force_insert_inserts_and_a_failed_one_leaves_the_version(article):
+def test_a_failed_force_insert_keeps_the_version(article):
     article.save()
     with pytest.raises(IntegrityError), transaction.atomic():
         article.save(force_insert=True)
@@ -166,7 +202,7 @@ def test_force_insert_inserts_and_a_failed_one_leaves_the_version(article):
     assert fresh.version == 1
 
 
-def test_a_failing_child_table_leaves_the_version():
+def test_a_failing_child_table_keeps_the_version():
     report, taken = Report.objects.create(), Article.objects.create()
     taken.save()
     clash = Report(article_ptr=taken, pages=1)
@@ -179,7 +215,7 @@ def test_a_failing_child_table_leaves_the_version():
     assert (report.version, stored(Report, report.pk)) == (1, 1)
 
 
-def test_a_new_instance_never_writes_over_a_row_that_it_has_not_read(article):
+def test_a_new_instance_never_overwrites_an_existing_row(article):
     with pytest.raises(IntegrityError), transaction.atomic():
         Article(pk=article.pk, title="over").save()
     with pytest.raises(ValueError, match="was not read"):
@@ -189,7 +225,7 @@ def test_a_new_instance_never_writes_over_a_row_that_it_has_not_read(article):
     assert Article.objects.get().title == "first"
 
 
-def test_a_version_from_elsewhere_is_compared_as_one_that_was_read(article):
+def test_a_version_set_by_hand_is_compared(article):
     article.save()
     with pytest.raises(StaleVersion):
         Article(pk=article.pk, title="over", version=1).save(force_update=True)
@@ -202,18 +238,22 @@ def test_a_version_from_elsewhere_is_compared_as_one_that_was_read(article):
 
 
 @pytest.mark.parametrize("adding", [True, False])
-def test_a_copy_starts_anew(article, adding):
+def test_a_copy_starts_with_a_new_version(article, adding):
     article.save()
     clone = copy.copy(article)
     clone._state = copy.copy(article._state)
     clone.pk, clone._state.adding = None, adding
     clone.save()
     assert clone.pk != article.pk
-    assert (clone.version, stored(Article, clone.pk), stored(Article, article.pk)) == (1, 1, 2)
+    assert (clone.version, stored(Article, clone.pk), stored(Article, article.pk)) == (
+        1,
+        1,
+        2,
+    )
     article.save()
 
 
-def test_refresh_from_db_renews(article, another):
+def test_refresh_from_db_updates_the_version(article, another):
     article.save()
     another.refresh_from_db()
     another.title = "seen"
@@ -221,7 +261,7 @@ def test_refresh_from_db_renews(article, another):
     assert stored(Article, article.pk) == 3
 
 
-def test_to_write_over_whatever_is_there_is_two_words(article, another):
+def test_refreshing_only_the_version_allows_an_overwrite(article, another):
     article.save()
     another.title = "mine"
     another.refresh_from_db(fields=["version"])
@@ -229,7 +269,7 @@ def test_to_write_over_whatever_is_there_is_two_words(article, another):
     assert Article.objects.get().title == "mine"
 
 
-def test_an_instance_pickled_between_two_requests_is_still_compared(article):
+def test_a_pickled_instance_is_still_compared(article):
     kept = pickle.dumps(Article.objects.get())
     article.save()
     with pytest.raises(StaleVersion):
@@ -253,7 +293,7 @@ def test_handlers_see_the_new_version_and_may_save_again(article):
     assert (article.version, stored(Article, article.pk)) == (3, 3)
 
 
-def test_a_refused_save_does_not_tell_that_it_saved(article, another):
+def test_a_refused_save_sends_no_post_save(article, another):
     told = []
 
     def handler(**kwargs):
@@ -276,7 +316,7 @@ def test_a_refused_save_does_not_tell_that_it_saved(article, another):
 
 @KINDS
 def test_the_callers_transaction_can_go_on_after_a_refusal(model, field):
-    """Nothing was written, so there is nothing to roll back but what the caller wants to."""
+    """Nothing was written, so nothing has to be rolled back."""
     first, second = model.objects.create(), model.objects.get()
     with transaction.atomic():
         first.save()
@@ -292,7 +332,7 @@ def test_the_callers_transaction_can_go_on_after_a_refusal(model, field):
     assert str(getattr(model.objects.get(), field)) == "9"
 
 
-def test_another_error_still_breaks_the_callers_transaction_as_django_has_it(article):
+def test_other_errors_break_the_transaction_as_in_django(article):
     article.author_id = "x"
     with transaction.atomic():
         with pytest.raises(ValueError, match="expected a number"):
@@ -303,7 +343,7 @@ def test_another_error_still_breaks_the_callers_transaction_as_django_has_it(art
 
 
 @pytest.mark.django_db(transaction=True)
-def test_after_a_rollback_the_instance_is_stale_and_says_so_rather_than_guess():
+def test_after_a_rollback_the_instance_is_stale():
     article = Article.objects.create()
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         article.save()
@@ -318,7 +358,7 @@ def test_after_a_rollback_the_instance_is_stale_and_says_so_rather_than_guess():
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("model", [Article, Report, Page])
 @pytest.mark.parametrize("write", ["save", "bulk_update", "insert"])
-def test_after_a_rollback_the_instance_is_stale_though_another_has_made_the_same_version(model, write, monkeypatch):
+def test_after_a_rollback_an_equal_version_is_stale(model, write, monkeypatch):
     field = "text" if model is Page else "title"
     monkeypatch.setattr(Page._meta.get_field("lock_version"), "start", 1)
     mine = model(pk="7" if model is Page else 7)
@@ -326,7 +366,11 @@ def test_after_a_rollback_the_instance_is_stale_though_another_has_made_the_same
         mine.save()
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         setattr(mine, field, "mine")
-        mine.save() if write != "bulk_update" else model.objects.bulk_update([mine], [field])
+        (
+            mine.save()
+            if write != "bulk_update"
+            else model.objects.bulk_update([mine], [field])
+        )
         raise ZeroDivisionError
     theirs = model.objects.get() if write != "insert" else model(pk=mine.pk)
     setattr(theirs, field, "theirs")
@@ -344,7 +388,7 @@ def test_after_a_rollback_the_instance_is_stale_though_another_has_made_the_same
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_savepoint_that_is_rolled_back_makes_it_stale_too_and_a_commit_does_not(article, another):
+def test_a_savepoint_rollback_makes_stale_but_a_commit_does_not(article, another):
     with transaction.atomic():
         article.save()
         with transaction.atomic():
@@ -361,7 +405,7 @@ def test_a_savepoint_that_is_rolled_back_makes_it_stale_too_and_a_commit_does_no
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_was_written_can_be_written_again_when_it_is_committed():
+def test_an_instance_can_be_saved_again_after_the_commit():
     article = Article(title="first")
 
     def save_in_another():
@@ -389,7 +433,7 @@ def test_what_was_written_can_be_written_again_when_it_is_committed():
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_was_read_again_before_the_rollback_is_stale_too():
+def test_an_instance_refreshed_before_a_rollback_is_stale():
     article = Article.objects.create(title="first")
     for fields in (None, ["version"]):
         with pytest.raises(ZeroDivisionError), transaction.atomic():
@@ -405,7 +449,7 @@ def test_what_was_read_again_before_the_rollback_is_stale_too():
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("model", [Article, Report, Page])
 @pytest.mark.parametrize("read", ["get", "refresh_from_db", "select_related"])
-def test_what_was_read_of_a_write_that_is_rolled_back_is_stale(model, read, monkeypatch):
+def test_a_read_of_a_rolled_back_write_is_stale(model, read, monkeypatch):
     field = "text" if model is Page else "title"
     monkeypatch.setattr(Page._meta.get_field("lock_version"), "start", 1)
     mine = model.objects.create(pk="7" if model is Page else 7)
@@ -432,7 +476,7 @@ def test_what_was_read_of_a_write_that_is_rolled_back_is_stale(model, read, monk
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_was_read_in_a_transaction_is_not_stale_for_the_writes_of_others(article):
+def test_writes_to_other_rows_do_not_make_a_read_stale(article):
     other = Page.objects.create(slug="7")
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         Page.objects.update(text="undone")
@@ -450,7 +494,7 @@ def test_what_was_read_in_a_transaction_is_not_stale_for_the_writes_of_others(ar
     assert stored(Article, article.pk) == 4
 
 
-def test_a_version_that_was_not_loaded_is_not_made_up_by_full_clean(article, another):
+def test_full_clean_does_not_load_a_deferred_version(article, another):
     mine = Article.objects.defer("version").get()
     another.save()
     mine.title = "mine"
@@ -462,10 +506,13 @@ def test_a_version_that_was_not_loaded_is_not_made_up_by_full_clean(article, ano
     article.save()
 
 
-def test_a_queryset_is_read_anew_after_its_update(article):
+def test_a_queryset_is_evaluated_again_after_its_update(article):
     Article.objects.update(author=Counter.objects.create(name="Ann"))
     report = Report.objects.create(pages=1)
-    for rows in (Article.objects.filter(author__name="Ann"), Report.objects.filter(pk=report.pk)):
+    for rows in (
+        Article.objects.filter(author__name="Ann"),
+        Report.objects.filter(pk=report.pk),
+    ):
         assert len(rows) == 1
         rows.update(title="new")
         assert rows[0].title == "new"
@@ -474,7 +521,7 @@ def test_a_queryset_is_read_anew_after_its_update(article):
 
 @KINDS
 @pytest.mark.parametrize("verb", ["save", "check_version", "touch"])
-def test_a_row_can_be_written_by_a_receiver_of_its_deletion(model, field, verb):
+def test_a_pre_delete_receiver_may_write_the_row(model, field, verb):
     instance = model.objects.create()
 
     def note(instance, **kwargs):
@@ -494,7 +541,7 @@ def test_a_row_can_be_written_by_a_receiver_of_its_deletion(model, field, verb):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_deletion_that_fails_leaves_the_instance_as_it_was(article):
+def test_a_failed_deletion_leaves_the_instance_unchanged(article):
     def fail(instance, **kwargs):
         instance.save()
         raise ZeroDivisionError
@@ -510,10 +557,12 @@ def test_a_deletion_that_fails_leaves_the_instance_as_it_was(article):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_failed_or_was_inserted_again_is_not_stale():
+def test_an_instance_is_not_stale_after_a_failed_save():
     report, other = Report.objects.create(pages=1), Report.objects.create(pages=2)
     before = report.version
-    with pytest.raises(OverflowError if connection.vendor == "sqlite" else DatabaseError):
+    with pytest.raises(
+        OverflowError if connection.vendor == "sqlite" else DatabaseError
+    ):
         report.pages = 2**70
         report.save()
     report.pages = 3
@@ -528,7 +577,7 @@ def test_what_failed_or_was_inserted_again_is_not_stale():
     assert Report.objects.get(pk=other.pk).version == 1
 
 
-def test_what_was_loaded_in_part_is_read_anew_in_part(article):
+def test_a_partly_loaded_instance_can_be_refreshed_in_part(article):
     late = Article.objects.defer("body").get()
     Article.objects.update(title="theirs")
     late.refresh_from_db(from_queryset=Article.objects.defer("body"))
@@ -541,7 +590,7 @@ def test_what_was_loaded_in_part_is_read_anew_in_part(article):
     assert late.title == "theirs again"
 
 
-def test_what_perhaps_was_not_inserted_has_no_version(article):
+def test_an_insert_with_ignored_conflicts_has_no_version(article):
     Page.objects.create(slug="a", text="theirs")
     mine = Page(slug="a", text="mine")
     Page.objects.bulk_create([mine], ignore_conflicts=True)
@@ -550,14 +599,16 @@ def test_what_perhaps_was_not_inserted_has_no_version(article):
     with pytest.raises(RuntimeError, match="without its lock_version"):
         mine.save()
     assert Page.objects.get().text == "theirs"
-    (keyless,) = Article.objects.bulk_create([Article(title="new")], ignore_conflicts=True)
+    (keyless,) = Article.objects.bulk_create(
+        [Article(title="new")], ignore_conflicts=True
+    )
     assert keyless.version == 0
     with pytest.raises(ValueError, match="update_conflicts"):
         Page.objects.bulk_create([mine], None, False, True, ["text"], ["slug"])
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_receiver_that_raises_after_the_save_of_a_child_leaves_no_version_that_is_not_there():
+def test_a_failing_post_save_receiver_keeps_the_stored_version():
     report = Report.objects.create(title="first")
 
     def fail(**kwargs):
@@ -574,7 +625,7 @@ def test_a_receiver_that_raises_after_the_save_of_a_child_leaves_no_version_that
         report.save()
 
 
-# What is read late.
+# Fields that are read later.
 
 
 @pytest.mark.parametrize(
@@ -586,7 +637,7 @@ def test_a_receiver_that_raises_after_the_save_of_a_child_leaves_no_version_that
     ],
     ids=["the field", "refresh", "defer"],
 )
-def test_what_is_read_late_makes_nothing_else_newer(article, read):
+def test_loading_a_deferred_field_keeps_the_old_version(article, read):
     late = Article.objects.defer("body").get()
     Article.objects.update(title="theirs")
     read(late)
@@ -597,7 +648,7 @@ def test_what_is_read_late_makes_nothing_else_newer(article, read):
     late.save()
 
 
-def test_the_version_itself_is_read_anew_on_purpose(article, another):
+def test_the_version_can_be_refreshed_explicitly(article, another):
     article.save()
     another.refresh_from_db(fields=["version"])
     another.save()
@@ -615,7 +666,7 @@ class ReadsElsewhere:
         return "default"
 
 
-def test_what_was_read_from_a_replica_and_is_gone_is_not_inserted_again(article, settings):
+def test_a_deleted_row_read_from_a_replica_is_not_recreated(article, settings):
     settings.DATABASE_ROUTERS = [ReadsElsewhere()]
     article._state.db = "replica"
     article.save()
@@ -630,7 +681,7 @@ def test_what_was_read_from_a_replica_and_is_gone_is_not_inserted_again(article,
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.parametrize(
     ("rows", "table"),
     [
@@ -640,7 +691,7 @@ def test_what_was_read_from_a_replica_and_is_gone_is_not_inserted_again(article,
     ],
     ids=["parent", "joined", "child"],
 )
-def test_to_compare_by_a_filter_is_one_with_the_write_in_however_many_tables(rows, table, elsewhere):
+def test_a_version_filter_is_atomic_across_tables(rows, table, elsewhere):
     owner = Counter.objects.create(name="o")
     model = rows().model
     field = "name" if model is Restaurant else "title"
@@ -660,12 +711,20 @@ def test_to_compare_by_a_filter_is_one_with_the_write_in_however_many_tables(row
 
 
 def write_if_not_locked(model, field):
-    """Write as anybody does; return whether nobody else had the row."""
+    """Write a row as any code does. Return whether it was not locked."""
     try:
         with transaction.atomic():
             with connection.cursor() as cursor:
-                name = "lock_timeout" if connection.vendor == "postgresql" else "innodb_lock_wait_timeout"
-                cursor.execute(f"SET {name} = 1000" if connection.vendor == "postgresql" else f"SET {name} = 1")
+                name = (
+                    "lock_timeout"
+                    if connection.vendor == "postgresql"
+                    else "innodb_lock_wait_timeout"
+                )
+                cursor.execute(
+                    f"SET {name} = 1000"
+                    if connection.vendor == "postgresql"
+                    else f"SET {name} = 1"
+                )
             model.objects.update(**{field: "theirs"})
     except DatabaseError:
         return False
@@ -676,13 +735,18 @@ def write_if_not_locked(model, field):
 
 
 @KINDS
-def test_a_delete_that_has_not_seen_the_last_write_is_refused(model, field):
+def test_a_stale_delete_is_refused(model, field):
     first = model.objects.create()
     second = model.objects.get()
     first.save()
     with pytest.raises(StaleVersion) as caught:
         second.delete()
-    assert (caught.value.held, caught.value.found, second.pk, second.version) == (1, 2, first.pk, 1)
+    assert (caught.value.held, caught.value.found, second.pk, second.version) == (
+        1,
+        2,
+        first.pk,
+        1,
+    )
     assert model.objects.count() == 1
     assert first.delete()[0] >= 1
     assert not model.objects.exists()
@@ -690,7 +754,7 @@ def test_a_delete_that_has_not_seen_the_last_write_is_refused(model, field):
         second.delete()
 
 
-def test_a_refused_delete_takes_nothing_else_with_it(article, another):
+def test_a_refused_delete_does_not_cascade(article, another):
     Footnote.objects.create(article=article)
     article.save()
     with pytest.raises(StaleVersion):
@@ -699,14 +763,14 @@ def test_a_refused_delete_takes_nothing_else_with_it(article, another):
     assert article.delete() == (2, {"tests.Footnote": 1, "tests.Article": 1})
 
 
-def test_keep_parents_counts_the_parent_that_stays():
+def test_keep_parents_increments_the_parents_version():
     report, parent = Report.objects.create(), Article.objects.get()
     report.delete(keep_parents=True)
     with pytest.raises(StaleVersion):
         parent.save()
 
 
-def test_deleted_and_saved_again_it_is_a_new_row(article):
+def test_saving_a_deleted_instance_creates_a_new_row(article):
     article.save()
     article.delete()
     article.save()
@@ -722,7 +786,7 @@ def test_an_unsaved_instance_cannot_be_deleted_as_in_django():
 
 
 @KINDS
-def test_update_is_seen_by_whoever_has_read_the_row(model, field):
+def test_update_makes_loaded_instances_stale(model, field):
     instance = model.objects.create()
     model.objects.create()
     assert model.objects.filter(pk=instance.pk).update(**{field: "5"}) == 1
@@ -732,20 +796,20 @@ def test_update_is_seen_by_whoever_has_read_the_row(model, field):
     assert sorted(model.objects.values_list("version", flat=True)) == [1, 2]
 
 
-def test_update_of_parent_and_child_counts_once():
+def test_update_of_parent_and_child_increments_the_version_once():
     report = Report.objects.create()
     assert Report.objects.update(title="t", pages=3) == 1
     assert stored(Report, report.pk) == 2
 
 
-def test_update_with_f_and_a_filter_on_the_version_is_a_compare_and_swap(article):
+def test_update_with_a_version_filter_is_a_compare_and_swap(article):
     rows = Article.objects.filter(pk=article.pk, version=article.version)
     assert rows.update(views=F("views") + 1) == 1
     assert rows.update(views=F("views") + 1) == 0
     assert Article.objects.get().views == 1
 
 
-def test_update_takes_no_version_as_a_value(article, django_assert_num_queries):
+def test_update_refuses_a_version_as_a_value(article, django_assert_num_queries):
     with django_assert_num_queries(0):
         with pytest.raises(ValueError, match="counts itself"):
             Article.objects.update(version=7)
@@ -754,7 +818,7 @@ def test_update_takes_no_version_as_a_value(article, django_assert_num_queries):
         assert Article.objects.none().update(title="x") == 0
 
 
-def test_update_by_a_related_manager_and_by_another_rows_deletion_counts(article):
+def test_updates_through_relations_increment_the_version(article):
     author = Counter.objects.create(name="a")
     author.articles.add(article)
     assert stored(Article, article.pk) == 2
@@ -766,7 +830,7 @@ def test_update_by_a_related_manager_and_by_another_rows_deletion_counts(article
 
 
 @KINDS
-def test_bulk_update_compares_all_and_names_the_stale(model, field):
+def test_bulk_update_compares_all_rows_and_names_stale_ones(model, field):
     rows = [model.objects.create() for _ in range(5)]
     for row in rows:
         setattr(row, field, "6")
@@ -780,14 +844,17 @@ def test_bulk_update_compares_all_and_names_the_stale(model, field):
     error = caught.value
     assert (error.pk, error.held, error.found) == (rows[1].pk, 1, 2)
     assert error.pks == (rows[1].pk, rows[3].pk, gone)
-    written = [str(value) for value in model.objects.order_by("pk").values_list(field, flat=True)]
+    written = [
+        str(value)
+        for value in model.objects.order_by("pk").values_list(field, flat=True)
+    ]
     assert written.count("6") == 1, "nothing was written but what save() wrote"
     assert [row.version for row in rows] == [2, 1, 1, 1, 1]
 
 
 @KINDS
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_bulk_update_writes_and_counts_once(model, field, batch_size):
+def test_bulk_update_increments_the_version_once(model, field, batch_size):
     rows = [model.objects.create() for _ in range(5)]
     rows[2].save()
     for row in rows:
@@ -799,7 +866,7 @@ def test_bulk_update_writes_and_counts_once(model, field, batch_size):
 
 
 def test_bulk_update_of_many_rows_on_every_engine():
-    """More of them than an engine takes parameters in one statement."""
+    """There are more rows than an engine takes parameters in one statement."""
     rows = Article.objects.bulk_create(Article(title="t") for _ in range(1200))
     if rows[0].pk is None:
         rows = list(Article.objects.all())
@@ -809,7 +876,7 @@ def test_bulk_update_of_many_rows_on_every_engine():
     assert set(Article.objects.values_list("views", "version")) == {(3, 2)}
 
 
-def test_bulk_update_refuses_nonsense_as_django_does(article):
+def test_bulk_update_refuses_invalid_arguments_as_in_django(article):
     with pytest.raises(ValueError, match="two instances"):
         Article.objects.bulk_update([article, Article.objects.get()], ["title"])
     with pytest.raises(ValueError, match="Batch size"):
@@ -822,27 +889,38 @@ def test_bulk_update_refuses_nonsense_as_django_does(article):
     assert (article.version, stored(Article, article.pk)) == (1, 1)
 
 
-def test_bulk_create_starts_versions_and_does_not_write_over_rows(article):
-    rows = Article.objects.bulk_create([Article(title="a"), Article(title="b", version=9)])
+def test_bulk_create_sets_versions_and_overwrites_no_row(article):
+    rows = Article.objects.bulk_create(
+        [Article(title="a"), Article(title="b", version=9)]
+    )
     assert [row.version for row in rows] == [1, 1]
     assert set(Article.objects.values_list("version", flat=True)) == {1}
     with pytest.raises(ValueError, match="update_conflicts"):
-        Article.objects.bulk_create([article], update_conflicts=True, update_fields=["title"], unique_fields=["id"])
+        Article.objects.bulk_create(
+            [article],
+            update_conflicts=True,
+            update_fields=["title"],
+            unique_fields=["id"],
+        )
 
 
 def test_get_or_create_and_update_or_create(article):
     found, created = Article.objects.get_or_create(title="first")
     assert (found.pk, created, found.version) == (article.pk, False, 1)
-    found, created = Article.objects.update_or_create(title="first", defaults={"body": "b"})
+    found, created = Article.objects.update_or_create(
+        title="first", defaults={"body": "b"}
+    )
     assert (created, found.version, stored(Article, article.pk)) == (False, 2, 2)
     with pytest.raises(StaleVersion):
         article.save()
-    made, created = Article.objects.update_or_create(title="new", defaults={"body": "b"})
+    made, created = Article.objects.update_or_create(
+        title="new", defaults={"body": "b"}
+    )
     assert (created, made.version) == (True, 1)
     made.save()
 
 
-def test_select_for_update_reads_as_ever(article):
+def test_select_for_update_works_as_usual(article):
     with transaction.atomic():
         locked = Article.objects.select_for_update().get(pk=article.pk)
         locked.title = "locked"
@@ -862,16 +940,18 @@ def test_select_related_instances_are_compared(article):
     assert stored(Article, article.pk) == 3
 
 
-def test_deleting_by_a_queryset_takes_what_is_there(article):
+def test_queryset_delete_ignores_loaded_versions(article):
     Article.objects.get().save()
-    assert Article.objects.filter(pk=article.pk, version=article.version).delete()[0] == 0
+    assert (
+        Article.objects.filter(pk=article.pk, version=article.version).delete()[0] == 0
+    )
     assert Article.objects.filter(pk=article.pk).delete()[0] == 1
 
 
-# The version not loaded
+# Instances whose version is not loaded
 
 
-def test_only_loads_the_version_too(article, django_assert_num_queries):
+def test_only_also_loads_the_version(article, django_assert_num_queries):
     partly = Article.objects.only("title").get()
     with django_assert_num_queries(1):
         partly.title = "second"
@@ -886,11 +966,19 @@ def test_only_loads_the_version_too(article, django_assert_num_queries):
     [
         lambda: Article.objects.defer("version").get(),
         lambda: Article.objects.raw("SELECT id, title FROM tests_article")[0],
-        lambda: Comment.objects.select_related("article").only("article__title", "text").get().article,
+        lambda: (
+            Comment.objects.select_related("article")
+            .only("article__title", "text")
+            .get()
+            .article
+        ),
     ],
 )
-def test_without_its_version_an_instance_is_not_written(article, load):
-    """Reading it late does not help: it would be that of another state than the other values'."""
+def test_an_instance_without_its_version_cannot_be_written(article, load):
+    """Reading the version later does not help.
+
+    It would belong to another state than the other values.
+    """
     Comment.objects.create(article=article)
     partly = load()
     article.save()
@@ -910,7 +998,7 @@ def test_without_its_version_an_instance_is_not_written(article, load):
 # Fixtures and other databases
 
 
-def test_loaddata_writes_what_the_fixture_says_and_never_an_earlier_version(article, tmp_path):
+def test_loaddata_never_lowers_a_version(article, tmp_path):
     for _ in range(4):
         article.save()
     dumped = io.StringIO()
@@ -938,7 +1026,7 @@ def test_loaddata_writes_what_the_fixture_says_and_never_an_earlier_version(arti
     assert stored(Article, article.pk) == 3
 
 
-def test_a_fixture_of_a_child_loads_too(tmp_path):
+def test_a_fixture_of_a_child_model_can_be_loaded(tmp_path):
     report = Report.objects.create(title="t", pages=1)
     report.save()
     dumped = io.StringIO()
@@ -953,16 +1041,22 @@ def test_a_fixture_of_a_child_loads_too(tmp_path):
 
 def test_a_deserialized_object_knows_its_version_after_the_save(article):
     article.save()
-    (loaded,) = serializers.deserialize("json", serializers.serialize("json", [article]))
+    (loaded,) = serializers.deserialize(
+        "json", serializers.serialize("json", [article])
+    )
     loaded.save()
     assert loaded.object.version == 3
 
 
 @pytest.mark.django_db(databases=["default", "other"])
-def test_using_writes_and_compares_in_that_database(article, other):
+def test_using_compares_and_writes_in_that_database(article, other):
     article.save()
     article.save(using=other)
-    assert (article._state.db, article.version, stored(Article, article.pk)) == ("other", 1, 2)
+    assert (article._state.db, article.version, stored(Article, article.pk)) == (
+        "other",
+        1,
+        2,
+    )
     assert Article.objects.using(other).get().title == "first"
     second = Article.objects.using(other).get()
     article.title = "there"
@@ -983,16 +1077,16 @@ def test_using_writes_and_compares_in_that_database(article, other):
 
 
 @pytest.mark.django_db(databases=["default", "other"])
-def test_a_row_deleted_in_its_own_database_is_not_inserted_there_again_by_using(article, other):
+def test_using_does_not_recreate_a_deleted_row(article, other):
     Article.objects.all().delete()
     with pytest.raises(StaleVersion):
         article.save(using="default")
 
 
-# Other ways to count and look
+# Other ways to count and check
 
 
-def test_touch_counts_up_and_writes_nothing_else(article, another):
+def test_touch_only_increments_the_version(article, another):
     before = article.changed_at
     article.title = "not written"
     article.touch()
@@ -1002,7 +1096,7 @@ def test_touch_counts_up_and_writes_nothing_else(article, another):
         another.touch()
 
 
-def test_check_version_tells_without_writing(article, another):
+def test_check_version_does_not_write(article, another):
     another.check_version()
     article.save()
     with pytest.raises(StaleVersion):
@@ -1012,7 +1106,7 @@ def test_check_version_tells_without_writing(article, another):
         another.check_version()
 
 
-def test_ignored_fields_neither_compare_nor_count():
+def test_ignored_fields_do_not_change_the_version():
     page = Page.objects.create(slug="a")
     stale = Page.objects.get()
     page.save()
@@ -1033,8 +1127,11 @@ def test_ignored_fields_neither_compare_nor_count():
         page.save(update_fields=["hits"])
 
 
-def test_a_row_made_again_under_the_same_key_is_another_row():
-    """Its versions start with the clock, so an editor of the old one cannot write over it."""
+def test_a_recreated_row_has_a_newer_version():
+    """Its versions start with the clock.
+
+    An editor of the old row cannot overwrite the new one.
+    """
     old = Page.objects.create(slug="a", text="old")
     Page.objects.get().delete()
     new = Page.objects.create(slug="a", text="new")
@@ -1043,7 +1140,7 @@ def test_a_row_made_again_under_the_same_key_is_another_row():
         old.save()
 
 
-def test_a_key_of_several_columns_is_compared_too():
+def test_a_composite_primary_key_is_compared():
     seats = [Seat.objects.create(row=1, number=number) for number in (1, 2)]
     stale = [Seat.objects.get(row=1, number=number) for number in (1, 2)]
     seats[0].save()
@@ -1059,7 +1156,10 @@ def test_a_key_of_several_columns_is_compared_too():
     assert caught.value.pks == ((1, 1),)
     seats[0].guest = seats[1].guest = "Bob"
     assert Seat.objects.bulk_update(seats, ["guest"]) == 2
-    assert list(Seat.objects.values_list("guest", "version")) == [("Bob", 3), ("Bob", 2)]
+    assert list(Seat.objects.values_list("guest", "version")) == [
+        ("Bob", 3),
+        ("Bob", 2),
+    ]
     seats[0].delete()
     assert Seat.objects.count() == 1
 
@@ -1082,12 +1182,17 @@ async def test_coroutines_have_the_same():
 # The model itself
 
 
-def test_the_field_survives_a_migration_and_its_model_counts_there():
+def test_the_field_works_in_migrations():
     field = VersionField(start=microseconds, ignore_fields=["hits"])
     _, path, args, kwargs = field.deconstruct()
     assert path == "dlocks.optimistic.VersionField"
     clone = VersionField(*args, **kwargs)
-    assert (clone.start, clone.ignore_fields, clone.default, clone.editable) == (microseconds, {"hits"}, 0, False)
+    assert (clone.start, clone.ignore_fields, clone.default, clone.editable) == (
+        microseconds,
+        {"hits"},
+        0,
+        False,
+    )
     assert "start" not in VersionField().deconstruct()[3]
     state = ProjectState()
     for model in (Counter, Article):
@@ -1097,7 +1202,7 @@ def test_the_field_survives_a_migration_and_its_model_counts_there():
     assert stored(Article, Article.objects.get().pk) == 1
 
 
-def test_rows_from_before_the_column_have_a_version_too(article):
+def test_rows_older_than_the_column_are_compared(article):
     with connection.cursor() as cursor:
         cursor.execute("UPDATE tests_article SET version = 0")
     first, second = Article.objects.get(), Article.objects.get()
@@ -1113,7 +1218,11 @@ def ids():
 
     def check(model):
         try:
-            return sorted(message.id for message in model.check() if message.id.startswith("dlocks"))
+            return sorted(
+                message.id
+                for message in model.check()
+                if message.id.startswith("dlocks")
+            )
         finally:
             apps.all_models["tests"].pop(model._meta.model_name, None)
             apps.clear_cache()
@@ -1121,7 +1230,7 @@ def ids():
     return check
 
 
-def test_the_checks_find_what_would_let_a_write_go_unseen(ids):
+def test_the_checks_report_unprotected_models(ids):
     class Plain(VersionedModel):
         objects = models.Manager()
 
@@ -1146,5 +1255,14 @@ def test_the_checks_find_what_would_let_a_write_go_unseen(ids):
         class Meta:
             app_label = "tests"
 
-    assert [ids(model) for model in (Plain, Two, Odd, Good)] == [["dlocks.E021"], ["dlocks.E020"], ["dlocks.E022"], []]
-    assert not [message for message in checks.run_checks() if (message.id or "").startswith("dlocks.E02")]
+    assert [ids(model) for model in (Plain, Two, Odd, Good)] == [
+        ["dlocks.E021"],
+        ["dlocks.E020"],
+        ["dlocks.E022"],
+        [],
+    ]
+    assert not [
+        message
+        for message in checks.run_checks()
+        if (message.id or "").startswith("dlocks.E02")
+    ]

@@ -1,4 +1,7 @@
-"""retry_on_conflict: a transaction that has lost is run again, whole, a bounded number of times."""
+"""retry_on_conflict: run a transaction again, as a whole, after a conflict.
+
+The number of attempts is limited.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from tests.models import Article, Counter
 
 @pytest.fixture
 def sleeps(monkeypatch):
-    """What is slept, instead of sleeping."""
+    """Return a list of the seconds of all sleeps, which are skipped."""
     slept = []
 
     async def asleep(seconds):
         slept.append(seconds)
 
     monkeypatch.setattr(retry_module.time, "sleep", slept.append)
-    monkeypatch.setattr(retry_module.asyncio, "sleep", asleep)
+    monkeypatch.setattr(retry_module.clock, "asleep", asleep)
     return slept
 
 
@@ -35,7 +38,7 @@ def stale():
 
 
 def failing(times, error=stale):
-    """Return a function that fails so often, and the list of its calls."""
+    """Return a function that fails ``times`` times, and the list of its calls."""
     calls = []
 
     def function(*args, **kwargs):
@@ -57,27 +60,35 @@ def failing(times, error=stale):
         (("Report", "pages", "bulk_update"), 3),
     ],
 )
-def test_eight_processes_that_count_by_reading_and_saving_come_out_exact(workers, kind, rows):
+def test_eight_processes_with_retries_lose_no_increment(workers, kind, rows):
     model, field, _how = kind
     model, times = getattr(models, model), 8
     for _ in range(rows):
         model.objects.create()
     counters = workers(8)
     for worker in counters:
-        worker.start(jobs.increment, kind, times, attempts=400, backoff=0.002, max_backoff=0.05)
+        worker.start(
+            jobs.increment, kind, times, attempts=400, backoff=0.002, max_backoff=0.05
+        )
     for worker in counters:
         assert worker.hear() == "ready"
     for worker in counters:
         worker.tell()
     repeated = sum(worker.hear(90) for worker in counters)
-    assert list(model.objects.values_list(field, "version")) == [(8 * times, 8 * times + 1)] * rows
+    assert (
+        list(model.objects.values_list(field, "version"))
+        == [(8 * times, 8 * times + 1)] * rows
+    )
     if connection.vendor != "sqlite":
         assert repeated > 0, "nobody was in anybody's way"
 
 
 @pytest.mark.django_db(transaction=True)
-def test_of_a_delete_and_saves_at_the_same_moment_one_wins(workers):
-    """Whoever is second has not seen the first, and a deleted row stays deleted in both of its tables."""
+def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
+    """The later writers have not seen the first write and are refused.
+
+    A deleted row stays deleted in both of its tables.
+    """
     for _ in range(5):
         pk = models.Report.objects.create().pk
         actors, actions = workers(4), ["delete", "save", "delete", "save"]
@@ -90,19 +101,27 @@ def test_of_a_delete_and_saves_at_the_same_moment_one_wins(workers):
         refusals = [worker.hear() for worker in actors]
         assert sorted(map(str, refusals)) == ["None", *["StaleVersion"] * 3]
         winner = actions[refusals.index(None)]
-        left = [model.objects.filter(pk=pk).count() for model in (models.Report, Article)]
+        left = [
+            model.objects.filter(pk=pk).count() for model in (models.Report, Article)
+        ]
         assert left == ([0, 0] if winner == "delete" else [1, 1])
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_snapshot_that_hides_the_other_write_does_not_hide_the_conflict(elsewhere):
-    """At REPEATABLE READ the row still looks unchanged; it is the database's row that is compared."""
+def test_an_old_snapshot_does_not_hide_a_conflict(elsewhere):
+    """At REPEATABLE READ the row still looks unchanged.
+
+    The save compares with the current row of the database.
+    """
     Article.objects.create()
     with connection.cursor() as cursor:
         if connection.vendor == "mysql":
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-    with pytest.raises((StaleVersion, OperationalError)) as caught, transaction.atomic():
+    with (
+        pytest.raises((StaleVersion, OperationalError)) as caught,
+        transaction.atomic(),
+    ):
         if connection.vendor == "postgresql":
             with connection.cursor() as cursor:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -116,9 +135,9 @@ def test_a_snapshot_that_hides_the_other_write_does_not_hide_the_conflict(elsewh
     assert Article.objects.get().title == "meanwhile"
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_deadlock_is_run_again(workers):
+def test_a_deadlock_is_retried(workers):
     rows = [Counter.objects.create(name=name).pk for name in "ab"]
     one, two = workers(2)
     one.start(jobs.cross, *rows, attempts=5)
@@ -128,14 +147,15 @@ def test_a_deadlock_is_run_again(workers):
     for worker in (one, two):
         worker.tell()
     runs = [worker.hear() for worker in (one, two)]
-    # Who is run again may take its first row before the other one, woken by then, has it: and they meet once more.
+    # The second run may lock its first row before the other transaction, just woken,
+    # locks it. Then they deadlock again.
     assert max(runs) > 1
     assert list(Counter.objects.values_list("value", flat=True)) == [2, 2]
 
 
 @pytest.mark.engine("postgresql")
 @pytest.mark.django_db(transaction=True)
-def test_a_serialization_failure_is_run_again(elsewhere):
+def test_a_serialization_failure_is_retried(elsewhere):
     Counter.objects.create(name="a")
     runs = []
 
@@ -153,9 +173,9 @@ def test_a_serialization_failure_is_run_again(elsewhere):
     assert (len(runs), Counter.objects.get().value) == (2, 11)
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_lock_wait_that_timed_out_is_not_run_again(elsewhere):
+def test_a_lock_wait_timeout_is_not_retried(elsewhere):
     Counter.objects.create(name="a")
     runs = []
 
@@ -178,10 +198,10 @@ def test_a_lock_wait_that_timed_out_is_not_run_again(elsewhere):
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.django_db(transaction=True)
-def test_a_snapshot_that_is_too_old_is_run_again_on_sqlite(elsewhere):
+def test_an_old_snapshot_is_retried_on_sqlite(elsewhere):
     Counter.objects.create(name="a")
     runs = []
-    # As without the transaction_mode that dlocks asks for: begins as a reader.
+    # Begin as a reader, as without the ``transaction_mode`` that dlocks recommends.
     mode, connection.transaction_mode = connection.transaction_mode, None
 
     @retry_on_conflict(backoff=0)
@@ -200,7 +220,7 @@ def test_a_snapshot_that_is_too_old_is_run_again_on_sqlite(elsewhere):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_whole_transaction_is_run_again(sleeps):
+def test_the_whole_transaction_is_retried(sleeps):
     runs = []
 
     @retry_on_conflict()
@@ -219,14 +239,14 @@ def test_the_whole_transaction_is_run_again(sleeps):
 
 
 @pytest.mark.django_db
-def test_in_a_testcase_it_works_as_outside(sleeps):
+def test_retries_work_in_a_testcase(sleeps):
     function, calls = failing(2)
     assert retry_on_conflict()(function)(7, by="name") == "done"
     assert calls == [((7,), {"by": "name"})] * 3
 
 
 @pytest.mark.django_db
-def test_the_last_error_passes_with_a_note(sleeps):
+def test_the_last_error_is_raised_with_a_note(sleeps):
     function, calls = failing(10)
     with pytest.raises(StaleVersion) as caught:
         retry_on_conflict(attempts=3)(function)()
@@ -239,9 +259,13 @@ def test_the_last_error_passes_with_a_note(sleeps):
 
 
 @pytest.mark.django_db
-def test_back_off_doubles_up_to_the_most_with_full_jitter(sleeps, monkeypatch):
+def test_the_backoff_doubles_up_to_its_limit_with_full_jitter(sleeps, monkeypatch):
     bounds = []
-    monkeypatch.setattr(retry_module.random, "uniform", lambda low, high: bounds.append((low, high)) or 0.0)
+    monkeypatch.setattr(
+        retry_module.random,
+        "uniform",
+        lambda low, high: bounds.append((low, high)) or 0.0,
+    )
     function, _ = failing(5)
     retry_on_conflict(6, backoff=0.1, max_backoff=0.5)(function)()
     assert bounds == [(0, 0.1), (0, 0.2), (0, 0.4), (0, 0.5), (0, 0.5)]
@@ -252,8 +276,11 @@ def test_back_off_doubles_up_to_the_most_with_full_jitter(sleeps, monkeypatch):
 
 
 @pytest.mark.django_db
-@pytest.mark.parametrize("error", [ZeroDivisionError, IntegrityError, KeyboardInterrupt, Counter.DoesNotExist])
-def test_other_errors_pass_at_once(error, sleeps):
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError, IntegrityError, KeyboardInterrupt, Counter.DoesNotExist],
+)
+def test_other_errors_are_not_retried(error, sleeps):
     function, calls = failing(10, error)
     with pytest.raises(error):
         retry_on_conflict()(function)()
@@ -261,10 +288,15 @@ def test_other_errors_pass_at_once(error, sleeps):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_inside_an_open_transaction_it_is_refused_before_anything_is_done():
-    """A further attempt could not see what the other one wrote."""
+def test_a_retry_inside_a_transaction_is_refused():
+    """A further attempt could not see the write of the other transaction."""
     function, calls = failing(0)
-    with transaction.atomic(), pytest.raises(RuntimeError, match="Put retry_on_conflict.. around the outermost"):
+    with (
+        transaction.atomic(),
+        pytest.raises(
+            RuntimeError, match="Put retry_on_conflict.. around the outermost"
+        ),
+    ):
         retry_on_conflict()(function)()
     transaction.set_autocommit(False)
     try:
@@ -276,7 +308,7 @@ def test_inside_an_open_transaction_it_is_refused_before_anything_is_done():
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_retried_function_within_a_retried_function_is_refused():
+def test_nested_retries_are_refused():
     inner, calls = failing(0)
     with pytest.raises(RuntimeError, match="outermost"):
         retry_on_conflict()(lambda: retry_on_conflict()(inner)())()
@@ -287,7 +319,7 @@ def test_a_retried_function_within_a_retried_function_is_refused():
 
 
 @pytest.mark.django_db
-async def test_a_coroutine_is_run_again_as_a_whole(sleeps):
+async def test_a_whole_coroutine_is_retried(sleeps):
     runs = []
 
     @retry_on_conflict()
@@ -307,7 +339,7 @@ async def test_a_coroutine_is_run_again_as_a_whole(sleeps):
 
 
 @pytest.mark.django_db
-async def test_a_coroutine_gives_up_with_the_last_error_and_a_note(sleeps):
+async def test_the_last_error_of_a_coroutine_is_raised_with_a_note(sleeps):
     @retry_on_conflict(attempts=2)
     async def work():
         raise stale()
@@ -318,18 +350,21 @@ async def test_a_coroutine_gives_up_with_the_last_error_and_a_note(sleeps):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_coroutine_called_inside_an_open_transaction_is_refused():
+def test_a_coroutine_retry_inside_a_transaction_is_refused():
     @retry_on_conflict()
     async def work():
         await sync_to_async(Counter.objects.create)(name="a")
 
-    with transaction.atomic(), pytest.raises(RuntimeError, match="open one on 'default'"):
+    with (
+        transaction.atomic(),
+        pytest.raises(RuntimeError, match="open one on 'default'"),
+    ):
         async_to_sync(work)()
     async_to_sync(work)()
     assert Counter.objects.count() == 1
 
 
-# What makes no sense
+# Invalid options
 
 
 @pytest.mark.parametrize(
@@ -343,12 +378,12 @@ def test_a_coroutine_called_inside_an_open_transaction_is_refused():
         ({"max_backoff": float("inf")}, ValueError),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, error):
+def test_invalid_retry_options_are_refused(options, error):
     with pytest.raises(error):
         retry_on_conflict(**options)
 
 
-def test_a_forgotten_pair_of_parentheses_and_a_generator_are_refused():
+def test_missing_parentheses_and_generators_are_refused():
     with pytest.raises(TypeError, match="parentheses"):
         retry_on_conflict(lambda: None)
 
@@ -363,7 +398,7 @@ def test_a_forgotten_pair_of_parentheses_and_a_generator_are_refused():
             retry_on_conflict()(function)
 
 
-def test_it_really_sleeps_between_attempts():
+def test_retries_sleep_between_attempts():
     slept = time.monotonic()
     delays = retry_on_conflict(2, backoff=0.05, jitter=False)
 
@@ -386,8 +421,8 @@ def test_only_lost_races_are_conflicts():
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_is_committed_is_not_run_again_for_a_callback_that_fails(sleeps):
-    """All is written; another run would write it once more."""
+def test_a_failing_callback_does_not_repeat_a_commit(sleeps):
+    """Everything is committed. Another run would write it again."""
     article = Article.objects.create(views=1)
 
     def conflict():
@@ -406,8 +441,10 @@ def test_what_is_committed_is_not_run_again_for_a_callback_that_fails(sleeps):
 
 
 @pytest.mark.django_db
-def test_in_a_testcase_there_are_no_callbacks_but_the_function_s_own(django_capture_on_commit_callbacks):
-    """Whose tests count theirs."""
+def test_a_testcase_sees_only_the_functions_own_callbacks(
+    django_capture_on_commit_callbacks,
+):
+    """The tests of a project count its own callbacks."""
 
     @retry_on_conflict()
     def read():

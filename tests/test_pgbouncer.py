@@ -1,4 +1,4 @@
-"""Behind PgBouncer, in transaction pooling: nothing depends on the session."""
+"""PgBouncer with transaction pooling: nothing depends on the session."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from django.db import connection
 
 from dlocks import db_lock
-from dlocks.conf import backends
 from tests import jobs
+from tests.internals import backends
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.timing import in_time
@@ -32,7 +32,10 @@ def bouncer():
 
 @pytest.fixture
 def pooled(bouncer, doomed, django_db_setup):
-    """Return a function that gives a process behind the pooler; at the end the pooler's sessions are as they were."""
+    """Return a function that starts a process behind the pooler.
+
+    At the end, check that the sessions of the pooler are unchanged.
+    """
 
     def get():
         return doomed(**bouncer.environment)
@@ -42,29 +45,41 @@ def pooled(bouncer, doomed, django_db_setup):
 
 
 def inspect(bouncer):
-    """Look at each session that the pooler has with the server: no setting, nothing listened for, nothing kept."""
+    """Check that no session of the pooler has changed.
+
+    A session has no changed setting, channel, prepared statement, cursor or advisory
+    lock.
+    """
     import psycopg
 
     clients = []
     try:
-        fresh = settings(psycopg.connect(dbname=os.environ["DLOCKS_TEST_NAME"], host="127.0.0.1", port=PORT,
-                                         user="dlocks", options="-c TimeZone=UTC"))  # fmt: skip
+        fresh = settings(psycopg.connect(dbname=os.environ["DLOCKS_TEST_NAME"],
+        host="127.0.0.1", port=PORT,
+                                         user="dlocks",
+                                             options="-c TimeZone=UTC"))  # fmt: skip
         seen = set()
         for _ in range(bouncer.sessions):
             client = psycopg.connect(
-                host="127.0.0.1", port=bouncer.port, user="dlocks", dbname=os.environ["DLOCKS_TEST_NAME"],
+                host="127.0.0.1", port=bouncer.port, user="dlocks",
+                    dbname=os.environ["DLOCKS_TEST_NAME"],
                 prepare_threshold=None,
             )  # fmt: skip
             clients.append(client)
-            # Each of them in a transaction of its own, so that each has another session.
+            # Each client is in its own transaction, and so has its own session.
             (pid,) = client.execute("SELECT pg_backend_pid()").fetchone()
             seen.add(pid)
             client.execute("SET LOCAL TimeZone = 'UTC'")
             assert settings(client, keep=True) == fresh
-            for what in ("pg_listening_channels()", "pg_prepared_statements", "pg_cursors"):
+            for what in (
+                "pg_listening_channels()",
+                "pg_prepared_statements",
+                "pg_cursors",
+            ):
                 assert client.execute(f"SELECT * FROM {what}").fetchall() == []
             assert client.execute(
-                "SELECT * FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
+                "SELECT * FROM pg_locks WHERE locktype = 'advisory'"
+                " AND pid = pg_backend_pid()"
             ).fetchall() == []  # fmt: skip
         assert len(seen) == bouncer.sessions
     finally:
@@ -73,23 +88,27 @@ def inspect(bouncer):
 
 
 def settings(client, *, keep=False):
-    names = ("lock_timeout", "statement_timeout", "synchronous_commit", "idle_in_transaction_session_timeout",
-             "search_path", "default_transaction_isolation", "session_replication_role", "role")  # fmt: skip
+    names = ("lock_timeout", "statement_timeout", "synchronous_commit",
+        "idle_in_transaction_session_timeout",
+             "search_path", "default_transaction_isolation", "session_replication_role",
+             "role")  # fmt: skip
     found = [client.execute(f"SHOW {name}").fetchone()[0] for name in names]
     if not keep:
         client.close()
     return found
 
 
-def test_it_is_the_pooler_that_is_tested(bouncer):
+def test_the_tests_connect_through_the_pooler(bouncer):
     import psycopg
 
-    with psycopg.connect(host="127.0.0.1", port=bouncer.port, user="dlocks", dbname="postgres") as client:
+    with psycopg.connect(
+        host="127.0.0.1", port=bouncer.port, user="dlocks", dbname="postgres"
+    ) as client:
         (pid,) = client.execute("SELECT pg_backend_pid()").fetchone()
         assert pid != client.info.backend_pid
 
 
-def test_there_nobody_listens_and_without_it_they_do(pooled, workers):
+def test_processes_listen_only_without_the_pooler(pooled, workers):
     assert pooled().call(jobs.listens) is False
     (direct,) = workers(1)
     assert direct.call(jobs.listens) is True
@@ -112,29 +131,37 @@ def test_no_increment_is_lost_behind_the_pooler(using, scope, pooled, tmp_path):
     path.write_text("0 0")
     crowd = [pooled() for _ in range(5)]
     for worker in crowd:
-        worker.start(jobs.count, str(path), "counter", times=20, scope=scope, using=using, timeout=None)
+        worker.start(
+            jobs.count,
+            str(path),
+            "counter",
+            times=20,
+            scope=scope,
+            using=using,
+            timeout=None,
+        )
     tokens = sorted(token for worker in crowd for token in worker.hear(120))
     assert path.read_text() == f"100 {tokens[-1]}"
     assert len(set(tokens)) == 100
 
 
 @FAMILY
-def test_the_line_keeps_its_order_behind_the_pooler(using, pooled, until):
+def test_the_queue_keeps_its_order_behind_the_pooler(using, pooled, until):
     crowd = [pooled() for _ in range(4)]
     for worker in crowd:
-        # It has started.
+        # The process has started when it replies.
         worker.call(jobs.threads)
     with db_lock("stock:7", using=using) as hold:
         for number, worker in enumerate(crowd):
             worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
-            until(lambda number=number: hold.waiting == number + 1)
+            until(lambda number=number: hold.queue_length() == number + 1)
     released = time.monotonic()
     answers = [worker.hear() for worker in crowd]
     assert answers == sorted(answers, key=lambda answer: answer[1])
     in_time(answers[-1][0] - released, 2.0)
 
 
-def test_the_end_of_a_transaction_moves_the_line_on_behind_the_pooler(pooled, until):
+def test_the_end_of_a_transaction_hands_over_behind_the_pooler(pooled, until):
     holder, waiting = pooled(), pooled()
     for roll_back in (False, True):
         holder.start(jobs.hold_in_transaction, "stock:7", roll_back=roll_back)
@@ -147,7 +174,7 @@ def test_the_end_of_a_transaction_moves_the_line_on_behind_the_pooler(pooled, un
         in_time(waiting.hear()[0] - ended, 1.5)
 
 
-def test_a_holder_behind_the_pooler_that_dies_hands_over_when_its_lease_ends(pooled, until):
+def test_a_dead_holders_key_is_handed_over_behind_the_pooler(pooled, until):
     holder, waiting = pooled(), pooled()
     holder.start(jobs.hold, "stock:7", ttl=1.0)
     holder.hear()
@@ -157,8 +184,11 @@ def test_a_holder_behind_the_pooler_that_dies_hands_over_when_its_lease_ends(poo
     in_time(waiting.hear()[0] - holder.killed_at, 1.0 + 0.5 + 0.7)
 
 
-def test_those_who_wait_in_transactions_and_have_all_of_its_sessions_give_up_in_the_end(doomed, until):
-    """None of them can ask outside of its transaction; that is told, and not waited for beyond its time."""
+def test_waiters_time_out_when_the_pooler_is_exhausted(doomed, until):
+    """No waiter can get a connection outside its transaction.
+
+    Each of them raises an error soon after its timeout.
+    """
     with PgBouncer(int(PORT), sessions=2) as narrow, db_lock("stock:7", ttl=60):
         crowd = [doomed(**narrow.environment) for _ in range(2)]
         for worker in crowd:

@@ -1,4 +1,4 @@
-"""How an answer is waited for: awake where it comes soon, asleep where it does not."""
+"""Waiting for a reply: poll at first, and sleep if it takes longer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from dlocks import polling
+from tests.internals import polling
 
 pytestmark = pytest.mark.engine("sqlite")
 
@@ -24,7 +24,10 @@ def ends():
 
 @pytest.fixture
 def slept(monkeypatch):
-    """Return a list that gets the milliseconds, or None, of each time that somebody slept in poll()."""
+    """Return a list of the timeouts of all ``poll()`` calls that sleep.
+
+    The timeouts are milliseconds or None.
+    """
     times = []
 
     class Poll:
@@ -45,18 +48,18 @@ def slept(monkeypatch):
 
 @pytest.fixture
 def stopped(monkeypatch):
-    """Return a function that lets time pass on the clock by which it is looked for how long."""
+    """Return a function that advances the clock that limits the polling."""
     now = 0.0
 
     def let_pass(seconds):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(polling, "perf_counter", lambda: now)
+    monkeypatch.setattr(polling.clock, "real_now", lambda: now)
     return let_pass
 
 
-def test_an_answer_that_is_there_is_not_slept_for(ends, slept):
+def test_an_available_reply_is_read_without_sleeping(ends, slept):
     here, there = ends
     wait = polling.readable(here.fileno())
     there.send(b"answer")
@@ -64,27 +67,31 @@ def test_an_answer_that_is_there_is_not_slept_for(ends, slept):
     assert not slept
 
 
-def test_who_looks_gives_way_to_whoever_answers(ends, slept, stopped, monkeypatch):
-    """As it would not on one processor, where the answer could then not come."""
+def test_a_polling_reader_yields_the_processor(ends, slept, stopped, monkeypatch):
+    """On a single processor, the reply could not arrive otherwise."""
     here, there = ends
     monkeypatch.setattr(os, "sched_yield", lambda: there.send(b"answer"))
     assert polling.readable(here.fileno())()
     assert not slept
 
 
-def test_what_does_not_come_soon_is_slept_for(ends, slept, stopped, monkeypatch):
+def test_a_reader_sleeps_if_the_reply_takes_long(ends, slept, stopped, monkeypatch):
     here, _ = ends
     looks = []
-    monkeypatch.setattr(os, "sched_yield", lambda: (looks.append(True), stopped(polling.LOOKS_FOR / 10)))
+    monkeypatch.setattr(
+        os, "sched_yield", lambda: (looks.append(True), stopped(polling.LOOKS_FOR / 10))
+    )
     assert not polling.readable(here.fileno())(timeout=0.001)
     assert 9 <= len(looks) <= 11
     assert slept == [1.0]
 
 
-def test_where_answers_come_late_nobody_looks_for_them_until_one_is_quick_again(ends, slept, stopped, monkeypatch):
+def test_polling_stops_while_replies_are_late(ends, slept, stopped, monkeypatch):
     here, there = ends
     looks = []
-    monkeypatch.setattr(os, "sched_yield", lambda: (looks.append(True), stopped(polling.LOOKS_FOR)))
+    monkeypatch.setattr(
+        os, "sched_yield", lambda: (looks.append(True), stopped(polling.LOOKS_FOR))
+    )
     wait = polling.readable(here.fileno())
     for _ in range(polling.LATE_AT_MOST):
         wait(timeout=0.001)
@@ -93,12 +100,12 @@ def test_where_answers_come_late_nobody_looks_for_them_until_one_is_quick_again(
     assert wait(timeout=0.001)
     assert len(looks) == polling.LATE_AT_MOST
     assert len(slept) == polling.LATE_AT_MOST + 1
-    # Quick, by the clock that stands still: it is looked for again.
+    # The reply is quick by the stopped clock, so polling is used again.
     assert wait()
     assert len(slept) == polling.LATE_AT_MOST + 1
 
 
-def test_who_does_not_wait_looks_once(ends, slept, monkeypatch):
+def test_a_timeout_of_zero_polls_once(ends, slept, monkeypatch):
     here, there = ends
     monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it waited"))
     wait = polling.readable(here.fileno())
@@ -108,8 +115,8 @@ def test_who_does_not_wait_looks_once(ends, slept, monkeypatch):
     assert not slept
 
 
-def test_a_signal_s_handler_may_wait_for_the_same_answer(ends):
-    """One that gives locks back, say, while the thread that it interrupts waits for the session of these."""
+def test_a_signal_handler_may_wait_for_the_same_reply(ends):
+    """A handler may release locks while its thread waits for the same session."""
     here, there = ends
     wait, seen = polling.readable(here.fileno()), []
 
@@ -127,7 +134,7 @@ def test_a_signal_s_handler_may_wait_for_the_same_answer(ends):
     assert seen == [True]
 
 
-def test_a_connection_that_is_closed_is_told_at_once(ends, slept):
+def test_a_closed_connection_is_reported_at_once(ends, slept):
     here, there = ends
     wait = polling.readable(here.fileno())
     there.close()
@@ -135,7 +142,7 @@ def test_a_connection_that_is_closed_is_told_at_once(ends, slept):
     assert not slept
 
 
-def test_where_there_is_no_giving_way_it_is_slept_for(ends, monkeypatch):
+def test_a_reader_sleeps_without_sched_yield(ends, monkeypatch):
     here, there = ends
     monkeypatch.delattr(os, "sched_yield")
     wait = polling.readable(here.fileno())

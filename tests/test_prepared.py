@@ -1,4 +1,4 @@
-"""What is promised where PostgreSQL prepares the statements of a lock: nothing but that they cost less."""
+"""Prepared statements on PostgreSQL, which only make a lock cheaper."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockBackendError, LockTimeout, db_lock, db_rwlock, db_semaphore
-from dlocks.backends.database.prepared import PREPARED_AT, PREPARED_AT_MOST
-from dlocks.conf import backends
-from dlocks.models import LockClaim
+from tests.internals import PREPARED_AT, PREPARED_AT_MOST, LockClaim, backends
 from tests.timing import in_time
 
 pytestmark = [
@@ -24,21 +22,23 @@ pytestmark = [
     pytest.mark.engine("postgresql"),
 ]
 
-# A statement is under way, as libpq counts it.
+# The status of libpq while a statement is running.
 ACTIVE = 1
 
 
 def prepared():
-    """Return the names of what the server has prepared in this session, and how often each was executed."""
+    """Return the prepared statements of this session and their execution counts."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT name, generic_plans + custom_plans FROM pg_prepared_statements")
+        cursor.execute(
+            "SELECT name, generic_plans + custom_plans FROM pg_prepared_statements"
+        )
         return dict(cursor.fetchall())
 
 
 @pytest.fixture(autouse=True)
 def new_session():
     with db_lock("stock:7"):
-        # So that the row is there.
+        # This creates the row.
         pass
     connection.close()
     yield
@@ -54,7 +54,7 @@ def use(times, lock=None):
     assert tokens == sorted(set(tokens))
 
 
-def test_what_is_sent_often_is_prepared_and_planned_once():
+def test_frequent_statements_are_prepared_and_planned_once():
     use(PREPARED_AT - 1)
     assert not prepared()
     use(PREPARED_AT + 10)
@@ -64,7 +64,7 @@ def test_what_is_sent_often_is_prepared_and_planned_once():
 
 
 def test_a_short_session_prepares_nothing():
-    """A request that takes a lock once sends what it always did."""
+    """A request that acquires a lock once prepares nothing."""
     with CaptureQueriesContext(connection) as queries:
         use(1)
     assert not [query for query in queries if "pg_backend_pid" in query["sql"]]
@@ -72,7 +72,10 @@ def test_a_short_session_prepares_nothing():
 
 
 def test_in_a_transaction_nothing_is_prepared():
-    """An error there, of a statement that the session has forgotten, would be the end of the caller's transaction."""
+    """A statement that the session has forgotten raises an error.
+
+    In a transaction, this error would end the caller's work.
+    """
     for _ in range(PREPARED_AT + 3):
         with transaction.atomic(), db_lock("stock:7"):
             pass
@@ -80,15 +83,15 @@ def test_in_a_transaction_nothing_is_prepared():
 
 
 @pytest.mark.parametrize("forget", ["DISCARD ALL", "DEALLOCATE ALL"])
-def test_a_session_that_has_forgotten_them_goes_on(forget):
-    """A pool may clean a session up between two of its users."""
+def test_a_session_without_its_prepared_statements_recovers(forget):
+    """A pool may clean up a session between two clients."""
     use(PREPARED_AT + 3)
     with connection.cursor() as cursor:
         cursor.execute(forget)
     use(20)
 
 
-def test_a_name_that_is_taken_is_left_alone():
+def test_an_existing_statement_name_is_not_used():
     use(PREPARED_AT + 3)
     (first, *_) = prepared()
     connection.close()
@@ -98,19 +101,23 @@ def test_a_name_that_is_taken_is_left_alone():
     assert prepared()[first] == 0
 
 
-def test_a_table_that_was_changed_meanwhile_is_no_trouble():
+def test_an_altered_table_does_not_break_prepared_statements():
     use(PREPARED_AT + 3)
     try:
         with connection.cursor() as cursor:
-            cursor.execute("ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE numeric")
+            cursor.execute(
+                "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE numeric"
+            )
         use(5)
     finally:
         with connection.cursor() as cursor:
-            cursor.execute("ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE bigint")
+            cursor.execute(
+                "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE bigint"
+            )
     use(5)
 
 
-def test_a_session_keeps_a_bounded_number_of_them():
+def test_the_number_of_prepared_statements_is_limited():
     with db_lock("stock:7", using="default") as hold:
         backend = backends["default"]
         for length in range(1, PREPARED_AT_MOST + 20):
@@ -139,7 +146,7 @@ def test_it_can_be_switched_off():
 
 
 def test_a_session_that_was_killed_is_replaced():
-    """By another, and the lock is had, as before."""
+    """The lock is acquired through a new session."""
     use(PREPARED_AT + 3)
     pid = connection.connection.info.backend_pid
     killer = threading.Thread(target=kill, args=[pid])
@@ -155,11 +162,13 @@ def kill(pid):
     connection.close()
 
 
-def test_a_session_that_the_application_has_found_dead_is_replaced_too():
-    """In a statement of its own, before this thread's first lock."""
+def test_a_dead_session_found_by_the_application_is_replaced():
+    """A statement of the application fails before this thread's first lock."""
     connection.close()
     connection.ensure_connection()
-    killer = threading.Thread(target=kill, args=[connection.connection.info.backend_pid])
+    killer = threading.Thread(
+        target=kill, args=[connection.connection.info.backend_pid]
+    )
     killer.start()
     killer.join()
     with pytest.raises(OperationalError), connection.cursor() as cursor:
@@ -168,15 +177,15 @@ def test_a_session_that_the_application_has_found_dead_is_replaced_too():
 
 
 class TimeLimitExceededError(Exception):
-    """As Celery's handler of SIGUSR1 raises its own."""
+    """An error like that of Celery's handler of SIGUSR1."""
 
 
 @pytest.fixture(params=[KeyboardInterrupt, TimeLimitExceededError])
 def interrupt(request, until):
-    """
-    Return a function that interrupts this thread when a statement of it is on its way to the server.
+    """Return a function that interrupts this thread during a statement.
 
-    ``then`` is called half a second later: so long whoever gives up too early has time for that.
+    ``then`` is called half a second after the interrupt. A caller that stops waiting
+    too early would do so before.
     """
     main, threads = threading.main_thread().ident, []
 
@@ -189,7 +198,10 @@ def interrupt(request, until):
         def run():
             until(lambda: pgconn.transaction_status == ACTIVE)
             time.sleep(0.05)
-            signal.pthread_kill(main, signal.SIGINT if request.param is KeyboardInterrupt else signal.SIGUSR1)
+            signal.pthread_kill(
+                main,
+                signal.SIGINT if request.param is KeyboardInterrupt else signal.SIGUSR1,
+            )
             time.sleep(0.5)
             then()
 
@@ -206,7 +218,10 @@ def interrupt(request, until):
 
 @pytest.fixture
 def stopped():
-    """Return a function that stops the server's process of this session, and returns what resumes it."""
+    """Return a function that stops the server's process of this session.
+
+    The function returns another one, which resumes the process.
+    """
     resumes = []
 
     def stop():
@@ -223,16 +238,22 @@ def stopped():
 
 
 def is_over(pid):
-    """Tell whether the server has ended a session that was given up; or nobody has given it up."""
+    """Return whether an abandoned session has ended, or was not abandoned."""
     with connection.cursor() as cursor:
-        # A cursor's session is none the worse for a Ctrl-C, and goes on.
-        cursor.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid()", [pid])
+        # After a Ctrl-C, the session of a cursor is intact and stays in use.
+        cursor.execute(
+            "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid()",
+            [pid],
+        )
         return cursor.fetchone() is None
 
 
 @pytest.mark.parametrize("times", [PREPARED_AT, 1])
-def test_an_interrupt_on_the_way_leaves_nothing_half_said(interrupt, until, times):
-    """A Ctrl-C while the answer is waited for: the server ends it, and the next statement has its own answer."""
+def test_an_interrupted_statement_leaves_no_pending_reply(interrupt, until, times):
+    """The server ends a statement that a Ctrl-C interrupts.
+
+    The next statement gets its own reply.
+    """
     use(PREPARED_AT + 3)
     backend, pid = backends["default"], connection.connection.info.backend_pid
     sql = "SELECT pg_sleep(%(seconds)s)::text, 5"
@@ -246,8 +267,11 @@ def test_an_interrupt_on_the_way_leaves_nothing_half_said(interrupt, until, time
 
 
 @pytest.mark.parametrize("times", [PREPARED_AT + 3, 1])
-def test_a_grant_that_is_on_its_way_at_an_interrupt_is_given_back(interrupt, stopped, until, times):
-    """Also where the server is slow to begin with it: it is no grant that comes after the key was given back."""
+def test_a_grant_pending_at_an_interrupt_is_released(interrupt, stopped, until, times):
+    """The server may be slow to begin with the statement.
+
+    The key is never granted after it was released.
+    """
     use(times)
     pid = connection.connection.info.backend_pid
     interrupt(then=stopped())
@@ -260,7 +284,7 @@ def test_a_grant_that_is_on_its_way_at_an_interrupt_is_given_back(interrupt, sto
 
 
 @pytest.mark.parametrize("times", [PREPARED_AT + 3, 1])
-def test_a_claim_that_is_on_its_way_at_an_interrupt_stays_in_no_line(
+def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
     interrupt, stopped, until, elsewhere, monkeypatch, times
 ):
     held = elsewhere(db_lock("stock:7").acquire)
@@ -286,13 +310,16 @@ def test_a_claim_that_is_on_its_way_at_an_interrupt_stays_in_no_line(
     ("share", "all_of_it"),
     [
         (db_rwlock("stock:7").read, db_rwlock("stock:7").write),
-        (partial(db_semaphore, "stock:7", permits=1), partial(db_semaphore, "stock:7", permits=1)),
+        (
+            partial(db_semaphore, "stock:7", permits=1),
+            partial(db_semaphore, "stock:7", permits=1),
+        ),
     ],
 )
-def test_a_share_that_is_being_committed_at_an_interrupt_is_given_back(
+def test_a_shared_hold_committing_at_an_interrupt_is_released(
     interrupt, stopped, until, monkeypatch, share, all_of_it
 ):
-    """Django, which cannot tidy up while the COMMIT is on its way, raises an error of its own in its place."""
+    """Django cannot clean up during the COMMIT and raises its own error instead."""
     use(1)
     pid, commit = connection.connection.info.backend_pid, connection.commit
 
@@ -310,12 +337,14 @@ def test_a_share_that_is_being_committed_at_an_interrupt_is_given_back(
     hold.release()
 
 
-def test_an_interrupt_waits_for_no_server_that_answers_nothing(interrupt, stopped, monkeypatch):
-    """It is bounded for how long, and another Ctrl-C is the end of that too."""
+def test_an_interrupt_does_not_wait_for_a_silent_server(
+    interrupt, stopped, monkeypatch
+):
+    """The wait for the server is limited, and another Ctrl-C ends it too."""
     backend, main = backends["default"], threading.main_thread().ident
     ctrl_c = partial(signal.pthread_kill, main, signal.SIGINT)
     for patience, then in ((0.5, lambda: None), (60.0, ctrl_c)):
-        monkeypatch.setattr("dlocks.backends.database.prepared.PATIENCE", patience)
+        monkeypatch.setattr("dlocks.sql.prepared.PATIENCE", patience)
         for _ in range(PREPARED_AT):
             backend._rows("SELECT 1", {})
         stopped()
@@ -327,8 +356,11 @@ def test_an_interrupt_waits_for_no_server_that_answers_nothing(interrupt, stoppe
         use(1)
 
 
-def test_an_error_is_the_one_that_the_cursor_gives():
-    """Refused by the server: the same error with the same code, and could not ask is never busy."""
+def test_prepared_statements_raise_the_same_errors():
+    """A statement that the server refuses raises the same error and code.
+
+    It is never reported as a busy key.
+    """
     use(PREPARED_AT + 3)
     backend = backends["default"]
     for _ in range(PREPARED_AT + 1):
@@ -338,7 +370,7 @@ def test_an_error_is_the_one_that_the_cursor_gives():
     use(1)
 
 
-def test_text_arrives_as_it_is_and_what_no_text_can_be_is_refused_as_before():
+def test_prepared_statements_accept_the_same_text():
     use(PREPARED_AT + 3)
     backend = backends["default"]
     sql = "SELECT length(%(holder)s)"

@@ -1,4 +1,4 @@
-"""The protocol of the leases, searched exhaustively; see tests/protocol.py."""
+"""The protocol of leases, searched exhaustively. See tests/protocol.py."""
 
 from __future__ import annotations
 
@@ -6,26 +6,41 @@ import pytest
 
 from tests.protocol import MUTANTS, Found, Rules, search
 
-# There is no database in it: once is enough.
+# There is no database in it, so one run is enough.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
     ("rules", "clients"),
     [
-        pytest.param(Rules(losses=2, deaths=1), 2, id="two clients, two lost replies and a death"),
+        pytest.param(
+            Rules(losses=2, deaths=1), 2, id="two clients, two lost replies and a death"
+        ),
         pytest.param(Rules(), 3, id="three clients, a lost reply and a death"),
+        pytest.param(
+            Rules(renewed_late=True),
+            3,
+            id="three clients, and renewals of expired leases",
+        ),
+        pytest.param(
+            Rules(steps=1, grace=1, renewed_late=True),
+            2,
+            id="the same, and a clock that steps",
+        ),
         pytest.param(Rules(steps=1, grace=1), 2, id="a clock that steps by the grace"),
     ],
 )
-def test_no_way_leads_to_a_broken_promise(rules, clients):
-    """Every interleaving of the clients with their pauses, however long it goes on."""
+def test_no_interleaving_breaks_a_promise(rules, clients):
+    """The search covers every interleaving of the clients and their pauses.
+
+    Their number and length are not limited.
+    """
     assert search(rules, clients) > 3_000
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_rule_is_needed(name):
-    """The search finds the way to a broken promise where one rule of the protocol is missing."""
+    """The search finds a broken promise if a rule of the protocol is missing."""
     rules, shown = MUTANTS[name]
     with pytest.raises(Found) as caught:
         search(rules)

@@ -1,4 +1,7 @@
-"""An unguarded counter in a file goes wrong if the lock does: 8 processes that count again and again."""
+"""Eight processes increment an unguarded counter again and again.
+
+The counter goes wrong if the lock does.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,34 @@ import pytest
 from django.db import connection, transaction
 
 from dlocks import db_lock
-from dlocks.conf import backends
-from dlocks.models import ResourceLock
 from tests import jobs
+from tests.internals import ResourceLock, backends
 
-pytestmark = [pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.timeout(300),
+]
 
 PROCESSES = 8
 
 
-# In line every increment is another process's, and costs its waking up; who asks within a transaction makes it busy.
-TIMES = {("lease", False): 150, ("transaction", False): 50, ("lease", True): 25, ("transaction", True): 25}
+# Number of increments of each process. In the queue, each increment belongs to another
+# process, which has to wake up. A claim inside a transaction makes the key busy.
+TIMES = {
+    ("lease", False): 150,
+    ("transaction", False): 50,
+    ("lease", True): 25,
+    ("transaction", True): 25,
+}
 
 
 @pytest.mark.parametrize("fair", [False, True], ids=["barging", "in-line"])
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_no_increment_is_lost_and_tokens_strictly_increase(using, scope, fair, workers, tmp_path):
-    """… though rows are purged and made anew all the while."""
+def test_no_increment_is_lost_and_tokens_strictly_increase(
+    using, scope, fair, workers, tmp_path
+):
+    """Rows are purged and created again all the time."""
     times = TIMES[scope, fair]
     path = tmp_path / "counter"
     path.write_text("0 0")
@@ -48,8 +61,8 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(using, scope, fair, w
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])
-def test_a_new_key_whose_row_could_not_be_made_at_once_is_had_all_the_same(using, monkeypatch):
-    """On InnoDB somebody's statement about another new key may have the gap locked for a moment."""
+def test_creating_the_row_of_a_new_key_is_retried(using, monkeypatch):
+    """On InnoDB, a statement about another new key may lock the gap for a moment."""
     backend, tried = backends[using], []
     create = backend._create
 
@@ -65,13 +78,12 @@ def test_a_new_key_whose_row_could_not_be_made_at_once_is_had_all_the_same(using
     assert tried == ["new", "new"]
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_who_asks_in_a_transaction_and_gets_nothing_has_nothing_locked(doomed):
-    """
-    … though the row is unlocked by its last writer at the very moment that one gives up on it.
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_failed_attempt_in_a_transaction_locks_no_row(doomed):
+    """The last writer may unlock the row just as the caller stops trying.
 
-    That cannot be brought about, only be waited for: it took less than 12,000 questions on MariaDB 10.11, and each run
-    asks some of them.
+    This moment cannot be forced, so the test waits for it. It took less than 12,000
+    attempts on MariaDB 10.11, and each run makes some of them.
     """
     times = 1500 if connection.vendor == "mysql" else 100
     with db_lock("stock:7", ttl=600):

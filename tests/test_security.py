@@ -1,4 +1,4 @@
-"""Who may do what, what is written down of it, and what nobody is shown."""
+"""Permissions, the audit log, and data that must stay hidden."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from dlocks import LockBackendError, LockError, LockLost, LockStale, LockTimeout, audit, db_lock, privacy, user_key
-from dlocks.conf import backends
-from dlocks.models import LockClaim, ResourceLock
+from dlocks import (
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockStale,
+    LockTimeout,
+    db_lock,
+    user_key,
+)
 from dlocks.testing import lose
 from tests import rows
+from tests.internals import LockClaim, ResourceLock, audit, backends, shown_holder
 from tests.test_admin import (
     CLEAR,
     FORCE,
@@ -51,7 +58,7 @@ __all__ = ["answer", "boss", "clearer", "nobody_there", "releaser", "viewer"]
 
 ROOT = Path(__file__).parent.parent
 
-# What would end a line of a log, colour it, or turn it around.
+# Characters that would end a line of a log, colour it, or reverse it.
 HOSTILE = "x\r\nINFO forged\x1b[31m\x85\u2028\u202e'\""
 
 database = pytest.mark.django_db(transaction=True)
@@ -59,19 +66,29 @@ database = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def audited(caplog):
-    """Return a function that gives the audit's records so far."""
+    """Return a function that returns the audit records so far."""
     caplog.set_level(logging.INFO, logger="dlocks.audit")
-    return lambda: [record for record in caplog.records if record.name == "dlocks.audit"]
+    return lambda: [
+        record for record in caplog.records if record.name == "dlocks.audit"
+    ]
 
 
 def facts(record) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name.startswith(("audit_", "lock_"))}
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if name.startswith(("audit_", "lock_"))
+    }
 
 
 @database
 class TestReason:
     def test_a_forced_release_is_in_both_logs_with_its_reason(self, releaser, audited):
-        """Who, what, which version, from whom, and why: in the admin's log and in one line of the audit."""
+        """The admin log and one audit line record the release.
+
+        The line names the user, the action, the lock, its token, its holder and the
+        reason.
+        """
         rows.held("stock:7")
         form = {**fields(act(releaser, FORCE, "stock:7")), "reason": "  deploy hung  "}
         page(releaser.post(LIST, form, follow=True))
@@ -80,9 +97,10 @@ class TestReason:
         assert entry[2].endswith("Reason: deploy hung")
         (record,) = audited()
         assert record.levelno == logging.INFO
-        assert record.getMessage() == (
-            "force_release lock 'stock:7', token 1000, of 'web-1:4711:MainThread' (192.0.2.7), "
-            "by 'releaser' via admin: 'deploy hung'"
+        assert (
+            record.getMessage()
+            == "force_release lock 'stock:7', token 1000, of 'web-1:4711:MainThread'"
+            " (192.0.2.7), by 'releaser' via admin: 'deploy hung'"
         )
         assert facts(record) == {
             "audit_action": "force_release",
@@ -98,11 +116,15 @@ class TestReason:
 
     @pytest.mark.parametrize(
         ("reason", "error"),
-        [(None, "Say why"), ("", "Say why"), (" \t\u00a0\u3000", "Say why"), ("\u200b\u2060", "Say why"),
-         ("x" * 201, "at most 200"), ("a\nb", "one line"), ("a\u2028b", "one line"), ("a\x00b", "one line")],
+        [(None, "Say why"), ("", "Say why"), (" \t\u00a0\u3000", "Say why"),
+        ("\u200b\u2060", "Say why"),
+         ("x" * 201, "at most 200"), ("a\nb", "one line"), ("a\u2028b", "one line"),
+         ("a\x00b", "one line")],
     )  # fmt: skip
-    def test_without_a_reason_nothing_is_changed_and_the_page_comes_again(self, releaser, audited, reason, error):
-        """The same targets are on it, with the error beside the field and what was typed."""
+    def test_a_missing_reason_shows_the_page_again(
+        self, releaser, audited, reason, error
+    ):
+        """The page keeps its targets and input, with the error next to the field."""
         rows.held("a")
         rows.free("b")
         rows.shares("b", 1001)
@@ -112,59 +134,82 @@ class TestReason:
         form["_selected_action"].append("c")
         form["version"].append(f"claim:{dead.pk}")
         del form["reason"]
-        text = page(releaser.post(LIST, form if reason is None else {**form, "reason": reason}))
-        assert re.search(rf'<ul class="errorlist" id="id_reason_error"><li>[^<]*{error}', text)
+        text = page(
+            releaser.post(LIST, form if reason is None else {**form, "reason": reason})
+        )
+        assert re.search(
+            rf'<ul class="errorlist" id="id_reason_error"><li>[^<]*{error}', text
+        )
         assert 'aria-describedby="id_reason_error id_reason_help"' in text
         again = fields(text)
         assert again["_selected_action"] == ["a", "b", "c"]
         assert again["version"] == ["1000", "share:1001", f"claim:{dead.pk}"]
         assert (rows.now("a").version, LockClaim.objects.count()) == (1000, 2)
         assert (log(), audited()) == ([], [])
-        assert "3 locks were cleared" in told(page(releaser.post(LIST, again, follow=True)))
+        assert "3 locks were cleared" in told(
+            page(releaser.post(LIST, again, follow=True))
+        )
         assert [facts(record)["audit_action"] for record in audited()] == [
             "force_release", "force_release", "take_out",
         ]  # fmt: skip
 
-    def test_the_page_that_comes_again_keeps_to_what_was_confirmed(self, releaser):
-        """A lock that changed hands meanwhile is not what the second confirmation releases."""
+    def test_the_page_shown_again_keeps_its_targets(self, releaser):
+        """A second confirmation does not release a lock that has changed hands."""
         rows.held("a")
         form = {**fields(act(releaser, FORCE, "a")), "reason": ""}
         ResourceLock.objects.filter(pk="a").update(version=1001)
         text = page(releaser.post(LIST, form))
         assert "changed meanwhile" in text
         assert fields(text)["version"] == ["1000"]
-        assert "taken by another holder meanwhile" in told(page(releaser.post(LIST, fields(text), follow=True)))
+        assert "taken by another holder meanwhile" in told(
+            page(releaser.post(LIST, fields(text), follow=True))
+        )
         assert rows.now("a").version == 1001
 
-    @pytest.mark.parametrize("version", ["9" * 40, "-1", "share:" + "9" * 40, "claim:0"])
-    def test_a_forged_target_comes_again_as_changed(self, releaser, version):
+    @pytest.mark.parametrize(
+        "version", ["9" * 40, "-1", "share:" + "9" * 40, "claim:0"]
+    )
+    def test_a_forged_target_is_shown_as_changed(self, releaser, version):
         rows.held("a")
         for key in ("a", "gone", "\0"):
-            text = page(releaser.post(LIST, {"action": FORCE, "_selected_action": [key], "version": [version]}))
+            text = page(
+                releaser.post(
+                    LIST,
+                    {"action": FORCE, "_selected_action": [key], "version": [version]},
+                )
+            )
             assert "changed meanwhile" in text
 
-    def test_what_was_typed_comes_back_as_text(self, releaser):
+    def test_an_entered_reason_is_escaped(self, releaser):
         rows.held("a")
-        text = page(releaser.post(LIST, {**fields(act(releaser, FORCE, "a")), "reason": '"><script>' + "x" * 200}))
+        text = page(
+            releaser.post(
+                LIST,
+                {
+                    **fields(act(releaser, FORCE, "a")),
+                    "reason": '"><script>' + "x" * 200,
+                },
+            )
+        )
         assert "<script>x" not in text
         assert "&quot;&gt;&lt;script&gt;x" in text
 
-    def test_the_reason_of_a_stale_lock_is_that_it_is_stale(self, clearer, audited):
-        """Clearing it asks nobody why."""
+    def test_clearing_a_stale_lock_needs_no_reason(self, clearer, audited):
+        """Clearing a stale lock requires no reason."""
         rows.stale("a")
         act(clearer, CLEAR, "a")
         assert log()[0][2].endswith("Reason: stale")
         assert facts(audited()[0])["audit_action"] == "clear"
         assert facts(audited()[0])["audit_reason"] == "stale"
 
-    def test_what_is_not_cleared_is_not_audited(self, releaser, clearer, audited):
+    def test_a_refused_clearing_is_not_audited(self, releaser, clearer, audited):
         rows.held("a")
         act(releaser, FORCE, "a", version="999")
         act(clearer, CLEAR, "a")
         assert audited() == []
 
-    def test_the_command_wants_a_reason_for_what_is_held(self, audited):
-        """Before it asks or changes anything."""
+    def test_the_command_requires_a_reason_for_live_holds(self, audited):
+        """It refuses before it asks for a confirmation or changes anything."""
         rows.held("a")
         rows.free("b")
         rows.shares("b", 1001)
@@ -172,31 +217,50 @@ class TestReason:
         assert "--reason TEXT" in refused("clear_lock", "b", "--all-shares", "--yes")
         for reason in ("", " ", "a\nb", "x" * 201):
             assert "eason" in refused("clear_lock", "a", "--yes", "--reason", reason)
-        assert (rows.now("a").version, LockClaim.objects.count(), audited()) == (1000, 1, [])
+        assert (rows.now("a").version, LockClaim.objects.count(), audited()) == (
+            1000,
+            1,
+            [],
+        )
         run("clear_lock", "a", "--yes", "--reason", "deploy hung")
         run("clear_lock", "b", "--all-shares", "--yes", "--reason", "its host is gone")
         lock, share = map(facts, audited())
-        assert (lock["audit_action"], lock["audit_kind"], lock["lock_token"]) == ("force_release", "lock", 1000)
+        assert (lock["audit_action"], lock["audit_kind"], lock["lock_token"]) == (
+            "force_release",
+            "lock",
+            1000,
+        )
         assert (share["audit_kind"], share["lock_token"]) == ("share", 1001)
-        assert (lock["audit_reason"], share["audit_reason"]) == ("deploy hung", "its host is gone")
+        assert (lock["audit_reason"], share["audit_reason"]) == (
+            "deploy hung",
+            "its host is gone",
+        )
         assert lock["audit_by"] == audit.operator()
         assert lock["audit_via"] == "clear_lock"
 
-    def test_the_command_clears_what_is_stale_as_stale(self, audited):
+    def test_the_command_clears_stale_locks_without_a_reason(self, audited):
         rows.stale("a")
         rows.stale("b")
         run("clear_lock", "a", "--yes")
         run("clear_lock", "b", "--yes", "--reason", "seen to by hand")
-        assert [facts(record)["audit_reason"] for record in audited()] == ["stale", "seen to by hand"]
+        assert [facts(record)["audit_reason"] for record in audited()] == [
+            "stale",
+            "seen to by hand",
+        ]
 
-    def test_a_stale_lock_that_comes_alive_while_i_am_asked_is_not_taken_without_a_reason(self, answer):
-        """Its holder renewed it after all: the version is the same, but it is held."""
+    def test_a_stale_lock_that_is_renewed_meanwhile_needs_a_reason(self, answer):
+        """Its holder has renewed it. The version is the same, but it is held."""
         rows.stale("a")
-        answer("y", before=lambda: ResourceLock.objects.filter(pk="a").update(end_time=rows.FUTURE))
+        answer(
+            "y",
+            before=lambda: ResourceLock.objects.filter(pk="a").update(
+                end_time=rows.FUTURE
+            ),
+        )
         assert "not stale" in refused("clear_lock", "a")
         assert rows.now("a").version == 1000
 
-    def test_the_reaper_writes_one_line_when_it_has_done_something(self, audited):
+    def test_the_reaper_audits_only_a_run_with_changes(self, audited):
         rows.stale("a")
         rows.stale("b")
         rows.free("old")
@@ -206,12 +270,15 @@ class TestReason:
         run("reap_locks", "--idle-for", "1d")
         (record,) = audited()
         known = facts(record)
-        assert (known["audit_action"], known["audit_freed"], known["audit_deleted"], known["audit_forgotten"]) == (
+        assert (known["audit_action"], known["audit_freed"], known["audit_deleted"],
+            known["audit_forgotten"]) == (
             "reap", 2, 1, 0,
         )  # fmt: skip
-        assert record.getMessage().startswith("reap of 'default': 2 freed, 1 unused rows deleted, 0 records deleted")
+        assert record.getMessage().startswith(
+            "reap of 'default': 2 freed, 1 unused rows deleted, 0 records deleted"
+        )
 
-    def test_the_reaper_writes_its_line_though_it_fails_later_on(self, audited, monkeypatch):
+    def test_the_reaper_audits_its_changes_before_a_failure(self, audited, monkeypatch):
         rows.stale("a")
 
         def fail(*arguments, **options):
@@ -223,13 +290,19 @@ class TestReason:
         (record,) = audited()
         assert facts(record)["audit_freed"] == 1
 
-    def test_nothing_in_a_fact_can_forge_a_line(self, audited):
-        """Whatever is in a key, a holder or a user's name, the audit is one line, and the owner is not in it."""
+    def test_hostile_values_cannot_forge_an_audit_line(self, audited):
+        """Any key, holder or user name leaves the audit on one line.
+
+        The owner is not in the line.
+        """
         rows.held(HOSTILE, holder=HOSTILE, owner=rows.OWNER)
         user = User.objects.create_superuser(HOSTILE, password="x")
         client = Client()
         client.force_login(user)
-        form = {**fields(act(client, FORCE, HOSTILE)), "reason": "why\u202e' via admin: 'x"}
+        form = {
+            **fields(act(client, FORCE, HOSTILE)),
+            "reason": "why\u202e' via admin: 'x",
+        }
         assert "1 lock was cleared" in told(page(client.post(LIST, form, follow=True)))
         (record,) = audited()
         line = record.getMessage()
@@ -239,11 +312,13 @@ class TestReason:
         assert rows.OWNER[:8] not in line + str(facts(record))
         assert log()[0][2].isprintable()
 
-    def test_a_clearing_that_is_rolled_back_is_not_audited(self, clearer, audited, monkeypatch):
-        """Where each request is a transaction, the audit says only what was committed."""
+    def test_a_clearing_that_is_rolled_back_is_not_audited(
+        self, clearer, audited, monkeypatch
+    ):
+        """If each request is a transaction, only committed actions are audited."""
         from django.db import connection
 
-        from dlocks.admin import ResourceLockAdmin
+        from tests.internals import ResourceLockAdmin
 
         def fail(*args, **kwargs):
             raise ZeroDivisionError
@@ -287,16 +362,25 @@ class TestRoles:
         rows.free("unused")
 
     def untouched(self):
-        return {lock.pk: lock.version for lock in ResourceLock.objects.all()} == dict.fromkeys(
-            ("held", "stale", "unused"), 1000
-        )
+        return {
+            lock.pk: lock.version for lock in ResourceLock.objects.all()
+        } == dict.fromkeys(("held", "stale", "unused"), 1000)
 
     @pytest.mark.parametrize("role", ROLES)
-    def test_each_sees_what_it_may(self, role):
-        """To see takes the permission to view; an action is offered to whom it is given, and to nobody else."""
+    def test_each_role_sees_only_permitted_pages(self, role):
+        """The view permission is required to see locks.
+
+        An action is offered only to users with its permission.
+        """
         client = somebody(role)
         sees = "view_resourcelock" in (ROLES[role] or ())
-        for address in (LIST, detail("held"), LIVE, LIVE + "?part=now", LIVE + "?part=past"):
+        for address in (
+            LIST,
+            detail("held"),
+            LIVE,
+            LIVE + "?part=now",
+            LIVE + "?part=past",
+        ):
             response = client.get(address)
             if ROLES[role] is None:
                 assert (response.status_code, "/login/" in response.url) == (302, True)
@@ -306,43 +390,72 @@ class TestRoles:
             assert actions(page(client.get(LIST))) == MAY.get(role, set())
             text = page(client.get(detail("held"))) + page(client.get(LIVE))
             assert ("Force release" in text) is (role == "releaser")
-            assert ("Clear what is stale" in page(client.get(detail("stale")))) is (role == "clearer")
+            assert ("Clear what is stale" in page(client.get(detail("stale")))) is (
+                role == "clearer"
+            )
 
     @pytest.mark.parametrize("role", ROLES)
     @pytest.mark.parametrize("action", [CLEAR, FORCE, PURGE])
-    def test_a_forged_request_does_no_more_than_the_buttons(self, role, action):
-        """Whoever may not do it changes nothing by sending the form of somebody who may."""
+    def test_a_forged_request_needs_the_permission(self, role, action):
+        """A forged form changes nothing for a user without the permission."""
         client = somebody(role)
         allowed = action in MAY.get(role, set())
         target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
-        form = {"action": action, "_selected_action": [target], "version": ["1000"], "reason": "why"}
+        form = {
+            "action": action,
+            "_selected_action": [target],
+            "version": ["1000"],
+            "reason": "why",
+        }
         client.post(LIST, form)
-        for address in (detail("held"), LIST + "add/", LIVE, detail("held").replace("/change/", "/delete/")):
+        for address in (
+            detail("held"),
+            LIST + "add/",
+            LIVE,
+            detail("held").replace("/change/", "/delete/"),
+        ):
             client.post(address, form)
         assert self.untouched() is not allowed
         assert len(log()) == allowed
 
     @pytest.mark.parametrize("role", [role for role in ROLES if role in MAY])
-    def test_a_form_from_elsewhere_does_nothing(self, role):
-        """Every request that changes something needs the token of this site's own form."""
+    def test_a_form_without_a_csrf_token_does_nothing(self, role):
+        """Every request that changes something needs the site's CSRF token."""
         client = somebody(role)
-        strict = Client(enforce_csrf_checks=True, headers={"referer": "http://testserver/"})
+        strict = Client(
+            enforce_csrf_checks=True, headers={"referer": "http://testserver/"}
+        )
         strict.cookies = client.cookies
         (action,) = MAY[role]
         target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
-        form = {"action": action, "_selected_action": [target], "version": ["1000"], "reason": "why"}
+        form = {
+            "action": action,
+            "_selected_action": [target],
+            "version": ["1000"],
+            "reason": "why",
+        }
         assert strict.post(LIST, form).status_code == 403
-        assert strict.post(LIST, {**form, "csrfmiddlewaretoken": "x" * 64}).status_code == 403
+        assert (
+            strict.post(LIST, {**form, "csrfmiddlewaretoken": "x" * 64}).status_code
+            == 403
+        )
         assert self.untouched()
         token = fields(page(strict.get(LIST)))["csrfmiddlewaretoken"][0]
-        assert strict.post(LIST, {**form, "csrfmiddlewaretoken": token}).status_code == 302
+        assert (
+            strict.post(LIST, {**form, "csrfmiddlewaretoken": token}).status_code == 302
+        )
         assert not self.untouched()
 
     @pytest.mark.parametrize("action", [CLEAR, FORCE, PURGE])
-    def test_to_get_a_page_changes_nothing(self, boss, action):
-        """Not with all fields of the form in the address."""
+    def test_get_requests_change_nothing(self, boss, action):
+        """A GET request changes nothing, even with all form fields in the address."""
         target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
-        form = {"action": action, "_selected_action": target, "version": "1000", "reason": "why"}
+        form = {
+            "action": action,
+            "_selected_action": target,
+            "version": "1000",
+            "reason": "why",
+        }
         for address in (LIST, detail(target), LIVE):
             for method in (boss.get, boss.head):
                 method(address, form)
@@ -356,8 +469,11 @@ class TestPurge:
     def purger(self, transactional_db):
         return person("purger", "view_resourcelock", "purge_resourcelock")
 
-    def test_unused_rows_are_deleted_after_a_page_that_asks(self, purger, audited):
-        """What has been free for a day, and nothing else; it is in both logs."""
+    def test_unused_rows_are_deleted_after_a_confirmation(self, purger, audited):
+        """Only rows that have been free for a day are deleted.
+
+        The deletion is in both logs.
+        """
         rows.free("old")
         rows.write("recent", rows.S, timezone.now())
         rows.held("held")
@@ -367,16 +483,25 @@ class TestPurge:
         form = fields(text)
         assert (form["_selected_action"], form["version"]) == (["old"], ["1000"])
         assert ResourceLock.objects.count() == 4
-        assert "1 row was deleted: old" in told(page(purger.post(LIST, form, follow=True)))
-        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == ["held", "recent", "stale"]
+        assert "1 row was deleted: old" in told(
+            page(purger.post(LIST, form, follow=True))
+        )
+        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
+            "held",
+            "recent",
+            "stale",
+        ]
         assert log() == [("purger", "old", "Deleted the row of the unused key.")]
         assert facts(audited()[0])["audit_action"] == "purge"
         assert facts(audited()[0])["audit_reason"] == "unused"
         assert "not there any more" in told(page(purger.post(LIST, form, follow=True)))
 
-    @pytest.mark.parametrize("change", ["version", "taken", "waited for", "shared", "just used", "a claim uncounted"])
+    @pytest.mark.parametrize(
+        "change",
+        ["version", "taken", "waited for", "shared", "just used", "a claim uncounted"],
+    )
     def test_a_row_in_use_is_not_deleted(self, purger, change):
-        """Whatever became of it since the page; by a forged form, too."""
+        """Any change since the page was shown counts, also with a forged form."""
         rows.free("a")
         form = fields(act(purger, PURGE, "a"))
         if change == "waited for":
@@ -398,32 +523,36 @@ class TestPurge:
         assert ResourceLock.objects.exists()
         assert not log()
 
-    @pytest.mark.parametrize("version", ["x", "", "share:1000", "claim:1", "9" * 40, "-1"])
-    def test_a_forged_version(self, purger, version):
+    @pytest.mark.parametrize(
+        "version", ["x", "", "share:1000", "claim:1", "9" * 40, "-1"]
+    )
+    def test_a_forged_version_deletes_nothing(self, purger, version):
         rows.free("a")
         for key in ("a", "\0", "gone"):
             act(purger, PURGE, key, version=version)
         assert ResourceLock.objects.exists()
 
-    def test_the_next_token_is_larger(self, purger, elsewhere):
-        """A key whose row is deleted is the same key."""
+    def test_the_token_after_a_purge_is_larger(self, purger, elsewhere):
+        """A key whose row was deleted is still the same key."""
         rows.free("a", version=10**15)
         page(purger.post(LIST, fields(act(purger, PURGE, "a")), follow=True))
         assert not ResourceLock.objects.exists()
         with db_lock("a") as hold:
             assert hold.token > 10**15
 
-    def test_a_version_that_the_clock_has_not_passed_keeps_its_row(self, purger):
+    def test_a_row_with_a_version_in_the_future_is_kept(self, purger):
         rows.free("a", version=2**62)
         act(purger, PURGE, "a", version=str(2**62))
         assert ResourceLock.objects.exists()
 
-    def test_nothing_to_delete(self, purger):
+    def test_a_purge_of_used_keys_deletes_nothing(self, purger):
         rows.held("a")
-        assert "None of the selected keys has been unused" in told(act(purger, PURGE, "a", "\0"))
+        assert "None of the selected keys has been unused" in told(
+            act(purger, PURGE, "a", "\0")
+        )
 
 
-# As unlike anything else on a page as can be.
+# Values that are unlike anything else on a page.
 HOST, ADDRESS = "qx7host", "203.0.113.77"
 HOLDER = f"{HOST}:48151:Qx7Thread"
 
@@ -439,7 +568,7 @@ def topology(text) -> list[str]:
 
 
 def every_page(client) -> dict[str, str]:
-    """Return every page of the admin about locks, and what is left of acting on each kind of thing."""
+    """Return all admin pages about locks, and the result of each action."""
     who = {"holder": HOLDER, "owner_ip": ADDRESS}
     for key in ("held", "held too", "waited for"):
         rows.held(key, **who)
@@ -454,7 +583,10 @@ def every_page(client) -> dict[str, str]:
     rows.waits("waited for", **who)
     dead = rows.dead("waited for", **who)
     ended("held", **who)
-    pages = {address: page(client.get(address)) for address in (LIST, LIVE, LIVE + "?part=now", LIVE + "?part=past")}
+    pages = {
+        address: page(client.get(address))
+        for address in (LIST, LIVE, LIVE + "?part=now", LIVE + "?part=past")
+    }
     for key in ("held", "stale", "free", "shared", "waited for"):
         pages[key] = page(client.get(detail(key)))
         pages[f"room of {key}"] = page(client.get(LIVE, {"key": key}))
@@ -465,7 +597,9 @@ def every_page(client) -> dict[str, str]:
     pages["released"] = page(client.post(LIST, fields(asked), follow=True))
     pages["taken out"] = act(client, FORCE, "waited for", version=f"claim:{dead.pk}")
     for key in ("held", "stale", "waited for", "shared"):
-        pages[f"history of {key}"] = page(client.get(reverse("admin:dlocks_resourcelock_history", args=[quote(key)])))
+        pages[f"history of {key}"] = page(
+            client.get(reverse("admin:dlocks_resourcelock_history", args=[quote(key)]))
+        )
     pages["index"] = page(client.get("/admin/"))
     return pages
 
@@ -474,28 +608,34 @@ def every_page(client) -> dict[str, str]:
 class TestHolders:
     @pytest.mark.usefixtures("hides")
     @pytest.mark.parametrize("shown", [False, "hash", None, "True", 1])
-    def test_what_hides_is_on_no_page_and_in_no_entry_of_the_log(self, boss, settings, shown):
-        """Host, process, thread and IP: not on any page, in any message, nor in the admin's log."""
+    def test_hidden_holders_are_on_no_page_and_in_no_log(self, boss, settings, shown):
+        """Host, process, thread and IP are on no page and in no message.
+
+        The admin's log does not contain them either.
+        """
         settings.DLOCKS_SHOW_HOLDER = shown
         pages = every_page(boss)
-        assert {name: found for name, text in pages.items() if (found := topology(text))} == {}
+        assert {
+            name: found for name, text in pages.items() if (found := topology(text))
+        } == {}
         assert topology(str(log())) == []
         assert len(log()) == 6
         assert ("holder " if shown == "hash" else "a hidden holder") in pages["confirm"]
 
-    def test_by_default_it_is_shown(self, boss, settings):
-        """The test before looks at the right places."""
+    def test_holders_are_shown_by_default(self, boss, settings):
+        """This proves that the previous test checks the right places."""
         settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
         pages = every_page(boss)
         unshown = {"index", "purge", "clear", "released", "taken out"}
-        assert {name for name, text in pages.items() if not topology(text)} - unshown <= {
-            "shared", "room of stale", "room of free", "room of shared",
-        } | {name for name in pages if name.startswith("history of shared")}  # fmt: skip
+        without = {name for name, text in pages.items() if not topology(text)}
+        known = {"shared", "room of stale", "room of free", "room of shared"}
+        known |= {name for name in pages if name.startswith("history of shared")}
+        assert without - unshown <= known
         assert len(topology(str(log()))) == 4
 
     @pytest.mark.usefixtures("hides")
-    def test_what_is_hidden_is_not_found_and_not_sorted_by(self, boss):
-        """Nobody can ask for it letter by letter, nor by the order of the rows."""
+    def test_hidden_holders_cannot_be_searched_or_sorted(self, boss):
+        """Neither a search nor the order of the rows reveals a hidden holder."""
         rows.held("a", holder="z" + HOLDER, owner_ip=ADDRESS)
         rows.held("b", holder="a" + HOLDER, owner_ip=ADDRESS)
         for words in (HOST, ADDRESS, "Qx7"):
@@ -504,39 +644,50 @@ class TestHolders:
             text = page(boss.get(LIST, {"o": order}))
             assert text.index(">a</bdi>") < text.index(">b</bdi>")
 
-    def test_a_hash_tells_holders_apart_and_is_keyed(self, settings):
-        """The same holder has the same one; another site's secret makes another of it."""
+    def test_holder_hashes_are_distinct_and_keyed(self, settings):
+        """The same holder has the same hash. Another secret gives another hash."""
         settings.DLOCKS_SHOW_HOLDER = "hash"
-        one = privacy.holder(HOLDER)
-        assert one == privacy.holder(HOLDER) != privacy.holder(HOLDER + "2")
+        one = shown_holder(HOLDER)
+        assert one == shown_holder(HOLDER) != shown_holder(HOLDER + "2")
         settings.SECRET_KEY = "another"
-        assert privacy.holder(HOLDER) != one
+        assert shown_holder(HOLDER) != one
 
     @pytest.mark.parametrize("shown", [True, False, "hash"])
-    def test_a_setting_that_can_be(self, settings, shown):
+    def test_valid_show_holder_settings_pass_the_checks(self, settings, shown):
         settings.DLOCKS_SHOW_HOLDER = shown
         assert not [message for message in run_checks() if message.id == "dlocks.E008"]
 
     @pytest.mark.parametrize("shown", [None, "True", 1, [], "name"])
-    def test_a_setting_that_cannot_be_is_found_by_the_checks(self, settings, shown):
+    def test_invalid_show_holder_settings_fail_the_checks(self, settings, shown):
         settings.DLOCKS_SHOW_HOLDER = shown
-        assert [repr(shown) in message.msg for message in run_checks() if message.id == "dlocks.E008"] == [True]
+        assert [
+            repr(shown) in message.msg
+            for message in run_checks()
+            if message.id == "dlocks.E008"
+        ] == [True]
 
     @pytest.mark.usefixtures("hides")
-    def test_commands_and_the_audit_show_it(self, audited, django_capture_on_commit_callbacks):
-        """They are for those who run the site."""
+    def test_commands_and_the_audit_show_hidden_holders(
+        self, audited, django_capture_on_commit_callbacks
+    ):
+        """Commands and the audit log are for operators of the site."""
         rows.held("a", holder=HOLDER, owner_ip=ADDRESS)
         assert len(topology(run("list_locks"))) == 4
         with django_capture_on_commit_callbacks(execute=True):
-            assert len(topology(run("clear_lock", "a", "--yes", "--reason", "why"))) == 4
+            assert (
+                len(topology(run("clear_lock", "a", "--yes", "--reason", "why"))) == 4
+            )
         assert len(topology(audited()[0].getMessage())) == 4
 
 
 @database
 class TestErrors:
     @pytest.mark.parametrize("shown", [True, False, "hash"])
-    def test_errors_can_be_shown_to_anybody(self, settings, elsewhere, shown):
-        """What an application may print has no more than the setting allows; the attributes have all."""
+    def test_error_messages_hide_holders(self, settings, elsewhere, shown):
+        """The text of an error has no more than the setting allows.
+
+        Its attributes have all values.
+        """
         settings.DLOCKS_SHOW_HOLDER = shown
         with db_lock("a") as mine:
             with pytest.raises(LockTimeout) as busy:
@@ -562,9 +713,12 @@ class TestErrors:
 
 
 class TestUserKey:
-    def test_it_reads_well(self):
+    def test_a_user_key_is_readable(self):
         assert user_key("export", 7, "monthly report") == "export:7:monthly%20report"
-        assert user_key("export", UUID(int=7)) == "export:00000000-0000-0000-0000-000000000007"
+        assert (
+            user_key("export", UUID(int=7))
+            == "export:00000000-0000-0000-0000-000000000007"
+        )
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -583,30 +737,35 @@ class TestUserKey:
     def test_different_parts_have_different_keys(self, one, other):
         assert user_key("n", *one) != user_key("n", *other)
 
-    def test_nobody_leaves_the_namespace(self):
-        """Whatever a user writes, the key begins with the namespace and a colon, and holds no other colon of theirs."""
-        assert user_key("export", "x:../../admin:7\r\n\0").startswith("export:x%3A..%2F..%2Fadmin%3A7%0D%0A%00")
+    def test_user_input_cannot_leave_the_namespace(self):
+        """Every key begins with the namespace and a colon.
 
-    def test_a_user_cannot_write_the_key_of_a_long_one(self):
-        """What stands for too long a key cannot be written as a part."""
+        User input adds no other colon.
+        """
+        assert user_key("export", "x:../../admin:7\r\n\0").startswith(
+            "export:x%3A..%2F..%2Fadmin%3A7%0D%0A%00"
+        )
+
+    def test_user_input_cannot_imitate_a_shortened_key(self):
+        """The short form of a long key cannot be written as a part."""
         long = user_key("n", "x" * 1000)
         assert user_key("n", long.partition(":")[2]) != long
         assert len(long) == 200
 
-    def test_a_number_is_as_it_is_written(self):
-        """An id comes as a number from the row, and as a string from the address."""
+    def test_a_number_and_its_text_have_the_same_key(self):
+        """An id is a number in the row and a string in the address."""
         assert user_key("n", 7) == user_key("n", "7")
 
     @pytest.mark.parametrize(
         "namespace", ["", "a b", "a:b", "7a", "é", "x" * 101, "a\n", "{pk}"],
     )  # fmt: skip
-    def test_a_namespace_that_is_none(self, namespace):
+    def test_an_invalid_namespace_is_refused(self, namespace):
         with pytest.raises(ValueError, match="identifier"):
             user_key(namespace, 7)
 
     @pytest.mark.parametrize("part", [None, True, 1.5, b"a", ["a"], AnonymousUser()])
-    def test_what_is_no_part(self, part):
-        """Nor the pk of somebody who is not logged in."""
+    def test_a_part_of_another_type_is_refused(self, part):
+        """The pk of an anonymous user is not a part either."""
         with pytest.raises(TypeError, match="part 2 of a key"):
             user_key("n", 1, part)
         with pytest.raises(TypeError, match="at least one part"):
@@ -614,8 +773,10 @@ class TestUserKey:
         with pytest.raises(TypeError, match="namespace"):
             user_key(7, 7)
 
-    @pytest.mark.parametrize("part", ["x" * 1025, "é" * 513, "\ud800", 10**1025, 10**5000], ids=range(5))
-    def test_what_cannot_be_a_part(self, part):
+    @pytest.mark.parametrize(
+        "part", ["x" * 1025, "é" * 513, "\ud800", 10**1025, 10**5000], ids=range(5)
+    )
+    def test_an_invalid_part_is_refused(self, part):
         with pytest.raises(ValueError):
             user_key("n", part)
         assert user_key("n", "é" * 512)
@@ -623,7 +784,7 @@ class TestUserKey:
 
 @pytest.mark.engine("sqlite")
 class TestAudit:
-    """``make audit``: what it says of each answer of pip-audit."""
+    """The output of ``make audit`` for each result of pip-audit."""
 
     def audit(self, tmp_path, program):
         (tmp_path / "pip_audit.py").write_text(program)
@@ -636,13 +797,19 @@ class TestAudit:
         )
 
     def report(self, *dependencies):
-        return f"import sys\nprint({json.dumps(json.dumps({'dependencies': dependencies, 'fixes': []}))})\n"
+        text = json.dumps({"dependencies": dependencies, "fixes": []})
+        return f"import sys\nprint({json.dumps(text)})\n"
 
-    def test_nothing_found(self, tmp_path):
-        done = self.audit(tmp_path, self.report({"name": "django", "version": "5.2", "vulns": []}))
-        assert (done.returncode, done.stdout) == (0, "1 packages, 0 known vulnerabilities.\n")
+    def test_an_audit_without_findings_succeeds(self, tmp_path):
+        done = self.audit(
+            tmp_path, self.report({"name": "django", "version": "5.2", "vulns": []})
+        )
+        assert (done.returncode, done.stdout) == (
+            0,
+            "1 packages, 0 known vulnerabilities.\n",
+        )
 
-    def test_what_is_found_is_told_and_fails(self, tmp_path):
+    def test_an_audit_with_findings_fails(self, tmp_path):
         hole = {"id": "CVE-0000-1", "fix_versions": ["5.2.1"]}
         dependencies = [
             {"name": "django", "version": "5.2", "vulns": [hole]},
@@ -651,18 +818,27 @@ class TestAudit:
         done = self.audit(tmp_path, self.report(*dependencies) + "sys.exit(1)")
         assert done.returncode == 1
         assert done.stdout.splitlines() == [
-            "django 5.2: CVE-0000-1, fixed in 5.2.1", "1 packages, 1 known vulnerabilities.",
+            "django 5.2: CVE-0000-1, fixed in 5.2.1",
+            "1 packages, 1 known vulnerabilities.",
         ]  # fmt: skip
 
-    def test_packages_that_nothing_is_known_of_are_told_and_fail(self, tmp_path):
-        """As behind an index that has no advisories."""
-        skipped = {"name": "django", "skip_reason": "Dependency not found on PyPI and could not be audited: django"}
+    def test_an_audit_of_unknown_packages_fails(self, tmp_path):
+        """An index without advisories gives this result."""
+        skipped = {
+            "name": "django",
+            "skip_reason": (
+                "Dependency not found on PyPI and could not be audited: django"
+            ),
+        }
         done = self.audit(tmp_path, self.report(skipped))
-        assert (done.returncode, done.stdout) == (2, "0 packages, 0 known vulnerabilities.\n")
+        assert (done.returncode, done.stdout) == (
+            2,
+            "0 packages, 0 known vulnerabilities.\n",
+        )
         assert "could not be asked about: django" in done.stderr
 
-    def test_a_database_that_cannot_be_asked_is_not_nothing_found(self, tmp_path):
-        """And is not taken for a vulnerability either."""
+    def test_an_unreachable_advisory_database_fails_the_audit(self, tmp_path):
+        """The failure is not reported as a vulnerability either."""
         done = self.audit(tmp_path, "import sys\nsys.exit('no route to host')")
         assert (done.returncode, done.stdout) == (2, "")
         assert "could not be asked" in done.stderr

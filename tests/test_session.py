@@ -1,4 +1,4 @@
-"""What is promised about locks of the database's sessions: PostgreSQL's advisory locks, and GET_LOCK."""
+"""Session locks: PostgreSQL's advisory locks and ``GET_LOCK``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,25 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connection, connections, transaction
 from django.test import override_settings
 
-from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
-from dlocks.backends.base import Claim
-from dlocks.backends.session import PING_PATIENCE, sessions
-from dlocks.backends.session.sessions import Entry
-from dlocks.checks import check_settings, check_tables
-from dlocks.conf import backends
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
 from tests import jobs
+from tests.internals import (
+    PING_PATIENCE,
+    Claim,
+    Entry,
+    backends,
+    check_settings,
+    check_tables,
+    clock,
+    sessions,
+)
 from tests.proxy import Proxy
 from tests.servers import PgBouncer
 from tests.settings import PORT
@@ -34,10 +46,10 @@ from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.engine("postgresql", "mariadb"),
+    pytest.mark.engine("postgresql", "mariadb", "mysql"),
 ]
 POSTGRESQL = pytest.mark.engine("postgresql")
-MARIADB = pytest.mark.engine("mariadb")
+MARIADB = pytest.mark.engine("mariadb", "mysql")
 
 
 def lock(key="stock:7", **policy):
@@ -50,7 +62,7 @@ def claim(key="stock:7", **options):
 
 @pytest.fixture(autouse=True)
 def sessions_closed(transactional_db):
-    """Whatever happened, no session is left to the next test."""
+    """Close all lock sessions before the next test."""
     backends.reset()
     yield
     if "session" in list(backends):
@@ -67,7 +79,10 @@ def backend():
 
 @pytest.fixture
 def proxy(monkeypatch):
-    """Return a proxy between this process's sessions and the server; the test's own connection is a direct one."""
+    """Return a proxy between this process's sessions and the server.
+
+    The test's own connection is direct.
+    """
     connection.ensure_connection()
     proxy = Proxy(int(PORT))
     monkeypatch.setitem(connection.settings_dict, "PORT", str(proxy.port))
@@ -77,7 +92,10 @@ def proxy(monkeypatch):
 
 @pytest.fixture
 def in_line(until):
-    """Return a function that waits until so many wait for a key, on the server or for a session."""
+    """Return a function that waits until a key has a number of waiters.
+
+    They wait on the server or for a session.
+    """
 
     def wait(number, key="stock:7"):
         until(lambda: backends["session"].waiting(key) == number)
@@ -86,7 +104,7 @@ def in_line(until):
 
 
 def own_sessions():
-    """Return the numbers of the sessions that this test's process has for locks."""
+    """Return the server's ids of the lock sessions of this process."""
     return {session.wire.pid for session in backends["session"]._sessions()}
 
 
@@ -99,7 +117,7 @@ def end_session(pid):
 
 
 def sessions_on_server():
-    """Return the numbers of all sessions that the server has."""
+    """Return the ids of all sessions of the server."""
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute("SELECT pid FROM pg_stat_activity")
@@ -110,34 +128,54 @@ def sessions_on_server():
 
 @contextlib.contextmanager
 def taken_elsewhere(key="stock:7"):
-    """Have a session of the server that is not this process's hold the key."""
+    """Hold the key in a session that does not belong to the backend."""
     name = backends["session"]._name(key)
     with connection.cursor() as cursor:
         is_postgresql = connection.vendor == "postgresql"
-        cursor.execute("SELECT pg_advisory_lock(%s)" if is_postgresql else "SELECT GET_LOCK(%s, 10)", [name])
+        cursor.execute(
+            (
+                "SELECT pg_advisory_lock(%s)"
+                if is_postgresql
+                else "SELECT GET_LOCK(%s, 10)"
+            ),
+            [name],
+        )
         yield
-        cursor.execute("SELECT pg_advisory_unlock(%s)" if is_postgresql else "SELECT RELEASE_LOCK(%s)", [name])
+        cursor.execute(
+            (
+                "SELECT pg_advisory_unlock(%s)"
+                if is_postgresql
+                else "SELECT RELEASE_LOCK(%s)"
+            ),
+            [name],
+        )
 
 
 def is_free_elsewhere(key="stock:7"):
-    """Return whether a session of the server that is not this process's could have the key for itself now."""
+    """Return whether another session could acquire the key exclusively now."""
     name = backends["session"]._name(key)
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
-            cursor.execute("SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name])
+            cursor.execute(
+                "SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name]
+            )
         else:
             cursor.execute("SELECT GET_LOCK(%s, 0), RELEASE_LOCK(%s)", [name, name])
         return bool(cursor.fetchone()[0])
 
 
 def is_taken(key="stock:7"):
-    """Return whether some session of the server has the key; to try it could be in the way of who asks just then."""
+    """Return whether any session of the server has the key.
+
+    Trying the key could interfere with a caller that tries it just then.
+    """
     name = backends["session"]._name(key)
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
-                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1"
-                " AND (classid::bigint << 32 | objid::bigint) = %s)",
+                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND"
+                " granted AND objsubid = 1 AND (classid::bigint << 32 | objid::bigint)"
+                " = %s)",
                 [name],
             )
         else:
@@ -145,11 +183,11 @@ def is_taken(key="stock:7"):
         return bool(cursor.fetchone()[0])
 
 
-# Excluding.
+# Exclusion.
 
 
 def test_two_threads_of_one_process_exclude_each_other(elsewhere):
-    """… though the engine would let a session have its own lock twice."""
+    """The engine itself would grant a session its own lock twice."""
     with lock():
         assert elsewhere(lock(timeout=0).try_acquire) is None
         assert len(own_sessions()) == 1
@@ -168,12 +206,20 @@ def test_two_processes_exclude_each_other(workers):
 
 
 @pytest.mark.timeout(200)
-def test_no_increment_is_lost_by_processes_and_tokens_strictly_increase(workers, tmp_path):
+def test_no_increment_is_lost_by_processes(workers, tmp_path):
     path = tmp_path / "counter"
     path.write_text("0 0")
     crowd = workers(6)
     for worker in crowd:
-        worker.start(jobs.count, str(path), "counter", times=200, scope="lease", using="session", timeout=None)
+        worker.start(
+            jobs.count,
+            str(path),
+            "counter",
+            times=200,
+            scope="lease",
+            using="session",
+            timeout=None,
+        )
     tokens = [worker.hear(150) for worker in crowd]
     value, last = map(int, path.read_text().split())
     everybody = list(itertools.chain.from_iterable(tokens))
@@ -183,7 +229,10 @@ def test_no_increment_is_lost_by_processes_and_tokens_strictly_increase(workers,
 
 @pytest.mark.timeout(200)
 def test_no_increment_is_lost_by_threads(threads):
-    """Some come by the engine's queue, others find the key free: on different sessions of one process."""
+    """Some threads come from the engine's queue, and others find the key free.
+
+    They use different sessions of one process.
+    """
     counter = [0]
 
     def add():
@@ -200,8 +249,13 @@ def test_no_increment_is_lost_by_threads(threads):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("waiting", ["1", "3"])
-def test_no_increment_is_lost_by_threads_of_processes_with_few_connections_to_wait_on(waiting, doomed, tmp_path):
-    """Some stand in the engine's queue, some wait for a connection, some are tried for, and some give up."""
+def test_no_increment_is_lost_with_few_connections_for_waiting(
+    waiting, doomed, tmp_path
+):
+    """Some callers wait in the engine's queue, and some for a connection.
+
+    Some keys are polled, and some callers time out.
+    """
     paths = [str(tmp_path / name) for name in "abc"]
     for path in paths:
         Path(path).write_text("0")
@@ -209,39 +263,56 @@ def test_no_increment_is_lost_by_threads_of_processes_with_few_connections_to_wa
     for worker in crowd:
         worker.start(jobs.count_by_threads, paths, threads=6, times=40, using="session")
     done = [worker.hear(150) for worker in crowd]
-    assert [int(Path(path).read_text()) for path in paths] == [sum(column) for column in zip(*done, strict=True)]
+    assert [int(Path(path).read_text()) for path in paths] == [
+        sum(column) for column in zip(*done, strict=True)
+    ]
     assert sum(map(sum, done)) > 500
 
 
 def test_in_a_transaction_no_increment_is_lost(workers, tmp_path):
-    """PostgreSQL's belong to the transaction; on MariaDB the lease is kept to its end."""
+    """On PostgreSQL the lock belongs to the transaction.
+
+    On MariaDB the lease is kept until the transaction ends.
+    """
     path = tmp_path / "counter"
     path.write_text("0 0")
     crowd = workers(4)
     for worker in crowd:
-        worker.start(jobs.count_in_transactions, str(path), "counter", times=50, using="session", timeout=None)
+        worker.start(
+            jobs.count_in_transactions,
+            str(path),
+            "counter",
+            times=50,
+            using="session",
+            timeout=None,
+        )
     for worker in crowd:
         worker.hear(100)
     assert path.read_text().split()[0] == "200"
 
 
-def test_the_keys_of_a_database_are_told_apart_byte_for_byte(backend):
+def test_keys_of_a_database_are_compared_byte_for_byte(backend):
     keys = ["a", "a ", "A", "ä", "a\u0308", "stock:7"]
     names = [backend._name(key) for key in keys]
     assert len(set(names)) == len(keys)
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(
-                "SELECT ('x' || left(encode(sha256(convert_to(%s, 'UTF8')), 'hex'), 16))::bit(64)::bigint", ["stock:7"]
+                "SELECT ('x' || left(encode(sha256(convert_to(%s, 'UTF8')), 'hex'),"
+                " 16))::bit(64)::bigint",
+                ["stock:7"],
             )
             assert cursor.fetchone()[0] == names[-1]
     else:
         assert all(len(name) <= 64 and name == name.lower() for name in names)
-        # They are one space for the whole server.
-        assert names[-1] != "dlocks:" + hashlib.sha256(b"another\0stock:7").hexdigest()[:48]
+        # All databases of a server share one namespace.
+        assert (
+            names[-1]
+            != "dlocks:" + hashlib.sha256(b"another\0stock:7").hexdigest()[:48]
+        )
 
 
-# Ending.
+# The end of a hold.
 
 
 def test_a_killed_holder_frees_its_keys_at_once(doomed, until, is_busy):
@@ -253,7 +324,7 @@ def test_a_killed_holder_frees_its_keys_at_once(doomed, until, is_busy):
     until(lambda: not is_busy(using="session"), 3.0)
 
 
-def test_a_killed_holder_frees_for_who_waits(doomed, workers, in_line):
+def test_a_killed_holders_key_goes_to_the_waiter(doomed, workers, in_line):
     worker, (waiter,) = doomed(), workers(1)
     worker.start(jobs.hold, "stock:7", using="session", ttl=300)
     worker.hear()
@@ -264,7 +335,7 @@ def test_a_killed_holder_frees_for_who_waits(doomed, workers, in_line):
     in_time(granted - worker.killed_at, 2.0)
 
 
-def test_a_killed_waiter_keeps_nobody_waiting(doomed, workers, in_line):
+def test_a_killed_waiter_does_not_block_the_next(doomed, workers, in_line):
     killed, (waiter,) = doomed(), workers(1)
     with lock():
         killed.start(jobs.hold, "stock:7", using="session", timeout=None)
@@ -277,12 +348,16 @@ def test_a_killed_waiter_keeps_nobody_waiting(doomed, workers, in_line):
     in_time(granted - released, 3.0)
 
 
-@pytest.mark.parametrize("policy", [{}, {"renew": False}, {"max_hold": 20}], ids=["renewed", "not renewed", "bounded"])
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"renew": False}, {"max_hold": 20}],
+    ids=["renewed", "not renewed", "bounded"],
+)
 @pytest.mark.parametrize("waited", [False, True])
-def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(
+def test_a_hold_with_an_ended_session_is_lost_within_a_second(
     waited, policy, threads, in_line, elsewhere, until, backend, monkeypatch
 ):
-    """At the next ping, which comes every half second, whoever sends it."""
+    """The next ping detects it. Any thread sends one every half second."""
     told = []
     event = threading.Event()
 
@@ -297,7 +372,7 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(
     held = lock(on_lost=on_lost, **policy).acquire()
     if waited:
         assert ready.wait(10)
-    # The server's view: which of this process's sessions has it.
+    # The session of this process that has the key, by the server's id.
     (pid,) = {entry.session.wire.pid for entry in backends["session"]._entries.values()}
     assert held.held
     ping, gone, overlooked = backend._ping, threading.Event(), []
@@ -305,9 +380,13 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(
     def watched(sessions):
         mine, after, began = list(sessions), gone.is_set(), time.monotonic()
         ping(mine)
-        # One that took longer has not waited for the answer.
+        # A ping that took longer has not waited for the reply.
         if after and time.monotonic() - began < PING_PATIENCE:
-            overlooked.extend(session for session in mine if session.wire.pid == pid and not session.dead)
+            overlooked.extend(
+                session
+                for session in mine
+                if session.wire.pid == pid and not session.dead
+            )
 
     monkeypatch.setattr(backend, "_ping", watched)
     ended = time.monotonic()
@@ -325,7 +404,7 @@ def test_a_hold_whose_session_is_ended_is_lost_and_told_within_a_second(
         pass
 
 
-def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, backend):
+def test_a_refused_statement_does_not_affect_other_holds(monkeypatch, backend):
     refusals = []
 
     def refuse(self):
@@ -335,7 +414,7 @@ def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, ba
             raise LockBackendError("out of shared memory")
         return row
 
-    # No other question is on its way then, which could be the one that is refused.
+    # Otherwise another request could be under way and be the one that is refused.
     monkeypatch.setattr(backend, "renew_every", 60.0)
     with lock() as held:
         kind = type(backend._main.wire)
@@ -350,15 +429,17 @@ def test_a_statement_that_the_server_refuses_costs_no_other_hold(monkeypatch, ba
         assert [entry.claim.key for entry in backend._entries.values()] == ["stock:7"]
 
 
-def test_a_server_that_is_slow_to_answer_loses_nobody_his_hold(monkeypatch, backend, until):
-    """Each ping is answered later than a renewal waits for it."""
+def test_a_slow_server_does_not_lose_holds(monkeypatch, backend, until):
+    """Each ping is answered after a renewal has stopped waiting for it."""
     with lock(ttl=4.0) as held:
         kind = type(backend._main.wire)
         wait, send, slow_until = kind.wait, kind.send, {}
 
         def wait_slowly(self, timeout):
             time.sleep(min(timeout, 0.3))
-            return time.monotonic() >= slow_until.setdefault(self, 0.0) and wait(self, 0)
+            return time.monotonic() >= slow_until.setdefault(self, 0.0) and wait(
+                self, 0
+            )
 
         def send_slowly(self, statement, value):
             slow_until[self] = time.monotonic() + 0.3
@@ -371,13 +452,18 @@ def test_a_server_that_is_slow_to_answer_loses_nobody_his_hold(monkeypatch, back
             assert held.held
 
 
-def test_a_free_key_is_not_called_busy_because_the_ttl_was_over_before_it_could_be_asked_for(backend, threads, until):
+def test_a_free_key_is_not_busy_after_a_slow_request(backend, threads, until):
     with lock("stock:8"):
-        session, brief, another = backend._main, claim(ttl=0.05), claim("stock:9", ttl=0.05)
+        session, brief, another = (
+            backend._main,
+            claim(ttl=0.05),
+            claim("stock:9", ttl=0.05),
+        )
         with session.mutex:
             trying = threads(lambda: backend.acquire(brief))
             asking = until(lambda: backend._entries.get(brief.owner))
-            # So long that the thread which gives back what is over has looked: it is over later, and is given back.
+            # This entry expires after the claim that is being tried. Once it is being
+            # released, the thread that releases expired entries has checked both.
             over = Entry(another, "stock:9", ends_at=clock.now() + 0.05)
             with backend._mutex:
                 backend._entries[another.owner] = over
@@ -388,12 +474,14 @@ def test_a_free_key_is_not_called_busy_because_the_ttl_was_over_before_it_could_
         assert until(lambda: trying.results)[0] is not None
 
 
-def test_who_gives_up_while_another_thread_tries_for_it_leaves_the_key_to_others(monkeypatch, backend, elsewhere):
+def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
+    monkeypatch, backend, elsewhere
+):
     backend.places = 1
     with lock("stock:8"), contextlib.ExitStack() as blocked:
         blocker = elsewhere(lock("stock:9").acquire)
         blocked.callback(elsewhere, blocker.release)
-        # Its one session to wait on is taken.
+        # The only session for waiting is taken.
         assert backend.queue(claim("stock:9"), "").number
         waiter = claim("stock:7")
         assert backend.queue(waiter, "").number
@@ -412,7 +500,9 @@ def test_who_gives_up_while_another_thread_tries_for_it_leaves_the_key_to_others
 
 
 @POSTGRESQL
-def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch, backend, threads):
+def test_a_reader_joining_at_the_last_release_has_its_own_hold(
+    monkeypatch, backend, threads
+):
     reader, second = claim(shared=True), claim(shared=True)
     assert backend.acquire(reader)
     kind = type(backend._main.wire)
@@ -421,7 +511,7 @@ def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch,
     def send_late(self, statement, value):
         if statement == "free shared" and not leaves.is_set():
             leaves.set()
-            # Whoever comes must not be kept out by this; it is the session that both use.
+            # The wait is limited, because both readers use this session.
             come.wait(0.5)
         send(self, statement, value)
 
@@ -438,16 +528,19 @@ def test_who_comes_as_the_last_reader_leaves_has_a_share_of_his_own(monkeypatch,
 
 @pytest.fixture
 def left_by_the_first(monkeypatch, backend):
-    """Return a second reader, before whose question is sent the first one, on whose share he was to stand, leaves."""
+    """Return a second reader, whose request is sent after the first has left.
+
+    The second reader was about to join the shared hold of the first.
+    """
     reader, second = claim(shared=True), claim(shared=True, ttl=60.0)
-    # No other question is on its way then.
+    # No other request is under way then.
     monkeypatch.setattr(backend, "renew_every", 60.0)
     assert backend.acquire(reader)
     kind = type(backend._main.wire)
     send, left = kind.send, []
 
     def send_late(self, statement, value):
-        # His ttl is longer than what the session was told.
+        # Its ttl is longer than the one that the session has.
         if statement == "idle":
             left.append(backend.release(reader))
         send(self, statement, value)
@@ -458,7 +551,7 @@ def left_by_the_first(monkeypatch, backend):
 
 
 @POSTGRESQL
-def test_who_stays_as_the_first_reader_leaves_takes_the_key_along_when_he_leaves(left_by_the_first, backend):
+def test_the_second_reader_releases_the_key_after_the_first(left_by_the_first, backend):
     assert backend.acquire(left_by_the_first)
     assert not is_free_elsewhere()
     assert backend.release(left_by_the_first)
@@ -466,13 +559,17 @@ def test_who_stays_as_the_first_reader_leaves_takes_the_key_along_when_he_leaves
 
 
 @POSTGRESQL
-def test_who_comes_as_the_first_reader_leaves_passes_no_writer_by(left_by_the_first, backend, threads, in_line):
+def test_a_reader_that_joins_at_a_release_passes_no_writer(
+    left_by_the_first, backend, threads, in_line
+):
     written = threading.Event()
 
     def write():
         with connection.cursor() as cursor:
             name = backend._name("stock:7")
-            cursor.execute("SELECT pg_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name])
+            cursor.execute(
+                "SELECT pg_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name]
+            )
         written.set()
 
     threads(write)
@@ -482,7 +579,7 @@ def test_who_comes_as_the_first_reader_leaves_passes_no_writer_by(left_by_the_fi
 
 
 @POSTGRESQL
-def test_who_cannot_ask_as_the_first_reader_leaves_leaves_the_key_to_others(left_by_the_first, backend, monkeypatch):
+def test_a_failed_reader_leaves_the_key_free(left_by_the_first, backend, monkeypatch):
     kind = type(backend._main.wire)
     answer = kind.answer
 
@@ -500,8 +597,11 @@ def test_who_cannot_ask_as_the_first_reader_leaves_leaves_the_key_to_others(left
 
 @pytest.fixture
 def let_go_late(proxy, monkeypatch, backend, until):
-    """Return a function that gives a claim back, of which the server's answer comes too late to be waited for."""
-    # No other question is on its way then.
+    """Return a function that releases a claim, with a late reply.
+
+    The server's reply comes after the caller has stopped waiting for it.
+    """
+    # No other request is under way then.
     monkeypatch.setattr(backend, "renew_every", 60.0)
 
     def release(mine):
@@ -518,7 +618,9 @@ def let_go_late(proxy, monkeypatch, backend, until):
     return release
 
 
-def test_a_key_that_was_given_back_is_free_as_soon_as_the_answer_is_there(let_go_late, backend, until):
+def test_a_released_key_is_free_once_the_late_reply_arrives(
+    let_go_late, backend, until
+):
     mine = claim(ttl=300.0)
     assert backend.acquire(mine)
     let_go_late(mine)
@@ -526,12 +628,14 @@ def test_a_key_that_was_given_back_is_free_as_soon_as_the_answer_is_there(let_go
 
 
 @POSTGRESQL
-def test_who_gives_back_and_is_answered_late_takes_nobody_else_s_share_along(let_go_late, backend, until):
+def test_a_late_release_reply_keeps_the_shared_hold_of_another(
+    let_go_late, backend, until
+):
     first, second = claim(shared=True, ttl=3.0), claim(shared=True)
     assert backend.acquire(first)
     let_go_late(first)
     assert backend.acquire(second)
-    # Whoever does it: its time is over soon.
+    # Any thread may release it, because it expires soon.
     until(lambda: first.owner not in backend._entries)
     assert not backend.release(first)
     assert not is_free_elsewhere()
@@ -540,7 +644,7 @@ def test_who_gives_back_and_is_answered_late_takes_nobody_else_s_share_along(let
 
 
 @POSTGRESQL
-def test_a_server_that_falls_silent_is_trusted_for_the_ttl_and_keeps_no_other_lease_waiting():
+def test_a_silent_server_is_trusted_for_the_ttl():
     told = threading.Event()
     held = lock(ttl=2.0, on_lost=lambda hold: told.set()).acquire()
     (pid,) = own_sessions()
@@ -561,13 +665,18 @@ def test_a_server_that_falls_silent_is_trusted_for_the_ttl_and_keeps_no_other_le
 
 
 @override_settings(
-    DLOCKS={"session": {"BACKEND": "dlocks.backends.session.SessionBackend", "OPTIONS": {"ttl": 3.0, "linger": 60}}}
+    DLOCKS={
+        "session": {
+            "BACKEND": "dlocks.backends.session.SessionBackend",
+            "OPTIONS": {"ttl": 3.0, "linger": 60},
+        }
+    }
 )
 @pytest.mark.parametrize("waited", [False, True])
-def test_a_holder_who_was_answered_late_and_is_cut_off_stops_believing_before_another_one_has_the_key(
+def test_a_partitioned_holder_ends_before_the_next_grant(
     waited, proxy, threads, in_line, until
 ):
-    """The server counts from when it has answered, not from when that was read."""
+    """The server counts from its reply, not from when the reply was read."""
     lock().acquire().release()
     holds, acquired, done = [], threading.Event(), threading.Event()
 
@@ -587,7 +696,7 @@ def test_a_holder_who_was_answered_late_and_is_cut_off_stops_believing_before_an
             proxy.late.set()
             threads(hold)
         until(is_taken)
-        # Most of the ttl.
+        # This is most of the ttl.
         time.sleep(2.0)
         proxy.late.clear()
         assert acquired.wait(30)
@@ -599,15 +708,19 @@ def test_a_holder_who_was_answered_late_and_is_cut_off_stops_believing_before_an
         holds[0].release()
 
 
-async def test_who_comes_late_for_his_turn_believes_in_it_for_no_longer_than_he_has_it(
+async def test_a_late_task_holds_only_for_the_rest_of_its_lease(
     in_line, elsewhere, until, is_busy
 ):
     first = await lock().aacquire()
     task = asyncio.ensure_future(lock(ttl=2.0, renew=False).aacquire())
     await asyncio.to_thread(in_line, 1)
-    # From here on this keeps the loop busy.
+    # From here on, the test blocks the event loop.
     elsewhere(first.release)
-    until(lambda: any(entry.token for entry in list(backends["session"]._entries.values())))
+    until(
+        lambda: any(
+            entry.token for entry in list(backends["session"]._entries.values())
+        )
+    )
     elsewhere(time.sleep, 1.5)
     held = await task
     assert held.held
@@ -617,7 +730,9 @@ async def test_who_comes_late_for_his_turn_believes_in_it_for_no_longer_than_he_
         await held.arelease()
 
 
-def test_a_turn_for_which_nobody_came_in_time_is_not_his_while_it_is_given_back(monkeypatch, backend, threads):
+def test_a_missed_turn_is_not_granted_while_it_is_released(
+    monkeypatch, backend, threads
+):
     late = claim(ttl=0.3)
     kind = type(backend._main_session().wire)
     send, ends, go_on = kind.send, threading.Event(), threading.Event()
@@ -631,7 +746,7 @@ def test_a_turn_for_which_nobody_came_in_time_is_not_his_while_it_is_given_back(
     monkeypatch.setattr(kind, "send", send_late)
     missed = backend.acquire(late)
     assert ends.wait(10)
-    # For the next turn, which lasts as long as this test.
+    # The next turn lasts as long as this test.
     monkeypatch.setattr(backend, "grace", 30.0)
     grants = []
     thread = threads(lambda: grants.append(backend.acquire(late)))
@@ -643,7 +758,7 @@ def test_a_turn_for_which_nobody_came_in_time_is_not_his_while_it_is_given_back(
     assert backend.release(late)
 
 
-def test_check_finds_out_at_once():
+def test_check_detects_an_ended_session_at_once():
     held = lock(renew=False).acquire()
     held.check()
     (pid,) = own_sessions()
@@ -654,14 +769,16 @@ def test_check_finds_out_at_once():
         held.release()
 
 
-def test_a_stopped_holder_keeps_others_out_for_its_ttl_and_is_told(doomed, workers):
-    """The server itself ends a session of which nothing was heard for the ttl of its holds."""
+def test_a_stopped_holder_loses_its_session_after_its_ttl(doomed, workers):
+    """The server ends a session that sends nothing for the ttl of its holds."""
     worker, (other,) = doomed(DLOCKS_TEST_SESSION_TTL="2"), workers(1)
     worker.call(jobs.acquire, "stock:7", using="session")
     worker.stop()
     stopped = time.monotonic()
     try:
-        granted, _ = other.call(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+        granted, _ = other.call(
+            jobs.wait_quietly, "stock:7", using="session", timeout=30
+        )
     finally:
         worker.resume()
     assert granted - stopped > 1.0
@@ -670,7 +787,7 @@ def test_a_stopped_holder_keeps_others_out_for_its_ttl_and_is_told(doomed, worke
     assert worker.call(jobs.release_all) == ["LockLost"]
 
 
-def test_a_session_ended_while_idle_is_opened_anew():
+def test_a_session_ended_while_idle_is_replaced():
     with lock():
         pass
     for pid in own_sessions():
@@ -688,7 +805,7 @@ def test_a_claim_whose_thread_is_gone_ends_with_its_ttl(backend, until):
     assert mine.owner not in backend.renew([mine])
 
 
-def test_a_child_process_has_nothing_and_does_not_keep_a_dead_parent_s_locks(doomed, until, is_busy):
+def test_a_fork_does_not_keep_the_locks_of_a_dead_parent(doomed, until, is_busy):
     worker = doomed()
     worker.start(jobs.hold_and_fork, "stock:7", using="session")
     child, tried, held = worker.hear()
@@ -696,7 +813,7 @@ def test_a_child_process_has_nothing_and_does_not_keep_a_dead_parent_s_locks(doo
         assert (tried, held) == (None, False)
         assert is_busy(using="session")
         worker.kill()
-        # The child lives on, with what it inherited.
+        # The child still runs, with the connections that it has inherited.
         until(lambda: not is_busy(using="session"), 3.0)
         os.kill(child, 0)
     finally:
@@ -715,7 +832,7 @@ def test_the_connections_are_closed_soon_after_the_last_hold(until, threads, in_
     assert own_sessions() == set()
 
 
-def test_a_program_that_ends_closes_its_connections_without_a_warning(workers):
+def test_a_program_closes_its_sessions_without_a_warning(workers):
     code = (
         "import django; django.setup()\n"
         "from dlocks import db_lock\n"
@@ -743,14 +860,14 @@ def test_a_database_can_be_dropped_after_use(doomed):
         cursor.execute("CREATE DATABASE dlocks_dropped")
         worker = doomed(DLOCKS_TEST_NAME="dlocks_dropped")
         assert worker.call(jobs.try_once, "stock:7", using="session")
-        # The worker lives on; the server waits 5 s for others to leave.
+        # The worker still runs. The server waits 5 s for other sessions to end.
         cursor.execute("DROP DATABASE dlocks_dropped")
 
 
 # Waiting.
 
 
-def test_the_engine_s_queue_gives_turns_in_the_order_of_arrival(workers, in_line):
+def test_the_engines_queue_is_first_come_first_served(workers, in_line):
     crowd = workers(5)
     with lock():
         for number, worker in enumerate(crowd, 1):
@@ -761,8 +878,11 @@ def test_the_engine_s_queue_gives_turns_in_the_order_of_arrival(workers, in_line
     assert [token for _, token in granted] == sorted(token for _, token in granted)
 
 
-def test_nobody_who_waits_is_passed_by(threads, in_line):
-    """Not even by who only tries, and finds the key free for a moment."""
+def test_no_session_waiter_is_overtaken(threads, in_line):
+    """A caller that only tries does not pass a waiter either.
+
+    It may find the key free for a moment.
+    """
     order = []
     first = lock().acquire()
     done = threading.Event()
@@ -780,11 +900,13 @@ def test_nobody_who_waits_is_passed_by(threads, in_line):
     waiter.join(30)
     assert order == ["waiter"]
     if found is not None:
-        # Its turn was over already.
+        # The turn of the waiter was over already.
         found.release()
 
 
-def test_a_waiter_whose_time_is_over_leaves_nothing(doomed, in_line, until, elsewhere):
+def test_a_session_waiter_that_times_out_leaves_nothing(
+    doomed, in_line, until, elsewhere
+):
     worker = doomed()
     worker.start(jobs.hold, "stock:7", using="session")
     worker.hear()
@@ -796,12 +918,19 @@ def test_a_waiter_whose_time_is_over_leaves_nothing(doomed, in_line, until, else
     assert backends["session"].waiting("stock:7") == 0
     worker.tell()
     worker.hear()
-    until(lambda: (found := lock(timeout=0).try_acquire()) and (found.release() or True))
+    until(
+        lambda: (found := lock(timeout=0).try_acquire()) and (found.release() or True)
+    )
     assert not backends["session"]._entries
 
 
-def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, elsewhere, until):
-    """His session may get a cancellation late, so it must not be the next one's, who would lose the key with it."""
+def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
+    monkeypatch, elsewhere, until
+):
+    """The session may receive a cancellation late.
+
+    The next claim must not use it yet, or it would lose its key.
+    """
     backend = backends["session"]
     monkeypatch.setattr(backend, "places", 1)
     holder = elsewhere(lock().acquire)
@@ -813,8 +942,10 @@ def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, el
     def ask_after_the_grant(statement, value):
         if statement == "cancel":
             holder.release()
-            assert select.select([backend._entries[late.owner].session.wire.fileno()], [], [], 10)[0]
-            # There is no session for this one until the other has gone.
+            assert select.select(
+                [backend._entries[late.owner].session.wire.fileno()], [], [], 10
+            )[0]
+            # There is no session for this claim until the other one has left.
             assert not backend.queue(next_one).here
         return ask(statement, value)
 
@@ -837,8 +968,11 @@ def test_who_gives_up_as_his_turn_comes_takes_nobody_s_key_along(monkeypatch, el
         pass
 
 
-def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewhere, until):
-    """An engine may give the key and then say that the statement was cancelled: the session has it all the same."""
+def test_a_key_granted_with_its_cancellation_is_released(monkeypatch, elsewhere, until):
+    """An engine may grant the key and then report a cancelled statement.
+
+    The session holds the key in this case.
+    """
     backend = backends["session"]
     holder = elsewhere(lock().acquire)
     waiting = claim()
@@ -859,8 +993,8 @@ def test_a_key_that_came_with_the_cancellation_is_given_back(monkeypatch, elsewh
     elsewhere(lambda: lock(timeout=0).acquire().release())
 
 
-def test_a_key_whose_return_somebody_cancels_is_given_back_all_the_same(monkeypatch, elsewhere):
-    """As an administrator may, who ends whatever runs."""
+def test_a_cancelled_release_is_repeated(monkeypatch, elsewhere):
+    """An administrator may cancel any running statement."""
     other = lock("another").acquire()
     hold = lock().acquire()
     wire = backends["session"]._entries[hold.owner].session.wire
@@ -870,7 +1004,9 @@ def test_a_key_whose_return_somebody_cancels_is_given_back_all_the_same(monkeypa
         monkeypatch.undo()
         if connection.vendor == "postgresql":
             wire._results = []
-            wire.pgconn.send_query(b"SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)")
+            wire.pgconn.send_query(
+                b"SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)"
+            )
         else:
             wire.raw.send_query(b"KILL QUERY CONNECTION_ID()")
 
@@ -881,8 +1017,8 @@ def test_a_key_whose_return_somebody_cancels_is_given_back_all_the_same(monkeypa
     other.release()
 
 
-def test_who_gives_up_cancels_nobody_else_s_statement(elsewhere, until):
-    """After a failover the number of one's session is somebody else's on the server that is asked."""
+def test_a_timeout_does_not_cancel_an_unrelated_statement(elsewhere, until):
+    """After a failover, another client may have the same session id."""
     backend = backends["session"]
     holder = elsewhere(lock().acquire)
     waiting = claim()
@@ -890,8 +1026,13 @@ def test_who_gives_up_cancels_nobody_else_s_statement(elsewhere, until):
     other = connections["default"].copy()
     other.inc_thread_sharing()
     running = {
-        "postgresql": "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND state = 'active'",
-        "mysql": "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND command = 'Query'",
+        "postgresql": (
+            "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND state = 'active'"
+        ),
+        "mysql": (
+            "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND"
+            " command = 'Query'"
+        ),
     }[other.vendor]
 
     def sleeps():
@@ -900,12 +1041,26 @@ def test_who_gives_up_cancels_nobody_else_s_statement(elsewhere, until):
             return mine.fetchone()[0]
 
     with other.cursor() as cursor:
-        cursor.execute("SELECT " + ("pg_backend_pid()" if other.vendor == "postgresql" else "CONNECTION_ID()"))
+        cursor.execute(
+            "SELECT "
+            + (
+                "pg_backend_pid()"
+                if other.vendor == "postgresql"
+                else "CONNECTION_ID()"
+            )
+        )
         backend._entries[waiting.owner].session.wire.pid = number = cursor.fetchone()[0]
         slept = []
 
         def sleep():
-            cursor.execute("SELECT " + ("1 FROM pg_sleep(2)" if other.vendor == "postgresql" else "SLEEP(2) + 1"))
+            cursor.execute(
+                "SELECT "
+                + (
+                    "1 FROM pg_sleep(2)"
+                    if other.vendor == "postgresql"
+                    else "SLEEP(2) + 1"
+                )
+            )
             slept.append(cursor.fetchone()[0])
 
         sleeper = threading.Thread(target=sleep, daemon=True)
@@ -930,8 +1085,8 @@ async def test_a_cancelled_task_leaves_nothing(in_line):
     assert not backends["session"]._entries
 
 
-async def test_waiting_tasks_do_not_keep_django_s_thread():
-    """The holder, whose release needs that thread, could never give the key to those who wait for it."""
+async def test_waiting_tasks_do_not_block_djangos_thread():
+    """The holder needs that thread to release the key."""
     order = []
 
     async def work(number):
@@ -943,7 +1098,7 @@ async def test_waiting_tasks_do_not_keep_django_s_thread():
     assert sorted(order) == list(range(20))
 
 
-def test_a_waiter_whose_session_is_ended_stands_in_line_anew(threads, in_line, until):
+def test_a_waiter_with_an_ended_session_queues_again(threads, in_line, until):
     done = []
     with lock():
         main = own_sessions()
@@ -956,16 +1111,25 @@ def test_a_waiter_whose_session_is_ended_stands_in_line_anew(threads, in_line, u
     until(lambda: done)
 
 
-def test_more_keys_are_waited_for_than_there_are_sessions(threads, until):
-    """Those who find no session free have their keys tried for, and all have their turn."""
+def test_more_keys_than_sessions_can_be_waited_for(threads, until):
+    """Keys without a free session are polled, and each waiter gets its turn."""
     number = backends["session"].places + 4
     holds = [lock(f"stock:{n}").acquire() for n in range(number)]
     done = []
     for n in range(number):
-        threads(lambda n=n: done.append((n, lock(f"stock:{n}", timeout=60).acquire().release())))
-    until(lambda: sum(backends["session"].waiting(f"stock:{n}") for n in range(number)) == number)
+        threads(
+            lambda n=n: done.append(
+                (n, lock(f"stock:{n}", timeout=60).acquire().release())
+            )
+        )
+    until(
+        lambda: (
+            sum(backends["session"].waiting(f"stock:{n}") for n in range(number))
+            == number
+        )
+    )
     assert len(own_sessions()) <= backends["session"].places + 1
-    # The last ones first: they are not behind the others' keys.
+    # The last keys are released first. They do not wait for the others.
     for hold in reversed(holds):
         before = len(done)
         hold.release()
@@ -984,7 +1148,7 @@ def test_an_interrupted_waiter_leaves_nothing(elsewhere, threads, in_line):
         pass
 
 
-# In transactions.
+# Transactions.
 
 
 @POSTGRESQL
@@ -1001,7 +1165,7 @@ def test_in_a_transaction_the_lock_ends_with_it(roll_back, is_busy):
 
 
 @POSTGRESQL
-def test_check_finds_a_lock_that_a_savepoint_s_rollback_gave_away():
+def test_check_detects_a_lock_lost_by_a_savepoint_rollback():
     with transaction.atomic():
         savepoint = transaction.savepoint()
         held = lock().acquire()
@@ -1020,17 +1184,20 @@ def test_a_transaction_with_an_old_snapshot_is_refused():
 
 
 @MARIADB
-def test_on_mariadb_a_lease_is_kept_to_the_end_of_the_transaction(is_busy):
+def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
     with transaction.atomic():
         with lock() as held:
             assert held.scope == "lease"
         assert is_busy(using="session")
     assert not is_busy(using="session")
-    with transaction.atomic(), pytest.raises(RuntimeError, match="scope='transaction' is not possible"):
+    with (
+        transaction.atomic(),
+        pytest.raises(RuntimeError, match="scope='transaction' is not possible"),
+    ):
         lock(scope="transaction").acquire()
 
 
-# Sharing.
+# Shared holds.
 
 
 @POSTGRESQL
@@ -1044,7 +1211,7 @@ def test_readers_share_and_writers_do_not(elsewhere, threads, in_line, until):
         written = []
         threads(lambda: written.append(shelf.write().acquire().release()))
         in_line(1)
-        # Who comes after a waiting writer is behind it.
+        # A reader that comes after a waiting writer queues behind it.
         assert elsewhere(shelf.read().try_acquire) is None
         other.release()
         assert not written
@@ -1071,8 +1238,11 @@ def test_many_readers_that_waited_for_a_writer_read_together(threads, until, in_
 
 
 @POSTGRESQL
-def test_a_share_outlives_the_others(workers, elsewhere):
-    """Those of one process are one lock to the engine: it is given back by the last."""
+def test_a_shared_hold_outlives_other_shared_holds(workers, elsewhere):
+    """The shared holds of one process are one lock of the engine.
+
+    The last of them releases it.
+    """
     (other,) = workers(1)
     shelf = db_rwlock("stock:7", using="session")
     one, two = shelf.read().acquire(), elsewhere(shelf.read().acquire)
@@ -1084,20 +1254,24 @@ def test_a_share_outlives_the_others(workers, elsewhere):
 
 @MARIADB
 def test_mariadb_has_no_shared_locks():
-    with pytest.raises(RuntimeError, match="SessionBackend has no locks that can be shared"):
+    with pytest.raises(
+        RuntimeError, match="SessionBackend does not support shared locks"
+    ):
         db_rwlock("stock:7", using="session").read().acquire()
 
 
 @POSTGRESQL
-def test_the_number_of_those_who_share_cannot_be_bounded():
-    with pytest.raises(RuntimeError, match="SessionBackend cannot bound how many share a key"):
+def test_session_locks_cannot_limit_shared_holds():
+    with pytest.raises(
+        RuntimeError, match="SessionBackend does not support semaphores"
+    ):
         db_semaphore("stock:7", 3, using="session").acquire()
 
 
-# Seeing.
+# Holders.
 
 
-def test_a_holder_in_another_process_is_told(doomed):
+def test_a_holder_in_another_process_is_shown(doomed):
     worker = doomed()
     worker.start(jobs.hold, "stock:7", using="session")
     worker.hear()
@@ -1119,16 +1293,25 @@ def test_a_holder_in_another_process_is_told(doomed):
 def test_sqlite_has_no_session_locks():
     options = {"session": {"BACKEND": "dlocks.backends.session.SessionBackend"}}
     with override_settings(DLOCKS=options):
-        with pytest.raises(ImproperlyConfigured, match="'default' is sqlite, which has none"):
+        with pytest.raises(
+            ImproperlyConfigured, match="'default' is sqlite, which has none"
+        ):
             lock().acquire()
         assert [found.id for found in check_settings()] == ["dlocks.E004"]
 
 
-@pytest.mark.engine("sqlite", "postgresql", "mariadb")
-@pytest.mark.parametrize("options", [{"waiting": -1}, {"waiting": True}, {"ping": 0}, {"linger": "1"}])
+@pytest.mark.engine("sqlite", "postgresql", "mariadb", "mysql")
+@pytest.mark.parametrize(
+    "options", [{"waiting": -1}, {"waiting": True}, {"ping": 0}, {"linger": "1"}]
+)
 def test_bad_options_are_refused(options):
     with override_settings(
-        DLOCKS={"session": {"BACKEND": "dlocks.backends.session.SessionBackend", "OPTIONS": options}}
+        DLOCKS={
+            "session": {
+                "BACKEND": "dlocks.backends.session.SessionBackend",
+                "OPTIONS": options,
+            }
+        }
     ):
         with pytest.raises(ImproperlyConfigured, match=next(iter(options))):
             backends["session"]
@@ -1139,7 +1322,7 @@ def test_bad_options_are_refused(options):
 
 @pytest.fixture
 def pooled(monkeypatch):
-    """Return a function that puts PgBouncer in between, in a mode."""
+    """Return a function that puts PgBouncer in between, in the given mode."""
     with contextlib.ExitStack() as stack:
 
         def put(mode):
@@ -1155,28 +1338,36 @@ def pooled(monkeypatch):
 
 
 SAYS_SESSIONS_ARE_KEPT = {
-    "session": {"BACKEND": "dlocks.backends.session.SessionBackend", "OPTIONS": {"session_pooling": True}}
+    "session": {
+        "BACKEND": "dlocks.backends.session.SessionBackend",
+        "OPTIONS": {"session_pooling": True},
+    }
 }
 
 
 @POSTGRESQL
 @pytest.mark.parametrize("mode", ["transaction", "session"])
-def test_behind_a_pooler_it_is_refused_with_the_reason(mode, pooled):
+def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
     pooled(mode)
-    with pytest.raises(ImproperlyConfigured, match="is behind a pooler .*PessimisticBackend"):
+    with pytest.raises(
+        ImproperlyConfigured, match="is behind a pooler .*PessimisticBackend"
+    ):
         lock().acquire()
     assert "dlocks.E007" in [found.id for found in check_tables(databases=["default"])]
-    # Whose session it was meanwhile has it as it was.
+    # The session of the pooler is unchanged.
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_prepared_statements")
         assert cursor.fetchone() == (0,)
-        cursor.execute("SELECT current_setting('idle_session_timeout'), current_setting('application_name')")
+        cursor.execute(
+            "SELECT current_setting('idle_session_timeout'),"
+            " current_setting('application_name')"
+        )
         assert cursor.fetchone() == ("0", "")
 
 
 @POSTGRESQL
 @override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
-def test_behind_a_pooler_that_keeps_sessions_it_works_when_that_is_said(pooled, elsewhere, threads, in_line):
+def test_session_locks_work_with_session_pooling(pooled, elsewhere, threads, in_line):
     pooled("session")
     done = []
     with lock():
@@ -1191,7 +1382,7 @@ def test_behind_a_pooler_that_keeps_sessions_it_works_when_that_is_said(pooled, 
 
 @POSTGRESQL
 @override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
-def test_behind_a_pooler_that_does_not_keep_what_was_said_it_is_refused(pooled):
+def test_a_wrong_session_pooling_option_is_detected(pooled):
     pooled("transaction")
     with pytest.raises(ImproperlyConfigured, match="to two connections at a time"):
         lock().acquire()
@@ -1205,14 +1396,17 @@ def test_in_a_transaction_a_pooler_does_not_matter(pooled):
         held.check()
 
 
-def test_could_not_ask_is_not_no(monkeypatch):
+def test_a_failed_connection_is_not_contention(monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "PORT", "1")
     with pytest.raises(LockBackendError, match="No session on database 'default'"):
         lock().acquire()
 
 
-def test_a_silent_holder_whose_key_is_on_its_way_to_the_next_does_not_give_it_back(backend, monkeypatch):
-    """It is taken away by then, and the next one may have it before anybody has noted so."""
+def test_an_expired_holder_cannot_release_during_the_handover(backend, monkeypatch):
+    """The key has been taken from it by then.
+
+    The next holder may have the key before this is recorded.
+    """
     taken_away, go_on = threading.Event(), threading.Event()
     end = backend._end
 
@@ -1229,3 +1423,27 @@ def test_a_silent_holder_whose_key_is_on_its_way_to_the_next_does_not_give_it_ba
         assert backend.release(claim) is False
     finally:
         go_on.set()
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_no_deprecated_table_is_read(threads, in_line):
+    """``holder()`` and the number of waiters use no deprecated table.
+
+    MySQL has announced the removal of that table.
+    """
+
+    def uses_of_deprecated_table():
+        with connection.cursor() as cursor:
+            # MariaDB has no such counter, and no other table.
+            cursor.execute(
+                "SHOW GLOBAL STATUS LIKE 'Deprecated_use_i_s_processlist_count'"
+            )
+            return cursor.fetchall()
+
+    with taken_elsewhere():
+        waiter = threads(lambda: lock(timeout=30).acquire().release())
+        before = uses_of_deprecated_table()
+        in_line(1)
+        assert lock().holder().holder.startswith("session ")
+        assert uses_of_deprecated_table() == before
+    waiter.join()

@@ -14,19 +14,22 @@ from example_project.shop.sale import TITLES
 from example_project.shop.services import LOCKS, NO_LOCK
 
 PAGE = "/shop/flash-sale/"
-# Where "make images" makes the pictures of the documentation anew: those that are there.
+# The directory in which "make images" replaces existing pictures of the documentation.
 IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
-# A sale begins with five processes, on a machine that may have other things to do.
+# Milliseconds. A sale starts five processes, on a machine that may be busy.
 SALE = 90_000
 
-# Notes how many pieces the page says are sold, all locks together, whenever that changes.
+# A script that records the number of sold pieces, for all locks together, at each
+# change.
 WATCH = """() => {
     window.seen = [];
     const look = () => {
-        const pieces = [...document.querySelectorAll("dd.sold")].reduce((sum, dd) => sum + Number(dd.innerText), 0);
+        const sold = [...document.querySelectorAll("dd.sold")];
+        const pieces = sold.reduce((sum, dd) => sum + Number(dd.innerText), 0);
         if (!window.seen.includes(pieces)) window.seen.push(pieces);
     };
-    new MutationObserver(look).observe(document.getElementById("sale"), {childList: true});
+    const sale = document.getElementById("sale");
+    new MutationObserver(look).observe(sale, {childList: true});
 }"""
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeout(280)]
@@ -34,13 +37,13 @@ pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeou
 
 @pytest.fixture(autouse=True)
 def sales_end(transactional_db, until):
-    """No process of a sale is left at work on the next test's database."""
+    """Wait until no process of a sale works on the next test's database."""
     yield
     until(lambda: not ONE_AT_A_TIME.locked(), 60)
 
 
 def picture(page, name, **options):
-    """Take a picture; keep it where it is one of the documentation's that are made anew."""
+    """Take a picture. Keep it if the documentation has one of this name."""
     taken = page.screenshot(**options)
     if IMAGES and (kept := Path(IMAGES) / name).exists():
         kept.write_bytes(taken)
@@ -68,17 +71,21 @@ def number(page, lock, name):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_numbers_move_while_it_sells_and_in_the_end_only_no_lock_oversells(browser, scheme):
-    """I choose all locks, start, and see each sell, side by side, without a reload."""
+def test_the_numbers_move_and_only_no_lock_oversells(browser, scheme):
+    """The chosen locks sell side by side, without a reload."""
     page = browser.page(color_scheme=scheme, viewport={"width": 1100, "height": 900})
     page.goto(PAGE)
     browser.expect(page.get_by_text("No sale yet")).to_be_visible()
     stock, buyers = (60, 300) if scheme == "light" else (20, 60)
     fill(page, stock=stock, buyers=buyers)
     start(page)
-    browser.expect(page.get_by_role("heading", name=f"Going on: {stock} pieces, {buyers} buyers")).to_be_visible()
+    browser.expect(
+        page.get_by_role("heading", name=f"Going on: {stock} pieces, {buyers} buyers")
+    ).to_be_visible()
     page.evaluate(WATCH)
-    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(timeout=SALE)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
+        timeout=SALE
+    )
     seen = page.evaluate("window.seen")
     assert len(seen) >= (4 if scheme == "light" else 2), seen
     assert seen == sorted(seen)
@@ -94,21 +101,27 @@ def test_the_numbers_move_while_it_sells_and_in_the_end_only_no_lock_oversells(b
             browser.expect(card(page, lock).locator(".state")).to_have_text("exact")
     assert number(page, "pessimistic", "waits") > 0
     too_many = number(page, NO_LOCK, "oversold")
-    browser.expect(page.get_by_text("Every lock sold exactly what there was")).to_contain_text(f"{too_many} piece")
+    browser.expect(
+        page.get_by_text("Every lock sold exactly what there was")
+    ).to_contain_text(f"{too_many} piece")
     page.mouse.move(0, 0)
     page.evaluate("document.activeElement.blur()")
     picture(page, "shop.png" if scheme == "light" else "shop-dark.png", full_page=True)
 
 
-def test_only_the_locks_that_were_chosen_sell(browser):
+def test_only_the_chosen_locks_sell(browser):
     page = browser.page()
     page.goto(PAGE)
     fill(page, stock=5, buyers=12, locks=["insert"])
     start(page)
-    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(timeout=SALE)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
+        timeout=SALE
+    )
     assert page.locator("section.card").count() == 1
     assert number(page, "insert", "sold") == 5
-    browser.expect(page.get_by_text("Every lock sold exactly what there was.")).to_be_visible()
+    browser.expect(
+        page.get_by_text("Every lock sold exactly what there was.")
+    ).to_be_visible()
 
 
 @pytest.mark.parametrize(
@@ -124,8 +137,8 @@ def test_only_the_locks_that_were_chosen_sell(browser):
         ("50", "50", "There must be more buyers than pieces, or nobody goes without."),
     ],
 )
-def test_what_makes_no_sense_is_refused_beside_its_field(browser, stock, buyers, complaint):
-    """Nothing is started, and what I typed is still there."""
+def test_invalid_input_is_refused_next_to_its_field(browser, stock, buyers, complaint):
+    """No sale starts, and the input is kept."""
     page = browser.page()
     page.goto(PAGE)
     fill(page, stock=stock, buyers=buyers)
@@ -133,38 +146,50 @@ def test_what_makes_no_sense_is_refused_beside_its_field(browser, stock, buyers,
     browser.expect(page.get_by_text(complaint)).to_be_visible()
     wrong = page.locator("[aria-invalid=true]")
     assert wrong.count() == 1
-    assert page.locator(f"#{wrong.get_attribute('aria-describedby')}").inner_text() == complaint
+    assert (
+        page.locator(f"#{wrong.get_attribute('aria-describedby')}").inner_text()
+        == complaint
+    )
     assert page.get_by_label("Pieces in stock").input_value() == stock
     assert not FlashSale.objects.exists()
 
 
-def test_an_unknown_lock_and_none_at_all_are_refused(browser):
+def test_an_unknown_lock_and_an_empty_choice_are_refused(browser):
     page = browser.page()
     page.goto(PAGE)
     fill(page, stock=5, buyers=12, locks=[])
     start(page)
     browser.expect(page.get_by_text("Choose at least one.")).to_be_visible()
-    page.locator("input[value=insert]").evaluate("box => { box.value = 'padlock'; box.checked = true }")
+    page.locator("input[value=insert]").evaluate(
+        "box => { box.value = 'padlock'; box.checked = true }"
+    )
     start(page)
-    browser.expect(page.get_by_text("“padlock” is not one of the locks.")).to_be_visible()
+    browser.expect(
+        page.get_by_text("“padlock” is not one of the locks.")
+    ).to_be_visible()
     assert not FlashSale.objects.exists()
 
 
-def test_a_second_click_while_one_goes_on_is_answered(browser, elsewhere):
-    """The page takes a lock for it, so of two visitors one is told that the other was first."""
+def test_a_second_sale_is_refused_while_one_is_running(browser, elsewhere):
+    """The page acquires a lock for the sale.
+
+    Of two visitors, the second one sees that a sale is running.
+    """
     hold = elsewhere(db_lock("flash-sale").acquire)
     try:
         page = browser.page()
         page.goto(PAGE)
         fill(page, stock=5, buyers=12)
         start(page)
-        browser.expect(page.get_by_role("status")).to_contain_text("A sale is going on already, begun at ")
+        browser.expect(page.get_by_role("status")).to_contain_text(
+            "A sale is going on already, begun at "
+        )
         assert not FlashSale.objects.exists()
     finally:
         hold.release()
 
 
-def test_it_works_without_javascript(browser):
+def test_the_sale_works_without_javascript(browser):
     """The results are there after a reload."""
     page = browser.page(java_script_enabled=False)
     page.goto(PAGE)
@@ -174,8 +199,10 @@ def test_it_works_without_javascript(browser):
     for _ in range(600):
         if results.count():
             break
-        browser.expect(page.get_by_role("heading", name="5 pieces, 12 buyers")).to_be_visible()
-        # Where it is not over yet, there is a link to follow.
+        browser.expect(
+            page.get_by_role("heading", name="5 pieces, 12 buyers")
+        ).to_be_visible()
+        # If the sale is not over yet, the page has a link to reload it.
         page.wait_for_timeout(100)
         reload = page.get_by_role("link", name="Reload")
         reload.click() if reload.count() else page.reload()
@@ -183,7 +210,7 @@ def test_it_works_without_javascript(browser):
     assert card(page, "pessimistic").locator("polyline.sold").is_visible()
 
 
-def test_a_phone_shows_it_all_and_a_keyboard_is_enough(browser):
+def test_the_page_works_on_a_phone_and_with_a_keyboard(browser):
     page = browser.page(viewport={"width": 360, "height": 740})
     page.goto(PAGE)
     fill(page, stock=5, buyers=12, locks=["optimistic", "row"])
@@ -192,16 +219,20 @@ def test_a_phone_shows_it_all_and_a_keyboard_is_enough(browser):
         page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.innerText") == "Start the sale"
     page.keyboard.press("Enter")
-    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(timeout=SALE)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
+        timeout=SALE
+    )
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     left, right = (page.locator("section.card").nth(at).bounding_box() for at in (0, 1))
     assert left["x"] == right["x"]
     picture(page, "shop-phone.png", full_page=True)
 
 
-def test_a_sale_whose_process_is_no_more_is_said_to_be_broken_off(browser):
+def test_a_sale_with_a_dead_process_is_shown_as_aborted(browser):
     FlashSale.objects.create(locks=["insert"], stock=5, buyers=12)
     page = browser.page()
     page.goto(PAGE)
-    browser.expect(page.get_by_text("The sale was broken off: its process is no more.")).to_be_visible()
+    browser.expect(
+        page.get_by_text("The sale was broken off: its process is no more.")
+    ).to_be_visible()
     assert not Product.objects.exists()

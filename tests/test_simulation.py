@@ -1,4 +1,7 @@
-"""The front keeps its promises in every schedule that Hypothesis thinks of; see tests/simulation.py."""
+"""The lock API keeps its promises in every schedule that Hypothesis finds.
+
+See tests/simulation.py.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from dlocks import clock, waiting
-from dlocks.backends.base import Grant
-from dlocks.holds import Hold
+from dlocks import Hold
+from tests.internals import Grant, clock, waiting
 from tests.simulation import Simulation
 
-# There is no database in it: once is enough.
+# There is no database in it, so one run is enough.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(600)]
 
 SCHEDULES = st.binary(min_size=20, max_size=120)
-BUSY = {"max_examples": 10_000, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+BUSY = {
+    "max_examples": 10_000,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +46,10 @@ def simulate(schedule):
 @settings(**BUSY)
 @given(SCHEDULES)
 def test_no_schedule_breaks_a_promise(schedule):
-    """10,000 of them: pauses, lost requests and replies, deaths, a clock that steps by less than the grace."""
+    """10,000 schedules with pauses, lost messages, deaths and clock steps.
+
+    Requests and replies may be lost. A clock step is less than the grace.
+    """
     simulate(schedule)
 
 
@@ -53,7 +63,9 @@ def believed(waiter, message):
 
 
 def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
-    original(hold, lock, backend, claim, Grant(grant.token), caller, clock.now(), waited)
+    original(
+        hold, lock, backend, claim, Grant(grant.token), caller, clock.now(), waited
+    )
 
 
 original = Hold.__init__
@@ -66,7 +78,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_simulation_sees_what_is_wrong(name, monkeypatch):
+def test_the_simulation_finds_seeded_bugs(name, monkeypatch):
     monkeypatch.setattr(*MUTANTS[name])
 
     @settings(**{**BUSY, "max_examples": 20_000}, report_multiple_bugs=False)

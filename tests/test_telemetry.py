@@ -1,4 +1,4 @@
-"""What locks tell those who watch them, as docs/how-to/metrics.md has it."""
+"""Logs, metrics and spans of locks, as in docs/how-to/metrics.md."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dlocks import LockLost, LockTimeout, db_lock, resume_hold, signals, telemetry
+from dlocks import LockLost, LockTimeout, db_lock, resume_hold
 from dlocks.testing import abandoned, held_elsewhere, lose
 from tests import pages
+from tests.internals import signals, telemetry
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,13 +31,18 @@ database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "te
 
 @pytest.fixture(autouse=True)
 def sdk(monkeypatch):
-    """A project's SDK, of this test's own."""
-    meters, tracers = MeterProvider([reader := InMemoryMetricReader()]), TracerProvider()
+    """Install an OpenTelemetry SDK for one test."""
+    meters, tracers = (
+        MeterProvider([reader := InMemoryMetricReader()]),
+        TracerProvider(),
+    )
     tracers.add_span_processor(SimpleSpanProcessor(exporter := InMemorySpanExporter()))
     monkeypatch.setattr(metrics, "get_meter", meters.get_meter)
     monkeypatch.setattr(trace, "get_tracer", tracers.get_tracer)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: tracers)
-    monkeypatch.setattr(signals, "watchers", [telemetry.Log(), telemetry.OpenTelemetry()])
+    monkeypatch.setattr(
+        signals, "watchers", [telemetry.Log(), telemetry.OpenTelemetry()]
+    )
     reader.spans = exporter.get_finished_spans
     yield reader
     meters.shutdown()
@@ -45,7 +51,10 @@ def sdk(monkeypatch):
 
 @pytest.fixture
 def measured(sdk):
-    """Return a function that gives the points of an instrument: by their attributes, the sum or the count of them."""
+    """Return a function that returns the points of an instrument.
+
+    Its result maps attributes to the sum or the count of the points.
+    """
 
     def points(name, *attributes):
         data = sdk.get_metrics_data()
@@ -55,8 +64,13 @@ def measured(sdk):
                 for metric in scope.metrics:
                     if metric.name == name:
                         for point in metric.data.data_points:
-                            place = tuple(point.attributes.get(f"dlocks.{one}") for one in attributes)
-                            found[place] = found.get(place, 0) + getattr(point, "count", getattr(point, "value", 0))
+                            place = tuple(
+                                point.attributes.get(f"dlocks.{one}")
+                                for one in attributes
+                            )
+                            found[place] = found.get(place, 0) + getattr(
+                                point, "count", getattr(point, "value", 0)
+                            )
         return found
 
     return points
@@ -64,7 +78,7 @@ def measured(sdk):
 
 @pytest.fixture
 def spans(sdk):
-    """Return a function that gives the spans of a name that have ended."""
+    """Return a function that returns the ended spans with a name."""
     return lambda name: [span for span in sdk.spans() if span.name == name]
 
 
@@ -72,7 +86,9 @@ def spans(sdk):
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_a_hold_is_logged_with_key_holder_token_waited_and_held(caplog, frozen_lock_clock):
+def test_a_hold_is_logged_with_key_holder_token_waited_and_held(
+    caplog, frozen_lock_clock
+):
     caplog.set_level(logging.DEBUG, "dlocks.access")
     with db_lock("stock:7") as hold:
         frozen_lock_clock.tick(2.5)
@@ -80,17 +96,23 @@ def test_a_hold_is_logged_with_key_holder_token_waited_and_held(caplog, frozen_l
     who = f"by {hold.claim.holder}, token {hold.token}, waited 0.000 s"
     assert got.getMessage() == f"'stock:7' acquired {who}"
     assert gave.getMessage() == f"'stock:7' released {who}, held 2.500 s"
-    assert (gave.lock_key, gave.lock_holder, gave.lock_token) == ("stock:7", hold.claim.holder, hold.token)
+    assert (gave.lock_key, gave.lock_holder, gave.lock_token) == (
+        "stock:7",
+        hold.claim.holder,
+        hold.token,
+    )
     assert (got.lock_waited, got.lock_held, gave.lock_held) == (0.0, None, 2.5)
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_a_time_out_is_logged_with_how_long_was_waited_and_for_whom(caplog, frozen_lock_clock):
+def test_a_timeout_is_logged_with_its_wait_and_the_holder(caplog, frozen_lock_clock):
     caplog.set_level(logging.DEBUG, "dlocks.access")
     with held_elsewhere("stock:7", holder="web-2:1:x"), suppress(LockTimeout):
         db_lock("stock:7", timeout=2).acquire()
     (record,) = caplog.records
-    assert record.getMessage().startswith("'stock:7' not acquired, waited 2.000 s; held by web-2:1:x")
+    assert record.getMessage().startswith(
+        "'stock:7' not acquired, waited 2.000 s; held by web-2:1:x"
+    )
     assert (record.lock_holder, record.lock_waited) == ("web-2:1:x", pytest.approx(2))
 
 
@@ -113,7 +135,12 @@ def test_without_thresholds_nothing_is_slow(caplog, frozen_lock_clock):
 
 def slow(**options):
     return override_settings(
-        DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": options}}
+        DLOCKS={
+            "default": {
+                "BACKEND": "dlocks.backends.memory.MemoryBackend",
+                "OPTIONS": options,
+            }
+        }
     )
 
 
@@ -123,13 +150,15 @@ def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_c
         with db_lock("stock:7") as hold:
             frozen_lock_clock.tick(seconds)
     (record,) = caplog.records
-    assert record.getMessage() == (
-        f"'stock:7' was held for 2.000 s by {hold.claim.holder}, token {hold.token}: slow_hold is 2 s"
+    assert (
+        record.getMessage()
+        == f"'stock:7' was held for 2.000 s by {hold.claim.holder}, token {hold.token}:"
+        " slow_hold is 2 s"
     )
 
 
 @slow(slow_hold=2)
-def test_a_slow_hold_that_is_lost_is_warned_of_too(caplog, frozen_lock_clock):
+def test_a_slow_hold_that_is_lost_is_a_warning(caplog, frozen_lock_clock):
     with suppress(LockLost), db_lock("stock:7") as hold:
         frozen_lock_clock.tick(3)
         lose(hold)
@@ -137,14 +166,17 @@ def test_a_slow_hold_that_is_lost_is_warned_of_too(caplog, frozen_lock_clock):
 
 
 @slow(slow_wait=2)
-def test_a_slow_wait_is_a_warning_whether_or_not_it_got_the_key(caplog, frozen_lock_clock):
+def test_a_slow_wait_is_a_warning_whether_or_not_it_got_the_key(
+    caplog, frozen_lock_clock
+):
     with held_elsewhere("stock:7", holder="web-2:1:x"):
         for timeout in (1.9, 2):
             with suppress(LockTimeout):
                 db_lock("stock:7", timeout=timeout).acquire()
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "'stock:7' was waited for 2.000 s: slow_wait is 2 s; not acquired; held by web-2"
+        "'stock:7' was waited for 2.000 s: slow_wait is 2 s; not acquired; held by"
+        " web-2"
     )
     caplog.clear()
     with held_elsewhere("stock:7", ttl=5), db_lock("stock:7", timeout=10) as hold:
@@ -154,7 +186,7 @@ def test_a_slow_wait_is_a_warning_whether_or_not_it_got_the_key(caplog, frozen_l
 
 
 @pytest.mark.parametrize("option", ["slow_wait", "slow_hold"])
-def test_a_threshold_that_makes_no_sense_is_told(option):
+def test_an_invalid_threshold_is_refused(option):
     from django.core.exceptions import ImproperlyConfigured
 
     with slow(**{option: "long"}), pytest.raises(ImproperlyConfigured, match=option):
@@ -165,7 +197,9 @@ def test_a_threshold_that_makes_no_sense_is_told(option):
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_waits_and_holds_are_measured_by_group_and_scope(measured, frozen_lock_clock, sdk):
+def test_waits_and_holds_are_measured_by_group_and_scope(
+    measured, frozen_lock_clock, sdk
+):
     for key in ("stock:7", "stock:8", "report"):
         with db_lock(key):
             frozen_lock_clock.tick(3)
@@ -173,16 +207,23 @@ def test_waits_and_holds_are_measured_by_group_and_scope(measured, frozen_lock_c
         ("stock", "lease", "acquired", "default"): 2,
         ("", "lease", "acquired", "default"): 1,
     }
-    assert measured("dlocks.hold.duration", "group", "outcome") == {("stock", "released"): 2, ("", "released"): 1}
+    assert measured("dlocks.hold.duration", "group", "outcome") == {
+        ("stock", "released"): 2,
+        ("", "released"): 1,
+    }
     (scope,) = sdk.get_metrics_data().resource_metrics[0].scope_metrics
-    (hold,) = [metric for metric in scope.metrics if metric.name == "dlocks.hold.duration"]
+    (hold,) = [
+        metric for metric in scope.metrics if metric.name == "dlocks.hold.duration"
+    ]
     assert hold.unit == "s"
     assert sum(point.sum for point in hold.data.data_points) == pytest.approx(9)
     assert hold.data.data_points[0].explicit_bounds[0] == 0.001
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_contention_time_outs_losses_and_takeovers_are_counted(measured, frozen_lock_clock):
+def test_contention_timeouts_losses_and_takeovers_are_counted(
+    measured, frozen_lock_clock
+):
     with held_elsewhere("stock:7"):
         for timeout in (0, 2):
             with suppress(LockTimeout):
@@ -196,12 +237,16 @@ def test_contention_time_outs_losses_and_takeovers_are_counted(measured, frozen_
         lose(hold)
     assert measured("dlocks.losses", "group") == {("stock",): 1}
     resume_hold(db_lock("stock:7").acquire().detach()).release()
-    assert measured("dlocks.hold.duration", "outcome") == {("released",): 2, ("lost",): 1, ("detached",): 1}
+    assert measured("dlocks.hold.duration", "outcome") == {
+        ("released",): 2,
+        ("lost",): 1,
+        ("detached",): 1,
+    }
 
 
 @database
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_takeovers_are_counted_on_every_backend_and_nothing_else_is_one(using, measured):
+def test_only_takeovers_are_counted_as_takeovers(using, measured):
     for _ in range(2):
         with db_lock("stock:7", using=using):
             pass
@@ -215,14 +260,17 @@ def test_takeovers_are_counted_on_every_backend_and_nothing_else_is_one(using, m
     with db_lock("stock:7", using=using):
         pass
     assert measured("dlocks.takeovers", "scope") == {("lease",): 1, ("transaction",): 1}
-    assert measured("dlocks.hold.duration", "scope") == {("lease",): 4, ("transaction",): 1}
+    assert measured("dlocks.hold.duration", "scope") == {
+        ("lease",): 4,
+        ("transaction",): 1,
+    }
 
 
 # Spans.
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_holds_and_waits_are_spans_below_the_one_they_were_in(spans, frozen_lock_clock):
+def test_holds_and_waits_are_child_spans(spans, frozen_lock_clock):
     tracer = trace.get_tracer("test")
     with (
         tracer.start_as_current_span("request") as request,
@@ -235,52 +283,69 @@ def test_holds_and_waits_are_spans_below_the_one_they_were_in(spans, frozen_lock
         assert span.parent.span_id == request.get_span_context().span_id
         assert span.attributes["dlocks.key"] == "stock:7"
         assert span.attributes["dlocks.token"] == hold.token
-    assert (wait.end_time - wait.start_time) / 1e9 == pytest.approx(hold.waited, abs=0.5)
+    assert (wait.end_time - wait.start_time) / 1e9 == pytest.approx(
+        hold.waited, abs=0.5
+    )
     assert held.attributes["dlocks.takeover"] is True
     assert held.attributes["dlocks.outcome"] == "released"
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_a_loss_and_a_time_out_are_errors_of_their_spans(spans, frozen_lock_clock):
+def test_losses_and_timeouts_are_span_errors(spans, frozen_lock_clock):
     with suppress(LockLost), db_lock("stock:7") as hold:
         lose(hold)
     with held_elsewhere("stock:7"), suppress(LockTimeout):
         db_lock("stock:7", timeout=2).acquire()
     (held,), (wait,) = spans("dlocks.hold"), spans("dlocks.wait")
-    assert (held.status.status_code, held.status.description) == (trace.StatusCode.ERROR, "lost")
-    assert (wait.status.status_code, wait.status.description) == (trace.StatusCode.ERROR, "timeout")
+    assert (held.status.status_code, held.status.description) == (
+        trace.StatusCode.ERROR,
+        "lost",
+    )
+    assert (wait.status.status_code, wait.status.description) == (
+        trace.StatusCode.ERROR,
+        "timeout",
+    )
     assert wait.attributes["dlocks.holder"] == "elsewhere:1:MainThread"
 
 
-# Without them.
+# Without OpenTelemetry.
 
 
-def test_locks_work_where_opentelemetry_is_not_installed():
+def test_locks_work_without_opentelemetry():
     code = """
 import sys
 sys.modules["opentelemetry"] = None
 from django.conf import settings
-settings.configure(DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}, INSTALLED_APPS=["dlocks"])
+settings.configure(
+    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}},
+    INSTALLED_APPS=["dlocks"],
+)
 import django; django.setup()
 from dlocks import db_lock, signals, telemetry
 with db_lock("stock:7"):
-    print(telemetry.HAS_OPENTELEMETRY, [type(watcher).__name__ for watcher in signals.watchers])
+    names = [type(watcher).__name__ for watcher in signals.watchers]
+    print(telemetry.HAS_OPENTELEMETRY, names)
 """
     assert run(code) == "False ['History', 'Log']\n"
 
 
 def run(code):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# The page.
+# The examples of the page.
 
 
-def test_the_formatter_of_the_page_has_what_it_asks_for(memory_locks):
+def test_the_documented_log_formatter_works(memory_locks):
     import logging.config
 
     page = pages.run("how-to/metrics", only=2)
@@ -302,12 +367,13 @@ def test_the_formatter_of_the_page_has_what_it_asks_for(memory_locks):
     assert gave.startswith("DEBUG 'stock:7' released by")
 
 
-def test_a_prometheus_scrape_of_the_page_has_what_the_page_says():
+def test_the_documented_prometheus_scrape_works():
     reader, view = pages.blocks("how-to/metrics")[2:4]
     code = f"""
 from django.conf import settings
 settings.configure(
-    DLOCKS={{"default": {{"BACKEND": "dlocks.backends.memory.MemoryBackend"}}}}, INSTALLED_APPS=["dlocks"],
+    DLOCKS={{"default": {{"BACKEND": "dlocks.backends.memory.MemoryBackend"}}}},
+    INSTALLED_APPS=["dlocks"],
     ROOT_URLCONF="__main__", ALLOWED_HOSTS=["*"],
 )
 import django; django.setup()
@@ -330,5 +396,9 @@ print(Client().get("/metrics").content.decode())
     for name in names:
         assert f"\n{name}" in scraped
     assert 'dlocks_group="stock"' in scraped
-    (line,) = [line for line in scraped.splitlines() if line.startswith("dlocks_timeouts_total")]
+    (line,) = [
+        line
+        for line in scraped.splitlines()
+        if line.startswith("dlocks_timeouts_total")
+    ]
     assert line.endswith(" 1.0")

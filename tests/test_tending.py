@@ -1,4 +1,4 @@
-"""Seeing to the line before a key, and to those who share it: what people see, and what they can do."""
+"""Queues and shared holds in commands and the admin: display and actions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connections, transaction
 
-from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, oversight
-from dlocks.backends.base import Place
-from dlocks.conf import backends
-from dlocks.models import LockClaim, ResourceLock
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
 from tests import jobs, rows
-from tests.test_admin import CLEAR, FORCE, LIST, act, boss, clearer, detail, fields, log, page, releaser, told, viewer
+from tests.internals import LockClaim, Place, ResourceLock, backends, oversight
+from tests.test_admin import (
+    CLEAR,
+    FORCE,
+    LIST,
+    act,
+    boss,
+    clearer,
+    detail,
+    fields,
+    log,
+    page,
+    releaser,
+    told,
+    viewer,
+)
 from tests.test_commands import answer, lines, nobody_there, refused, run
 
 __all__ = ["answer", "boss", "clearer", "nobody_there", "releaser", "viewer"]
@@ -26,7 +38,9 @@ def counters(key):
 
 
 def listed(*flags):
-    return {lock["key"]: lock for lock in json.loads(run("list_locks", "--json", *flags))}
+    return {
+        lock["key"]: lock for lock in json.loads(run("list_locks", "--json", *flags))
+    }
 
 
 def take_and_give_back(key, **policy):
@@ -39,8 +53,11 @@ def take_and_give_back(key, **policy):
 
 @pytest.mark.django_db
 class TestListLocks:
-    def test_a_shared_key_does_not_look_free(self):
-        """A key that others share is listed, with how many share it; its last lone holder is not said to have it."""
+    def test_a_shared_key_is_listed_as_shared(self):
+        """A shared key is listed with the number of its shared holds.
+
+        Its last exclusive holder is not shown.
+        """
         rows.free("catalogue", holder="writer:1:t")
         rows.shares("catalogue", 1001)
         rows.shares("catalogue", 1002)
@@ -49,17 +66,25 @@ class TestListLocks:
         assert "shared (2)" in line
         assert "writer:1:t" not in line
         lock = listed("--held")["catalogue"]
-        assert (lock["state"], lock["sharing"], lock["holder"], lock["seconds_left"]) == ("shared", 2, "", None)
+        assert (
+            lock["state"],
+            lock["sharing"],
+            lock["holder"],
+            lock["seconds_left"],
+        ) == ("shared", 2, "", None)
         assert lines("list_locks", "--stale") == []
 
-    def test_a_share_whose_holder_never_came_back_is_stale(self):
-        """When nobody of those who shared a key is left alive, it is stale."""
+    def test_a_shared_hold_of_a_dead_holder_is_stale(self):
+        """A shared key is stale if none of its holders is alive."""
         rows.free("catalogue")
         rows.stale_share("catalogue", 1001)
         assert listed("--stale")["catalogue"]["state"] == "stale"
 
-    def test_the_number_of_those_who_wait_is_a_column(self):
-        """I see where the queue is; a claim of which nothing is heard does not count."""
+    def test_the_number_of_waiters_is_a_column(self):
+        """The list shows the number of waiters.
+
+        A claim without a heartbeat does not count.
+        """
         rows.held("busy")
         rows.waits("busy")
         rows.waits("busy")
@@ -69,36 +94,48 @@ class TestListLocks:
         assert listed()["busy"]["waiting"] == 2
         assert "line" not in listed()["busy"]
 
-    def test_waiting_shows_who_stands_in_line(self):
-        """--waiting tells for each claim its place, who it is, since when, and how it wants the key."""
+    def test_the_waiting_option_shows_the_queue(self):
+        """``--waiting`` shows the position, holder, start and mode of each claim."""
         rows.held("stock:7")
         rows.waits("stock:7", holder="web-2:1:t", owner_ip=None)
         rows.dead("stock:7", holder="web-3:1:t")
         rows.waits("stock:7", holder="web-4:1:\x1b[31m", shared=True, permits=5)
         rows.held("zoo")
-        _, lock, first, silent, second, zoo = run("list_locks", "--waiting").splitlines()
+        _, lock, first, silent, second, zoo = run(
+            "list_locks", "--waiting"
+        ).splitlines()
         assert lock.startswith("stock:7")
         assert first == "    1. web-2:1:t since 2020-01-01 22:04:05, exclusive"
         assert re.fullmatch(
-            r"    -\. web-3:1:t \(198\.51\.100\.8\) since .*, exclusive, not heard of for \d+d\d+h", silent
+            r"    -\. web-3:1:t \(198\.51\.100\.8\) since .*, exclusive, not heard of"
+            r" for \d+d\d+h",
+            silent,
         )
-        assert second == r"    2. web-4:1:\x1b[31m (198.51.100.8) since 2020-01-01 22:04:05, shared by up to 5"
+        assert (
+            second
+            == r"    2. web-4:1:\x1b[31m (198.51.100.8) since 2020-01-01 22:04:05,"
+            r" shared by up to 5"
+        )
         assert zoo.startswith("zoo")
 
-    def test_waiting_shows_who_shares_the_key(self):
-        """--waiting tells for each share its holder, since when, how long still, and its token."""
+    def test_the_waiting_option_shows_shared_holds(self):
+        """``--waiting`` shows the shared holds.
+
+        Each has its holder, start, remaining time and token.
+        """
         rows.free("catalogue")
         rows.shares("catalogue", 1001, permits=3)
         _, lock, share = run("list_locks", "--waiting").splitlines()
         assert lock.startswith("catalogue  shared (1)")
         assert re.fullmatch(
-            r"    worker-1:815:MainThread \(198\.51\.100\.8\) since 2020-01-01 22:04:05, shared by up to 3,"
+            r"    worker-1:815:MainThread \(198\.51\.100\.8\) since 2020-01-01"
+            r" 22:04:05, shared by up to 3,"
             r" \d+d\d+h left \(token 1001\)",
             share,
         )
 
-    def test_json_of_the_line_has_stable_names(self):
-        """My monitoring reads the line and the shares by name."""
+    def test_the_json_of_the_queue_has_stable_names(self):
+        """Monitoring reads the queue and the shared holds by name."""
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         rows.waits("catalogue")
@@ -123,11 +160,22 @@ class TestListLocks:
         }
         first, dead = lock["line"]
         assert first.pop("seconds_waited") > 0
-        assert first == {**common, "place": 1, "state": "waiting", "mode": "exclusive", "permits": None}
-        assert (dead["place"], dead["state"], dead["mode"], dead["permits"]) == (None, "dead", "shared", 2)
+        assert first == {
+            **common,
+            "place": 1,
+            "state": "waiting",
+            "mode": "exclusive",
+            "permits": None,
+        }
+        assert (dead["place"], dead["state"], dead["mode"], dead["permits"]) == (
+            None,
+            "dead",
+            "shared",
+            2,
+        )
 
-    def test_a_free_key_that_somebody_waits_for_is_shown(self):
-        """A line that does not move is what I look for: --waiting shows it though its key is free."""
+    def test_a_free_key_with_waiters_is_listed(self):
+        """``--waiting`` shows a queue that does not move, although its key is free."""
         rows.free("stuck")
         rows.waits("stuck")
         rows.free("unused")
@@ -135,15 +183,20 @@ class TestListLocks:
         assert listed() == {}
 
     def test_the_owner_is_not_told(self):
-        """The capability of a share or a claim is in no output."""
+        """The secret owner of a shared hold or a claim is in no output."""
         rows.held("a")
         rows.waits("a")
         rows.shares("a", 1001)
         for flags in (("--waiting",), ("--waiting", "--json")):
             assert rows.OWNER[:8] not in run("list_locks", *flags)
 
-    def test_many_locks_and_long_lines_are_read_by_pages(self, monkeypatch, django_assert_max_num_queries):
-        """Ten thousand rows come by pages: a page of locks, then the claims behind it, whatever the keys."""
+    def test_many_locks_and_long_queues_are_read_in_pages(
+        self, monkeypatch, django_assert_max_num_queries
+    ):
+        """Ten thousand rows are read in pages, with any keys.
+
+        A page of locks is followed by the claims for them.
+        """
         monkeypatch.setattr(oversight, "PAGE", 4)
         keys = ["B", "a", "a b", "b", "b:1", "ä", "🔒"]
         for number, key in enumerate(keys):
@@ -152,14 +205,16 @@ class TestListLocks:
                 rows.waits(key)
         with django_assert_max_num_queries(2 + 2 * 14):
             found = listed("--waiting")
-        assert {key: len(found[key]["line"]) for key in keys} == {key: 2 * n for n, key in enumerate(keys)}
+        assert {key: len(found[key]["line"]) for key in keys} == {
+            key: 2 * n for n, key in enumerate(keys)
+        }
         assert [claim["place"] for claim in found["🔒"]["line"]] == list(range(1, 13))
 
 
 @pytest.mark.django_db
 class TestClearLock:
-    def test_a_shared_key_is_refused_with_what_to_do(self):
-        """clear_lock does not guess whom I mean: it shows the shares, and how to end one or all."""
+    def test_clearing_a_shared_key_is_refused_with_a_hint(self):
+        """``clear_lock`` shows the shared holds, and how to end one or all."""
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         message = refused("clear_lock", "catalogue", "--yes")
@@ -167,48 +222,76 @@ class TestClearLock:
         assert "--all-shares" in message
         assert LockClaim.objects.count() == 1
 
-    def test_one_share_is_ended_by_its_token(self):
-        """--share ends that one, and says who had it; the others keep theirs."""
+    def test_one_shared_hold_is_ended_by_its_token(self):
+        """``--share`` ends one shared hold and names its holder.
+
+        The other shared holds are unchanged.
+        """
         rows.free("catalogue")
         rows.shares("catalogue", 1001, holder="web-1:1:t")
         rows.shares("catalogue", 1002, holder="web-2:1:t")
-        out = run("clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests")
+        out = run(
+            "clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests"
+        )
         assert "held: web-1:1:t (198.51.100.8) since 2020-01-01 22:04:05" in out
         assert "1 share is ended." in out
         assert "fenced off" in out
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1002]
         assert counters("catalogue") == (0, 1)
-        assert "with token 1001" in refused("clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests")
-        assert "with token" in refused("clear_lock", "catalogue", "--share", str(10**30), "--yes")
+        assert "with token 1001" in refused(
+            "clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests"
+        )
+        assert "with token" in refused(
+            "clear_lock", "catalogue", "--share", str(10**30), "--yes"
+        )
 
-    def test_all_shares_are_ended(self, answer):
-        """--all-shares asks, then ends those that it showed."""
+    def test_all_shared_holds_are_ended(self, answer):
+        """``--all-shares`` needs a confirmation and ends the holds that it showed."""
         rows.free("catalogue")
         for token in (1001, 1002):
             rows.shares("catalogue", token)
         asked = answer("y", before=lambda: rows.shares("catalogue", 1003))
-        assert "2 shares are ended." in run("clear_lock", "catalogue", "--all-shares", "--reason", "tests")
-        assert asked == ["Its holder may still be at work. End these 2 shares of 'catalogue'? [y/N] "]
+        assert "2 shares are ended." in run(
+            "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
+        )
+        assert asked == [
+            "Its holder may still be at work. End these 2 shares of 'catalogue'? [y/N] "
+        ]
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1003]
         answer("n")
-        assert "nothing is changed" in refused("clear_lock", "catalogue", "--all-shares", "--reason", "tests")
+        assert "nothing is changed" in refused(
+            "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
+        )
         assert counters("catalogue") == (0, 1)
 
-    def test_stale_only_ends_stale_shares_only(self):
-        """--stale-only never takes a share from somebody alive."""
+    def test_stale_only_ends_only_stale_shared_holds(self):
+        """``--stale-only`` never ends the shared hold of a live holder."""
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         rows.stale_share("catalogue", 1002)
         assert "stale share" in refused(
-            "clear_lock", "catalogue", "--share", "1001", "--stale-only", "--yes", "--reason", "tests"
+            "clear_lock",
+            "catalogue",
+            "--share",
+            "1001",
+            "--stale-only",
+            "--yes",
+            "--reason",
+            "tests",
         )
         assert "1 share is ended." in run(
-            "clear_lock", "catalogue", "--all-shares", "--stale-only", "--yes", "--reason", "tests"
+            "clear_lock",
+            "catalogue",
+            "--all-shares",
+            "--stale-only",
+            "--yes",
+            "--reason",
+            "tests",
         )
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1001]
 
-    def test_a_share_given_back_while_i_was_asked(self, answer):
-        """What is gone by then is told, and is an error."""
+    def test_a_shared_hold_released_before_the_confirmation(self, answer):
+        """A shared hold that has ended meanwhile is reported, as an error."""
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         answer("y", before=LockClaim.objects.all().delete)
@@ -216,24 +299,37 @@ class TestClearLock:
             "clear_lock", "catalogue", "--share", "1001", "--reason", "tests"
         )
 
-    def test_share_and_all_shares_exclude_each_other(self):
-        assert "not allowed with" in refused("clear_lock", "a", "--share", "1", "--all-shares")
+    def test_the_options_share_and_all_shares_exclude_each_other(self):
+        assert "not allowed with" in refused(
+            "clear_lock", "a", "--share", "1", "--all-shares"
+        )
 
-    def test_it_says_who_has_the_key_next(self):
-        """When somebody waits, the cleared key is not free but has gone to the first in line."""
+    def test_a_cleared_key_names_its_next_holder(self):
+        """A cleared key with waiters goes to the first of them.
+
+        The output names this holder.
+        """
         rows.held("stock:7")
         rows.dead("stock:7", holder="gone:1:t")
         rows.waits("stock:7", holder="web-2:1:t")
         out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
         assert "'stock:7' is cleared. Now it is held: web-2:1:t" in out
         lock = rows.now("stock:7")
-        assert (lock.state, lock.holder, lock.version > 1001, lock.waiters) == ("held", "web-2:1:t", True, 1)
+        assert (lock.state, lock.holder, lock.version > 1001, lock.waiters) == (
+            "held",
+            "web-2:1:t",
+            True,
+            1,
+        )
 
 
 @pytest.mark.django_db
 class TestReap:
-    def test_stale_shares_are_freed_and_counted(self):
-        """reap_locks frees what stale shares keep, says how many, and leaves live ones."""
+    def test_stale_shared_holds_are_reaped_and_counted(self):
+        """``reap_locks`` ends stale shared holds and reports their number.
+
+        Live ones are unchanged.
+        """
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         rows.stale_share("catalogue", 1002)
@@ -244,8 +340,11 @@ class TestReap:
         assert counters("catalogue") == (0, 1)
         assert run("reap_locks") == "0 stale locks made free.\n"
 
-    def test_dead_claims_are_forgotten_and_the_counters_corrected(self):
-        """Claims of processes that died leave the line, and the row is as if they had never been."""
+    def test_dead_claims_are_reaped_and_the_counters_corrected(self):
+        """Claims of dead processes leave the queue.
+
+        The row is as if they never existed.
+        """
         rows.held("stock:7")
         for _ in range(3):
             rows.dead("stock:7")
@@ -258,8 +357,8 @@ class TestReap:
         assert claim.counted
         assert counters("stock:7") == (1, 0)
 
-    def test_the_line_moves_on_behind_a_stale_lock(self):
-        """Reaping a lock that others wait for gives it to the first of them."""
+    def test_a_reaped_lock_goes_to_its_first_waiter(self):
+        """A reaped lock with waiters goes to the first of them."""
         rows.stale("stock:7")
         rows.waits("stock:7", holder="web-2:1:t")
         assert run("reap_locks") == "1 stale lock made free.\n"
@@ -267,22 +366,28 @@ class TestReap:
         assert (lock.state, lock.holder) == ("held", "web-2:1:t")
         assert counters("stock:7") == (0, 0)
 
-    def test_claims_without_a_lock_row_are_seen_to(self):
-        """A claim whose lock row is gone is not forgotten by the reaper."""
+    def test_claims_without_a_lock_row_are_reaped(self):
+        """The reaper also handles claims whose lock row is gone."""
         rows.dead("gone")
         rows.stale_share("gone", 1001)
         rows.shares("alive", 1002)
         rows.dead("alive", counted=False)
         assert run("reap_locks") == "1 stale lock made free.\n"
-        assert list(LockClaim.objects.values_list("key_resource", flat=True)) == ["alive"]
+        assert list(LockClaim.objects.values_list("key_resource", flat=True)) == [
+            "alive"
+        ]
         assert counters("alive") == (0, 1)
 
     def test_rows_with_claims_are_not_purged(self):
-        """--idle-for deletes no row that somebody shares or waits for, counted or not."""
+        """``--idle-for`` deletes no row with shared holds or waiters.
+
+        It makes no difference whether they are counted.
+        """
         for key in ("shared", "waited", "uncounted", "unused"):
             rows.free(key)
         rows.shares("shared", 1001)
-        # A shared claim that only a free permit would admit: the key itself has been free for long.
+        # A shared claim that only a free permit would admit. The key itself has long
+        # been free.
         rows.shares("waited", 1002, permits=1)
         rows.waits("waited", shared=True, permits=1)
         rows.waits("uncounted", counted=False)
@@ -290,13 +395,20 @@ class TestReap:
         dry = run("reap_locks", "--idle-for", "1d", "--dry-run")
         assert "1 unused row would be deleted" in dry
         assert "1 unused row deleted" in run("reap_locks", "--idle-for", "1d")
-        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == ["shared", "uncounted", "waited"]
+        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
+            "shared",
+            "uncounted",
+            "waited",
+        ]
 
 
 @pytest.mark.django_db
 class TestAdmin:
-    def test_the_list_shows_who_is_waited_for_and_shared(self, viewer):
-        """A shared key is a badge with a number, and the waiting are a column; I can filter by shared."""
+    def test_the_list_shows_waiters_and_shared_holds(self, viewer):
+        """A shared key has a badge with a number.
+
+        The waiters are a column, and the list has a filter for shared keys.
+        """
         rows.held("busy")
         rows.waits("busy")
         rows.free("catalogue", holder="writer:1:t")
@@ -306,12 +418,19 @@ class TestAdmin:
         assert '<span class="dlocks-state dlocks-shared">shared (2)</span>' in text
         assert '<td class="field-waiting">1</td>' in text
         assert "writer:1:t" not in text
-        assert re.findall(r">(busy|catalogue)</bdi>", page(viewer.get(LIST, {"state": "shared"}))) == ["catalogue"]
-        assert not re.findall(r">(busy|catalogue)</bdi>", page(viewer.get(LIST, {"state": "free"})))
+        assert re.findall(
+            r">(busy|catalogue)</bdi>", page(viewer.get(LIST, {"state": "shared"}))
+        ) == ["catalogue"]
+        assert not re.findall(
+            r">(busy|catalogue)</bdi>", page(viewer.get(LIST, {"state": "free"}))
+        )
         page(viewer.get(LIST, {"o": "-6"}))
 
-    def test_the_page_of_a_lock_shows_its_line_and_its_shares(self, viewer):
-        """I see who shares the key and who waits, in order, with host, IP, since when and mode; never an owner."""
+    def test_the_page_of_a_lock_shows_its_queue_and_shared_holds(self, viewer):
+        """The page shows shared holds and waiters in order, and never an owner.
+
+        It includes host, IP, start and mode.
+        """
         rows.free("catalogue")
         rows.shares("catalogue", 1001, holder="web-1:<b>:t", permits=3)
         rows.stale_share("catalogue", 1002, holder="web-2:1:t")
@@ -319,16 +438,30 @@ class TestAdmin:
         rows.dead("catalogue", holder="web-4:1:t", shared=True)
         text = page(viewer.get(detail("catalogue")))
         shared, line = text.split('id="dlocks-line"')
-        for told_of in ("web-1:&lt;b&gt;:t", "198.51.100.8", "shared by up to 3", "1001", "dlocks-stale", "ran out"):
+        for told_of in (
+            "web-1:&lt;b&gt;:t",
+            "198.51.100.8",
+            "shared by up to 3",
+            "1001",
+            "dlocks-stale",
+            "ran out",
+        ):
             assert told_of in shared
-        for told_of in ("web-3:1:t", "waiting", "exclusive", "web-4:1:t", "not heard of for", "2020-01-01 22:04:05"):
+        for told_of in (
+            "web-3:1:t",
+            "waiting",
+            "exclusive",
+            "web-4:1:t",
+            "not heard of for",
+            "2020-01-01 22:04:05",
+        ):
             assert told_of in line
         assert "<td>1</td>" in line
         assert FORCE not in text
         assert CLEAR not in text
 
-    def test_a_long_line_is_cut_and_says_so(self, viewer, monkeypatch):
-        """A page stays a page, however many wait."""
+    def test_a_long_queue_is_truncated_on_the_page(self, viewer, monkeypatch):
+        """The page stays short with any number of waiters."""
         monkeypatch.setattr("dlocks.admin.SHOWN", 2)
         rows.held("busy")
         for _ in range(5):
@@ -338,10 +471,17 @@ class TestAdmin:
         assert text.count("worker-1:815:MainThread") == 2
 
     def buttons(self, text):
-        return [fields(form) for form in re.findall(r"<form.*?</form>", text, re.DOTALL) if 'name="only"' in form]
+        return [
+            fields(form)
+            for form in re.findall(r"<form.*?</form>", text, re.DOTALL)
+            if 'name="only"' in form
+        ]
 
-    def test_one_share_can_be_released_by_force(self, releaser):
-        """The button beside a share asks, then ends that one, and it is in the log who did it."""
+    def test_one_shared_hold_can_be_force_released(self, releaser):
+        """The button requires a confirmation and ends one shared hold.
+
+        The log names the user.
+        """
         rows.free("cat\nalogue")
         rows.shares("cat\nalogue", 1001, holder="web-1:1:t")
         rows.shares("cat\nalogue", 1002)
@@ -353,14 +493,20 @@ class TestAdmin:
         assert LockClaim.objects.count() == 2
         form = fields(text)
         assert form["version"] == ["share:1001"]
-        assert "1 lock was cleared" in told(page(releaser.post(LIST, form, follow=True)))
+        assert "1 lock was cleared" in told(
+            page(releaser.post(LIST, form, follow=True))
+        )
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1002]
-        assert log()[0][2].startswith("Ended the share of web-1:1:t (198.51.100.8) since")
-        assert "not shared with that token any more" in told(page(releaser.post(LIST, form, follow=True)))
+        assert log()[0][2].startswith(
+            "Ended the share of web-1:1:t (198.51.100.8) since"
+        )
+        assert "not shared with that token any more" in told(
+            page(releaser.post(LIST, form, follow=True))
+        )
         assert len(log()) == 1
 
-    def test_a_key_chosen_in_the_list_is_taken_from_all_who_share_it(self, releaser):
-        """Force release of a shared key lists its shares, and ends those that it listed."""
+    def test_a_selected_shared_key_is_force_released_completely(self, releaser):
+        """Force release of a shared key ends the shared holds that it listed."""
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         rows.shares("catalogue", 1002)
@@ -376,32 +522,50 @@ class TestAdmin:
         assert rows.now("stock:7").state == "free"
         assert len(log()) == 3
 
-    def test_a_dead_claim_can_be_taken_out_of_line(self, releaser):
-        """The button beside a claim of which nothing is heard takes it out; a live one has none and is left."""
+    def test_a_dead_claim_can_be_removed_from_the_queue(self, releaser):
+        """The button next to a claim without a heartbeat removes the claim.
+
+        A live claim has no button and stays.
+        """
         rows.held("busy")
         live = rows.waits("busy")
         dead = rows.dead("busy", holder="web-9:1:t")
-        (button,) = [one for one in self.buttons(page(releaser.get(detail("busy")))) if one["only"][0] != "1000"]
+        (button,) = [
+            one
+            for one in self.buttons(page(releaser.get(detail("busy"))))
+            if one["only"][0] != "1000"
+        ]
         form = fields(page(releaser.post(LIST, button)))
         assert form["version"] == [f"claim:{dead.pk}"]
         page(releaser.post(LIST, form, follow=True))
         assert list(LockClaim.objects.values_list("pk", flat=True)) == [live.pk]
         assert counters("busy") == (1, 0)
-        assert log()[0][2].startswith("Took the claim of web-9:1:t (198.51.100.8) since")
-        assert "heard of again" in told(act(releaser, FORCE, "busy", version=f"claim:{live.pk}"))
+        assert log()[0][2].startswith(
+            "Took the claim of web-9:1:t (198.51.100.8) since"
+        )
+        assert "heard of again" in told(
+            act(releaser, FORCE, "busy", version=f"claim:{live.pk}")
+        )
         assert counters("busy") == (1, 0)
 
-    @pytest.mark.parametrize("version", ["share:x", "lock:1000", "share:", "x:1", "share:1:2"])
+    @pytest.mark.parametrize(
+        "version", ["share:x", "lock:1000", "share:", "x:1", "share:1:2"]
+    )
     def test_a_mangled_confirmation(self, releaser, version):
-        """A confirmation that does not fit together changes nothing."""
+        """An inconsistent confirmation changes nothing."""
         rows.free("a")
         rows.shares("a", 1001)
         assert "nothing is changed" in told(act(releaser, FORCE, "a", version=version))
         assert LockClaim.objects.exists()
 
-    @pytest.mark.parametrize("version", ["share:1000", "claim:1001", "share:" + "9" * 40, "claim:-1", "1000"])
-    def test_a_guessed_token(self, releaser, version):
-        """Without the token there is no release; a shared key is not released as a whole by its version."""
+    @pytest.mark.parametrize(
+        "version", ["share:1000", "claim:1001", "share:" + "9" * 40, "claim:-1", "1000"]
+    )
+    def test_a_guessed_token_releases_nothing(self, releaser, version):
+        """Without the token there is no release.
+
+        The version of a shared key does not release it as a whole.
+        """
         rows.free("a")
         rows.shares("a", 1001)
         act(releaser, FORCE, "a", version=version)
@@ -409,8 +573,8 @@ class TestAdmin:
         assert not log()
 
     @pytest.mark.parametrize("name", ["viewer", "clearer"])
-    def test_who_may_not_force_cannot_end_a_share(self, request, name):
-        """Neither by a button nor by a forged request."""
+    def test_ending_a_shared_hold_needs_the_permission(self, request, name):
+        """Without the permission, neither a button nor a forged request works."""
         rows.free("a")
         rows.shares("a", 1001)
         client = request.getfixturevalue(name)
@@ -419,8 +583,11 @@ class TestAdmin:
         act(client, FORCE, "a", only="share:1001")
         assert LockClaim.objects.exists()
 
-    def test_stale_shares_and_dead_claims_go_with_the_stale_action(self, clearer):
-        """'Clear stale locks' ends what ran out on the keys that I choose, and leaves what lives."""
+    def test_the_stale_action_ends_stale_holds_and_dead_claims(self, clearer):
+        """'Clear stale locks' ends everything stale on the selected keys.
+
+        Live holds and claims are unchanged.
+        """
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         rows.stale_share("catalogue", 1002)
@@ -431,7 +598,10 @@ class TestAdmin:
         text = told(act(clearer, CLEAR, "catalogue", "busy", "stale"))
         assert "3 locks were cleared" in text
         assert "not cleared" not in text
-        assert sorted(LockClaim.objects.values_list("version", flat=True)) == [1001, 1003]
+        assert sorted(LockClaim.objects.values_list("version", flat=True)) == [
+            1001,
+            1003,
+        ]
         assert (counters("catalogue"), counters("busy")) == ((0, 1), (0, 0))
         assert rows.now("busy").version == 1000
         assert {entry[1]: entry[2].split(" of ")[0] for entry in log()} == {
@@ -440,14 +610,20 @@ class TestAdmin:
             "stale": "Cleared the stale lock",
         }
 
-    def test_the_page_of_a_lock_offers_to_clear_what_is_stale(self, clearer):
-        """Where something is stale, there is a button on the page itself."""
+    def test_the_page_of_a_stale_lock_has_a_clear_button(self, clearer):
+        """The page of a stale lock has a button to clear it."""
         rows.free("a")
         assert CLEAR not in page(clearer.get(detail("a")))
         rows.stale_share("a", 1001)
         text = page(clearer.get(detail("a")))
-        (form,) = [fields(form) for form in re.findall(r"<form.*?</form>", text, re.DOTALL) if CLEAR in form]
-        assert "1 lock was cleared: a" in told(page(clearer.post(LIST, form, follow=True)))
+        (form,) = [
+            fields(form)
+            for form in re.findall(r"<form.*?</form>", text, re.DOTALL)
+            if CLEAR in form
+        ]
+        assert "1 lock was cleared: a" in told(
+            page(clearer.post(LIST, form, follow=True))
+        )
         assert rows.now("a").state == "free"
 
 
@@ -457,12 +633,17 @@ class TestTheLineMovesOn:
     def using(self, request):
         return request.param
 
-    def test_a_forced_release_tells_the_first_in_line(self, using, releaser, workers, until):
-        """Who waits has the key at once when I force its release, not when the lease would have ended."""
+    def test_a_forced_release_notifies_the_first_waiter(
+        self, using, releaser, workers, until
+    ):
+        """A waiter acquires the key as soon as its release is forced.
+
+        It does not wait for the end of the lease.
+        """
         (waiter,) = workers(1)
         mine = db_lock("stock:7", using=using, renew=False, ttl=600).acquire()
         waiter.start(jobs.hold, "stock:7", using=using, timeout=60)
-        until(lambda: mine.waiting == 1)
+        until(lambda: mine.queue_length() == 1)
         page(releaser.post(LIST, fields(act(releaser, FORCE, "stock:7")), follow=True))
         assert waiter.hear(10) > mine.token
         with pytest.raises(LockLost):
@@ -470,13 +651,18 @@ class TestTheLineMovesOn:
         waiter.tell()
         assert waiter.hear() == "released"
 
-    def test_an_ended_share_lets_the_next_in(self, using, releaser, workers, until):
-        """Whoever waits for a permit has it as soon as I end a share; the one who had it is told."""
+    def test_an_ended_shared_hold_admits_the_next_waiter(
+        self, using, releaser, workers, until
+    ):
+        """A waiter acquires a permit as soon as a shared hold is ended.
+
+        The previous holder gets an error.
+        """
         (waiter,) = workers(1)
         lock = db_semaphore("api", permits=1, using=using, renew=False, ttl=600)
         mine = lock.acquire()
         waiter.start(jobs.hold_permit, "api", using=using, timeout=60, permits=1)
-        until(lambda: mine.waiting == 1)
+        until(lambda: mine.queue_length() == 1)
         act(releaser, FORCE, "api", version=f"share:{mine.token}")
         assert waiter.hear(10) > mine.token
         assert (counters("api"), len(log())) == ((0, 1), 1)
@@ -485,13 +671,13 @@ class TestTheLineMovesOn:
         waiter.tell()
         assert waiter.hear() == "released"
 
-    @pytest.mark.engine("postgresql", "mariadb")
-    def test_within_a_request_that_is_a_transaction(self, workers, until):
-        """With ATOMIC_REQUESTS the first in line has the key when the request is committed, and not before."""
+    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    def test_a_waiter_is_notified_when_the_request_commits(self, workers, until):
+        """With ATOMIC_REQUESTS, the first waiter acquires the key at the commit."""
         (waiter,) = workers(1)
         mine = db_lock("stock:7", renew=False, ttl=600).acquire()
         waiter.start(jobs.hold, "stock:7", timeout=60)
-        until(lambda: mine.waiting == 1)
+        until(lambda: mine.queue_length() == 1)
         with transaction.atomic():
             assert backends["default"].clear("stock:7", mine.token)
             assert not waiter.pipe.poll(0.5)
@@ -501,22 +687,25 @@ class TestTheLineMovesOn:
         waiter.tell()
         assert waiter.hear() == "released"
 
-    def test_a_dead_claim_taken_out_lets_the_next_in(self, doomed, workers, until):
-        """A claim whose process was stopped is taken out; when it goes on, it comes back and waits its turn."""
+    def test_a_removed_claim_admits_the_next_waiter(self, doomed, workers, until):
+        """The claim of a stopped process is removed.
+
+        When the process continues, it queues again and waits for its turn.
+        """
         (second,) = workers(1)
         first = doomed()
         with db_lock("stock:7") as mine:
             first.start(jobs.hold, "stock:7", timeout=60)
-            until(lambda: mine.waiting == 1)
+            until(lambda: mine.queue_length() == 1)
             second.start(jobs.hold, "stock:7", timeout=60)
-            until(lambda: mine.waiting == 2)
+            until(lambda: mine.queue_length() == 2)
             first.stop()
-            until(lambda: mine.waiting == 1)
+            until(lambda: mine.queue_length() == 1)
             (dead,) = LockClaim.objects.by_clock().filter(state="dead")
             oversight.take_out(backends["default"], "stock:7", dead.pk)
             assert counters("stock:7") == (1, 0)
             first.resume()
-            until(lambda: mine.waiting == 2)
+            until(lambda: mine.queue_length() == 2)
             assert {claim.pk for claim in LockClaim.objects.all()} >= {dead.pk}
         token = first.hear()
         first.tell()
@@ -528,8 +717,11 @@ class TestTheLineMovesOn:
 
 @pytest.mark.django_db(transaction=True)
 class TestRaces:
-    def test_the_reaper_takes_no_share_from_somebody_who_renews_it(self, workers):
-        """However often the reaper comes, a share that is renewed in time is never lost."""
+    def test_the_reaper_ends_no_renewed_shared_hold(self, workers):
+        """A shared hold that is renewed in time is never lost.
+
+        It makes no difference how often the reaper runs.
+        """
         holders, reaper = workers(3)[:2], workers(3)[2]
         for holder in holders:
             holder.start(jobs.hold_permit, "api", using="brisk", permits=2, ttl=6.0)
@@ -541,26 +733,36 @@ class TestRaces:
             holder.tell()
             assert holder.hear() == "released"
 
-    def test_the_reaper_takes_no_place_from_somebody_who_queues(self, workers, tmp_path):
-        """While processes queue and share, reaping and purging lose no place, no count and no lock."""
+    def test_the_reaper_removes_no_live_waiter(self, workers, tmp_path):
+        """Reaping and purging lose no position, no counter and no lock.
+
+        Other processes queue and share keys meanwhile.
+        """
         path = tmp_path / "counter"
         path.write_text("0 0")
         *counting, reaper = workers(4)
         reaper.start(jobs.reap, seconds=4.0, idle_for=0.0)
         for worker in counting:
-            worker.start(jobs.count, str(path), "stock:7", times=60, scope="lease", timeout=60)
+            worker.start(
+                jobs.count, str(path), "stock:7", times=60, scope="lease", timeout=60
+            )
         tokens = [token for worker in counting for token in worker.hear()]
         reaper.hear()
         assert len(set(tokens)) == 180
         assert path.read_text().split()[0] == "180"
         assert not LockClaim.objects.exists()
 
-    def test_a_turn_that_came_to_nothing_is_not_the_last(self, monkeypatch, workers, until):
-        """Told to ask and refused, since the reaper had the row just then, a caller still waits its turn in line."""
+    def test_a_refused_turn_does_not_end_the_wait(self, monkeypatch, workers, until):
+        """A notified caller is refused, because the reaper has the row just then.
+
+        It still waits for its turn in the queue.
+        """
         (holder,) = workers(1)
         backend = backends["default"]
         queue = backend.queue
-        monkeypatch.setattr(backend, "queue", lambda *args: queue(*args) and Place(ask=True))
+        monkeypatch.setattr(
+            backend, "queue", lambda *args: queue(*args) and Place(ask=True)
+        )
         holder.start(jobs.hold, "stock:7")
         token = holder.hear()
         with ThreadPoolExecutor(1) as pool:
@@ -572,9 +774,12 @@ class TestRaces:
         assert hold.waited < 20
         assert holder.hear() == "released"
 
-    @pytest.mark.engine("postgresql", "mariadb")
-    def test_a_key_that_a_transaction_has_is_not_waited_for(self, elsewhere, releaser):
-        """Nothing here blocks on somebody's transaction: it says so, and changes nothing."""
+    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    def test_maintenance_does_not_wait_for_a_transaction(self, elsewhere, releaser):
+        """Commands and the admin do not wait for a transaction.
+
+        They report it and change nothing.
+        """
         rows.free("api")
         rows.stale_share("api", 1001)
         dead = rows.dead("api")
@@ -592,8 +797,8 @@ class TestRaces:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_shared_key_tells_a_holder_that_lives():
-    """Asked who has a shared key, one who is alive is named before one who is not."""
+def test_a_shared_key_shows_a_live_holder():
+    """The holder of a shared key is a live one rather than a dead one."""
     with db_rwlock("catalogue", timeout=0).read() as hold:
         rows.stale_share("catalogue", 900, holder="gone:1:t", id=-1)
         holder = db_lock("catalogue").holder()

@@ -1,4 +1,4 @@
-"""The aids for users' own tests, as docs/how-to/testing.md has them."""
+"""Helpers for users' own tests, as in docs/how-to/testing.md."""
 
 from __future__ import annotations
 
@@ -13,36 +13,58 @@ import pytest
 from django.db import transaction
 from django.test import SimpleTestCase, TestCase, override_settings
 
-from dlocks import LockError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore, lock_lost
-from dlocks.backends.database import DatabaseBackend
-from dlocks.backends.dummy import DummyBackend
-from dlocks.backends.memory import MemoryBackend
-from dlocks.conf import backends
-from dlocks.testing import abandoned, expire, frozen_clock, held_elsewhere, lose, override_locks
+from dlocks import (
+    LockError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    lock_lost,
+)
+from dlocks.testing import (
+    abandoned,
+    expire,
+    frozen_clock,
+    held_elsewhere,
+    lose,
+    override_locks,
+)
 from tests import pages
+from tests.internals import (
+    DatabaseBackend,
+    DummyBackend,
+    MemoryBackend,
+    backends,
+    clock,
+)
 from tests.timing import in_time
 
 ROOT = Path(__file__).parent.parent
 
 database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
-EVERY = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory", "prefixed"])
+EVERY = pytest.mark.parametrize(
+    "using", ["default", "optimistic", "insert", "memory", "prefixed"]
+)
 
 
-def test_contracts_are_still_imported_from_here():
+def test_the_contract_can_be_imported_from_dlocks_testing():
     from dlocks.testing import BackendContract
 
     assert BackendContract.__module__ == "dlocks.testing.contract"
 
 
-# Somebody else has it.
+# Keys held by another holder.
 
 
 @database
 @EVERY
-def test_a_key_held_elsewhere_is_busy_here_for_the_length_of_the_block(using):
+def test_held_elsewhere_makes_a_key_busy_during_the_block(using):
     with held_elsewhere("stock:7", using=using, holder="web-2:77:x", ttl=200):
-        with pytest.raises(LockTimeout, match=r"held by web-2:77:x \(192\.0\.2\.1\)") as caught:
+        with pytest.raises(
+            LockTimeout, match=r"held by web-2:77:x \(192\.0\.2\.1\)"
+        ) as caught:
             db_lock("stock:7", using=using, timeout=0).acquire()
         assert 190 < caught.value.holder.remaining < 200.001
     with db_lock("stock:7", using=using, timeout=0):
@@ -51,8 +73,11 @@ def test_a_key_held_elsewhere_is_busy_here_for_the_length_of_the_block(using):
 
 @database
 @EVERY
-def test_what_is_held_already_cannot_be_held_elsewhere(using):
-    with db_lock("stock:7", using=using), pytest.raises(RuntimeError, match="held already, by"):
+def test_held_elsewhere_refuses_a_held_key(using):
+    with (
+        db_lock("stock:7", using=using),
+        pytest.raises(RuntimeError, match="held already, by"),
+    ):
         with held_elsewhere("stock:7", using=using):
             raise AssertionError
 
@@ -69,17 +94,17 @@ def test_an_abandoned_key_is_stale_and_taken_over(using):
         assert not hold.takeover
 
 
-def test_on_a_backend_that_excludes_nobody_nobody_holds_elsewhere():
+def test_a_key_of_the_dummy_backend_cannot_be_abandoned():
     with override_locks("dummy"), pytest.raises(RuntimeError, match="DummyBackend"):
         abandoned("stock:7")
 
 
-# The lease ends.
+# The end of a lease.
 
 
 @database
 @EVERY
-def test_an_expired_lease_is_found_out_and_not_told(using):
+def test_an_expired_lease_is_only_detected_on_use(using):
     told = []
     hold = db_lock("stock:7", using=using, on_lost=told.append).acquire()
     expire("stock:7", using=using)
@@ -95,7 +120,12 @@ def test_an_expired_lease_is_found_out_and_not_told(using):
 @pytest.mark.parametrize("end", [expire, lose])
 @pytest.mark.parametrize(
     "lock",
-    [db_semaphore("a", 2), db_rwlock("a").read(), db_rwlock("a").write(), db_lock("a", "b")],
+    [
+        db_semaphore("a", 2),
+        db_rwlock("a").read(),
+        db_rwlock("a").write(),
+        db_lock("a", "b"),
+    ],
     ids=["semaphore", "read", "write", "several"],
 )
 def test_a_lease_of_every_kind_can_be_ended(lock, end):
@@ -113,7 +143,7 @@ def test_a_lease_of_every_kind_can_be_ended(lock, end):
 
 @database
 @EVERY
-def test_a_lost_lease_is_told_at_once_and_somebody_else_had_it(using):
+def test_a_lost_lease_is_reported_at_once_as_a_takeover(using):
     told = []
     receiver = lambda hold, **kwargs: told.append(hold)  # noqa: E731
     lock_lost.connect(receiver)
@@ -132,15 +162,19 @@ def test_a_lost_lease_is_told_at_once_and_somebody_else_had_it(using):
 
 
 @database
-def test_what_is_no_lease_of_this_process_cannot_end():
+def test_only_a_lease_of_this_process_can_be_ended():
     with pytest.raises(RuntimeError, match="no lease on 'stock:7'"):
         lose("stock:7")
-    with transaction.atomic(), db_lock("stock:7") as hold, pytest.raises(RuntimeError, match="override_locks"):
+    with (
+        transaction.atomic(),
+        db_lock("stock:7") as hold,
+        pytest.raises(RuntimeError, match="override_locks"),
+    ):
         expire(hold)
 
 
 class TestInsideOfATestCase(TestCase):
-    """What is held elsewhere there goes with the test."""
+    """A TestCase, whose keys held elsewhere are released with the test."""
 
     def test_a_key_is_busy(self):
         with held_elsewhere("stock:7"):
@@ -158,20 +192,30 @@ class TestInsideOfATestCase(TestCase):
 # Other backends.
 
 
-def test_every_alias_is_put_on_memory_with_its_options_and_new_each_time():
+def test_override_locks_gives_every_alias_a_new_memory_backend():
     with override_settings(
-        DLOCKS={"other": {"BACKEND": "x.Y", "OPTIONS": {"ttl": 7, "prefix": "p:", "database": "d"}}}
+        DLOCKS={
+            "other": {
+                "BACKEND": "x.Y",
+                "OPTIONS": {"ttl": 7, "prefix": "p:", "database": "d"},
+            }
+        }
     ):
         with override_locks(timeout=3):
             first = backends["other"]
             assert type(first) is type(backends["default"]) is MemoryBackend
-            assert (first.ttl, first.timeout, first.prefix, backends["default"].timeout) == (7, 3, "p:", 3)
+            assert (
+                first.ttl,
+                first.timeout,
+                first.prefix,
+                backends["default"].timeout,
+            ) == (7, 3, "p:", 3)
         with override_locks():
             assert backends["other"] is not first
     assert isinstance(backends["default"], DatabaseBackend)
 
 
-def test_what_a_test_left_held_is_no_trouble_to_the_next():
+def test_a_hold_left_by_a_test_does_not_affect_the_next():
     left = []
     for _ in range(2):
         with override_locks():
@@ -180,7 +224,7 @@ def test_what_a_test_left_held_is_no_trouble_to_the_next():
     assert not any(hold.held for hold in left)
 
 
-def test_nobody_is_excluded_by_dummies(elsewhere):
+def test_dummy_locks_exclude_no_caller(elsewhere):
     @override_locks("dummy")
     def work():
         assert isinstance(backends["default"], DummyBackend)
@@ -190,8 +234,11 @@ def test_nobody_is_excluded_by_dummies(elsewhere):
     work()
 
 
-@pytest.mark.parametrize(("wrong", "error"), [({"backend": "redis"}, ValueError), ({"database": "x"}, TypeError)])
-def test_what_cannot_be_overridden_is_refused(wrong, error):
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"backend": "redis"}, ValueError), ({"database": "x"}, TypeError)],
+)
+def test_override_locks_refuses_unknown_arguments(wrong, error):
     with pytest.raises(error, match=r"override_locks\(\) takes"):
         override_locks(**wrong)
 
@@ -200,18 +247,18 @@ def test_what_cannot_be_overridden_is_refused(wrong, error):
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_waiting_turns_a_frozen_clock_and_takes_no_time():
-    began = clock._system()
+def test_waiting_advances_a_frozen_clock_at_once():
+    began = clock.real_now()
     with frozen_clock(), held_elsewhere("stock:7"):
         frozen = clock.now()
-        with pytest.raises(LockTimeout, match=r"in 3600\.0 s"):
+        with pytest.raises(LockTimeout, match=r"within 3599\.97 s"):
             db_lock("stock:7", timeout=3599.97).acquire()
         assert clock.now() - frozen == pytest.approx(3599.97)
-    in_time(clock._system() - began, 30)
+    in_time(clock.real_now() - began, 30)
 
 
 @pytest.mark.usefixtures("memory_locks")
-async def test_waiting_coroutines_turn_it_too():
+async def test_waiting_coroutines_advance_a_frozen_clock():
     with frozen_clock(), held_elsewhere("stock:7"):
         frozen = clock.now()
         with pytest.raises(LockTimeout):
@@ -220,8 +267,13 @@ async def test_waiting_coroutines_turn_it_too():
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_when_a_tick_returns_what_is_due_is_renewed_and_what_is_lost_is_noticed(frozen_lock_clock):
-    kept, left = db_lock("kept", ttl=30).acquire(), db_lock("left", ttl=30, renew=False).acquire()
+def test_a_tick_renews_due_leases_and_detects_losses(
+    frozen_lock_clock,
+):
+    kept, left = (
+        db_lock("kept", ttl=30).acquire(),
+        db_lock("left", ttl=30, renew=False).acquire(),
+    )
     for _ in range(10):
         frozen_lock_clock.tick(11)
         assert kept.remaining == 30
@@ -232,7 +284,7 @@ def test_when_a_tick_returns_what_is_due_is_renewed_and_what_is_lost_is_noticed(
 
 
 @database
-def test_a_frozen_clock_does_not_stop_the_database_s(frozen_lock_clock):
+def test_a_frozen_clock_does_not_stop_the_databases_clock(frozen_lock_clock):
     with db_lock("stock:7", ttl=30) as hold:
         frozen_lock_clock.tick(29)
         assert hold.remaining == 30
@@ -244,12 +296,15 @@ def test_the_clock_runs_again_afterwards(until):
         assert clock.now() == clock.now()
         frozen.tick(1000)
     before = clock.now()
-    assert abs(before - clock._system()) < 100
+    assert abs(before - clock.real_now()) < 100
     until(lambda: clock.now() > before)
 
 
-def test_what_a_class_has_left_behind_is_nothing_to_the_next_one():
-    """Where override_locks() decorates the classes: the next one would enter a hold that excludes nobody any more."""
+def test_a_hold_left_by_a_class_does_not_affect_the_next():
+    """Otherwise the next class would enter a hold that no longer excludes.
+
+    ``override_locks()`` decorates both classes.
+    """
     left = []
 
     @override_locks()
@@ -272,16 +327,18 @@ def test_what_a_class_has_left_behind_is_nothing_to_the_next_one():
     assert not left[0].held
 
 
-# The page, and pytest.
+# The examples of the page, and the pytest plugin.
 
 
-def test_the_examples_of_the_page():
+def test_the_documented_test_cases_pass():
     page = pages.run("how-to/testing")
     assert page.SimpleTestCase is SimpleTestCase
     suite = unittest.TestSuite(
         unittest.defaultTestLoader.loadTestsFromTestCase(value)
         for value in vars(page).values()
-        if isinstance(value, type) and issubclass(value, SimpleTestCase) and value is not SimpleTestCase
+        if isinstance(value, type)
+        and issubclass(value, SimpleTestCase)
+        and value is not SimpleTestCase
     )
     assert suite.countTestCases() == 7
     result = unittest.TestResult()
@@ -289,20 +346,34 @@ def test_the_examples_of_the_page():
     assert result.errors + result.failures == []
 
 
-def test_the_fixtures_of_the_page(tmp_path):
-    """In a project of its own, whose pytest finds them by the entry point alone."""
+def test_the_documented_fixtures_work(tmp_path):
+    """In a project of its own, pytest finds them by the entry point alone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = tmp_path / "dlocks-0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dlocks\nVersion: 0\n")
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: dlocks\nVersion: 0\n"
+    )
     ((name, module),) = project["entry-points"]["pytest11"].items()
     (installed / "entry_points.txt").write_text(f"[pytest11]\n{name} = {module}\n")
-    (tmp_path / "settings.py").write_text("SECRET_KEY = 'x'\nINSTALLED_APPS = ['dlocks']\n")
+    (tmp_path / "settings.py").write_text(
+        "SECRET_KEY = 'x'\nINSTALLED_APPS = ['dlocks']\n"
+    )
     code = "\n".join(["from dlocks import db_lock", pages.blocks("how-to/testing")[-1]])
     (tmp_path / "test_it.py").write_text(
-        code + "\ndef test_dummy(dummy_locks):\n    assert db_lock('x').acquire().held\n"
+        code
+        + "\ndef test_dummy(dummy_locks):\n    assert db_lock('x').acquire().held\n"
     )
-    arguments = ["-q", "-p", "no:cacheprovider", "-W", "error", "--ds=settings", "--rootdir", str(tmp_path)]
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "error",
+        "--ds=settings",
+        "--rootdir",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, "test_it.py"],
         cwd=tmp_path,
@@ -315,19 +386,24 @@ def test_the_fixtures_of_the_page(tmp_path):
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_plugin_imports_nothing_before_it_is_used():
+def test_the_pytest_plugin_imports_nothing_before_its_use():
     code = (
-        "import pytest, sys; before = set(sys.modules); import dlocks.pytest_plugin;"
-        "print(sorted(name for name in set(sys.modules) - before if name.split('.')[0] in"
-        " {'django', 'dlocks', 'asgiref', 'opentelemetry'}))"
+        "import pytest, sys; before = set(sys.modules); import"
+        " dlocks.pytest_plugin;print(sorted(name for name in set(sys.modules) - before"
+        " if name.split('.')[0] in {'django', 'dlocks', 'asgiref', 'opentelemetry'}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout == "['dlocks', 'dlocks.pytest_plugin']\n"
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_can_be_imported():
     import dlocks
 
     assert all(getattr(dlocks, name) is not None for name in dlocks.__all__)

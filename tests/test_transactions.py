@@ -1,4 +1,4 @@
-"""What a lock promises inside of transactions, and a lease that meets one."""
+"""Locks inside transactions, and leases that meet a transaction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import threading
 import time
 
 import pytest
-from django.db import DatabaseError, IntegrityError, connection, connections, transaction
+from django.db import (
+    DatabaseError,
+    IntegrityError,
+    connection,
+    connections,
+    transaction,
+)
 from django.test import Client, TestCase, TransactionTestCase, override_settings
 
 from dlocks import (
@@ -22,28 +28,30 @@ from dlocks import (
     db_semaphore,
     locked_view,
 )
-from dlocks.conf import backends
-from dlocks.keeper import keeper
-from dlocks.models import LockState, ResourceLock
 from tests import jobs
+from tests.internals import LockState, ResourceLock, backends, keeper
 from tests.models import Counter
 from tests.timing import eventually, in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-SERVERS = pytest.mark.engine("postgresql", "mariadb")
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
 # Inside a transaction.
 
 
 @FAMILY
-def test_inside_a_transaction_the_lock_lasts_until_its_outermost_end(using, is_busy):
+def test_a_lock_in_a_transaction_lasts_until_its_outermost_end(using, is_busy):
     with transaction.atomic():
         with transaction.atomic():
             with db_lock("stock:7", using=using) as hold:
-                assert (hold.scope, hold.held, hold.remaining) == ("transaction", True, float("inf"))
+                assert (hold.scope, hold.held, hold.remaining) == (
+                    "transaction",
+                    True,
+                    float("inf"),
+                )
                 assert is_busy(using=using)
             assert is_busy(using=using)
         assert is_busy(using=using)
@@ -56,7 +64,11 @@ def test_a_rollback_leaves_no_trace(using, is_busy):
     with db_lock("stock:7") as before:
         pass
     for kind in (using, using):
-        with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:7", using=kind):
+        with (
+            pytest.raises(ZeroDivisionError),
+            transaction.atomic(),
+            db_lock("stock:7", using=kind),
+        ):
             1 / 0  # noqa: B018
     row = ResourceLock.objects.by_clock().get()
     assert (row.version, row.status, row.state) == (before.token, "S", LockState.FREE)
@@ -101,8 +113,11 @@ def test_the_same_key_one_after_the_other_in_one_transaction(using, is_busy):
 
 
 @FAMILY
-def test_an_inner_block_that_is_rolled_back_takes_its_lock_along(using, elsewhere):
-    """On PostgreSQL the row is free then, on InnoDB it stays locked: no hold is believed in, and it can be retaken."""
+def test_the_rollback_of_an_inner_block_ends_its_lock(using, elsewhere):
+    """The hold ends, and the key can be acquired again.
+
+    On PostgreSQL the row is free then. On InnoDB it stays locked.
+    """
     lock = db_lock("stock:7", using=using)
     with lock:
         pass
@@ -117,7 +132,7 @@ def test_an_inner_block_that_is_rolled_back_takes_its_lock_along(using, elsewher
             assert elsewhere(lock.try_acquire) is None
 
 
-def test_a_nested_entry_after_the_row_was_rolled_back_is_told_so():
+def test_reentering_a_rolled_back_lock_raises_lock_lost():
     with db_lock("stock:7"):
         pass
     with pytest.raises(LockLost), transaction.atomic():
@@ -130,7 +145,7 @@ def test_a_nested_entry_after_the_row_was_rolled_back_is_told_so():
 
 
 @FAMILY
-def test_an_exception_caught_inside_the_transaction_is_told_by_the_status(using):
+def test_the_status_shows_an_exception_in_the_transaction(using):
     with transaction.atomic():
         with pytest.raises(ZeroDivisionError), db_lock("stock:7", using=using):
             1 / 0  # noqa: B018
@@ -138,14 +153,19 @@ def test_an_exception_caught_inside_the_transaction_is_told_by_the_status(using)
         assert (row.status, row.hold_count) == ("F", 0)
 
 
-def test_a_database_error_in_the_body_passes_as_it_is(is_busy):
+def test_a_database_error_in_the_block_is_raised_unchanged(is_busy):
     Counter.objects.create(name="one")
     with pytest.raises(IntegrityError), transaction.atomic(), db_lock("stock:7"):
         Counter.objects.create(name="one")
     assert not is_busy()
-    # PostgreSQL's transaction is aborted, and nobody was told: the end of the block must not hide that.
+    # PostgreSQL has aborted the transaction, but no error was raised. The end of the
+    # block must not hide that.
     with pytest.raises(DatabaseError), transaction.atomic():
-        with db_lock("stock:7"), pytest.raises(DatabaseError), connection.cursor() as cursor:
+        with (
+            db_lock("stock:7"),
+            pytest.raises(DatabaseError),
+            connection.cursor() as cursor,
+        ):
             cursor.execute("SELECT no_such_column FROM no_such_table")
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")
@@ -154,7 +174,7 @@ def test_a_database_error_in_the_body_passes_as_it_is(is_busy):
 
 
 @SERVERS
-def test_contention_does_not_break_the_caller_s_transaction(workers):
+def test_contention_does_not_break_the_callers_transaction(workers):
     (worker,) = workers(1)
     worker.start(jobs.hold, "stock:7")
     worker.hear()
@@ -170,8 +190,8 @@ def test_contention_does_not_break_the_caller_s_transaction(workers):
 
 @SERVERS
 @FAMILY
-def test_a_waiter_in_a_transaction_gets_the_lease_once_it_is_given_back(using, workers):
-    """… and the real holder is never blocked by the waiter: it renews and releases at once."""
+def test_a_waiter_in_a_transaction_acquires_a_released_lease(using, workers):
+    """The waiter never blocks the holder, which renews and releases at once."""
     (holder,) = workers(1)
     holder.start(jobs.hold, "stock:7", using=using)
     first = holder.hear()
@@ -186,14 +206,16 @@ def test_a_waiter_in_a_transaction_gets_the_lease_once_it_is_given_back(using, w
 
 @FAMILY
 @pytest.mark.parametrize("roll_back", [False, True])
-def test_a_waiter_outside_gets_the_key_when_the_transaction_ends(using, roll_back, workers):
+def test_a_waiter_acquires_the_key_when_the_transaction_ends(using, roll_back, workers):
     holder, waiter = workers(2)
     holder.start(jobs.hold_in_transaction, "stock:7", using=using, roll_back=roll_back)
     first = holder.hear()
     waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
     assert waiter.hear() == "waiting"
     assert db_lock("stock:7", using=using).try_acquire() is None
-    with pytest.raises(LockTimeout, match="held by a transaction that has not ended"):
+    with pytest.raises(
+        LockTimeout, match="held by an open transaction, or just released"
+    ):
         db_lock("stock:7", using=using, timeout=0.1).acquire()
     holder.tell()
     assert holder.hear() == "ended"
@@ -203,7 +225,7 @@ def test_a_waiter_outside_gets_the_key_when_the_transaction_ends(using, roll_bac
 
 @SERVERS
 @FAMILY
-def test_waiting_for_another_transaction_is_bounded_by_the_timeout(using, workers):
+def test_the_timeout_limits_the_wait_for_a_transaction(using, workers):
     (holder,) = workers(1)
     holder.start(jobs.hold_in_transaction, "stock:7", using=using)
     holder.hear()
@@ -220,8 +242,11 @@ def test_waiting_for_another_transaction_is_bounded_by_the_timeout(using, worker
 
 @SERVERS
 @FAMILY
-def test_a_new_key_in_a_transaction_makes_nobody_else_wait(using, is_busy):
-    """The row is made beside the transaction, so nobody's insert of the key waits for this commit."""
+def test_a_new_key_in_a_transaction_does_not_block_others(using, is_busy):
+    """The row is created outside the transaction.
+
+    No other insert of the key waits for this commit.
+    """
     with transaction.atomic(), db_lock("new", using=using):
         started = time.monotonic()
         assert is_busy("new", using=using)
@@ -243,26 +268,33 @@ def test_a_lease_outside_with_a_transaction_inside(is_busy):
     assert not is_busy()
 
 
-def test_a_transaction_scope_outside_of_one_is_refused_with_the_way_out(django_assert_num_queries):
-    with django_assert_num_queries(0), pytest.raises(RuntimeError, match=r"atomic\(using='default'\)"):
+def test_transaction_scope_without_a_transaction_is_refused(
+    django_assert_num_queries,
+):
+    with (
+        django_assert_num_queries(0),
+        pytest.raises(RuntimeError, match=r"atomic\(using='default'\)"),
+    ):
         db_lock("stock:7", scope="transaction").acquire()
     with transaction.atomic(), pytest.raises(RuntimeError, match="MemoryBackend"):
         db_lock("stock:7", using="memory", scope="transaction").acquire()
 
 
-def test_at_least_keeps_the_key_beyond_the_commit(is_busy, until):
-    with transaction.atomic(), db_lock("job", at_least=3.0):
+def test_min_hold_keeps_the_key_beyond_the_commit(is_busy, until):
+    with transaction.atomic(), db_lock("job", min_hold=3.0):
         pass
     assert is_busy("job")
     until(lambda: not is_busy("job"))
 
 
-def test_autocommit_switched_off_by_hand_is_refused_with_the_way_out(is_busy):
-    """Django does not tell when such a transaction ends."""
+def test_a_lock_with_autocommit_switched_off_is_refused(is_busy):
+    """Django does not report when such a transaction ends."""
     connection.ensure_connection()
     transaction.set_autocommit(False)
     try:
-        with pytest.raises(RuntimeError, match=r"Autocommit is switched off.*atomic\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"Autocommit is switched off.*atomic\(\)"
+        ):
             db_lock("stock:7").acquire()
         with transaction.atomic(), db_lock("stock:7") as hold:
             assert hold.scope == "transaction"
@@ -279,12 +311,18 @@ LEVELS = pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 
 @pytest.fixture
 def isolation():
-    """Return a function that sets the session's isolation level, and put it back after the test."""
+    """Return a function that sets the session's isolation level.
+
+    The level is restored after the test.
+    """
 
     def set_level(level):
         with connection.cursor() as cursor:
             if connection.vendor == "postgresql":
-                cursor.execute(f"SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL {level}")
+                cursor.execute(
+                    "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL"
+                    f" {level}"
+                )
             else:
                 cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
 
@@ -295,16 +333,18 @@ def isolation():
 @SERVERS
 @FAMILY
 @LEVELS
-def test_a_snapshot_that_may_be_old_is_refused_with_the_reason(using, level, isolation, is_busy):
+def test_a_lock_with_an_old_snapshot_is_refused(using, level, isolation, is_busy):
     with db_lock("stock:7"):
         pass
     isolation(level)
     for key in ("stock:7", "new"):
         with transaction.atomic():
             Counter.objects.count()
-            with pytest.raises(RuntimeError, match=f"runs at {level}.*Take the lock before"):
+            with pytest.raises(
+                RuntimeError, match=f"runs at {level}.*Take the lock before"
+            ):
                 db_lock(key, using=using).acquire()
-            # Nothing was locked, nothing aborted.
+            # Nothing was locked, and nothing was aborted.
             assert not is_busy(using=using)
             Counter.objects.create(name=key)
     assert Counter.objects.count() == 2
@@ -313,7 +353,7 @@ def test_a_snapshot_that_may_be_old_is_refused_with_the_reason(using, level, iso
 @SERVERS
 @FAMILY
 @LEVELS
-def test_a_lease_before_such_a_transaction_is_right(using, level, isolation, is_busy):
+def test_a_lease_may_precede_a_snapshot_transaction(using, level, isolation, is_busy):
     isolation(level)
     for _ in range(2):
         with db_lock("stock:7", using=using) as hold, transaction.atomic():
@@ -325,9 +365,12 @@ def test_a_lease_before_such_a_transaction_is_right(using, level, isolation, is_
 
 @SERVERS
 @LEVELS
-def test_a_lease_forced_inside_such_a_transaction_is_warned_of(level, isolation):
+def test_a_lease_inside_a_snapshot_transaction_is_a_warning(level, isolation):
     isolation(level)
-    with transaction.atomic(), pytest.warns(RuntimeWarning, match=f"at {level}, whose snapshot may be older"):
+    with (
+        transaction.atomic(),
+        pytest.warns(RuntimeWarning, match=f"at {level}, whose snapshot may be older"),
+    ):
         with db_lock("stock:7", scope="lease") as hold:
             assert hold.held
 
@@ -335,7 +378,7 @@ def test_a_lease_forced_inside_such_a_transaction_is_warned_of(level, isolation)
 @SERVERS
 @FAMILY
 @pytest.mark.parametrize("there", [True, False], ids=["known", "new"])
-def test_a_busy_key_costs_a_transaction_nothing_and_its_neighbours_nobody_s_lock(using, there, workers):
+def test_a_busy_key_does_not_block_adjacent_keys(using, there, workers):
     keys = ("stock:6", "stock:7", "stock:8")
     for key in keys if there else keys[::2]:
         with db_lock(key):
@@ -363,18 +406,24 @@ def test_a_busy_key_costs_a_transaction_nothing_and_its_neighbours_nobody_s_lock
 
 @pytest.mark.engine("postgresql")
 @FAMILY
-def test_a_lease_forced_inside_a_transaction_begins_when_it_is_taken(using):
-    """Not when the transaction began, which is what now() would say: its lease would be over too soon."""
+def test_a_lease_in_a_transaction_starts_when_it_is_acquired(using):
+    """``now()`` is when the transaction began, so the lease would end too soon."""
     with transaction.atomic():
         Counter.objects.count()
-        with db_lock("stock:7", using=using, scope="lease"), connection.cursor() as cursor:
-            cursor.execute("SELECT begin_time > now() AND end_time > now() + '30 s' FROM dlocks_resourcelock")
+        with (
+            db_lock("stock:7", using=using, scope="lease"),
+            connection.cursor() as cursor,
+        ):
+            cursor.execute(
+                "SELECT begin_time > now() AND end_time > now() + '30 s' FROM"
+                " dlocks_resourcelock"
+            )
             assert cursor.fetchall() == [(True,)]
 
 
 @SERVERS
 @FAMILY
-def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_commit(using, is_busy):
+def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
     with transaction.atomic():
         with db_lock("stock:7", using=using, scope="lease") as hold:
             assert hold.scope == "lease"
@@ -383,7 +432,7 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_commit(usin
                 assert inner is hold
         assert is_busy(using=using)
         assert hold.held
-        # The same thread entering again meanwhile simply has it.
+        # The same thread can enter it again until then.
         with db_lock("stock:7", using=using, scope="lease") as again:
             assert again is hold
             assert again.count == 1
@@ -393,8 +442,11 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_commit(usin
 
 
 @SERVERS
-def test_it_is_given_back_when_the_block_of_the_transaction_has_ended_whoever_does_it(is_busy, monkeypatch):
-    """The keeper sees the end of the transaction first where something else that waits for it takes its time."""
+def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, monkeypatch):
+    """The keeper may see the end of the transaction first.
+
+    This happens if another on-commit callback takes long.
+    """
     release, begun = type(backends["default"]).release, threading.Event()
 
     def slow(self, *args, **kwargs):
@@ -412,7 +464,7 @@ def test_it_is_given_back_when_the_block_of_the_transaction_has_ended_whoever_do
 
 
 @SERVERS
-def test_an_interrupt_as_it_is_given_back_leaves_nothing_taken(is_busy, monkeypatch):
+def test_an_interrupted_release_after_the_commit_is_repeated(is_busy, monkeypatch):
     release, asked = type(backends["default"]).release, []
 
     def interrupted(self, *args, **kwargs):
@@ -430,7 +482,7 @@ def test_an_interrupt_as_it_is_given_back_leaves_nothing_taken(is_busy, monkeypa
 
 
 @SERVERS
-def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is_busy, until):
+def test_a_lease_in_a_transaction_is_released_after_a_rollback(is_busy, until):
     with transaction.atomic():
         with transaction.atomic():
             with db_lock("stock:7", scope="lease") as hold:
@@ -444,8 +496,11 @@ def test_a_lease_forced_inside_a_transaction_is_given_back_after_the_rollback(is
 
 
 @SERVERS
-def test_a_lease_that_nobody_has_any_more_is_given_back_after_the_rollback_too(is_busy, until):
-    """Django forgets by it what was to be done on commit; a collection of garbage may come before anybody looks."""
+def test_an_unreferenced_lease_is_released_after_a_rollback(is_busy, until):
+    """A rollback makes Django forget its on-commit callbacks.
+
+    A garbage collection may come before the keeper checks.
+    """
     with transaction.atomic():
         with db_lock("stock:7", scope="lease"):
             pass
@@ -456,7 +511,9 @@ def test_a_lease_that_nobody_has_any_more_is_given_back_after_the_rollback_too(i
 
 
 @SERVERS
-def test_a_lease_that_was_taken_away_before_it_is_entered_again_is_kept_in_mind_no_longer(elsewhere):
+def test_a_lease_that_was_taken_over_is_forgotten(
+    elsewhere,
+):
     with pytest.raises(LockLost), transaction.atomic():
         with db_lock("stock:7", scope="lease"):
             pass
@@ -466,8 +523,8 @@ def test_a_lease_that_was_taken_away_before_it_is_entered_again_is_kept_in_mind_
 
 
 @SERVERS
-def test_a_row_that_cannot_be_deleted_after_the_commit_fails_nothing_else(monkeypatch):
-    """Other callbacks are called, and the block ends as what it is: committed."""
+def test_a_failed_row_deletion_after_the_commit_is_harmless(monkeypatch):
+    """Other callbacks are called, and the block ends as committed."""
 
     def fail(self, claim):
         raise LockBackendError("The server is gone.")
@@ -481,10 +538,14 @@ def test_a_row_that_cannot_be_deleted_after_the_commit_fails_nothing_else(monkey
     assert called == [True]
 
 
+@pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
-def test_a_pool_of_django_s_that_is_used_up_keeps_nobody_from_a_lease(doomed, until):
-    """What a caller waits for must not need another connection of the pool that he has one of."""
-    there = {name: str(connection.settings_dict[name]) for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
+def test_an_exhausted_django_pool_does_not_block_a_lease(doomed, until):
+    """A lease needs no second connection of the pool that the caller uses."""
+    there = {
+        name: str(connection.settings_dict[name])
+        for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")
+    }
     options = {"OPTIONS": {"pool": {"min_size": 1, "max_size": 1, "timeout": 3}}}
     worker = doomed(DLOCKS_TEST_DATABASES=json.dumps({"default": {**there, **options}}))
     assert worker.call(jobs.lease_in_a_transaction, "stock:7") == 1
@@ -494,10 +555,14 @@ def test_a_pool_of_django_s_that_is_used_up_keeps_nobody_from_a_lease(doomed, un
     assert worker.hear()
 
 
-@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")], ids=["one key", "several"])
+@pytest.mark.parametrize(
+    "keys", [("stock:7",), ("stock:7", "stock:8")], ids=["one key", "several"]
+)
 @pytest.mark.parametrize("roll_back", [False, True])
-def test_a_lease_given_back_in_a_transaction_is_free_however_that_ends(keys, roll_back, is_busy, until):
-    """Also where it cannot be given back beside the transaction: SQLite has one writer."""
+def test_a_lease_released_in_a_transaction_becomes_free(
+    keys, roll_back, is_busy, until
+):
+    """SQLite has one writer, so the release cannot use another connection."""
     hold = db_lock(*keys, release_at="exit").acquire()
     with transaction.atomic():
         Counter.objects.create(name="stock", value=7)
@@ -507,7 +572,7 @@ def test_a_lease_given_back_in_a_transaction_is_free_however_that_ends(keys, rol
 
 
 @SERVERS
-def test_a_lease_can_be_given_back_at_the_exit_on_purpose(is_busy):
+def test_release_at_exit_releases_before_the_commit(is_busy):
     with transaction.atomic():
         with db_lock("stock:7", scope="lease", release_at="exit"):
             assert is_busy()
@@ -515,7 +580,7 @@ def test_a_lease_can_be_given_back_at_the_exit_on_purpose(is_busy):
 
 
 @SERVERS
-def test_a_lease_survives_the_rollback_of_the_transaction_it_was_taken_in(is_busy):
+def test_a_lease_survives_the_rollback_of_its_transaction(is_busy):
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         hold = db_lock("stock:7", scope="lease").acquire()
         1 / 0  # noqa: B018
@@ -525,7 +590,7 @@ def test_a_lease_survives_the_rollback_of_the_transaction_it_was_taken_in(is_bus
     assert not is_busy()
 
 
-def test_a_backend_without_transactions_gives_back_after_the_commit():
+def test_a_backend_without_transactions_releases_at_the_commit():
     lock = db_lock("stock:7", using="memory")
 
     def is_taken():
@@ -545,27 +610,34 @@ def test_a_backend_without_transactions_gives_back_after_the_commit():
 
 
 @SERVERS
-def test_a_lease_beside_the_own_transaction_s_lock_is_refused():
+def test_a_lease_next_to_the_transactions_own_lock_is_refused():
     with transaction.atomic(), db_lock("stock:7"):
-        with pytest.raises(RuntimeError, match="belongs to this thread's transaction already"):
+        with pytest.raises(
+            RuntimeError, match="held by the transaction of this thread"
+        ):
             db_lock("stock:7", scope="lease").acquire()
 
 
 @pytest.mark.engine("sqlite")
-def test_on_sqlite_a_lease_inside_a_transaction_is_refused_with_the_reason():
-    with transaction.atomic(), pytest.raises(RuntimeError, match="SQLite has one writer"):
+def test_on_sqlite_a_lease_inside_a_transaction_is_refused():
+    with (
+        transaction.atomic(),
+        pytest.raises(RuntimeError, match="SQLite has one writer"),
+    ):
         db_lock("stock:7", scope="lease").acquire()
 
 
 @pytest.mark.engine("sqlite")
 @FAMILY
-def test_on_sqlite_somebody_s_lease_cannot_be_waited_for_in_a_transaction(using, workers):
+def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, workers):
     (holder,) = workers(1)
     holder.start(jobs.hold, "stock:7", using=using)
     holder.hear()
     with transaction.atomic():
         started = time.monotonic()
-        with pytest.raises(LockError, match="cannot be waited for inside a transaction") as caught:
+        with pytest.raises(
+            LockError, match="cannot be waited for inside a transaction"
+        ) as caught:
             db_lock("stock:7", using=using, timeout=30).acquire()
         took = time.monotonic() - started
         assert not isinstance(caught.value, (LockTimeout, LockBackendError))
@@ -578,8 +650,8 @@ def test_on_sqlite_somebody_s_lease_cannot_be_waited_for_in_a_transaction(using,
 
 @pytest.mark.engine("sqlite")
 @FAMILY
-def test_on_sqlite_who_only_tries_in_a_transaction_finds_it_busy(using, workers):
-    """There is nothing to wait for, so nothing that cannot be waited for."""
+def test_on_sqlite_an_attempt_in_a_transaction_finds_it_busy(using, workers):
+    """A single attempt never waits, so it raises no error about waiting."""
     (holder,) = workers(1)
     holder.start(jobs.hold, "stock:7", using=using)
     holder.hear()
@@ -588,13 +660,16 @@ def test_on_sqlite_who_only_tries_in_a_transaction_finds_it_busy(using, workers)
         assert db_lock("stock:7", "stock:8", using=using).try_acquire() is None
         with pytest.raises(LockTimeout):
             db_lock("stock:7", using=using, timeout=0).acquire()
-        assert db_lock("stock:7", using=using, timeout=0, busy="skip")(lambda: "done")() is None
+        assert (
+            db_lock("stock:7", using=using, timeout=0, busy="skip")(lambda: "done")()
+            is None
+        )
     holder.tell()
     holder.hear()
 
 
 @pytest.mark.engine("sqlite")
-def test_on_sqlite_what_is_decorated_finds_a_key_busy_that_it_cannot_wait_for(workers):
+def test_on_sqlite_a_decorator_treats_it_as_a_busy_key(workers):
     def whose(error, *args):
         return type(error), error.key, error.holder.holder
 
@@ -606,14 +681,17 @@ def test_on_sqlite_what_is_decorated_finds_a_key_busy_that_it_cannot_wait_for(wo
         kind, key, who = db_lock("stock:7", timeout=3, busy=whose)(lambda: "done")()
         assert (kind, key) == (LockTimeout, "stock:7")
         assert str(holder.process.pid) in who
-        assert locked_view("stock:7", timeout=3)(lambda request: "done")(None).status_code == 409
+        assert (
+            locked_view("stock:7", timeout=3)(lambda request: "done")(None).status_code
+            == 409
+        )
         with pytest.raises(LockNotAwaitable):
             db_lock("stock:7", timeout=3, busy="raise")(lambda: "done")()
     holder.tell()
     holder.hear()
 
 
-def test_who_relies_on_a_transaction_is_told_where_the_caller_has_a_lease():
+def test_transaction_scope_under_an_own_lease_is_refused():
     with db_lock("stock:7") as hold:
         with transaction.atomic():
             with pytest.raises(RuntimeError, match=r"hold.atomic\(\)"):
@@ -623,7 +701,7 @@ def test_who_relies_on_a_transaction_is_told_where_the_caller_has_a_lease():
 
 
 @SERVERS
-def test_one_entry_that_belongs_to_the_transaction_keeps_the_lease_to_its_end(is_busy, until):
+def test_an_entry_released_at_commit_keeps_the_lease(is_busy, until):
     for keys in (("stock:7",), ("stock:7", "stock:8")):
         with transaction.atomic():
             with db_lock(*keys, scope="lease", release_at="exit"), db_lock(*keys):
@@ -631,13 +709,16 @@ def test_one_entry_that_belongs_to_the_transaction_keeps_the_lease_to_its_end(is
             assert is_busy("stock:7")
         until(lambda: not is_busy("stock:7"))
         with transaction.atomic():
-            with db_lock(*keys, scope="lease", release_at="exit"), db_lock(*keys, release_at="exit"):
+            with (
+                db_lock(*keys, scope="lease", release_at="exit"),
+                db_lock(*keys, release_at="exit"),
+            ):
                 pass
             assert not is_busy("stock:7")
 
 
 @SERVERS
-def test_what_could_only_wait_for_the_caller_itself_is_refused_at_once(is_busy):
+def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
     catalogue, policy = db_rwlock("catalogue", timeout=None), {"timeout": None}
 
     def one_after_the_other(first, second):
@@ -657,11 +738,16 @@ def test_what_could_only_wait_for_the_caller_itself_is_refused_at_once(is_busy):
         (db_lock("stock:7", **policy), db_semaphore("stock:7", 3, **policy)),
     ):
         for take in (one_after_the_other, one_in_the_other):
-            with transaction.atomic(), pytest.raises(RuntimeError, match="could only wait|shared by this caller|alr"):
+            with (
+                transaction.atomic(),
+                pytest.raises(
+                    RuntimeError, match="have to wait|cannot be upgraded|already"
+                ),
+            ):
                 take(first, second)
             keeper.catch_up()
             take(first, second) if take is one_after_the_other else None
-    # What was rolled back is not kept.
+    # A lock that was rolled back is not kept.
     with transaction.atomic():
         with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:9"):
             raise ZeroDivisionError
@@ -671,7 +757,7 @@ def test_what_could_only_wait_for_the_caller_itself_is_refused_at_once(is_busy):
     keeper.catch_up()
 
 
-def test_a_nested_block_in_what_is_to_be_rolled_back_ends_in_peace(is_busy):
+def test_a_nested_block_may_end_in_a_doomed_transaction(is_busy):
     with transaction.atomic():
         with db_lock("stock:7"):
             with db_lock("stock:7"):
@@ -682,16 +768,16 @@ def test_a_nested_block_in_what_is_to_be_rolled_back_ends_in_peace(is_busy):
 
 
 @SERVERS
-def test_a_lease_that_was_left_can_be_entered_again_when_its_at_least_is_over():
+def test_a_lease_can_be_reentered_after_its_min_hold():
     with transaction.atomic():
-        with db_lock("stock:7", scope="lease", at_least=1) as hold:
+        with db_lock("stock:7", scope="lease", min_hold=1) as hold:
             pass
         with pytest.raises(LockTimeout):
             db_lock("stock:7", scope="lease", timeout=0).acquire()
         with db_lock("stock:7", scope="lease", timeout=30) as again:
             assert again is hold
             assert hold.age >= 1
-        with db_lock("stock:8", scope="lease", at_least=1) as hold:
+        with db_lock("stock:8", scope="lease", min_hold=1) as hold:
             pass
         with db_lock("stock:7", "stock:8", scope="lease", timeout=None) as both:
             assert hold in both.holds
@@ -700,10 +786,17 @@ def test_a_lease_that_was_left_can_be_entered_again_when_its_at_least_is_over():
 
 
 @SERVERS
-def test_nothing_of_ours_changes_how_the_caller_commits(settings):
+def test_locks_do_not_change_the_settings_of_the_session(settings):
     if connection.vendor == "postgresql":
-        names = ["synchronous_commit", "lock_timeout", "statement_timeout", "transaction_isolation"]
-        query = "SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY name"
+        names = [
+            "synchronous_commit",
+            "lock_timeout",
+            "statement_timeout",
+            "transaction_isolation",
+        ]
+        query = (
+            "SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY name"
+        )
     else:
         names = ["innodb_lock_wait_timeout", "tx_isolation", "autocommit", "sql_mode"]
         query = "SHOW SESSION VARIABLES WHERE variable_name IN %s"
@@ -725,13 +818,16 @@ def test_nothing_of_ours_changes_how_the_caller_commits(settings):
             assert session() == before
 
 
-# Where Django users stand.
+# Views and test cases.
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("atomic_requests", [False, True])
 def test_a_view_loses_no_update(atomic_requests):
-    """With ATOMIC_REQUESTS the lock ends with the request's commit, not with the block."""
+    """With ATOMIC_REQUESTS the lock ends with the request's commit.
+
+    It does not end with the block.
+    """
     Counter.objects.create(name="views")
     scopes, errors = [], []
 
@@ -745,7 +841,9 @@ def test_a_view_loses_no_update(atomic_requests):
         finally:
             connections.close_all()
 
-    with override_settings(DLOCKS={"default": {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}):
+    with override_settings(
+        DLOCKS={"default": {"BACKEND": "dlocks.backends.database.PessimisticBackend"}}
+    ):
         threads = [threading.Thread(target=visit) for _ in range(4)]
         try:
             for thread in threads:
@@ -760,17 +858,22 @@ def test_a_view_loses_no_update(atomic_requests):
 
 
 class TestInsideATestCase(TestCase):
-    """A TestCase is one transaction, which is never committed; locks just work in it and leave nothing behind."""
+    """A TestCase, which is one transaction that is never committed.
+
+    Locks work in it and leave nothing behind.
+    """
 
     @classmethod
     def tearDownClass(cls):
         super().tearDownClass()
-        left = keeper.run(lambda: list(ResourceLock.objects.values_list("pk", flat=True)))
+        left = keeper.run(
+            lambda: list(ResourceLock.objects.values_list("pk", flat=True))
+        )
         keeper.run(ResourceLock.objects.all().delete)
         # A lease is committed on purpose.
         assert set(left) <= {"leased"}
 
-    def test_a_lock_is_a_lock(self):
+    def test_locks_work_in_a_testcase(self):
         with db_lock("stock:7") as hold:
             assert hold.scope == "transaction"
             with db_lock("stock:7") as inner:
@@ -778,7 +881,7 @@ class TestInsideATestCase(TestCase):
         with db_lock("stock:7") as again:
             assert again.token > hold.token
 
-    def test_with_atomic_inside(self):
+    def test_locks_and_atomic_blocks_nest_in_a_testcase(self):
         for _ in range(2):
             with transaction.atomic(), db_lock("stock:7"):
                 Counter.objects.create(name=f"c{Counter.objects.count()}")
@@ -787,8 +890,8 @@ class TestInsideATestCase(TestCase):
         with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:7"):
             1 / 0  # noqa: B018
 
-    @pytest.mark.engine("postgresql", "mariadb")
-    def test_its_own_transaction_does_not_count_for_a_lease(self):
+    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    def test_a_lease_ignores_the_testcases_own_transaction(self):
         with db_lock("leased", scope="lease") as hold:
             assert hold.held
         assert not hold.held
@@ -803,14 +906,14 @@ class TestInsideATestCase(TestCase):
 class TestInsideATransactionTestCase(TransactionTestCase):
     available_apps = ["dlocks", "tests"]
 
-    def test_a_lock_is_a_lease(self):
+    def test_a_lock_in_a_transactiontestcase_is_a_lease(self):
         with db_lock("stock:7") as hold:
             assert hold.scope == "lease"
         with transaction.atomic(), db_lock("stock:7") as hold:
             assert hold.scope == "transaction"
 
 
-def test_backends_tell_where_the_caller_stands():
+def test_backends_know_whether_the_caller_is_in_a_transaction():
     backend = backends["default"]
     assert not backend.in_transaction()
     with transaction.atomic():
@@ -818,8 +921,8 @@ def test_backends_tell_where_the_caller_stands():
     assert not backend.in_transaction()
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_lease_left_in_a_transaction_that_failed_and_again_in_a_second_one_is_kept_until_that_ends(is_busy, until):
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_lease_released_twice_is_kept_until_the_second_commit(is_busy, until):
     lock = db_lock("stock:7", scope="lease")
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         with lock as first:
@@ -828,7 +931,7 @@ def test_a_lease_left_in_a_transaction_that_failed_and_again_in_a_second_one_is_
     with transaction.atomic():
         with lock as second:
             pass
-        # What the keeper does when it looks at what was left in the first.
+        # The keeper does this with the lease that was left in the first transaction.
         first.settle()
         second.settle()
         assert is_busy()

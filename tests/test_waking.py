@@ -1,4 +1,4 @@
-"""On MariaDB and MySQL the one whose turn it is, is woken: what that costs, and what remains when it fails."""
+"""Waking of the next waiter on MariaDB and MySQL: its cost and its failures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from django.db.backends.signals import connection_created
 from django.db.utils import OperationalError
 
 from dlocks import db_lock, db_rwlock
-from dlocks.backends.database.dialects import MySQL
-from dlocks.conf import backends
-from dlocks.waiting import room_of
 from tests import jobs
+from tests.internals import MySQL, backends, room_of
+from tests.settings import ENGINE
 from tests.timing import in_time, seldom
 
 pytestmark = [
-    pytest.mark.engine("mariadb"),
+    pytest.mark.engine("mariadb", "mysql"),
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     pytest.mark.timeout(120),
 ]
@@ -28,9 +27,9 @@ pytestmark = [
 
 @pytest.fixture
 def looks(monkeypatch):
-    """The claims that this process has looked for, instead of being told."""
+    """Return the claims that this process has polled without a notification."""
     looked = []
-    # Another test may have had reason to look.
+    # An earlier test may have switched to polling.
     monkeypatch.setattr(room_of(backends["default"]), "_looks_until", 0.0)
     look = type(backends["default"]).look
 
@@ -42,8 +41,11 @@ def looks(monkeypatch):
     return looked
 
 
-def test_those_who_wait_are_told_of_their_turn_and_do_not_look_for_it(workers):
-    """Eight processes, thirty turns each: fewer looks than turns, though seven wait at any time."""
+def test_waiters_are_notified_and_do_not_poll(workers):
+    """Eight processes take thirty turns each, while seven wait at any time.
+
+    There are fewer polls than turns.
+    """
     crowd, turns = workers(8), 30
     for worker in crowd:
         worker.start(jobs.take_turns, "stock:7", times=turns)
@@ -51,8 +53,11 @@ def test_those_who_wait_are_told_of_their_turn_and_do_not_look_for_it(workers):
     seldom(looks, len(crowd) * turns)
 
 
-def test_a_claim_that_comes_while_its_process_sleeps_for_others_is_told_too(in_line, threads, looks):
-    """By a thread that waits for another key, when the sleep in the server has begun without it."""
+def test_a_claim_that_joins_a_sleeping_process_is_notified(in_line, threads, looks):
+    """A thread that waits for another key already sleeps in the server.
+
+    That sleep began without the new claim.
+    """
     held = [db_lock(key).acquire() for key in ("stock:7", "stock:8")]
     first = threads(lambda: db_lock("stock:7").acquire().release())
     in_line(1)
@@ -66,7 +71,7 @@ def test_a_claim_that_comes_while_its_process_sleeps_for_others_is_told_too(in_l
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_both_who_are_alone_and_who_share_are_told(shared, in_line, threads):
+def test_exclusive_and_shared_waiters_are_notified(shared, in_line, threads):
     held = db_lock("stock:7").acquire()
 
     def wait():
@@ -84,33 +89,61 @@ def test_both_who_are_alone_and_who_share_are_told(shared, in_line, threads):
         in_time(thread.results[0] - released, 1.5)
 
 
-def test_of_all_who_wait_on_a_server_one_sleeps_and_the_others_wait_for_a_named_lock(workers, until):
-    """Where two sleep, whoever wakes one of them may keep both for two seconds: they share a mutex in the server."""
+def states():
+    """Return the states of sessions that sleep or wait for a named lock."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT state FROM information_schema.processlist WHERE state LIKE"
+            " 'User %%'"
+        )
+        return sorted(state for (state,) in cursor.fetchall())
+
+
+@pytest.mark.engine("mariadb")
+def test_one_session_sleeps_and_others_wait_for_a_named_lock(workers, until):
+    """Sleeping sessions share a mutex in the server.
+
+    If two sleep, waking one of them may keep both for two seconds.
+    """
     crowd = workers(4)
     keys = [f"stock:{number}" for number in range(len(crowd))]
-
-    def states():
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT state FROM information_schema.processlist WHERE state LIKE 'User %%'")
-            return sorted(state for (state,) in cursor.fetchall())
-
     held = {key: db_lock(key).acquire() for key in keys}
     for worker, key in zip(crowd, keys, strict=True):
         worker.start(jobs.take_turns, key, times=1)
     until(lambda: states() == ["User lock", "User lock", "User lock", "User sleep"])
-    # Whoever sleeps may be the first to go: another one takes its place.
+    # The sleeping process may be served first. Another one takes its place.
     for worker, key in zip(crowd, keys, strict=True):
         held[key].release()
         worker.hear()
     until(lambda: "User lock" not in states())
 
 
-def test_a_bound_on_the_time_of_statements_ends_the_sleep_and_nothing_else(in_line, threads, looks, caplog):
-    """As a project may have set it for all of its sessions."""
+@pytest.mark.engine("mysql")
+def test_every_waiting_process_sleeps_on_mysql(workers, until):
+    """MySQL wakes sessions independently, so each process has its own sleep."""
+    crowd = workers(4)
+    keys = [f"stock:{number}" for number in range(len(crowd))]
+    held = {key: db_lock(key).acquire() for key in keys}
+    for worker, key in zip(crowd, keys, strict=True):
+        worker.start(jobs.take_turns, key, times=1)
+    until(lambda: states() == ["User sleep"] * 4)
+    for worker, key in zip(crowd, keys, strict=True):
+        held[key].release()
+        worker.hear()
+    assert "User lock" not in states()
+
+
+def test_a_statement_time_limit_only_ends_the_sleep(in_line, threads, looks, caplog):
+    """A project may set such a limit for all its sessions."""
 
     def bound(connection, **rest):
         with connection.cursor() as cursor:
-            cursor.execute("SET SESSION max_statement_time = 0.3")
+            limit = (
+                "max_execution_time = 300"
+                if ENGINE == "mysql"
+                else "max_statement_time = 0.3"
+            )
+            cursor.execute(f"SET SESSION {limit}")
 
     def wait():
         with db_lock("stock:7") as hold:
@@ -131,7 +164,7 @@ def test_a_bound_on_the_time_of_statements_ends_the_sleep_and_nothing_else(in_li
     seldom(len(looks), 3)
 
 
-def test_a_wake_up_that_is_lost_costs_a_poll(monkeypatch, workers, in_line):
+def test_a_lost_wake_up_costs_a_poll(monkeypatch, workers, in_line):
     _, other = workers(2)
     hold = db_lock("stock:7").acquire()
     other.start(jobs.wait_quietly, "stock:7", timeout=20)
@@ -144,8 +177,8 @@ def test_a_wake_up_that_is_lost_costs_a_poll(monkeypatch, workers, in_line):
     in_time(granted - released, 1.0)
 
 
-def test_no_other_session_of_the_same_account_is_ever_interrupted(workers):
-    """Somebody's statement that lasts as long as four processes wait for each other."""
+def test_no_other_session_of_the_account_is_interrupted(workers):
+    """Another statement runs while four processes wait for each other."""
     crowd = workers(4)
     for worker in crowd:
         worker.start(jobs.longest_wait, "stock:7", seconds=2)
@@ -157,12 +190,15 @@ def test_no_other_session_of_the_same_account_is_ever_interrupted(workers):
         worker.hear()
 
 
-def test_who_may_not_wake_a_session_of_another_account_says_so_once_and_the_others_look(doomed, in_line, looks):
-    """Two accounts at one table: each may end only its own statements."""
+def test_a_refused_wake_up_is_logged_once_and_waiters_poll(doomed, in_line, looks):
+    """Two accounts use one table. Each may end only its own statements."""
     with connection.cursor() as cursor:
-        cursor.execute("CREATE OR REPLACE USER another@'127.0.0.1'")
+        cursor.execute("DROP USER IF EXISTS another@'127.0.0.1'")
+        cursor.execute("CREATE USER another@'127.0.0.1'")
         cursor.execute(
-            f"GRANT ALL ON {connection.ops.quote_name(connection.settings_dict['NAME'])}.* TO another@'127.0.0.1'"
+            "GRANT ALL ON"
+            f" {connection.ops.quote_name(connection.settings_dict['NAME'])}.* TO"
+            " another@'127.0.0.1'"
         )
     other = doomed(far=True, DLOCKS_TEST_USER="another")
     try:
@@ -187,9 +223,9 @@ def test_who_may_not_wake_a_session_of_another_account_says_so_once_and_the_othe
             cursor.execute("DROP USER another@'127.0.0.1'")
 
 
-def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog, monkeypatch, channel):
+def test_a_waiter_polls_if_a_proxy_refuses_kill_query(caplog, monkeypatch, channel):
     backend = backends["default"]
-    # It is told once.
+    # The refusal is logged only once.
     monkeypatch.setattr(backend, "_refused", False)
 
     def refuse(execute, sql, params, many, context):
@@ -203,8 +239,11 @@ def test_where_a_proxy_refuses_to_kill_one_looks_and_is_told_of_it(caplog, monke
     connection.close()
 
 
-def test_where_the_next_statement_may_run_in_another_session_one_looks(channel):
-    """As behind a proxy that does not keep sessions: the named lock is not the session's own."""
+def test_a_waiter_polls_if_a_proxy_changes_sessions(channel):
+    """A proxy may not keep sessions.
+
+    The named lock then belongs to another session.
+    """
     backend = backends["default"]
     elsewhere = connection.copy()
 
@@ -225,22 +264,20 @@ def test_where_the_next_statement_may_run_in_another_session_one_looks(channel):
 
 
 def test_a_process_may_end_while_it_sleeps_in_the_server(in_line):
-    """With a thread that waits, and without a warning."""
+    """The process has a waiting thread and ends without a warning."""
     text = (
-        "import os, threading, time\n"
-        "os.environ['DJANGO_SETTINGS_MODULE'] = 'tests.settings'\n"
-        "import django; django.setup()\n"
-        "from dlocks import db_lock\n"
-        "from dlocks.conf import backends\n"
-        "from django.db import connection\n"
-        "threading.Thread(target=db_lock('stock:7', timeout=60).acquire, daemon=True).start()\n"
-        "while not backends['default'].waiting('stock:7'): time.sleep(0.01)\n"
-        "time.sleep(0.2)\n"
-        "connection.close()\n"
+        "import os, threading, time\nos.environ['DJANGO_SETTINGS_MODULE'] ="
+        " 'tests.settings'\nimport django; django.setup()\nfrom dlocks import"
+        " db_lock\nfrom dlocks.conf import backends\nfrom django.db import"
+        " connection\nthreading.Thread(target=db_lock('stock:7', timeout=60).acquire,"
+        " daemon=True).start()\nwhile not backends['default'].waiting('stock:7'):"
+        " time.sleep(0.01)\ntime.sleep(0.2)\nconnection.close()\n"
     )
     with db_lock("stock:7"):
         ended = subprocess.run(
-            [sys.executable, "-X", "dev", "-W", "error", "-c", text], capture_output=True, timeout=60
+            [sys.executable, "-X", "dev", "-W", "error", "-c", text],
+            capture_output=True,
+            timeout=60,
         )
     assert (ended.returncode, ended.stdout) == (0, b"")
     assert b"Error" not in ended.stderr, ended.stderr

@@ -1,4 +1,4 @@
-"""Promises about time, and machines that stand still now and then."""
+"""Assertions about time that allow for machines that stand still."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic, sleep  # Tests put others into their module.
+from time import monotonic, sleep  # Tests replace those of the time module.
 from typing import TypeVar
 
 T = TypeVar("T")
 
-# A first lease from the line is 1.5 s, and is renewed after a third of it: a stop of half a second is felt already.
+# Seconds without progress after which the machine stood still. The first lease of a
+# waiter lasts 1.5 s and is renewed after a third of it, so half a second matters.
 STOOD_STILL = 0.5
 
 
 class TooLateError(AssertionError):
-    """
-    Something took longer than is promised.
+    """Something took longer than promised.
 
-    A machine that stood still for a while looks the same, so the test runs again, twice at most (``--only-rerun``). No
-    other failure has a second chance: a promise of safety that is broken once is broken.
+    A machine that stood still for a while looks the same. The test therefore runs
+    again, twice at most (``--only-rerun``). No other failure is retried, because one
+    violation of a safety promise is enough.
     """
 
 
 class NotYetError(AssertionError):
-    """What a test waited for did not come to be in time."""
+    """A test waited for a condition that did not become true in time."""
 
 
 def eventually(
-    condition: Callable[[], T], seconds: float = 30.0, *, but: tuple[type[Exception], ...] = (), pause: float = 0.005
+    condition: Callable[[], T],
+    seconds: float = 30.0,
+    *,
+    but: tuple[type[Exception], ...] = (),
+    pause: float = 0.005,
 ) -> T:
-    """Wait until something is so, and return what it is; these errors mean: not yet."""
+    """Wait until a condition is true, and return its value.
+
+    Errors of the types in ``but`` mean that it is not true yet.
+    """
     deadline = monotonic() + seconds
     while True:
         with suppress(*but):
@@ -43,32 +51,36 @@ def eventually(
 
 
 def in_time(seconds: float, limit: float) -> None:
-    """Fail if something took so many seconds, and that is not less than the limit."""
+    """Fail if a duration is not below the limit. Both are in seconds."""
     if not seconds < limit:
-        raise TooLateError(f"It took {seconds:.3f} s, and less than {limit:.3f} s are promised.")
+        raise TooLateError(
+            f"It took {seconds:.3f} s, and less than {limit:.3f} s are promised."
+        )
 
 
 def seldom(times: int, limit: int) -> None:
-    """
-    Fail if something happened so many times, and that is not less than the limit.
+    """Fail if a number of events is not below the limit.
 
-    For what is done as time goes by, and so more often on a machine that stands still meanwhile.
+    This is for events that happen as time passes. A machine that stands still causes
+    more of them.
     """
     if not times < limit:
-        raise TooLateError(f"It happened {times} times, and less than {limit} are promised.")
+        raise TooLateError(
+            f"It happened {times} times, and less than {limit} are promised."
+        )
 
 
 class Witness:
-    """
-    Notices when this machine stands still.
+    """A thread that notices when this machine stands still.
 
-    A thread sleeps for a moment, over and over: while it slept too long, nothing else here has worked either.
+    It sleeps for a moment, again and again. While it sleeps too long, nothing else in
+    this process has run either.
     """
 
     MOMENT = 0.05
 
     def __init__(self) -> None:
-        # When each ended, and how long it was.
+        # The end and the duration of each stop, in seconds.
         self.stops: deque[tuple[float, float]] = deque(maxlen=1000)
         self._began: float | None = None
 
@@ -86,11 +98,17 @@ class Witness:
         return 0.0 if self._began is None else monotonic() - self._began - self.MOMENT
 
     def longest(self, seconds: float) -> float:
-        """Return how long it stood still at the longest within so many seconds until now; 0 if that is not felt."""
+        """Return the longest stop within the last seconds.
+
+        The result is 0 if no stop was long enough to matter.
+        """
         since = monotonic() - seconds
-        # The one that has just ended may not be noted yet.
+        # A stop that has just ended may not be recorded yet.
         now = self._late()
-        return max([late for ended, late in list(self.stops) if ended >= since] + [now if now >= STOOD_STILL else 0.0])
+        return max(
+            [late for ended, late in list(self.stops) if ended >= since]
+            + [now if now >= STOOD_STILL else 0.0]
+        )
 
 
 witness = Witness()

@@ -1,13 +1,29 @@
-"""What type checkers make of decorated code; ``make lint`` checks it, and a test runs it."""
+"""Decorated code as type checkers see it.
+
+``make lint`` checks it, and a test runs it.
+"""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import assert_type
 
 from django.http import HttpRequest, HttpResponse
 from django.views import View
 
-from dlocks import Lock, LockTimeout, db_lock, locked_view, run_once
+from dlocks import (
+    Hold,
+    Lock,
+    LockTimeout,
+    MultiHold,
+    MultiLock,
+    ReadWriteLock,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    locked_view,
+    run_once,
+)
 from dlocks.decorators import LockDecorator
 
 
@@ -45,12 +61,12 @@ async def later_or_not(region: str) -> list[str]:
     return [region]
 
 
-@run_once("job:{region}", at_least=60)
+@run_once("job:{region}", min_hold=timedelta(minutes=1), max_hold=3600, fair=False)
 def job(region: str) -> list[str]:
     return [region]
 
 
-@locked_view("report:{pk}")
+@locked_view("report:{pk}", timeout=timedelta(seconds=1), ttl=60)
 def view(request: HttpRequest, pk: int) -> HttpResponse:
     return HttpResponse()
 
@@ -70,7 +86,7 @@ def check() -> None:
     assert_type(job("north"), list[str] | None)
     assert_type(view(HttpRequest(), 7), HttpResponse)
     assert_type(Reports.extra, int)
-    # What is not there in calls is not there for the checker either.
+    # Calls that fail at run time are rejected by the type checker too.
     try:
         build(7)  # type: ignore[arg-type]
         build("north", hour=2)  # type: ignore[call-arg]
@@ -81,6 +97,49 @@ def check() -> None:
             pass
     except TypeError:
         pass
+
+
+def check_options() -> None:
+    assert_type(db_lock("a", timeout=timedelta(seconds=3), ttl=30), Lock)
+    assert_type(db_lock("a", min_hold=1, max_hold=None, scope="lease"), Lock)
+    assert_type(db_rwlock("a", timeout=None), ReadWriteLock)
+    assert_type(db_semaphore("a", 3, renew=False), Lock)
+    # A misspelt option is rejected by the type checker too.
+    for wrong in (
+        lambda: db_lock("a", timout=3),  # type: ignore[call-overload]
+        lambda: db_lock("a", "b", timout=3),  # type: ignore[call-overload]
+        lambda: db_lock("a:{b}", busy="skip", timout=3),  # type: ignore[call-overload]
+        lambda: db_lock("a", ttl="3"),  # type: ignore[call-overload]
+        lambda: db_rwlock("a", timout=3),  # type: ignore[call-arg]
+        lambda: db_semaphore("a", 3, timout=3),  # type: ignore[call-arg]
+        lambda: run_once("a", min_hold=1, timeout=3),  # type: ignore[call-arg]
+        lambda: locked_view("a", timout=3),  # type: ignore[call-arg]
+    ):
+        try:
+            wrong()
+        except TypeError:
+            continue
+        raise AssertionError(wrong)
+
+
+def check_several(keys: list[str]) -> None:
+    assert_type(db_lock("a", "b"), MultiLock)
+    with db_lock("a", "b", timeout=3) as hold:
+        assert_type(hold, MultiHold)
+        assert_type([one.token for one in hold.holds], list[int])
+    with db_lock("a", "b", "c").acquire() as hold:
+        assert_type(hold.holds[0], Hold)
+    assert_type(db_lock(*keys), MultiLock)
+    tried = db_lock("a", "b").try_acquire()
+    assert_type(tried, MultiHold | None)
+    if tried is not None:
+        tried.release()
+
+
+async def acheck_several() -> None:
+    async with db_lock("a", "b") as hold:
+        assert_type(hold, MultiHold)
+        assert_type(await hold.aqueue_length(), int)
 
 
 async def acheck() -> None:

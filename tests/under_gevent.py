@@ -1,4 +1,7 @@
-"""``python -m gevent.monkey tests/under_gevent.py ALIAS``: locks where greenlets are in the place of threads."""
+"""Locks under gevent, where greenlets replace threads.
+
+Run it as ``python -m gevent.monkey tests/under_gevent.py ALIAS``.
+"""
 
 import os
 import sys
@@ -15,7 +18,7 @@ GREENLETS, TURNS = 20, 5
 
 
 def apart(function):
-    """Return a function that leaves no connection behind, as a request does."""
+    """Return a function that closes its connections, as a request does."""
 
     def run(*args):
         try:
@@ -27,7 +30,10 @@ def apart(function):
 
 
 def together(spawn, using):
-    """Have many take turns; return how many turns there were, and how many had the key at a time."""
+    """Let many threads or greenlets take turns with one key.
+
+    Return the number of turns, and the largest number of holders at a time.
+    """
     inside, seen = [], []
 
     @apart
@@ -51,7 +57,7 @@ def thread(function):
 
 
 def main(using):
-    # Ends by itself, or with its session.
+    # This hold ends by itself, or with its session.
     acquire = apart(db_lock("forgotten", using=using, ttl=1.0).acquire)
     forgotten = gevent.spawn(acquire).get(timeout=30)
     print("threads", *together(thread, using))

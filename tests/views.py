@@ -8,7 +8,11 @@ from tests.models import Counter
 
 
 def increment(request):
-    """Read, then write, under a lock: the view that ATOMIC_REQUESTS makes lose updates elsewhere."""
+    """Read and write a counter under a lock.
+
+    With ATOMIC_REQUESTS, a view like this loses updates under locks that are released
+    before the commit.
+    """
     with db_lock("counter") as hold:
         counter = Counter.objects.get(name="views")
         counter.value += 1
@@ -25,7 +29,7 @@ async def aincrement(request):
 
 
 async def gathered(request):
-    """Let two tasks and the sync code of one request want the same key."""
+    """Let tasks and sync code of one request compete for the same key."""
     order = []
 
     async def coroutine():

@@ -1,1 +1,1 @@
-"""The rooms in which the truth about locks can live."""
+"""The backends, in which locks are stored."""

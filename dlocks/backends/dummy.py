@@ -1,4 +1,4 @@
-"""Locks that always say yes, for tests and for developing: nobody is excluded."""
+"""Locks that are always granted, for tests and development."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
+from dlocks.backends.base import BaseBackend
+from dlocks.values import Claim, Grant, Holder
 
 
 class DummyBackend(BaseBackend):
-    """Grants every claim at once."""
+    """A backend that grants every claim at once and excludes no caller."""
 
     exclusive: ClassVar[bool] = False
     supports_handover: ClassVar[bool] = True

@@ -1,4 +1,7 @@
-"""Locks in the memory of one process, for tests: the rules of the others without a server."""
+"""Locks in the memory of one process, for tests without a server.
+
+They follow the same rules as the other backends.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
+from dlocks.backends.base import BaseBackend
 from dlocks.exceptions import LockStale
+from dlocks.values import Claim, Grant, Holder
 
 
 @dataclass(slots=True)
@@ -25,7 +29,10 @@ class _Entry:
 
 
 class MemoryBackend(BaseBackend):
-    """Excludes the threads and tasks of one process from each other. ``time`` may be replaced, to turn a clock."""
+    """A backend that excludes the threads and tasks of one process.
+
+    Replace ``time`` to control the clock.
+    """
 
     supports_handover: ClassVar[bool] = True
 
@@ -45,7 +52,9 @@ class MemoryBackend(BaseBackend):
                 if not self._free(entry, claim):
                     return None
                 token, takeover = max(token, entry.token + 1), entry.processing
-            self._entries[claim.key] = _Entry(claim, self.time() + claim.ttl, datetime.now(UTC), token)
+            self._entries[claim.key] = _Entry(
+                claim, self.time() + claim.ttl, datetime.now(UTC), token
+            )
             return Grant(token, takeover=takeover)
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
@@ -79,8 +88,15 @@ class MemoryBackend(BaseBackend):
             entry = self._live(claim) or self._live(successor)
             if entry is None:
                 return None
-            entry.claim, entry.ends_at, entry.count = successor, self.time() + successor.ttl, 1
-            entry.since, entry.token = datetime.now(UTC), max(time.time_ns() // 1000, entry.token + 1)
+            entry.claim, entry.ends_at, entry.count = (
+                successor,
+                self.time() + successor.ttl,
+                1,
+            )
+            entry.since, entry.token = (
+                datetime.now(UTC),
+                max(time.time_ns() // 1000, entry.token + 1),
+            )
             return Grant(entry.token)
 
     def holder(self, key: str) -> Holder | None:
@@ -111,6 +127,11 @@ class MemoryBackend(BaseBackend):
 
     def _live(self, claim: Claim) -> _Entry | None:
         entry = self._entries.get(claim.key)
-        if entry is None or entry.claim.owner != claim.owner or not entry.processing or entry.ends_at <= self.time():
+        if (
+            entry is None
+            or entry.claim.owner != claim.owner
+            or not entry.processing
+            or entry.ends_at <= self.time()
+        ):
             return None
         return entry

@@ -1,20 +1,23 @@
-"""
-Locks on which a majority of other backends agree: Redlock, where those are Redises that know nothing of each other.
+"""Locks that a majority of other backends grants, as in Redlock.
 
-Two majorities have a member in common, and that one grants a key to one claim at a time. So a key has one holder as
-long as the members keep what they have granted, their clocks run equally fast within ``drift``, and the holder looks
-at its own. Nothing here makes a holder stop that was paused for longer than its lease.
+With independent Redis servers as members, this is Redlock.
 
-There is no fencing token (``supports_fencing`` is False), though each member may give one. The largest of a majority's
-need not be larger than the last holder's: members whose tokens for a key are 100, 1 and 1 grant it with 100 and 2, then
-with 2 and 2. To make it grow, a grant would have to write its token back to its majority before it counts.
+Two majorities have a member in common, which grants a key to one claim at a time. So a
+key has one holder under three conditions. The members keep what they have granted,
+their clocks run at the same rate within ``drift``, and the holder checks its own clock.
+Nothing here stops a holder that was paused for longer than its lease.
+
+There is no fencing token (``supports_fencing`` is False), even if each member returns
+one. The largest token of a majority may be smaller than the token of the last holder.
+For example, members whose tokens for a key are 100, 1 and 1 grant it with 100 and 2,
+then with 2 and 2. For increasing tokens, a grant would have to write its token back to
+its majority before it counts.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,40 +29,51 @@ from typing import Any, ClassVar, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Claim, Grant, Holder, new_owner, seconds
+from dlocks.backends.base import BaseBackend
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.forks import in_child
+from dlocks.pools import leave_pools
+from dlocks.values import Claim, Grant, Holder, new_owner, seconds
 
 T = TypeVar("T")
-
-# Threads in which this process asks one member, at most: so many questions to one that gives no answer.
+# The largest number of threads that send requests to one member. A member that does not
+# reply blocks that many requests.
 THREADS = 8
-# Questions that wait for one of those; the oldest is dropped, which nobody waits for any more.
+# Requests to a member that wait for a thread. The oldest is dropped, since its caller
+# no longer waits for it.
 QUESTIONS = 1000
-# How long a thread without a question keeps its connections: less than a DROP DATABASE waits for them to go.
+# Seconds for which an idle thread keeps its connections. It is less than the time for
+# which DROP DATABASE waits for them to close.
 LINGER = 0.5
-# What clocks differ by in any case.
+# Seconds by which clocks differ in any case.
 TICK = 0.002
-# Holds that were dropped are forgotten when there are so many.
+# Number of attempts in memory at which the expired ones are deleted.
 TERMS = 1000
 
 
 class Member:
-    """One of the backends, asked in threads of its own: one that gives no answer keeps nobody else waiting."""
+    """One of the backends, with threads of its own for its requests.
+
+    A member that does not reply delays no other member.
+    """
 
     def __init__(self, alias: str, backend: BaseBackend) -> None:
         self.alias = alias
         self.backend = backend
-        # Whether it owes an answer, and is not waited for where the others suffice.
+        # Whether a reply is overdue. Then the member is not waited for if the replies
+        # of the others suffice.
         self.silent = False
         self._reset()
         _members.add(self)
 
     def _reset(self) -> None:
-        # Entered in the condition's place: in C, so that a signal in the middle of it leaves nothing taken.
+        # Entered instead of the condition. An RLock is entered in C, so a signal in the
+        # middle leaves nothing locked.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque(maxlen=QUESTIONS)
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque(
+            maxlen=QUESTIONS
+        )
         self._threads = self._idle = 0
 
     def ask(self, question: Callable[[Member], T]) -> Future[T]:
@@ -67,13 +81,16 @@ class Member:
         with self._mutex:
             self._jobs.append((future, lambda: question(self)))
             if len(self._jobs) > self._idle and self._threads < THREADS:
-                threading.Thread(target=self._loop, name=f"dlocks-quorum-{self.alias}", daemon=True).start()
+                threading.Thread(
+                    target=self._loop, name=f"dlocks-quorum-{self.alias}", daemon=True
+                ).start()
                 self._threads += 1
             self._changed.notify()
         return future
 
     def _loop(self) -> None:
         try:
+            leave_pools()
             while True:
                 with self._mutex:
                     self._idle += 1
@@ -86,7 +103,7 @@ class Member:
                     try:
                         future.set_result(work())
                         self.silent = False
-                    except BaseException as error:  # noqa: BLE001 (it is the asker's)
+                    except BaseException as error:  # noqa: BLE001 (passed to the caller)
                         future.set_exception(error)
                 del future, work
         finally:
@@ -108,10 +125,11 @@ in_child(_forked)
 
 @dataclass(slots=True)
 class Term:
-    """
-    One attempt to have a key, under an owner of its own: what was sent for an earlier one cannot end it.
+    """One attempt to acquire a key, with an owner of its own.
 
-    Once it is ``over``, a member that grants it late has it taken back.
+    A late request of an earlier attempt has another owner and cannot end it. Once it is
+    ``over``, a late grant by a member is released. ``ends`` is the end of the lease on
+    this process's clock.
     """
 
     owner: str = field(default_factory=new_owner, repr=False)
@@ -121,7 +139,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the members said by alias, and why the others did not."""
+    """The replies of the members by alias, and the errors of the others."""
 
     said: dict[str, Any]
     failed: dict[str, BaseException]
@@ -134,25 +152,36 @@ class Answers:
 
 
 class QuorumBackend(BaseBackend):
-    """
-    Grants a key when a majority of the aliases ``of`` grant it. Their number is odd, and they fail independently.
+    """A backend that grants a key if a majority of the aliases ``of`` does.
 
-    They are asked side by side, each waited for ``node_timeout`` seconds at most. ``drift`` is by what part of a second
-    a member's clock may run faster than the holder's in a second: by so much a member keeps a key longer.
+    Their number is odd, and they have to fail independently. Requests are sent to all
+    members in parallel, and a reply may take ``node_timeout`` seconds. ``drift`` is the
+    fraction by which a member's clock may run faster than the holder's. A member keeps
+    a key longer by that fraction.
     """
 
     supports_fencing: ClassVar[bool] = False
 
     def __init__(
-        self, alias: str, *, of: Sequence[str], node_timeout: float = 0.5, drift: float = 0.01, **options: Any
+        self,
+        alias: str,
+        *,
+        of: Sequence[str],
+        node_timeout: float = 0.5,
+        drift: float = 0.01,
+        **options: Any,
     ) -> None:
         super().__init__(alias, **options)
-        if isinstance(of, str) or not isinstance(of, Sequence) or not all(isinstance(name, str) for name in of):
+        if (
+            isinstance(of, str)
+            or not isinstance(of, Sequence)
+            or not all(isinstance(name, str) for name in of)
+        ):
             raise TypeError("of must be a list of aliases of DLOCKS")
         if len(of) % 2 == 0:
             raise ValueError(
-                f"of must name an odd number of aliases, not {len(of)}: of an even number, one more is needed for a "
-                "majority, and no more can be lost"
+                f"of must name an odd number of aliases, not {len(of)}: of an even"
+                " number, one more is needed for a majority, and no more can be lost"
             )
         if len(set(of)) < len(of):
             raise ValueError("of names an alias twice, which has one vote")
@@ -171,28 +200,38 @@ class QuorumBackend(BaseBackend):
     def renew_every(self) -> float:  # type: ignore[override]
         return min(member.backend.renew_every for member in self.members())
 
-    # The waist.
+    # The interface of a backend.
 
     def acquire(self, claim: Claim) -> Grant | None:
         members = self.members()
         self._forget()
         term = self._terms.setdefault(claim.owner, Term())
         sent = clock.now()
-        answers = self._ask(members, lambda member: self._take(member, claim, term), self._suffices)
+        answers = self._ask(
+            members, lambda member: self._take(member, claim, term), self._suffices
+        )
         grants = [grant for grant in answers.said.values() if grant is not None]
         if len(grants) >= self.majority:
-            # For the ttl from when it was sent, or for what a majority answers for at a time. Whoever asked gives it up
-            # where that is over.
-            leases = sorted((self._lease(grant, claim) for grant in grants), reverse=True)
+            # The lease starts when the request was sent. It lasts for the ttl, or for
+            # the time that a majority guarantees if that is shorter. A caller that
+            # finds it over cancels the claim.
+            leases = sorted(
+                (self._lease(grant, claim) for grant in grants), reverse=True
+            )
             lease = self._shorter(leases[self.majority - 1])
             term.ends = sent + min(lease, claim.ttl)
-            # Of a majority that the last holder had, at least so many are among these. Fewer are members that have
-            # not heard yet of a later one's release.
+            # If the last holder had a majority, at least ``enough`` members of it are
+            # among these. A smaller number are members that have not yet received a
+            # later holder's release.
             enough = max(1, len(grants) + self.majority - len(self.of))
             takeover = sum(grant.takeover for grant in grants) >= enough
             token = max(grant.token for grant in grants)
-            # But for how floats are rounded the ttl comes back as it went.
-            return Grant(token, takeover=takeover, lease=lease if lease < claim.ttl * 0.999 else None)
+            # Apart from the rounding of floats, the result for the full ttl is the ttl.
+            return Grant(
+                token,
+                takeover=takeover,
+                lease=lease if lease < claim.ttl * 0.999 else None,
+            )
         self._end(claim, term)
         if answers.no() <= len(self.of) - self.majority:
             if any(isinstance(error, LockStale) for error in answers.failed.values()):
@@ -201,27 +240,55 @@ class QuorumBackend(BaseBackend):
         return None
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        terms = {claim.owner: self._terms[claim.owner] for claim in claims if claim.owner in self._terms}
+        terms = {
+            claim.owner: self._terms[claim.owner]
+            for claim in claims
+            if claim.owner in self._terms
+        }
         mine = [claim for claim in claims if claim.owner in terms]
         if not mine:
             return {}
         sent = clock.now()
 
         def extend(member: Member) -> Mapping[str, float]:
-            asked = {claim.owner: self._at(member, claim, terms[claim.owner]) for claim in mine}
+            asked = {
+                claim.owner: self._at(member, claim, terms[claim.owner])
+                for claim in mine
+            }
             left = member.backend.renew(list(asked.values()))
-            return {owner: left[one.owner] for owner, one in asked.items() if one.owner in left}
+            return {
+                owner: left[one.owner]
+                for owner, one in asked.items()
+                if one.owner in left
+            }
 
         answers = self._ask(self.members(), extend, self._suffices)
         self._enough(answers)
         result: dict[str, float] = {}
         for claim in mine:
             term = terms[claim.owner]
-            left = sorted((said[claim.owner] for said in answers.said.values() if claim.owner in said), reverse=True)
+            left = sorted(
+                (
+                    said[claim.owner]
+                    for said in answers.said.values()
+                    if claim.owner in said
+                ),
+                reverse=True,
+            )
             if len(left) >= self.majority:
-                result[claim.owner] = min(claim.ttl, self._shorter(left[self.majority - 1]))
+                result[claim.owner] = min(
+                    claim.ttl, self._shorter(left[self.majority - 1])
+                )
                 term.ends = sent + result[claim.owner]
-                self._win_back(claim, term, [alias for alias, said in answers.said.items() if claim.owner not in said])
+                self._win_back(
+                    claim,
+                    term,
+                    [
+                        alias
+                        for alias, said in answers.said.items()
+                        if claim.owner not in said
+                    ],
+                )
             elif len(answers.said) - len(left) > len(self.of) - self.majority:
                 self._end(claim, term)
             else:
@@ -231,7 +298,9 @@ class QuorumBackend(BaseBackend):
     def recount(self, claim: Claim, count: int) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
             return False
-        return self._agreed(lambda member: member.backend.recount(self._at(member, claim, term), count))
+        return self._agreed(
+            lambda member: member.backend.recount(self._at(member, claim, term), count)
+        )
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
@@ -241,21 +310,32 @@ class QuorumBackend(BaseBackend):
 
     def holder(self, key: str) -> Holder | None:
         answers = self._ask(
-            self.members(), lambda member: member.backend.holder(member.backend.prefix + key), self._decided
+            self.members(),
+            lambda member: member.backend.holder(member.backend.prefix + key),
+            self._decided,
         )
         self._enough(answers)
         if answers.no() >= self.majority:
             return None
         holders = [holder for holder in answers.said.values() if holder is not None]
-        ((who, _),) = Counter((holder.holder, holder.owner_ip) for holder in holders).most_common(1)
+        ((who, _),) = Counter(
+            (holder.holder, holder.owner_ip) for holder in holders
+        ).most_common(1)
         same = [holder for holder in holders if (holder.holder, holder.owner_ip) == who]
         last: Holder = min(same, key=lambda holder: holder.remaining)
         return replace(
-            last, key=key, token=max(holder.token for holder in same), remaining=self._shorter(last.remaining)
+            last,
+            key=key,
+            token=max(holder.token for holder in same),
+            remaining=self._shorter(last.remaining),
         )
 
     def lease_refused(self) -> str | None:
-        refusals = [why for member in self.members() if (why := member.backend.lease_refused()) is not None]
+        refusals = [
+            why
+            for member in self.members()
+            if (why := member.backend.lease_refused()) is not None
+        ]
         return refusals[0] if len(refusals) > len(self.of) - self.majority else None
 
     def ttl_refused(self, ttl: float) -> str | None:
@@ -269,13 +349,11 @@ class QuorumBackend(BaseBackend):
     # The members.
 
     def members(self) -> list[Member]:
-        """Return the members, or say by name which of them cannot be one."""
-        from dlocks.conf import backends
-
+        """Return the members, or raise an error that names an unsuitable one."""
         if self._found:
             return self._found
         if self._pid != os.getpid():
-            # In a fork, of whose parent another thread may have it.
+            # In a fork, a thread of the parent may have held the lock.
             self._pid, self._finding = os.getpid(), threading.Lock()
         with self._finding:
             if not self._found:
@@ -283,14 +361,27 @@ class QuorumBackend(BaseBackend):
                 found = []
                 for alias in self.of:
                     try:
-                        backend = backends[alias]
+                        backend = self.runtime.backend_of(alias)
                     except ImproperlyConfigured as error:
-                        raise self._impossible(f"{alias!r} cannot be a member: {error}") from error
+                        raise self._impossible(
+                            f"{alias!r} cannot be a member: {error}"
+                        ) from error
                     if isinstance(backend, QuorumBackend) or not backend.exclusive:
-                        raise self._impossible(f"{alias!r} cannot be a member: it is a {type(backend).__name__}.")
+                        raise self._impossible(
+                            f"{alias!r} cannot be a member: it is a"
+                            f" {type(backend).__name__}."
+                        )
+                    if not backend.has_fixed_prefix:
+                        # Requests run in threads of the members, which do not know the
+                        # caller's tenant.
+                        raise self._impossible(
+                            f"{alias!r} cannot be a member: its prefix is a function."
+                            f" Let {self.alias!r} have it."
+                        )
                     if (other := places.setdefault(backend.identity, alias)) != alias:
                         raise self._impossible(
-                            f"{other!r} and {alias!r} keep their locks in the same place, which has one vote."
+                            f"{other!r} and {alias!r} keep their locks in the same"
+                            " place, which has one vote."
                         )
                     found.append(Member(alias, backend))
                 self._found = found
@@ -300,14 +391,19 @@ class QuorumBackend(BaseBackend):
         return ImproperlyConfigured(f"DLOCKS[{self.alias!r}]['OPTIONS']['of']: {why}")
 
     def _at(self, member: Member, claim: Claim, term: Term) -> Claim:
-        """Return what a member is asked for."""
-        return replace(claim, key=member.backend.prefix + claim.key, owner=term.owner, ttl=self._longer(claim.ttl))
+        """Return the claim that is sent to a member."""
+        return replace(
+            claim,
+            key=member.backend.prefix + claim.key,
+            owner=term.owner,
+            ttl=self._longer(claim.ttl),
+        )
 
     def _longer(self, ttl: float) -> float:
         return ttl * (1 + self.drift) + TICK
 
     def _lease(self, grant: Grant, claim: Claim) -> float:
-        """Return for how many seconds a member answers for its grant, on its own clock."""
+        """Return the seconds that a member guarantees, on its own clock."""
         ttl = self._longer(claim.ttl)
         return ttl if grant.lease is None else min(grant.lease, ttl)
 
@@ -319,16 +415,29 @@ class QuorumBackend(BaseBackend):
             return None
         grant = member.backend.acquire(self._at(member, claim, term))
         if grant is not None and term.over.is_set():
-            # Too late, and perhaps it was told so before it had granted it.
+            # The grant is too late. The release may have reached the member before it.
             self._leave(member, claim, term)
             return None
         return grant
 
-    def _leave(self, member: Member, claim: Claim, term: Term, *, failed: bool = True, keep: float = 0.0) -> bool:
-        return member.backend.release(self._at(member, claim, term), failed=failed, keep=keep)
+    def _leave(
+        self,
+        member: Member,
+        claim: Claim,
+        term: Term,
+        *,
+        failed: bool = True,
+        keep: float = 0.0,
+    ) -> bool:
+        return member.backend.release(
+            self._at(member, claim, term), failed=failed, keep=keep
+        )
 
     def _win_back(self, claim: Claim, term: Term, aliases: Sequence[str]) -> None:
-        """Ask members that do not have what a majority has: they were away, and have forgotten it or never knew."""
+        """Send the claim to the members that do not hold it.
+
+        They were unreachable, and have lost the grant or never received the request.
+        """
         for member in self.members():
             if member.alias in aliases:
                 member.ask(lambda member: self._take(member, claim, term))
@@ -342,7 +451,7 @@ class QuorumBackend(BaseBackend):
         failed: bool = True,
         keep: float = 0.0,
     ) -> Answers:
-        """Give up everywhere, also where no answer came from."""
+        """Release the claim at all members, also at those that did not reply."""
         term.over.set()
         answers = self._ask(
             self.members(),
@@ -361,7 +470,7 @@ class QuorumBackend(BaseBackend):
                     with suppress(KeyError):
                         del self._terms[owner]
 
-    # Asking.
+    # Requests.
 
     def _ask(
         self,
@@ -371,17 +480,27 @@ class QuorumBackend(BaseBackend):
         *,
         cancel: bool = True,
     ) -> Answers:
-        """Ask all side by side; return what was said in time. Who was silent before is not waited for needlessly."""
+        """Send a request to all members in parallel, and return the replies.
+
+        The wait ends after ``node_timeout`` seconds. Members with an overdue reply are
+        not waited for if the other replies decide.
+        """
         futures = {member.ask(question): member for member in members}
         pending = set(futures)
         answers = Answers({}, {})
-        deadline = time.monotonic() + self.node_timeout
-        while pending and not (decided(answers) and all(futures[future].silent for future in pending)):
-            done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+        deadline = clock.real_now() + self.node_timeout
+        while pending and not (
+            decided(answers) and all(futures[future].silent for future in pending)
+        ):
+            done, pending = wait(
+                pending, max(0.0, deadline - clock.real_now()), FIRST_COMPLETED
+            )
             if not done:
                 for future in pending:
                     futures[future].silent = True
-                    answers.failed[futures[future].alias] = TimeoutError(f"no answer in {self.node_timeout:g} s")
+                    answers.failed[futures[future].alias] = TimeoutError(
+                        f"no answer in {self.node_timeout:g} s"
+                    )
                 break
             for future in done:
                 if (error := future.exception()) is None:
@@ -389,7 +508,7 @@ class QuorumBackend(BaseBackend):
                 else:
                     answers.failed[futures[future].alias] = error
         if cancel:
-            # What nobody has begun to ask.
+            # Requests that no thread has begun.
             for future in pending:
                 future.cancel()
         return answers
@@ -403,26 +522,31 @@ class QuorumBackend(BaseBackend):
         return answers.yes() >= self.majority
 
     def _decided(self, answers: Answers) -> bool:
-        return answers.yes() >= self.majority or answers.no() > len(self.of) - self.majority
+        return (
+            answers.yes() >= self.majority
+            or answers.no() > len(self.of) - self.majority
+        )
 
     def _suffices(self, answers: Answers) -> bool:
-        """
-        Whether to do without those who owe an answer.
+        """Return whether to ignore the replies that are still missing.
 
-        Also where their votes would decide: a vote that is split is given up at once, so that the next one may win.
+        Their votes may even be decisive. A split vote is abandoned at once, so that the
+        next one can succeed.
         """
         return len(answers.said) >= self.majority
 
     def _enough(self, answers: Answers) -> None:
-        """Raise LockBackendError unless so many could be asked that they could have agreed."""
+        """Raise LockBackendError unless enough members for a majority replied."""
         if len(answers.said) < self.majority:
             raise self._failure(answers)
 
     def _failure(self, answers: Answers) -> LockBackendError:
-        failed = "; ".join(f"{alias}: {error}" for alias, error in sorted(answers.failed.items()))
+        failed = "; ".join(
+            f"{alias}: {error}" for alias, error in sorted(answers.failed.items())
+        )
         trouble = LockBackendError(
-            f"DLOCKS[{self.alias!r}]: {len(answers.said)} of {len(self.of)} members could be asked, and "
-            f"{self.majority} have to agree. {failed}"
+            f"DLOCKS[{self.alias!r}]: {len(answers.said)} of {len(self.of)} members"
+            f" could be asked, and {self.majority} have to agree. {failed}"
         )
         trouble.__cause__ = next(iter(answers.failed.values()), None)
         return trouble

@@ -1,1 +1,1 @@
-"""What ``manage.py lock_bench`` is made of: processes, what they saw, and a picture of it."""
+"""The parts of ``manage.py lock_bench``: processes, samples and charts."""

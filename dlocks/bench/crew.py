@@ -1,6 +1,9 @@
-"""Processes of a project that are started together, are spoken with over pipes, and end with whoever started them."""
+"""Worker processes of a project, which communicate over pipes.
 
-# Each process imports this module before Django is set up in it.
+They start together, and end when their parent ends.
+"""
+
+# Each worker imports this module before Django is set up in it.
 from __future__ import annotations
 
 import multiprocessing
@@ -20,15 +23,15 @@ END_SECONDS = 10.0
 
 
 class CrewError(Exception):
-    """A process did not start, failed, or ended by itself."""
+    """The error for a process that did not start, failed, or ended unexpectedly."""
 
 
 class Desk:
-    """A process's own side: what it is asked comes in here, and its answers go out."""
+    """The worker's end of the pipe: it receives requests and sends replies."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        # Whether nobody waits for answers any more: for a look in between, in long work.
+        # Whether the parent has closed the pipe. Long work can check this.
         self.closed = False
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="dlocks-crew", daemon=True).start()
@@ -45,7 +48,7 @@ class Desk:
             yield request[0]
 
     def say(self, answer: Any) -> None:
-        # Whoever started this process may have enough, or be no more.
+        # The parent may have closed the pipe or ended.
         with suppress(OSError):
             self._pipe.send((True, answer))
 
@@ -55,11 +58,13 @@ class Desk:
 
 
 class Crew:
-    """
-    So many processes, for as long as the block lasts; each serves at its desk, and has its own connections.
+    """Worker processes that run for the length of a ``with`` block.
 
-    They are started anew, not forked: SQLite's connections must not be, and Windows cannot. So they find the settings
-    by DJANGO_SETTINGS_MODULE, and ``serve`` must be a function of a module.
+    Each of the ``size`` processes calls ``serve`` and has its own connections.
+
+    They are spawned, not forked, because SQLite connections must not be forked and
+    Windows cannot fork. They therefore find the settings by DJANGO_SETTINGS_MODULE, and
+    ``serve`` must be a module-level function.
     """
 
     def __init__(self, size: int, serve: Callable[[Desk], object]) -> None:
@@ -73,7 +78,12 @@ class Crew:
             self.pipes.append(ours)
             self._theirs.append(theirs)
             self._processes.append(
-                context.Process(target=_work, args=(theirs, serve), name=f"process {number + 1}", daemon=True)
+                context.Process(
+                    target=_work,
+                    args=(theirs, serve),
+                    name=f"process {number + 1}",
+                    daemon=True,
+                )
             )
 
     def __len__(self) -> int:
@@ -96,7 +106,8 @@ class Crew:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # A process whose pipe is closed gives back what it holds, and ends. One that has not begun holds nothing.
+        # A worker whose pipe is closed releases its holds and ends. One that has not
+        # begun holds nothing.
         for pipe in (*self.pipes, *self._theirs):
             pipe.close()
         started = [process for process in self._processes if process.pid is not None]
@@ -114,12 +125,14 @@ class Crew:
                     process.join()
 
     def tell(self, request: Any, size: int | None = None) -> None:
-        """Ask the same of all, or of the first few."""
+        """Send the same request to all workers, or to the first ``size``."""
         for number, pipe in enumerate(self.pipes[:size]):
             self._tell(number, pipe, request)
 
     def tell_each(self, requests: list[Any]) -> None:
-        for number, (pipe, request) in enumerate(zip(self.pipes, requests, strict=True)):
+        for number, (pipe, request) in enumerate(
+            zip(self.pipes, requests, strict=True)
+        ):
             self._tell(number, pipe, request)
 
     def _tell(self, number: int, pipe: Connection, request: Any) -> None:
@@ -129,7 +142,10 @@ class Crew:
             raise CrewError(f"{self._processes[number].name} ended by itself") from None
 
     def hear(self, number: int, seconds: float | None = None) -> Any:
-        """Return what one of them says next, within so many seconds if that is bounded."""
+        """Return the next reply of a worker.
+
+        Wait at most ``seconds``, or without a limit for None.
+        """
         name, pipe = self._processes[number].name, self.pipes[number]
         if seconds is not None and not pipe.poll(max(0.0, seconds)):
             raise CrewError(f"{name} gave no answer in time")
@@ -143,7 +159,7 @@ class Crew:
 
 
 def _work(pipe: Connection, serve: Callable[[Desk], object]) -> None:
-    # Ctrl-C is for whoever started this process, who then closes the pipe.
+    # Ctrl-C is for the parent, which then closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     desk = Desk(pipe)
     try:
@@ -152,13 +168,16 @@ def _work(pipe: Connection, serve: Callable[[Desk], object]) -> None:
         django.setup()
         desk.say(None)
         serve(desk)
-    except Exception:  # noqa: BLE001 (told to the process that waits for an answer)
+    except Exception:  # noqa: BLE001 (sent to the parent process)
         desk.fail(traceback.format_exc())
 
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Start processes that leave Ctrl-C, which the terminal sends to all, to the one that started them."""
+    """Ignore Ctrl-C while processes are started.
+
+    The terminal sends it to all of them, but only the parent handles it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

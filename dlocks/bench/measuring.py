@@ -1,4 +1,4 @@
-"""One alias of DLOCKS measured: what its processes are asked to do, and what is made of their answers."""
+"""The measurements of one alias of DLOCKS, and their figures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from dlocks.api import db_lock
 from dlocks.backends.base import BaseBackend
 from dlocks.backends.database import DatabaseBackend
 from dlocks.backends.memory import MemoryBackend
@@ -24,21 +25,21 @@ from dlocks.bench.samples import (
     overlaps,
     quantile,
 )
-from dlocks.locks import db_lock
 
-# How long a key is waited for at most, and how much longer an answer is.
+# Seconds for which a process waits for the key, and which a reply may take in addition.
 PATIENCE = 30.0
-# Before it counts: who has just connected is slower, and not all of them begin at once.
+# Seconds before the measurement begins. A new connection is slower, and the processes
+# do not all start at once.
 WARM_UP = 0.3
 
 
-class NotMeasured(Exception):  # noqa: N818 (not always an error: the answer that there is no figure, and why)
-    """An alias could not be measured, for the reason given."""
+class NotMeasured(Exception):  # noqa: N818 (a reason, not always an error)
+    """The error for an alias that was not measured. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured: take a key again and again, and hold it for so many seconds."""
+    """A measurement: acquire a key repeatedly, and hold it for ``hold`` seconds."""
 
     alias: str
     key: str
@@ -46,7 +47,10 @@ class Plan:
 
 
 def serve(desk: Desk) -> None:
-    """Do what one process does: connect to an alias, and take and give back its key until the time is over."""
+    """Serve the requests of one process.
+
+    It connects to an alias, then acquires and releases the key until the end.
+    """
     plan: Plan | None = None
     for request in desk:
         try:
@@ -57,7 +61,7 @@ def serve(desk: Desk) -> None:
                 desk.say((True, None))
             elif plan is not None:
                 desk.say((True, _take_again_and_again(desk, plan, request).tobytes()))
-        except Exception as error:  # noqa: BLE001 (of that alias; the others go on)
+        except Exception as error:  # noqa: BLE001 (it concerns one alias only)
             desk.say((False, _line(error)))
 
 
@@ -67,7 +71,7 @@ def _lock(plan: Plan) -> Any:
 
 def _take_again_and_again(desk: Desk, plan: Plan, end: float) -> array[float]:
     samples = array("d")
-    # Of all clocks the finest that the processes of one machine have in common.
+    # The finest clock that all processes of a machine share.
     clock, sleep = time.perf_counter, time.sleep
     asked = clock()
     while asked < end and not desk.closed:
@@ -87,7 +91,10 @@ def _line(error: BaseException) -> str:
 
 
 def alone(crew: Crew, plan: Plan, seconds: float) -> dict[str, float]:
-    """Measure what taking and giving back costs one process that has the key to itself. Times are microseconds."""
+    """Measure acquiring and releasing by one process without contention.
+
+    Times are in microseconds.
+    """
     samples, begin, end = _measure(crew, plan, seconds, 1)
     takes, gives, pairs = (
         [duration * 1e6 for duration in durations(samples, *moments, begin, end)]
@@ -104,7 +111,7 @@ def alone(crew: Crew, plan: Plan, seconds: float) -> dict[str, float]:
 
 
 def together(crew: Crew, plan: Plan, seconds: float) -> dict[str, float | None]:
-    """Measure who gets the key when all processes want it. Times are milliseconds."""
+    """Measure contention of all processes for one key. Times are in milliseconds."""
     samples, begin, end = _measure(crew, plan, seconds, len(crew))
     waits = [wait * 1e3 for wait in durations(samples, ASKED, GRANTED, begin, end)]
     counts = grants(samples, begin, end)
@@ -115,27 +122,34 @@ def together(crew: Crew, plan: Plan, seconds: float) -> dict[str, float | None]:
         "wait_p99_ms": round(quantile(waits, 0.99), 3),
         "wait_max_ms": round(waits[-1], 3),
         "jain": round(jain(counts), 4),
-        # Nobody waited when it was given back, where one took it again and again before the others came.
+        # If one process reacquired the key again and again before the others came, no
+        # process was waiting at a release.
         "handover_p50_ms": round(quantile(idle, 0.5), 3) if idle else None,
         "handover_p99_ms": round(quantile(idle, 0.99), 3) if idle else None,
         "overlaps": overlaps(samples),
     }
 
 
-def _measure(crew: Crew, plan: Plan, seconds: float, size: int) -> tuple[list[array[float]], float, float]:
+def _measure(
+    crew: Crew, plan: Plan, seconds: float, size: int
+) -> tuple[list[array[float]], float, float]:
     crew.tell(plan, size)
     _answers(crew, size, PATIENCE)
     begin = time.perf_counter() + WARM_UP
     end = begin + seconds
     crew.tell(end, size)
-    samples = [array("d", answer) for answer in _answers(crew, size, WARM_UP + seconds + PATIENCE)]
+    samples = [
+        array("d", answer)
+        for answer in _answers(crew, size, WARM_UP + seconds + PATIENCE)
+    ]
     if not any(grants(samples, begin, end)):
         raise NotMeasured(f"nobody was granted the key in {seconds:g} s")
     return samples, begin, end
 
 
 def _answers(crew: Crew, size: int, seconds: float) -> list[Any]:
-    # All of them first: an answer that is left would be taken for the next one's.
+    # Receive all replies first. A reply that is left over would be taken for one to the
+    # next request.
     deadline = time.monotonic() + seconds + PATIENCE
     answers = [crew.hear(number, deadline - time.monotonic()) for number in range(size)]
     for well, answer in answers:
@@ -145,7 +159,7 @@ def _answers(crew: Crew, size: int, seconds: float) -> list[Any]:
 
 
 def why_not_together(backend: BaseBackend) -> str | None:
-    """Return why it makes no sense to let several processes want a key of this backend, or None."""
+    """Return why this backend cannot be measured under contention, or None."""
     if not backend.exclusive:
         return "excludes nobody"
     if isinstance(backend, MemoryBackend):
@@ -154,12 +168,15 @@ def why_not_together(backend: BaseBackend) -> str | None:
 
 
 def purge(backend: BaseBackend, key: str) -> None:
-    """Delete the rows of a key that nobody uses any more, if it has any."""
+    """Delete the rows of an unused key, if it has any."""
     if isinstance(backend, QuorumBackend):
         for member in backend.members():
             purge(member.backend, backend.prefix + key)
     elif isinstance(backend, DatabaseBackend):
-        from dlocks.models import HoldRecord, LockClaim, ResourceLock
-
-        for model in (LockClaim, ResourceLock, *([HoldRecord] if backend.history else [])):
-            model._default_manager.using(backend.database).filter(key_resource=backend.prefix + key).delete()
+        for table in (
+            "{claims}",
+            "{locks}",
+            *(["{records}"] if backend.history else []),
+        ):
+            sql = f"DELETE FROM {table} WHERE key_resource = %(key)s"
+            backend._count(backend._text(sql), {"key": backend.prefix + key})

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from html import escape
 
 BAR, GAP, HEAD, LABELS, VALUES, WIDTH, MARGIN = 16, 6, 44, 130, 70, 460, 20
-COLORS = ("#2f6db3", "#2a9d8f", "#7a5195", "#d1495b", "#edae49", "#5b8e3e", "#9a6b4b", "#5f6b7a")
+COLORS = (
+    "#2f6db3",
+    "#2a9d8f",
+    "#7a5195",
+    "#d1495b",
+    "#edae49",
+    "#5b8e3e",
+    "#9a6b4b",
+    "#5f6b7a",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One bar for each label, in order; None where there is no figure."""
+    """A chart with one bar per label, in order. A value of None has no bar."""
 
     title: str
     note: str
@@ -20,7 +29,7 @@ class Chart:
 
 
 def draw(title: str, note: str, charts: Sequence[Chart], columns: int = 2) -> str:
-    """Return a picture of the charts, so many side by side."""
+    """Return the charts as SVG, with ``columns`` of them side by side."""
     rows = [charts[first : first + columns] for first in range(0, len(charts), columns)]
     body, y = [], 64
     for row in rows:
@@ -31,7 +40,10 @@ def draw(title: str, note: str, charts: Sequence[Chart], columns: int = 2) -> st
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif" font-size="12">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"'
+                ' font-family="sans-serif" font-size="12">'
+            ),
             f"<title>{escape(title)}</title>",
             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
             _text(MARGIN, 28, title, 'font-size="17" font-weight="600"'),
@@ -59,8 +71,17 @@ def _chart(chart: Chart, x: int, y: int) -> str:
         parts.append(_text(x + LABELS - 8, top + 12, shown, 'text-anchor="end"'))
         length = 0 if value is None else max(1.0, room * value / most)
         color = COLORS[number % len(COLORS)]
-        parts.append(f'<rect x="{x + LABELS}" y="{top}" width="{length:.1f}" height="{BAR}" rx="2" fill="{color}"/>')
-        parts.append(_text(x + LABELS + length + 6, top + 12, "–" if value is None else number_of(value)))
+        parts.append(
+            f'<rect x="{x + LABELS}" y="{top}" width="{length:.1f}" height="{BAR}"'
+            f' rx="2" fill="{color}"/>'
+        )
+        parts.append(
+            _text(
+                x + LABELS + length + 6,
+                top + 12,
+                "–" if value is None else number_of(value),
+            )
+        )
     return "\n".join(parts)
 
 
@@ -69,5 +90,11 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def number_of(value: float) -> str:
-    """Return a figure as people read it: three digits or so."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Return a figure with about three significant digits."""
+    return (
+        f"{value:,.0f}"
+        if value >= 100
+        else f"{value:.1f}"
+        if value >= 10
+        else f"{value:.2f}"
+    )

@@ -1,4 +1,4 @@
-"""What waiters saw, hold by hold, and the figures that come of it."""
+"""Samples of the measured holds, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-# Of each hold: when it was asked for, granted, about to be given back, and given back; by a clock that all processes
-# of the machine have in common.
+# The times of a hold: requested, granted, about to be released, and released. All
+# processes of the machine share the clock.
 FIELDS = 4
 ASKED, GRANTED, LEAVING, RELEASED = range(FIELDS)
 
-# One waiter's holds, one after the other.
+# The holds of each waiter, one after the other.
 Samples = Sequence["array[float]"]
 
 
-def durations(samples: Samples, first: int, last: int, begin: float, end: float) -> list[float]:
-    """
-    Return in order how long it was from one moment of a hold to another.
+def durations(
+    samples: Samples, first: int, last: int, begin: float, end: float
+) -> list[float]:
+    """Return the sorted durations between two moments of each hold.
 
-    A hold counts that was asked for before the end and granted after the beginning: what is waited for beyond the end
-    counts too, so that nobody's longest wait goes missing.
+    A hold counts if it was requested before ``end`` and granted after ``begin``. A wait
+    that lasts beyond ``end`` counts too, so that no longest wait is lost.
     """
     return sorted(
         sample[place + last] - sample[place + first]
@@ -31,21 +32,29 @@ def durations(samples: Samples, first: int, last: int, begin: float, end: float)
 
 
 def grants(samples: Samples, begin: float, end: float) -> list[int]:
-    """Return how many grants each waiter got in that time."""
-    return [sum(begin <= granted < end for granted in sample[GRANTED::FIELDS]) for sample in samples]
+    """Return the number of grants of each waiter in that time."""
+    return [
+        sum(begin <= granted < end for granted in sample[GRANTED::FIELDS])
+        for sample in samples
+    ]
 
 
 def handovers(samples: Samples, begin: float, end: float) -> list[float]:
-    """Return in order how long the key lay idle between one holder and the next, who waited for it already."""
+    """Return the sorted times for which the key was idle between two holders.
+
+    Only handovers to a holder that was already waiting count.
+    """
     return sorted(
         after[GRANTED] - before[LEAVING]
         for before, after in pairwise(_by_grant(samples))
-        if begin <= after[GRANTED] < end and after[ASKED] <= before[LEAVING] and before[FIELDS] != after[FIELDS]
+        if begin <= after[GRANTED] < end
+        and after[ASKED] <= before[LEAVING]
+        and before[FIELDS] != after[FIELDS]
     )
 
 
 def overlaps(samples: Samples) -> int:
-    """Return how often the key was granted to one while another was still inside."""
+    """Return how often the key was granted while another holder had it."""
     found, latest = 0, float("-inf")
     for hold in _by_grant(samples):
         found += hold[GRANTED] < latest
@@ -67,7 +76,10 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def jain(counts: Iterable[float]) -> float:
-    """Return Jain's index: 1 when all got equally many, and 1/n when one of n got all."""
+    """Return Jain's fairness index of the counts.
+
+    It is 1 if all are equal, and 1/n if one of n has everything.
+    """
     counts = list(counts)
     squares = sum(count * count for count in counts)
     return sum(counts) ** 2 / (len(counts) * squares) if squares else 0.0

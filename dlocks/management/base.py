@@ -1,4 +1,4 @@
-"""What the commands have in common: the alias, and errors told in one line."""
+"""The base class of the management commands: the alias and short errors."""
 
 from __future__ import annotations
 
@@ -9,26 +9,40 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.utils import Error
 
 from dlocks.backends.database import DatabaseBackend
+from dlocks.backends.database.statements import is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
 
 
 class LockCommand(BaseCommand):
-    """A command about the locks of one alias."""
+    """A command for the locks of one alias."""
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--using", default=DEFAULT_ALIAS, metavar="ALIAS", help="Alias of the DLOCKS setting. Default: %(default)s."
+            "--using",
+            default=DEFAULT_ALIAS,
+            metavar="ALIAS",
+            help="Alias of the DLOCKS setting. Default: %(default)s.",
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        backend = self._backend(options["using"])
         try:
-            self.work(self._backend(options["using"]), **options)
+            self.work(backend, **options)
         except (LockBackendError, Error) as error:
+            cause = error.__cause__ if isinstance(error, LockBackendError) else error
+            if cause is not None and is_unmigrated(cause):
+                what = str(cause).partition("\n")[0]
+                raise CommandError(
+                    f"Database {backend.database!r} is not migrated ({what}). Run"
+                    f" 'manage.py migrate dlocks --database {backend.database}'."
+                ) from error
             raise CommandError(str(error)) from error
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
-        raise NotImplementedError("subclasses of LockCommand must provide a work() method")
+        raise NotImplementedError(
+            "subclasses of LockCommand must provide a work() method"
+        )
 
     def _backend(self, alias: str) -> DatabaseBackend:
         try:
@@ -37,7 +51,7 @@ class LockCommand(BaseCommand):
             raise CommandError(str(error)) from error
         if not backend.supports_clearing or not isinstance(backend, DatabaseBackend):
             raise CommandError(
-                f"The locks of DLOCKS[{alias!r}] cannot be seen or cleared from here: {type(backend).__name__} keeps "
-                "none in a database."
+                f"The locks of DLOCKS[{alias!r}] cannot be seen or cleared from here:"
+                f" {type(backend).__name__} keeps none in a database."
             )
         return backend

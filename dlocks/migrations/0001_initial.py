@@ -6,12 +6,14 @@ import dlocks.models
 
 
 def keep_updates_in_place(apps: Any, schema_editor: Any) -> None:
-    # PostgreSQL: room on each page, so that a new version of a row needs no new page and no new index entry (HOT),
-    # and a vacuum that does not wait for a share of a large table.
+    # On PostgreSQL, leave space on each page, so that a new version of a row needs no
+    # new page and no new index entry (HOT). Autovacuum must not wait until a share of a
+    # large table has changed.
     if schema_editor.connection.vendor == "postgresql":
         schema_editor.execute(
-            "ALTER TABLE dlocks_resourcelock SET (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.01,"
-            " autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0)"
+            "ALTER TABLE dlocks_resourcelock SET (fillfactor = 50,"
+            " autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold ="
+            " 1000, autovacuum_vacuum_cost_delay = 0)"
         )
 
 
@@ -24,39 +26,229 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "key_resource",
-                    dlocks.models.KeyField(max_length=255, primary_key=True, serialize=False, verbose_name="key"),
+                    dlocks.models.KeyField(
+                        max_length=255,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="key",
+                    ),
                 ),
                 (
                     "status",
                     models.CharField(
-                        choices=[("P", "processing"), ("S", "succeeded"), ("F", "failed")],
+                        choices=[
+                            ("P", "processing"),
+                            ("S", "succeeded"),
+                            ("F", "failed"),
+                        ],
                         max_length=1,
                         verbose_name="status",
                     ),
                 ),
                 (
                     "owner",
-                    models.CharField(help_text="The capability of one hold.", max_length=32, verbose_name="owner"),
+                    models.CharField(
+                        help_text="The secret, random identity of one hold.",
+                        max_length=32,
+                        verbose_name="owner",
+                    ),
                 ),
                 (
                     "holder",
-                    models.CharField(help_text="Host, process and thread.", max_length=255, verbose_name="holder"),
+                    dlocks.models.UnicodeField(
+                        help_text="Host, process and thread.",
+                        max_length=255,
+                        verbose_name="holder",
+                    ),
                 ),
-                ("owner_ip", models.GenericIPAddressField(null=True, verbose_name="owner IP")),
-                ("begin_time", dlocks.models.ClockField(null=True, verbose_name="begin time")),
+                (
+                    "owner_ip",
+                    models.GenericIPAddressField(null=True, verbose_name="owner IP"),
+                ),
+                (
+                    "begin_time",
+                    dlocks.models.ClockField(null=True, verbose_name="begin time"),
+                ),
                 ("end_time", dlocks.models.ClockField(verbose_name="end time")),
-                ("hold_count", models.PositiveIntegerField(default=0, verbose_name="hold count")),
+                (
+                    "hold_count",
+                    models.PositiveIntegerField(default=0, verbose_name="hold count"),
+                ),
                 ("version", models.BigIntegerField(verbose_name="version")),
+                (
+                    "shares",
+                    models.PositiveIntegerField(
+                        db_default=0,
+                        help_text="The number of shared holds.",
+                        verbose_name="shares",
+                    ),
+                ),
+                (
+                    "waiters",
+                    models.PositiveIntegerField(
+                        db_default=0,
+                        help_text="Not fewer than the counted claims in the queue.",
+                        verbose_name="waiters",
+                    ),
+                ),
             ],
             options={
                 "verbose_name": "lock",
                 "verbose_name_plural": "locks",
                 "permissions": (
                     ("clear_resourcelock", "Can clear stale locks"),
-                    ("force_release_resourcelock", "Can force the release of a held lock"),
+                    (
+                        "force_release_resourcelock",
+                        "Can force the release of a held lock",
+                    ),
+                    ("purge_resourcelock", "Can delete the rows of unused keys"),
                 ),
                 "default_permissions": ("view",),
             },
         ),
-        migrations.RunPython(keep_updates_in_place, migrations.RunPython.noop, elidable=False),
+        migrations.CreateModel(
+            name="LockClaim",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "key_resource",
+                    dlocks.models.KeyField(max_length=255, verbose_name="key"),
+                ),
+                (
+                    "owner",
+                    dlocks.models.KeyField(
+                        max_length=32, unique=True, verbose_name="owner"
+                    ),
+                ),
+                (
+                    "holder",
+                    dlocks.models.UnicodeField(max_length=255, verbose_name="holder"),
+                ),
+                (
+                    "owner_ip",
+                    models.GenericIPAddressField(null=True, verbose_name="owner IP"),
+                ),
+                ("begin_time", dlocks.models.ClockField(verbose_name="begin time")),
+                ("end_time", dlocks.models.ClockField(verbose_name="end time")),
+                ("version", models.BigIntegerField(null=True, verbose_name="version")),
+                (
+                    "hold_count",
+                    models.PositiveIntegerField(default=0, verbose_name="hold count"),
+                ),
+                ("shared", models.BooleanField(verbose_name="shared")),
+                (
+                    "permits",
+                    models.PositiveIntegerField(
+                        help_text="How many holds may share the key at once.",
+                        verbose_name="permits",
+                    ),
+                ),
+                (
+                    "scope",
+                    models.CharField(
+                        help_text="The status of the lock row once it is granted.",
+                        max_length=1,
+                        verbose_name="scope",
+                    ),
+                ),
+                ("takeover", models.BooleanField(verbose_name="takeover")),
+                (
+                    "counted",
+                    models.BooleanField(
+                        help_text="Whether the waiters of the lock row include it.",
+                        verbose_name="counted",
+                    ),
+                ),
+                (
+                    "handover_ttl",
+                    models.BigIntegerField(
+                        help_text="Microseconds of the lease that a handover gives.",
+                        verbose_name="handover ttl",
+                    ),
+                ),
+                (
+                    "channel",
+                    models.CharField(
+                        blank=True,
+                        help_text="Where its notification is sent.",
+                        max_length=63,
+                        verbose_name="channel",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "claim",
+                "verbose_name_plural": "claims",
+                "default_permissions": (),
+                "indexes": [
+                    models.Index(fields=["key_resource", "id"], name="dlocks_line")
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="HoldRecord",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "key_resource",
+                    dlocks.models.KeyField(max_length=255, verbose_name="key"),
+                ),
+                ("token", models.BigIntegerField(verbose_name="token")),
+                (
+                    "holder",
+                    dlocks.models.UnicodeField(max_length=255, verbose_name="holder"),
+                ),
+                (
+                    "owner_ip",
+                    models.GenericIPAddressField(null=True, verbose_name="owner IP"),
+                ),
+                (
+                    "scope",
+                    models.CharField(
+                        choices=[("L", "lease"), ("T", "transaction")],
+                        max_length=1,
+                        verbose_name="scope",
+                    ),
+                ),
+                ("shared", models.BooleanField(verbose_name="shared")),
+                (
+                    "waited",
+                    models.FloatField(
+                        help_text="Seconds for which its holder waited for it.",
+                        verbose_name="waited",
+                    ),
+                ),
+                ("begin_time", dlocks.models.ClockField(verbose_name="begin time")),
+                ("end_time", dlocks.models.ClockField(verbose_name="end time")),
+                (
+                    "ending",
+                    models.CharField(
+                        choices=[
+                            ("R", "released"),
+                            ("F", "failed"),
+                            ("L", "lost"),
+                            ("D", "handed over"),
+                        ],
+                        max_length=1,
+                        verbose_name="ending",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "finished hold",
+                "verbose_name_plural": "finished holds",
+                "default_permissions": (),
+                "indexes": [
+                    models.Index(fields=["end_time"], name="dlocks_record_end")
+                ],
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("key_resource", "token"), name="dlocks_record_once"
+                    )
+                ],
+            },
+        ),
+        migrations.RunPython(
+            keep_updates_in_place, migrations.RunPython.noop, elidable=False
+        ),
     ]

@@ -1,4 +1,7 @@
-"""Rows that refuse a write which has not seen the last one; no lock is held while somebody thinks."""
+"""Optimistic locking: models that refuse a write based on outdated data.
+
+No lock is held while a user edits.
+"""
 
 from dlocks.exceptions import StaleToken, StaleVersion
 from dlocks.optimistic.fenced import FencedManager, FencedModel, FencedQuerySet

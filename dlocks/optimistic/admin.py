@@ -1,4 +1,7 @@
-"""Django's admin for versioned rows: an edit that has not seen the last one is shown both, and saves nothing."""
+"""Optimistic locking in Django's admin.
+
+If a row has changed since it was read, an edit saves nothing and shows both versions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from dlocks.transactions import Commit
 
 
 class _CheckForm:
-    """Checks that the form, when it is one of the project's own, still carries the version."""
+    """A system check that the project's own form carries the version."""
 
     form: Any
     formset: Any = VersionedFormSet
@@ -38,8 +41,12 @@ class _CheckForm:
         if not issubclass(self.form, VersionedModelForm):
             messages.append(
                 checks.Error(
-                    f"{type(self).__name__}.form carries no version, so an edit would be lost to a later one.",
-                    hint="Derive the form from dlocks.optimistic.forms.VersionedModelForm.",
+                    f"{type(self).__name__}.form carries no version, so an edit would"
+                    " be lost to a later one.",
+                    hint=(
+                        "Derive the form from"
+                        " dlocks.optimistic.forms.VersionedModelForm."
+                    ),
                     obj=type(self),
                     id="dlocks.E025",
                 )
@@ -48,11 +55,11 @@ class _CheckForm:
 
 
 class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-arg]
-    """
-    A ModelAdmin for a VersionedModel.
+    """A ModelAdmin for a VersionedModel.
 
-    The change form, the lists' ``list_editable`` and the confirmation of a deletion carry the version of what is shown.
-    When the row has another by the time they come back, nothing is written, and the page shows both.
+    The version of the displayed row is part of the change form, of the lists'
+    ``list_editable`` and of the page that confirms a deletion. If the row has another
+    version when the form is submitted, nothing is written, and the page shows both.
     """
 
     form = VersionedModelForm
@@ -63,7 +70,8 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         except StaleVersion:
             if _is_committed(request):
                 raise
-            # Changed between the form's check and the write, which is rolled back: now the form finds it.
+            # The row changed between the form's check and the write, which is rolled
+            # back. The form detects this change when it runs again.
             return super().changeform_view(request, *args, **kwargs)
 
     def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
@@ -71,41 +79,57 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
             return super().changelist_view(request, *args, **kwargs)
         except StaleVersion:
             if "_save" not in request.POST or _is_committed(request):
-                # An action's own, which is not to be done twice.
+                # The error of an action, which must not run twice.
                 raise
             return super().changelist_view(request, *args, **kwargs)
 
-    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> Any:
+    def render_change_form(
+        self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         admin_form = context["adminform"]
         form = admin_form.form
         if TOKEN in form.fields and admin_form.fieldsets:
-            # Whatever fieldsets there are; it is a hidden row.
+            # The field is a hidden row, so any fieldset will do.
             (name, options), *others = admin_form.fieldsets
-            admin_form.fieldsets = [(name, {**options, "fields": [*options["fields"], TOKEN]}), *others]
+            admin_form.fieldsets = [
+                (name, {**options, "fields": [*options["fields"], TOKEN]}),
+                *others,
+            ]
         response: Any = super().render_change_form(request, context, *args, **kwargs)
         if getattr(form, "conflict", None) is not None:
             template = response.template_name
             response.context_data["changed_template"] = (
-                get_template(template) if isinstance(template, str) else select_template(template)
+                get_template(template)
+                if isinstance(template, str)
+                else select_template(template)
             )
             response.context_data["conflict"] = form.conflict
             response.template_name = "admin/dlocks/conflict.html"
         return response
 
     def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
-        return super().get_changelist_form(request, **{"form": VersionedModelForm, **kwargs})
+        return super().get_changelist_form(
+            request, **{"form": VersionedModelForm, **kwargs}
+        )
 
     def get_changelist_formset(self, request: HttpRequest, **kwargs: Any) -> Any:
-        return super().get_changelist_formset(request, **{"formset": self.formset, **kwargs})
+        return super().get_changelist_formset(
+            request, **{"formset": self.formset, **kwargs}
+        )
 
-    def delete_view(self, request: HttpRequest, object_id: str, extra_context: Any = None) -> HttpResponse:
-        """Delete what was shown: the version is in the address of the page that asks."""
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: Any = None
+    ) -> HttpResponse:
+        """Delete the object as it was displayed.
+
+        The version is in the address of the page that asks for confirmation.
+        """
         shown = self.get_object(request, unquote(object_id), self._to_field(request))
         if shown is None or not self.has_delete_permission(request, shown):
             return super().delete_view(request, object_id, extra_context)
         try:
             if unsign_version(shown, request.GET.get(TOKEN, "")) == version_of(shown):
-                # Django reads it once more.
+                # Django reads the object again.
                 request._dlocks_shown = version_of(shown)  # type: ignore[attr-defined]
                 return super().delete_view(request, object_id, extra_context)
             raise StaleVersion(self.model, shown.pk, None, version_of(shown))
@@ -116,15 +140,23 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
                 raise
             self.message_user(
                 request,
-                _("Somebody else has changed this meanwhile, and nothing has been deleted. See whether it should go."),
+                _(
+                    "Somebody else has changed this meanwhile, and nothing has been"
+                    " deleted. See whether it should go."
+                ),
                 messages.ERROR,
             )
         query = request.GET.copy()
-        # As it is now; when it is gone, Django says so there.
-        query[TOKEN] = sign_version(self.get_object(request, unquote(object_id), self._to_field(request)) or shown)
+        # The current version. If the object is gone, Django reports it there.
+        query[TOKEN] = sign_version(
+            self.get_object(request, unquote(object_id), self._to_field(request))
+            or shown
+        )
         return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
 
-    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
+    def save_model(
+        self, request: HttpRequest, obj: Any, form: Any, change: Any
+    ) -> None:
         _watch(request, obj)
         super().save_model(request, obj, form, change)
 
@@ -136,15 +168,23 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         super().delete_model(request, obj)
 
     def _to_field(self, request: HttpRequest) -> str | None:
-        """Return by which field the address names the object: Django's own view refuses what is not allowed."""
+        """Return the field by which the address names the object.
+
+        Django's own view refuses a field that is not allowed.
+        """
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
-        return to_field if to_field and self.to_field_allowed(request, to_field) else None
+        return (
+            to_field if to_field and self.to_field_allowed(request, to_field) else None
+        )
 
 
 def _watch(request: Any, obj: Any) -> None:
-    """Note whether what the request writes is committed: a callback that fails after that is no conflict of its own."""
+    """Record whether the request's writes are committed.
+
+    A callback that fails after the commit is not a conflict.
+    """
     if not hasattr(request, "_dlocks_commit"):
-        # The first of several: before the callbacks of all of them.
+        # Register at the first of several writes, before the callbacks of all of them.
         request._dlocks_commit = commit = Commit(router.db_for_write(type(obj)))
         commit.watch()
 

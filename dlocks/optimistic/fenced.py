@@ -1,4 +1,7 @@
-"""Models whose rows refuse a write with an older fencing token than one that has been there."""
+"""Models whose rows refuse a write with an older fencing token.
+
+A token is too old if the row has been written with a newer one.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,17 @@ from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.versioned import VersionedModel, among_keys, is_copy, is_joined, refusable
+from dlocks.optimistic.versioned import (
+    VersionedModel,
+    among_keys,
+    is_copy,
+    is_joined,
+    refusable,
+)
 
 
 class HasToken(Protocol):
-    """What a hold is, here."""
+    """A hold, as far as this module needs it."""
 
     @property
     def token(self) -> int: ...
@@ -33,16 +42,17 @@ def token_of(hold: HasToken | int) -> int:
 
 
 class FencedQuerySet(models.QuerySet[Any]):
-    """A queryset that writes only with a token: ``fenced(hold)`` gives it one."""
+    """A queryset that writes only with a token, which ``fenced(hold)`` sets."""
 
     _token: int | None = None
 
     def claim(self, pk: Any, hold: HasToken | int) -> Any:
-        """
-        Write the hold's token into the row, then read it: from now on no older token can write it.
+        """Write the hold's token into the row, and read the row afterwards.
 
-        The instance returned is as the last writer left it, and its ``save()`` and ``delete()`` use the token. Raise
-        StaleToken when a newer token has been there, DoesNotExist when there is no such row.
+        From then on no older token can write the row. The returned instance has the
+        values of the last writer, and its ``save()`` and ``delete()`` use the token.
+        Raise StaleToken if the row has a newer token, and DoesNotExist if there is no
+        such row.
         """
         token = token_of(hold)
         self._for_write = True
@@ -58,43 +68,60 @@ class FencedQuerySet(models.QuerySet[Any]):
         return await sync_to_async(self.claim)(pk, hold)
 
     def fenced(self, hold: HasToken | int) -> Any:
-        """Return this queryset with the token for what it updates, deletes and creates."""
+        """Return this queryset with a token for its updates, deletions and inserts."""
         clone: Any = self._chain()  # type: ignore[attr-defined]
         clone._token = token_of(hold)
         return clone
 
     def update(self, **kwargs: Any) -> int:
-        """Update all rows. Raise StaleToken, and write nothing, when one of them has a newer token."""
+        """Update all rows.
+
+        Raise StaleToken, and write nothing, if a row has a newer token.
+        """
         if "fence" in kwargs:
-            raise ValueError("The fence is written by fenced(hold).update(), and cannot be updated to a value.")
+            raise ValueError(
+                "The fence is written by fenced(hold).update(), and cannot be updated"
+                " to a value."
+            )
         with self._fenced() as rows:
             updated = super(FencedQuerySet, rows).update(**kwargs)
         self._result_cache = None
         return updated
 
     def delete(self) -> tuple[int, dict[str, int]]:
-        """Delete all rows. Raise StaleToken, and delete nothing, when one of them has a newer token."""
+        """Delete all rows.
+
+        Raise StaleToken, and delete nothing, if a row has a newer token.
+        """
         with self._fenced() as rows:
             deleted = super(FencedQuerySet, rows).delete()
         self._result_cache = None
         return deleted
 
     def create(self, **kwargs: Any) -> Any:
-        """Insert a row, with the token where there is one; the instance's ``save()`` and ``delete()`` use it."""
-        # The names at the other side of a OneToOneField are refused there.
-        if self._token is None or not self.model._meta._reverse_one_to_one_field_names.isdisjoint(kwargs):
+        """Insert a row, with the token if there is one.
+
+        The ``save()`` and ``delete()`` of the instance use the token.
+        """
+        # Django's method rejects the reverse names of a OneToOneField.
+        if (
+            self._token is None
+            or not self.model._meta._reverse_one_to_one_field_names.isdisjoint(kwargs)
+        ):
             return super().create(**kwargs)
         instance = self.model(**kwargs)
         if hasattr(self, "_fetch_mode"):
-            # From Django 6.1 on.
+            # Django 6.1 and later.
             instance._state.fetch_mode = self._fetch_mode
         instance._state.token = self._token
         self._for_write = True
         instance.save(force_insert=True, using=self.db)
         return instance
 
-    def bulk_update(self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None) -> int:
-        """Update the fields of all instances, with the token; see update()."""
+    def bulk_update(
+        self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """Update the fields of all instances with the token; see update()."""
         self._need_token()
         self._for_write = True
         with transaction.atomic(using=self.db):
@@ -109,27 +136,38 @@ class FencedQuerySet(models.QuerySet[Any]):
         update_fields: Any = None,
         unique_fields: Any = None,
     ) -> list[Any]:
-        """
-        Insert the instances, with the token where there is one; see create().
+        """Insert the instances, with the token if there is one; see create().
 
-        Raise ValueError for ``update_conflicts``: such an update could not look at tokens.
+        Raise ValueError for ``update_conflicts``, since such an update could not check
+        tokens.
         """
         if update_conflicts:
-            raise ValueError("bulk_create(update_conflicts=True) would write over rows without looking at tokens.")
+            raise ValueError(
+                "bulk_create(update_conflicts=True) would write over rows without"
+                " looking at tokens."
+            )
         objs = list(objs)
-        before = [(getattr(instance._state, "token", None), instance.fence) for instance in objs]
+        before = [
+            (getattr(instance._state, "token", None), instance.fence)
+            for instance in objs
+        ]
         if self._token is not None:
             for instance in objs:
                 instance._state.token = self._token
         created = False
         try:
             rows = super().bulk_create(
-                objs, batch_size, ignore_conflicts, update_conflicts, update_fields, unique_fields
+                objs,
+                batch_size,
+                ignore_conflicts,
+                update_conflicts,
+                update_fields,
+                unique_fields,
             )
             created = not ignore_conflicts
         finally:
             if not created:
-                # Nobody knows which of the rows are these instances'.
+                # It is unknown which of the rows belong to these instances.
                 for instance, (token, fence) in zip(objs, before, strict=True):
                     instance._state.token, instance.fence = token, fence
         return rows
@@ -137,25 +175,32 @@ class FencedQuerySet(models.QuerySet[Any]):
     def _need_token(self) -> int:
         if self._token is None:
             raise RuntimeError(
-                f"{self.model._meta.label} is written only with a token: objects.fenced(hold).update(…), or "
-                "objects.claim(pk, hold) and then save()."
+                f"{self.model._meta.label} is written only with a token:"
+                " objects.fenced(hold).update(…), or objects.claim(pk, hold) and then"
+                " save()."
             )
         return self._token
 
     def _fence(self, token: int) -> int:
-        """Write the token into the rows whose own is not newer; return how many."""
+        """Write the token into rows without a newer one; return their number."""
         field = self.model._meta.get_field("fence")
         rows: Any = self
         owner: Any = field.model._meta.concrete_model
         if owner is not self.model._meta.concrete_model or is_joined(self):
-            # Or it would not look at the fence again where it has waited for a row.
-            rows = FencedQuerySet(owner, using=self.db).filter(pk__in=among_keys(self, owner)[1])
+            # Otherwise the statement would not check the fence again after it has
+            # waited for a row.
+            rows = FencedQuerySet(owner, using=self.db).filter(
+                pk__in=among_keys(self, owner)[1]
+            )
         rows = rows.filter(fence__lte=token).order_by()
         written: int = rows._update([(field, None, token)])
         return written
 
     def _fenced(self) -> Any:
-        """Return the context in which all rows have this token; refuse it when one of them has a newer one."""
+        """Return a context in which all rows have this token.
+
+        Entering it raises StaleToken if a row has a newer token.
+        """
         return _Fenced(self, self._need_token())
 
     def _clone(self) -> Any:
@@ -165,7 +210,7 @@ class FencedQuerySet(models.QuerySet[Any]):
 
 
 class _Fenced:
-    """A transaction that begins with writing the token into all rows of a queryset."""
+    """A transaction that first writes the token into all rows of a queryset."""
 
     def __init__(self, rows: FencedQuerySet, token: int) -> None:
         rows._for_write = True
@@ -177,18 +222,27 @@ class _Fenced:
         self.atomic.__enter__()
         try:
             if self.rows.query.is_sliced or self.rows.query.combinator:
-                raise TypeError("A slice or a combination of querysets cannot be written with a token.")
+                raise TypeError(
+                    "A slice or a combination of querysets cannot be written with a"
+                    " token."
+                )
             owner = self.rows.model._meta.get_field("fence").model._meta.concrete_model
             if is_joined(self.rows):
                 self.rows, _ = among_keys(self.rows, owner)
             self.rows._fence(self.token)
-            newer = self.rows.filter(fence__gt=self.token).order_by("fence").values_list("pk", "fence").last()
+            newer = (
+                self.rows.filter(fence__gt=self.token)
+                .order_by("fence")
+                .values_list("pk", "fence")
+                .last()
+            )
             if newer is not None:
                 raise StaleToken(self.rows.model, newer[0], self.token, newer[1])
         except BaseException as error:
             self.atomic.__exit__(type(error), error, error.__traceback__)
             raise
-        # Those that were written above, and are locked: others may have begun to match since.
+        # Only the rows that were written above and are locked. Other rows may have
+        # begun to match since.
         return self.rows.filter(fence=self.token)
 
     def __exit__(self, *error: object) -> None:
@@ -196,7 +250,11 @@ class _Fenced:
 
 
 class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
-    """The manager of a FencedModel; derive yours from it, or make it ``from_queryset`` of a FencedQuerySet."""
+    """The manager of a FencedModel.
+
+    Derive your manager from it, or create it with ``from_queryset()`` of a
+    FencedQuerySet.
+    """
 
 
 class TokenField(models.BigIntegerField):  # type: ignore[type-arg]
@@ -214,12 +272,12 @@ class TokenField(models.BigIntegerField):  # type: ignore[type-arg]
 
 
 class FencedModel(models.Model):
-    """
-    An abstract model whose rows are written only with a fencing token, and refuse an older one than they have.
+    """An abstract model whose rows are written only with a fencing token.
 
-    Under a lock, ``claim()`` the row with the hold, which reads it too, change it, and ``save()``: a holder that was
-    paused and has lost the lock meanwhile gets StaleToken instead of writing over its successor's work. All writers of
-    a row take the tokens of one lock.
+    A row refuses a token that is older than its own. Under a lock, ``claim()`` the row
+    with the hold, which also reads it, then change it and ``save()``. A holder that was
+    paused and has lost the lock meanwhile gets StaleToken, and does not overwrite its
+    successor's work. All writers of a row use the tokens of one lock.
     """
 
     fence = TokenField(_("fence"), default=0, editable=False)
@@ -229,21 +287,22 @@ class FencedModel(models.Model):
     class Meta:
         abstract = True
 
-    def save(self, *args: Any, token: HasToken | int | None = None, **kwargs: Any) -> None:
-        """
-        Save with the token of the claim, or with the ``token`` given (a hold, or the number).
+    def save(
+        self, *args: Any, token: HasToken | int | None = None, **kwargs: Any
+    ) -> None:
+        """Save with the token of the claim, or with ``token``, a hold or a number.
 
-        The latter is right only for values that were not derived from the row: it was read before the token was
-        there, and an older holder may have written since.
+        Pass ``token`` only for values that were not derived from the row. The row was
+        read before the token was written into it, so an older holder may have written
+        it since.
         """
         with _Token(self, token):
             super().save(*args, **kwargs)
 
     def claim(self, hold: HasToken | int, using: str | None = None) -> None:
-        """
-        Write the hold's token into the row, then read the row anew into this instance.
+        """Write the hold's token into the row, and read it into this instance.
 
-        Raise StaleToken when a newer token has been there, DoesNotExist when the row is gone.
+        Raise StaleToken if the row has a newer token, and DoesNotExist if it is gone.
         """
         token = token_of(hold)
         using = using or router.db_for_write(type(self), instance=self)
@@ -257,11 +316,17 @@ class FencedModel(models.Model):
     async def aclaim(self, hold: HasToken | int, using: str | None = None) -> None:
         await sync_to_async(self.claim)(hold, using=using)
 
-    async def asave(self, *args: Any, token: HasToken | int | None = None, **kwargs: Any) -> None:
+    async def asave(
+        self, *args: Any, token: HasToken | int | None = None, **kwargs: Any
+    ) -> None:
         await sync_to_async(self.save)(*args, token=token, **kwargs)
 
     def delete(
-        self, using: str | None = None, keep_parents: bool = False, *, token: HasToken | int | None = None
+        self,
+        using: str | None = None,
+        keep_parents: bool = False,
+        *,
+        token: HasToken | int | None = None,
     ) -> tuple[int, dict[str, int]]:
         if not self._is_pk_set():  # type: ignore[attr-defined]
             return super().delete(using=using, keep_parents=keep_parents)
@@ -274,9 +339,15 @@ class FencedModel(models.Model):
             return super().delete(using=using, keep_parents=keep_parents)
 
     async def adelete(
-        self, using: str | None = None, keep_parents: bool = False, *, token: HasToken | int | None = None
+        self,
+        using: str | None = None,
+        keep_parents: bool = False,
+        *,
+        token: HasToken | int | None = None,
     ) -> tuple[int, dict[str, int]]:
-        return await sync_to_async(self.delete)(using=using, keep_parents=keep_parents, token=token)
+        return await sync_to_async(self.delete)(
+            using=using, keep_parents=keep_parents, token=token
+        )
 
     def save_base(
         self,
@@ -291,7 +362,8 @@ class FencedModel(models.Model):
         state: Any = self._state
         if is_update and (not state.adding or force_update or update_fields):
             self._need_token()
-        # A row that was read is there, or has been deleted; it is not to be inserted again.
+        # A row that was read either exists or has been deleted. It must not be inserted
+        # again.
         state.was_read = is_update and not state.adding and not is_copy(self, using)
         try:
             with refusable(self, using, StaleToken):
@@ -308,41 +380,63 @@ class FencedModel(models.Model):
         using: str | None = None,
         update_fields: Any = None,
     ) -> Any:
-        if not raw and self._state.adding and not force_update and not update_fields and self._is_fenced(cls):
-            # Never Django's UPDATE of whatever has the key.
+        if (
+            not raw
+            and self._state.adding
+            and not force_update
+            and not update_fields
+            and self._is_fenced(cls)
+        ):
+            # Prevent Django's UPDATE of an existing row with this key.
             force_insert = True
         state: Any = self._state
         if force_insert and self._is_fenced(cls) and getattr(state, "was_read", False):
-            # Its parent was gone, and has just been inserted.
+            # Its parent was missing, and has just been inserted.
             raise StaleToken(type(self), self.pk, self._need_token(), None)
         state.is_raw = raw
         try:
-            return super()._save_table(raw, cls, force_insert, force_update, using, update_fields)  # type: ignore[misc]
+            return super()._save_table(  # type: ignore[misc]
+                raw, cls, force_insert, force_update, using, update_fields
+            )
         finally:
             state.is_raw = False
 
     def _do_update(  # type: ignore[override]
-        self, base_qs: Any, using: str, pk_val: Any, values: Any, update_fields: Any, *others: Any
+        self,
+        base_qs: Any,
+        using: str,
+        pk_val: Any,
+        values: Any,
+        update_fields: Any,
+        *others: Any,
     ) -> Any:
-        """Write one table's row; the fence is in the WHERE of the statement."""
+        """Write the row of one table, and compare the fence in the WHERE clause."""
         if not self._is_fenced(base_qs.model):
-            return super()._do_update(base_qs, using, pk_val, values, update_fields, *others)
+            return super()._do_update(
+                base_qs, using, pk_val, values, update_fields, *others
+            )
         field = self._meta.get_field("fence")
         values = [value for value in values if value[0] != field]
         if getattr(self._state, "is_raw", False):
-            # A fixture is loaded over whatever is there, but lowers no fence.
-            values.append((field, None, Greatest(models.F("fence"), models.Value(self.fence))))
-            return super()._do_update(base_qs, using, pk_val, values, update_fields, *others)
+            # A fixture overwrites the row, but never lowers its fence.
+            values.append(
+                (field, None, Greatest(models.F("fence"), models.Value(self.fence)))
+            )
+            return super()._do_update(
+                base_qs, using, pk_val, values, update_fields, *others
+            )
         token = self._need_token()
         values.append((field, None, token))
         rows = base_qs.filter(fence__lte=token)
-        updated = super()._do_update(rows, using, pk_val, values, update_fields, *others)
+        updated = super()._do_update(
+            rows, using, pk_val, values, update_fields, *others
+        )
         if updated:
             self.fence = token
             return updated
         found = self._found(using)
         if found is None and is_copy(self, using):
-            # A copy into another database, which does not have the row yet.
+            # A copy into another database that does not have the row yet.
             return updated
         raise StaleToken(type(self), self.pk, token, found)
 
@@ -350,19 +444,28 @@ class FencedModel(models.Model):
         token: int | None = getattr(self._state, "token", None)
         if token is None:
             raise RuntimeError(
-                f"{self._meta.label} {self.pk!r} is written only with a token: claim(hold) it first, which also reads "
-                "it anew, and then save(); or save(token=hold) values that were not derived from the row."
+                f"{self._meta.label} {self.pk!r} is written only with a token:"
+                " claim(hold) it first, which also reads it anew, and then save(); or"
+                " save(token=hold) values that were not derived from the row."
             )
         return token
 
     def _is_fenced(self, model: type[models.Model]) -> bool:
-        """Return whether the fence is in the table of this model, out of the parents and the child."""
-        return self._meta.get_field("fence").model._meta.concrete_model is model._meta.concrete_model
+        """Return whether this model's table contains the fence.
+
+        In multi-table inheritance, the parents and the child have separate tables.
+        """
+        return (
+            self._meta.get_field("fence").model._meta.concrete_model
+            is model._meta.concrete_model
+        )
 
     def _rows(self, using: str) -> Any:
-        """Return the queryset of the row that has the fence."""
+        """Return a queryset with the row that contains the fence."""
         model: Any = self._meta.get_field("fence").model
-        return FencedQuerySet(model, using=using).filter(pk=self._get_pk_val(model._meta))
+        return FencedQuerySet(model, using=using).filter(
+            pk=self._get_pk_val(model._meta)
+        )
 
     def _found(self, using: str) -> int | None:
         row = self._rows(using)
@@ -378,7 +481,10 @@ class FencedModel(models.Model):
             messages.append(
                 checks.Error(
                     f"{cls._meta.label} is both a VersionedModel and a FencedModel.",
-                    hint="Choose: a version for rows that people edit, a fence for rows that are written under a lock.",
+                    hint=(
+                        "Choose: a version for rows that people edit, a fence for rows"
+                        " that are written under a lock."
+                    ),
                     obj=cls,
                     id="dlocks.E023",
                 )
@@ -388,10 +494,12 @@ class FencedModel(models.Model):
             if not issubclass(manager._queryset_class, FencedQuerySet):
                 messages.append(
                     checks.Error(
-                        f"{cls._meta.label}.{manager.name} is not a FencedManager: its update() would ask for no "
-                        "token.",
-                        hint="Derive the manager from dlocks.optimistic.FencedManager, its queryset from "
-                        "FencedQuerySet.",
+                        f"{cls._meta.label}.{manager.name} is not a FencedManager: its"
+                        " update() would ask for no token.",
+                        hint=(
+                            "Derive the manager from dlocks.optimistic.FencedManager,"
+                            " its queryset from FencedQuerySet."
+                        ),
                         obj=cls,
                         id="dlocks.E024",
                     )
@@ -400,7 +508,7 @@ class FencedModel(models.Model):
 
 
 class _Token:
-    """The time for which an instance has a token given to one call."""
+    """A context in which an instance has the token of a single call."""
 
     def __init__(self, instance: FencedModel, token: HasToken | int | None) -> None:
         self.state: Any = instance._state

@@ -1,4 +1,8 @@
-"""Model forms that carry the version of their row, signed, and show a conflict instead of losing a value."""
+"""Model forms that detect a concurrent change of their row.
+
+A form carries the signed version of its row, and shows a conflict instead of losing a
+value.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +30,20 @@ from django.utils.translation import gettext as _
 
 from dlocks.optimistic.versioned import version_field
 
-# The hidden field's name.
+# The name of the hidden field.
 TOKEN = "row_version"  # noqa: S105
 
 
 def sign_version(instance: models.Model) -> str:
-    """Return the version that the instance was read with, signed for this row of this model."""
+    """Return the version of the instance, signed for this row of this model."""
     return _signer(instance, "version").sign(str(version_of(instance)))
 
 
 def unsign_version(instance: models.Model, token: str) -> int:
-    """Return the version in a token of this row; raise BadSignature for any other string."""
+    """Return the version in a token of this row.
+
+    Raise BadSignature for any other string.
+    """
     return int(_signer(instance, "version").unsign(token))
 
 
@@ -47,30 +54,38 @@ def version_of(instance: models.Model) -> int:
 
 def _signer(instance: models.Model, what: str) -> Signer:
     model: Any = instance._meta.concrete_model
-    return Signer(salt=f"dlocks.optimistic.{what}:{model._meta.label_lower}:{instance.pk}")
+    return Signer(
+        salt=f"dlocks.optimistic.{what}:{model._meta.label_lower}:{instance.pk}"
+    )
 
 
 class TokenField(forms.CharField):
     widget = forms.HiddenInput
 
     def has_changed(self, initial: Any, data: Any) -> bool:
-        # It is no value of the row.
+        # The field is not a value of the row.
         return False
 
 
 class Difference:
-    """A field in which what was sent is not what is in the database now, both as text to show."""
+    """A field whose submitted value differs from the value in the database.
+
+    Both values are texts for display.
+    """
 
     def __init__(self, label: str, yours: str, theirs: str, is_touched: bool) -> None:
         self.label = label
         self.yours = yours
         self.theirs = theirs
-        # Whether it was changed in the form; else it is only older.
+        # Whether it was changed in the form. Otherwise the value is only older.
         self.is_touched = is_touched
 
 
 class Conflict:
-    """What was entered beside what somebody else has written meanwhile; as a string, a table in HTML."""
+    """The submitted values and the values that another user has written meanwhile.
+
+    As a string, it is an HTML table.
+    """
 
     def __init__(self, held: int, found: int, differences: list[Difference]) -> None:
         self.held = held
@@ -85,17 +100,17 @@ class Conflict:
 
 
 class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
-    """
-    A form of a VersionedModel with a hidden field for the version that its values were read with.
+    """A form of a VersionedModel with a hidden field for its row's version.
 
-    When the row has another version by the time that the form comes back, the form has an error, ``conflict`` tells the
-    differences, and what was entered is still in the fields; fields that were not touched show what is in the database
-    now. Sent again, knowingly, it is saved. What changes between this check and ``save()`` raises StaleVersion there.
-    Render the form's hidden fields; ``{{ form }}`` does.
+    If the row has another version when the form is submitted, the form has an error and
+    ``conflict`` contains the differences. Changed fields keep the submitted values. The
+    other fields show the current values of the database. A second submission saves
+    them. A change between this check and ``save()`` raises StaleVersion there. Render
+    the form's hidden fields, as ``{{ form }}`` does.
     """
 
-    # With a conflict, a form in a set shows what is in the database throughout, beside what was entered; one that was
-    # not touched has no conflict.
+    # On a conflict, a form in a formset shows the current values of the database in all
+    # fields, next to the submitted ones. A form without changes has no conflict.
     in_formset = False
     conflict: Conflict | None = None
 
@@ -106,14 +121,16 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
         super().__init__(*args, **kwargs)
         if not self.instance._state.adding:
             self._found = version_of(self.instance)
-            # What tells later who has changed which field.
+            # These fingerprints reveal later which fields were changed in the form.
             self._values = {
                 name: self._fingerprint(name, self.get_initial_for_field(field, name))
                 for name, field in self.fields.items()
                 if not field.disabled
             }
             signer = _signer(self.instance, "form")
-            self.initial[TOKEN] = signer.sign_object({"version": self._found, "values": self._values})
+            self.initial[TOKEN] = signer.sign_object(
+                {"version": self._found, "values": self._values}
+            )
             self.fields[TOKEN] = TokenField(required=False)
 
     def full_clean(self) -> None:
@@ -123,12 +140,17 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
 
     def _compare(self) -> None:
         try:
-            seen = _signer(self.instance, "form").unsign_object(str(self[TOKEN].data or ""))
+            seen = _signer(self.instance, "form").unsign_object(
+                str(self[TOKEN].data or "")
+            )
         except BadSignature:
             self.add_error(
                 None,
                 ValidationError(
-                    _("The form does not say which version of the row it was made from. Please open it again."),
+                    _(
+                        "The form does not say which version of the row it was made"
+                        " from. Please open it again."
+                    ),
                     code="version",
                 ),
             )
@@ -139,60 +161,73 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             name
             for name in self._values
             if name not in self.cleaned_data
-            or self._fingerprint(name, self.cleaned_data[name]) != seen["values"].get(name)
+            or self._fingerprint(name, self.cleaned_data[name])
+            != seen["values"].get(name)
         }
         if self.in_formset:
             self._show_what_is_there(self._values)
             if not touched and not self.cleaned_data.get(DELETION_FIELD_NAME):
-                # Not to be written back, though it differs from what is there.
+                # The form must not be written back, although it differs from the
+                # database.
                 self.changed_data = []
                 return
         else:
             self._show_what_is_there(self._values.keys() - touched)
-        self.conflict = Conflict(seen["version"], self._found, self._differences(touched))
+        self.conflict = Conflict(
+            seen["version"], self._found, self._differences(touched)
+        )
         if self.in_formset:
             message: str = format_html(
                 "{} {}",
                 _(
-                    "Somebody else has changed this meanwhile. What is in the database now is shown; enter yours again "
-                    "where it should stand."
+                    "Somebody else has changed this meanwhile. What is in the database"
+                    " now is shown; enter yours again where it should stand."
                 ),
                 self.conflict,
             )
         else:
             message = _(
-                "Somebody else has changed this meanwhile, and nothing has been saved. Compare below: what you had not "
-                "changed is now as theirs; when you save, the rest of your values replace theirs."
+                "Somebody else has changed this meanwhile, and nothing has been saved."
+                " Compare below: what you had not changed is now as theirs; when you"
+                " save, the rest of your values replace theirs."
             )
         self.add_error(None, ValidationError(message, code="conflict"))
 
     def _fingerprint(self, name: str, value: Any) -> str:
-        """Return what the field's values have in common when they are the same, and what tells nothing else of them."""
+        """Return a digest that is equal for equal values, and reveals nothing else."""
         salt = _signer(self.instance, name).salt
-        return salted_hmac(salt, _canonical(self.fields[name], value), algorithm="sha256").hexdigest()[:12]
+        return salted_hmac(
+            salt, _canonical(self.fields[name], value), algorithm="sha256"
+        ).hexdigest()[:12]
 
     def _show_what_is_there(self, names: Iterable[str]) -> None:
         for name in (*names, TOKEN):
-            # Sent again, the form has seen this version.
+            # The form contains this version when it is submitted again.
             self.fields[name].bound_data = lambda data, initial: initial  # type: ignore[method-assign]
 
     def _differences(self, touched: set[str]) -> list[Difference]:
         differences = []
         for name in self._values:
             bound, field = self[name], self.fields[name]
-            if self._meta.model._meta.pk.name != name and field.has_changed(bound.initial, bound.data):
+            if self._meta.model._meta.pk.name != name and field.has_changed(
+                bound.initial, bound.data
+            ):
                 yours = shown(field, self.cleaned_data.get(name, bound.data))
                 theirs = shown(field, bound.initial)
                 if getattr(field.widget, "input_type", None) == "password":
-                    # Such a field does not show its value, either.
+                    # Such a field does not show its value either.
                     yours = theirs = "********"
-                differences.append(Difference(str(capfirst(bound.label)), yours, theirs, name in touched))
+                differences.append(
+                    Difference(
+                        str(capfirst(bound.label)), yours, theirs, name in touched
+                    )
+                )
         return differences
 
 
 def _canonical(field: forms.Field, value: Any) -> str:
     if isinstance(value, UploadedFile):
-        # Never the one that is there, whatever its name.
+        # An upload never equals the stored file, whatever its name.
         return f"upload {id(value)}"
     if isinstance(value, models.Model):
         key = getattr(field, "to_field_name", None)
@@ -201,20 +236,22 @@ def _canonical(field: forms.Field, value: Any) -> str:
         return json.dumps(value, sort_keys=True, cls=field.encoder, default=str)
     if isinstance(value, (list, tuple, set, models.QuerySet)):
         several = [_canonical(field, one) for one in value]
-        # Of chosen ones the order means nothing.
-        chosen = isinstance(field, (forms.MultipleChoiceField, forms.ModelMultipleChoiceField))
+        # The order of chosen values has no meaning.
+        chosen = isinstance(
+            field, (forms.MultipleChoiceField, forms.ModelMultipleChoiceField)
+        )
         return repr(sorted(several) if chosen or isinstance(value, set) else several)
     if isinstance(value, datetime) and value.tzinfo is not None:
         return value.astimezone(UTC).isoformat()
     if isinstance(value, str):
-        # As browsers send what they have been given, and as fields clean it.
+        # The value as browsers submit it, and as fields clean it.
         value = value.replace("\r\n", "\n").replace("\r", "\n")
         return str(value.strip() if getattr(field, "strip", False) else value)
     return "" if value is None else str(value)
 
 
 def shown(field: forms.Field, value: Any) -> str:
-    """Return a value of a form's field as text for people."""
+    """Return a value of a form field as text for display."""
     if isinstance(value, bool):
         return _("Yes") if value else _("No")
     if isinstance(field, forms.ModelChoiceField):
@@ -238,26 +275,46 @@ def _shown_objects(field: Any, value: Any) -> str:
         if one in field.empty_values:
             continue
         if not isinstance(one, models.Model):
-            one = field.queryset.filter(**{field.to_field_name or "pk": one}).first() or one
-        texts.append(field.label_from_instance(one) if isinstance(one, models.Model) else str(one))
+            one = (
+                field.queryset.filter(**{field.to_field_name or "pk": one}).first()
+                or one
+            )
+        texts.append(
+            field.label_from_instance(one)
+            if isinstance(one, models.Model)
+            else str(one)
+        )
     return ", ".join(map(str, texts))
 
 
 class _ManagementForm(ManagementForm):
-    """Brings the versions of the forms along, since nothing else that is hidden is rendered in the admin's lists."""
+    """A management form that also renders the versions of the formset's forms.
+
+    The admin's lists render no other hidden fields.
+    """
 
     formset: Any
 
     def render(self, *args: Any, **kwargs: Any) -> SafeString:
-        tokens = [(form[TOKEN],) for form in self.formset.initial_forms if TOKEN in form.fields]
-        return format_html("{}{}", super().render(*args, **kwargs), format_html_join("", "{}", tokens))
+        tokens = [
+            (form[TOKEN],)
+            for form in self.formset.initial_forms
+            if TOKEN in form.fields
+        ]
+        return format_html(
+            "{}{}", super().render(*args, **kwargs), format_html_join("", "{}", tokens)
+        )
 
     __str__ = render
     __html__ = render
 
 
 class VersionedFormSetMixin:
-    """For formsets of VersionedModelForm that a template takes apart, as the admin's do: see _ManagementForm."""
+    """A mixin for formsets whose template renders their parts one by one.
+
+    The admin has such templates. The forms are VersionedModelForms. See
+    _ManagementForm.
+    """
 
     @cached_property
     def management_form(self) -> Any:
@@ -271,8 +328,10 @@ class VersionedFormSetMixin:
         form.in_formset = True
 
     def _should_delete_form(self, form: Any) -> bool:
-        # Not one that its user has not seen as it is.
-        unseen = any(form.has_error("__all__", code) for code in ("conflict", "version"))
+        # A row must not be deleted if its user has not seen its current state.
+        unseen = any(
+            form.has_error("__all__", code) for code in ("conflict", "version")
+        )
         return super()._should_delete_form(form) and not unseen  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""The version of a row in HTTP: ETag, If-Match and what to answer to a conflict."""
+"""Row versions in HTTP: ETag, If-Match, and the response to a conflict."""
 
 from __future__ import annotations
 
@@ -17,24 +17,33 @@ from dlocks.optimistic.versioned import version_field
 
 
 def etag(instance: models.Model) -> str:
-    """Return the entity tag of the row as it was read: a strong one, that no other row and no other version has."""
+    """Return the entity tag of the row as it was read.
+
+    It is a strong tag, which no other row and no other version has.
+    """
     field = version_field(type(instance))
     row = f"{instance._meta.concrete_model._meta.label_lower}:{instance.pk}"  # type: ignore[union-attr]
     digest = hashlib.sha256(row.encode()).hexdigest()[:16]
     return f'"{digest}.{getattr(instance, field.attname)}"'
 
 
-def precondition(request: HttpRequest, instance: models.Model, *, required: bool = False) -> HttpResponseBase | None:
-    """
-    Return the response to a request whose conditions the row does not meet, or None: then go on.
+def precondition(
+    request: HttpRequest, instance: models.Model, *, required: bool = False
+) -> HttpResponseBase | None:
+    """Return a response if the row does not meet the request's conditions.
 
-    That is 412 for If-Match with another version (and If-None-Match with this one, unless it is a GET), 304 for a GET
-    with If-None-Match, and, where it is ``required``, 428 for a write without If-Match. Use the same instance for
-    the write: what changes in between, its ``save()`` refuses.
+    Return None if the request can proceed. The status is 412 for If-Match with another
+    version, and for If-None-Match with this version unless it is a GET. It is 304 for a
+    GET with If-None-Match. If ``required``, it is 428 for a write without If-Match. Use
+    the same instance for the write, since its ``save()`` refuses changes in between.
     """
     is_write = request.method not in {"GET", "HEAD", "OPTIONS", "TRACE"}
     if required and is_write and "If-Match" not in request.headers:
-        return HttpResponse("This request needs an If-Match header.", status=428, content_type="text/plain")
+        return HttpResponse(
+            "This request needs an If-Match header.",
+            status=428,
+            content_type="text/plain",
+        )
     tag = etag(instance)
     response = get_conditional_response(request, etag=tag)
     if response is not None:
@@ -43,19 +52,24 @@ def precondition(request: HttpRequest, instance: models.Model, *, required: bool
 
 
 class StaleVersionMiddleware(MiddlewareMixin):
-    """
-    Answers a StaleVersion that no view has caught: 412 to a request with If-Match, else 409.
+    """A middleware that answers a StaleVersion that no view has caught.
 
-    The page is the template ``409.html`` or ``412.html``, with the error as ``stale``, where the project has one.
+    The status is 412 for a request with If-Match, and 409 otherwise. The page is the
+    project's template ``409.html`` or ``412.html`` if it exists, with the error as
+    ``stale``.
     """
 
-    def process_exception(self, request: HttpRequest, exception: Exception) -> HttpResponse | None:
+    def process_exception(
+        self, request: HttpRequest, exception: Exception
+    ) -> HttpResponse | None:
         if not isinstance(exception, StaleVersion):
             return None
         status = 412 if "If-Match" in request.headers else 409
         context: dict[str, Any] = {"stale": exception}
         try:
-            return HttpResponse(render_to_string(f"{status}.html", context, request), status=status)
+            return HttpResponse(
+                render_to_string(f"{status}.html", context, request), status=status
+            )
         except TemplateDoesNotExist:
             return HttpResponse(
                 "Somebody else has changed this meanwhile, and nothing has been saved.",

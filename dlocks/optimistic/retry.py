@@ -1,8 +1,7 @@
-"""Running a transaction again that has lost against another one."""
+"""A decorator that retries a transaction after a conflict with another one."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import random
@@ -13,30 +12,36 @@ from typing import Any, TypeVar, cast
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
 
-from dlocks.backends.base import seconds
+from dlocks import clock
 from dlocks.exceptions import StaleVersion
+from dlocks.sql.dialects import sqlstate_of
 from dlocks.transactions import Commit, open_connections, why_untold
+from dlocks.values import Duration, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def retry_on_conflict(
     attempts: int = 5,
-    backoff: float = 0.05,
+    backoff: Duration = 0.05,
     jitter: bool = True,
     *,
-    max_backoff: float = 2.0,
+    max_backoff: Duration = 2.0,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Callable[[F], F]:
-    """
-    Run the function in a transaction on ``using``, and again in a new one when it has lost against another.
+    """Run the function in a transaction, and retry it in a new one on conflict.
 
-    It has lost by StaleVersion, a deadlock or a serialization failure; not by a lock-wait timeout, after which there is
-    no reason to hope. Before the n-th further attempt it sleeps up to ``backoff * 2 ** (n - 1)`` seconds, at most
-    ``max_backoff``: a random part of it with ``jitter``, else all of it. The last attempt's error passes, with a note.
+    The transaction is on the database ``using``. A conflict is a StaleVersion, a
+    deadlock or a serialization failure. A lock-wait timeout is not retried, since there
+    is no reason to expect success.
 
-    The body of a coroutine function is run again as a whole; what transactions it has are its own, as Django has
-    none for coroutines. Raise RuntimeError inside an open atomic block, where another attempt could not see new data.
+    The pause before the n-th retry is at most ``backoff * 2 ** (n - 1)``, and never
+    more than ``max_backoff``. Both are seconds or a ``timedelta``. With ``jitter``, the
+    pause is a random part of that. The error of the last attempt is raised with a note.
+
+    The body of a coroutine function is retried as a whole. It manages its own
+    transactions, as Django has none for coroutines. Raise RuntimeError inside an open
+    atomic block, where another attempt could not see new data.
     """
     if callable(attempts):
         raise TypeError("Write @retry_on_conflict(), with parentheses.")
@@ -44,24 +49,31 @@ def retry_on_conflict(
         raise TypeError(f"attempts must be an int, not {type(attempts).__name__}")
     if attempts < 1:
         raise ValueError(f"attempts must be 1 or more, not {attempts}")
-    seconds("backoff", backoff)
-    seconds("max_backoff", max_backoff)
+    first = seconds("backoff", backoff)
+    limit = seconds("max_backoff", max_backoff)
 
     def decorate(function: F) -> F:
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError("A generator cannot be retried: what it has yielded is out.")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(
+            function
+        ):
+            raise TypeError(
+                "A generator cannot be retried: what it has yielded is out."
+            )
         name = getattr(function, "__qualname__", repr(function))
 
         def delay(attempt: int, began: float, error: Exception) -> float:
-            """Return how long to sleep after a failed attempt, or raise its error."""
+            """Return the seconds to wait after a failed attempt, or raise its error."""
             if not is_conflict(error):
                 raise error
             if attempt == attempts:
                 if attempts > 1:
-                    took = time.monotonic() - began
-                    error.add_note(f"{name} was given up after {attempts} attempts in {took:.2f} s.")
+                    took = clock.real_now() - began
+                    error.add_note(
+                        f"{name} was given up after {attempts} attempts in"
+                        f" {took:.2f} s."
+                    )
                 raise error
-            longest = min(max_backoff, backoff * 2 ** min(attempt - 1, 60))
+            longest = min(limit, first * 2 ** min(attempt - 1, 60))
             return random.uniform(0, longest) if jitter else longest  # noqa: S311
 
         if iscoroutinefunction(function):
@@ -69,21 +81,21 @@ def retry_on_conflict(
             @functools.wraps(function)
             async def run_async(*args: Any, **kwargs: Any) -> Any:
                 await sync_to_async(_refuse_open_transactions)(name, None)
-                began, attempt = time.monotonic(), 0
+                began, attempt = clock.real_now(), 0
                 while True:
                     attempt += 1
                     try:
                         return await function(*args, **kwargs)
-                    except Exception as error:  # noqa: BLE001 (delay() raises all but conflicts again)
+                    except Exception as error:  # noqa: BLE001 (delay() raises all errors but conflicts)
                         pause = delay(attempt, began, error)
-                    await asyncio.sleep(pause)
+                    await clock.asleep(pause)
 
             return cast("F", run_async)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             _refuse_open_transactions(name, using)
-            began, attempt = time.monotonic(), 0
+            began, attempt = clock.real_now(), 0
             while True:
                 attempt += 1
                 commit = Commit(using)
@@ -93,7 +105,7 @@ def retry_on_conflict(
                         return function(*args, **kwargs)
                 except Exception as error:
                     if commit.done:
-                        # By a callback of on_commit().
+                        # A callback of on_commit() raised it.
                         raise
                     pause = delay(attempt, began, error)
                 time.sleep(pause)
@@ -104,7 +116,7 @@ def retry_on_conflict(
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return whether the error says that a transaction has lost against another, and may win when run again."""
+    """Return whether the error is a conflict that may not occur in a retry."""
     if isinstance(error, StaleVersion):
         return True
     if not isinstance(error, DatabaseError):
@@ -112,21 +124,25 @@ def is_conflict(error: BaseException) -> bool:
     cause = error.__cause__
     return (
         # PostgreSQL: serialization_failure, deadlock_detected.
-        getattr(cause, "sqlstate", None) in {"40001", "40P01"}
+        sqlstate_of(error) in {"40001", "40P01"}
         # MySQL and MariaDB: a deadlock; a row that has changed since the snapshot.
         or (bool(error.args) and error.args[0] in {1213, 1020})
-        # SQLITE_BUSY_SNAPSHOT: the same.
+        # SQLITE_BUSY_SNAPSHOT: a row that has changed since the snapshot.
         or getattr(cause, "sqlite_errorcode", None) == 517
     )
 
 
 def _refuse_open_transactions(name: str, using: str | None) -> None:
     opened = [connection.alias for connection in open_connections()]
-    if using is not None and not connections[using].get_autocommit() and why_untold(connections[using]) is not None:
+    if (
+        using is not None
+        and not connections[using].get_autocommit()
+        and why_untold(connections[using]) is not None
+    ):
         opened.append(using)
     if opened:
         raise RuntimeError(
-            f"{name} is run again on a conflict as a whole transaction, but was called inside of an open one on "
-            f"{opened[0]!r}, where another attempt could not see new data. Put retry_on_conflict() around the "
-            "outermost transaction."
+            f"{name} is run again on a conflict as a whole transaction, but was called"
+            f" inside of an open one on {opened[0]!r}, where another attempt could not"
+            " see new data. Put retry_on_conflict() around the outermost transaction."
         )

@@ -1,6 +1,14 @@
-"""For tests: the aids of ``dlocks.testing.aids``, and the rules for backends as a suite."""
+"""Test helpers, and a test suite for backends."""
 
-from dlocks.testing.aids import FrozenClock, abandoned, expire, frozen_clock, held_elsewhere, lose, override_locks
+from dlocks.testing.aids import (
+    FrozenClock,
+    abandoned,
+    expire,
+    frozen_clock,
+    held_elsewhere,
+    lose,
+    override_locks,
+)
 from dlocks.testing.contract import BackendContract
 
 __all__ = [

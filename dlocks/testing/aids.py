@@ -1,4 +1,7 @@
-"""What a project's own tests need of locks: somebody else who holds, a lease that ends, time that stands still."""
+"""Helpers for a project's own tests.
+
+They simulate another holder, a lease that ends, and a frozen clock.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ from typing import Any
 from django.test import override_settings
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Claim
+from dlocks.backends.base import BaseBackend
 from dlocks.backends.database import DatabaseBackend
-from dlocks.backends.database.dialects import KEY
 from dlocks.backends.database.statements import MICROSECONDS
 from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
@@ -22,36 +24,53 @@ from dlocks.holds import Hold
 from dlocks.keeper import keeper
 from dlocks.locks import Lock
 from dlocks.multi import MultiHold
+from dlocks.sql.dialects import KEY
+from dlocks.values import Claim, Duration, in_seconds, seconds
 
-NAMES = {"memory": "dlocks.backends.memory.MemoryBackend", "dummy": "dlocks.backends.dummy.DummyBackend"}
+NAMES = {
+    "memory": "dlocks.backends.memory.MemoryBackend",
+    "dummy": "dlocks.backends.dummy.DummyBackend",
+}
 # Options that every backend has.
 COMMON = {"prefix", "ttl", "timeout", "grace", "slow_wait", "slow_hold"}
 
-# How long ago what is expired ran out: beyond any grace.
+# Seconds since the end of a simulated expired lease, more than any grace.
 LONG_AGO = 3600.0
 
-# Pretended holders; the address is one of those kept for documentation.
+# A simulated holder. Its address is reserved for documentation (RFC 5737).
 HOLDER, HOLDER_IP = "elsewhere:1:MainThread", "192.0.2.1"
 
 
 class override_locks(override_settings):  # noqa: N801 (as Django's own)
-    """
-    Put every alias of DLOCKS on ``"memory"``, or ``"dummy"``: a context manager, and a decorator for tests and classes.
+    """Use the ``"memory"`` or ``"dummy"`` backend for every alias of DLOCKS.
 
-    On memory, locks exclude the threads and tasks of the process and need no database; dummy locks exclude nobody.
-    Aliases keep their prefix, ttl, timeout and grace, unless they are given here.
+    It is a context manager, and a decorator for tests and classes.
+
+    Memory locks exclude the threads and tasks of the process, and need no database.
+    Dummy locks exclude no caller. Aliases keep their prefix, ttl, timeout and grace,
+    unless they are given here.
     """
 
     def __init__(self, backend: str = "memory", **options: Any) -> None:
         if backend not in NAMES:
-            raise ValueError(f"override_locks() takes {' or '.join(map(repr, NAMES))}, not {backend!r}")
+            raise ValueError(
+                f"override_locks() takes {' or '.join(map(repr, NAMES))}, not"
+                f" {backend!r}"
+            )
         if unknown := options.keys() - COMMON:
-            raise TypeError(f"override_locks() takes {', '.join(sorted(COMMON))}, not {', '.join(sorted(unknown))}")
+            raise TypeError(
+                f"override_locks() takes {', '.join(sorted(COMMON))}, not"
+                f" {', '.join(sorted(unknown))}"
+            )
         settings = {
             alias: {
                 "BACKEND": NAMES[backend],
                 "OPTIONS": {
-                    **{name: value for name, value in conf.get("OPTIONS", {}).items() if name in COMMON},
+                    **{
+                        name: value
+                        for name, value in conf.get("OPTIONS", {}).items()
+                        if name in COMMON
+                    },
                     **options,
                 },
             }
@@ -62,47 +81,60 @@ class override_locks(override_settings):  # noqa: N801 (as Django's own)
 
 @contextmanager
 def held_elsewhere(
-    key: str, *, using: str = DEFAULT_ALIAS, ttl: float = LONG_AGO, holder: str = HOLDER
+    key: str,
+    *,
+    using: str = DEFAULT_ALIAS,
+    ttl: Duration = LONG_AGO,
+    holder: str = HOLDER,
 ) -> Iterator[None]:
-    """Hold a key as another process would, for the length of the block: it is busy for everybody here."""
-    backend, claim = _claim(key, using, ttl, holder)
+    """Hold a key as another process would, for the length of the block.
+
+    The key is busy for all callers in this process.
+    """
+    backend, claim = _claim(key, using, seconds("ttl", ttl), holder)
     _take(backend, claim)
     try:
         yield
     finally:
-        # Not there any more when the test has cleared it.
+        # The test may have cleared the hold.
         with suppress(LockError):
             backend.release(claim)
 
 
 def abandoned(key: str, *, using: str = DEFAULT_ALIAS, holder: str = HOLDER) -> None:
-    """Leave a key as a process does that crashed under it, longer ago than its ttl: stale, and to be taken over."""
+    """Leave a key as a process does that crashed while it held the key.
+
+    The crash was longer ago than the ttl, so the key is stale and can be taken over.
+    """
     backend, claim = _claim(key, using, LONG_AGO, holder)
     _take(backend, claim)
     _end_lease(backend, claim)
 
 
 def expire(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
-    """
-    Let the lease of a hold, or of the hold that this process has on a key, have run out unnoticed.
+    """Let the lease of a hold expire without a notification.
 
-    Nobody is told: ``hold.check()`` or the next renewal will find out, or the end of the block once somebody has it.
+    ``hold`` may be a key, which stands for this process's hold on it.
+
+    The loss is noticed by ``hold.check()`` or by the next renewal. It is also noticed
+    at the end of the block if another caller has acquired the key by then.
     """
     hold = _live(hold, using)
     _end_lease(hold.backend, hold.claim)
 
 
 def lose(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
-    """
-    Let somebody else take over the key of a hold, or of the hold that this process has on a key, and tell so.
+    """Let another caller take over the key of a hold, and report the loss.
 
-    ``lock_lost`` and ``on_lost`` have been called on return, ``hold.held`` is False, and the block ends with
-    LockLost. The other has given the key back again.
+    ``hold`` may be a key, which stands for this process's hold on it.
+
+    On return, ``lock_lost`` and ``on_lost`` have been called, and ``hold.held`` is
+    False. The block ends with LockLost. The other caller has released the key again.
     """
     hold = _live(hold, using)
     _end_lease(hold.backend, hold.claim)
     if hold.claim.shared:
-        # Its place is free: that there is nobody in it is enough.
+        # The permit is free. A new holder for it is not needed.
         hold.lose(f"{HOLDER} took it over, for a test")
         return
     thief = Claim(key=hold.claim.key, ttl=LONG_AGO, holder=HOLDER, owner_ip=HOLDER_IP)
@@ -112,34 +144,38 @@ def lose(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
 
 
 class FrozenClock:
-    """The clock of the locks, standing still: ``tick()`` turns it."""
+    """A frozen clock for locks, which ``tick()`` advances."""
 
     def __init__(self) -> None:
-        # A whole number, so that what tests add and compare is exact.
+        # A whole number, so that sums and comparisons in tests are exact.
         self._now = math.ceil(clock.now()) * 1.0
 
     def __call__(self) -> float:
         return self._now
 
-    def tick(self, seconds: float) -> None:
-        """Let so many seconds pass; on return the keeper has renewed what was due, and noticed what is lost."""
-        self._now += seconds
+    def tick(self, duration: Duration) -> None:
+        """Advance the clock by a number of seconds or a ``timedelta``.
+
+        On return, the keeper has renewed the leases that were due and noticed lost
+        ones.
+        """
+        self._now += in_seconds(duration)
         keeper.catch_up()
 
 
 @contextmanager
 def frozen_clock() -> Iterator[FrozenClock]:
-    """
-    Stop the clock on which holds, leases in memory and waiting are counted.
+    """Freeze the clock of holds, memory leases and waiting.
 
-    Whoever waits for a lock turns it by as long as the wait, without any time passing, so time-outs come at once.
-    Leases in a database run out by the database's clock, which nobody can stop: use ``override_locks()`` with it.
+    A wait for a lock advances the clock by its length without taking real time, so
+    timeouts occur at once. Leases in a database expire by the database's clock, which
+    cannot be frozen. Combine this with ``override_locks()``.
     """
     frozen = FrozenClock()
 
     def sleep(seconds: float) -> None:
         frozen._now += seconds
-        # For other threads, which may have to give back first.
+        # Let other threads run, which may have to release first.
         time.sleep(0)
 
     before = clock._read, clock._sleep
@@ -148,21 +184,26 @@ def frozen_clock() -> Iterator[FrozenClock]:
         yield frozen
     finally:
         clock._read, clock._sleep = before
-        # It may have gone to sleep by the frozen clock.
+        # The keeper may be sleeping until a time on the frozen clock.
         keeper.look()
 
 
 def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[BaseBackend, Claim]:
     backend = backends[using]
     if not backend.exclusive:
-        raise RuntimeError(f"DLOCKS[{using!r}] is a {type(backend).__name__}, where nobody can hold a key.")
+        raise RuntimeError(
+            f"DLOCKS[{using!r}] is a {type(backend).__name__}, where nobody can hold a"
+            " key."
+        )
     full_key = Lock(key=key, using=using)._full_key(backend)
     return backend, Claim(key=full_key, ttl=ttl, holder=holder, owner_ip=HOLDER_IP)
 
 
 def _take(backend: BaseBackend, claim: Claim) -> None:
     if backend.acquire(claim) is None:
-        raise RuntimeError(f"{claim.key!r} is held already, by {backend.holder(claim.key)}.")
+        raise RuntimeError(
+            f"{claim.key!r} is held already, by {backend.holder(claim.key)}."
+        )
 
 
 def _end_lease(backend: BaseBackend, claim: Claim) -> None:
@@ -172,33 +213,49 @@ def _end_lease(backend: BaseBackend, claim: Claim) -> None:
             if entry is not None:
                 entry.ends_at = backend.time() - LONG_AGO
     elif isinstance(backend, DatabaseBackend) and claim.shared:
-        sql = "UPDATE {claims} SET end_time = {idle} WHERE owner = %(owner)s AND version IS NOT NULL"
-        if not backend._count(backend._text(sql), {"owner": claim.owner, "idle": -round(LONG_AGO * MICROSECONDS)}):
+        sql = (
+            "UPDATE {claims} SET end_time = {idle} WHERE owner = %(owner)s AND version"
+            " IS NOT NULL"
+        )
+        if not backend._count(
+            backend._text(sql),
+            {"owner": claim.owner, "idle": -round(LONG_AGO * MICROSECONDS)},
+        ):
             raise RuntimeError(f"{claim.key!r} is not held by {claim.holder} any more.")
     elif isinstance(backend, DatabaseBackend):
         ended = backend._write(
-            claim, "end_time = {idle}", f"{KEY} AND owner = %(owner)s", {"idle": -round(LONG_AGO * MICROSECONDS)}
+            claim,
+            "end_time = {idle}",
+            f"{KEY} AND owner = %(owner)s",
+            {"idle": -round(LONG_AGO * MICROSECONDS)},
         )
         if not ended:
             raise RuntimeError(f"{claim.key!r} is not held by {claim.holder} any more.")
     else:
-        raise NotImplementedError(f"A lease of {type(backend).__name__} cannot be ended for a test.")
+        raise NotImplementedError(
+            f"A lease of {type(backend).__name__} cannot be ended for a test."
+        )
 
 
 def _live(hold: Hold | str, using: str) -> Hold:
     if isinstance(hold, str):
         backend = backends[using]
         key = Lock(key=hold, using=using)._full_key(backend)
-        found = [one for one in keeper.holds if one.claim.key == key and one.backend is backend]
+        found = [
+            one
+            for one in keeper.holds
+            if isinstance(one, Hold)
+            if one.claim.key == key and one.backend is backend
+        ]
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
         hold = found[0]
     if isinstance(hold, MultiHold):
-        # That the first is lost is that all are.
+        # The loss of the first hold is the loss of all.
         hold = hold.holds[0]
     if hold.scope != "lease" or not hold.held:
         raise RuntimeError(
-            f"{hold!r} is no lease that could end: a transaction keeps its locks. Take it outside of the transaction, "
-            "or put the test under override_locks()."
+            f"{hold!r} is no lease that could end: a transaction keeps its locks. Take"
+            " it outside of the transaction, or put the test under override_locks()."
         )
     return hold

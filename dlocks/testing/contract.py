@@ -1,4 +1,7 @@
-"""The rules of ``dlocks.backends.base`` as a suite, for every backend: ours and third parties'."""
+"""The rules of ``dlocks.backends.base`` as a test suite for every backend.
+
+It is meant for the backends of dlocks and for those of third parties.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from unittest import SkipTest, TestCase
 
 from django.db import connections, transaction
 
-from dlocks.backends.base import HEARD_FOR, BaseBackend, Claim, Grant, Place
+from dlocks.backends.base import HEARD_FOR, BaseBackend
+from dlocks.values import Claim, Grant, Place
 
 
 class BackendContract(TestCase):
-    """
-    Inherit from this beside a test case class, and say how to make the backend:
+    """A test suite for a backend.
+
+    Inherit from it beside a test case class, and implement ``make_backend``:
 
     .. code-block:: python
 
@@ -24,19 +29,22 @@ class BackendContract(TestCase):
             def make_backend(self, **options):
                 return MyBackend("default", **options)
 
-    Where a rule is about a lease that runs out, real time passes: ``ttl`` and ``grace`` are fractions of a second.
+    Rules about expiring leases take real time: ``ttl`` and ``grace`` are fractions of a
+    second.
     """
 
     __test__ = False
-
     ttl: ClassVar[float] = 0.4
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__test__ = "make_backend" in dir(cls) and cls.make_backend is not BackendContract.make_backend
+        cls.__test__ = (
+            "make_backend" in dir(cls)
+            and cls.make_backend is not BackendContract.make_backend
+        )
 
     def make_backend(self, **options: Any) -> BaseBackend:
-        """Return a backend whose keys nobody else uses now."""
+        """Return a backend whose keys are not in use."""
         raise NotImplementedError
 
     @classmethod
@@ -50,7 +58,10 @@ class BackendContract(TestCase):
         self.backend = self.make_backend(grace=0.0)
 
     def claim(self, key: str = "contract:1", **options: Any) -> Claim:
-        return Claim(key=key, **{"ttl": 30.0, "holder": "contract", "owner_ip": "192.0.2.1", **options})
+        return Claim(
+            key=key,
+            **{"ttl": 30.0, "holder": "contract", "owner_ip": "192.0.2.1", **options},
+        )
 
     def granted(self, claim: Claim, backend: BaseBackend | None = None) -> Grant:
         grant = (backend or self.backend).acquire(claim)
@@ -59,7 +70,7 @@ class BackendContract(TestCase):
         return grant
 
     def granted_in_time(self, claim: Claim, seconds: float = 10.0) -> float:
-        """Try until the claim is granted; return when that was."""
+        """Retry until the claim is granted, and return the time of the grant."""
         deadline = time.monotonic() + seconds
         while self.backend.acquire(claim) is None:
             _in_time(time.monotonic(), deadline, "the key did not become free")
@@ -88,7 +99,9 @@ class BackendContract(TestCase):
 
     def test_one_of_many_is_granted_a_new_key(self) -> None:
         self.needs("exclusive")
-        self.assertEqual(len(self.race(lambda: self.backend.acquire(self.claim("contract:new")))), 1)
+        self.assertEqual(
+            len(self.race(lambda: self.backend.acquire(self.claim("contract:new")))), 1
+        )
 
     def test_one_of_many_takes_over_a_stale_key(self) -> None:
         self.needs("exclusive")
@@ -96,10 +109,18 @@ class BackendContract(TestCase):
         self.granted(first)
         while self.backend.renew([first]):
             time.sleep(0.1)
-        self.assertEqual(len(self.race(lambda: self.backend.acquire(self.claim("contract:stale")))), 1)
+        self.assertEqual(
+            len(self.race(lambda: self.backend.acquire(self.claim("contract:stale")))),
+            1,
+        )
 
-    def race(self, acquire: Callable[[], Grant | None], runners: int = 8) -> list[Grant]:
-        """Return the grants of so many threads that start together and each go on until somebody was granted."""
+    def race(
+        self, acquire: Callable[[], Grant | None], runners: int = 8
+    ) -> list[Grant]:
+        """Return the grants of threads that start together.
+
+        Each of the ``runners`` threads retries until one of them is granted.
+        """
         barrier, grants = threading.Barrier(runners), []
         errors: list[BaseException] = []
 
@@ -184,7 +205,9 @@ class BackendContract(TestCase):
             self.granted(claim)
         self.backend.release(claims[0])
         left = self.backend.renew(claims)
-        self.assertEqual(set(left) - {claims[0].owner}, {claim.owner for claim in claims[1:]})
+        self.assertEqual(
+            set(left) - {claims[0].owner}, {claim.owner for claim in claims[1:]}
+        )
         self.assertTrue(all(0 < seconds <= 30 for seconds in left.values()))
 
     def test_an_exchanged_claim_has_given_way_to_its_successor(self) -> None:
@@ -223,7 +246,16 @@ class BackendContract(TestCase):
         self.needs("supports_handover")
         self.needs("exclusive")
         self.granted(claim := self.claim("contract:exchange"))
-        self.assertEqual(len(self.race(lambda: self.backend.exchange(claim, self.claim("contract:exchange")))), 1)
+        self.assertEqual(
+            len(
+                self.race(
+                    lambda: self.backend.exchange(
+                        claim, self.claim("contract:exchange")
+                    )
+                )
+            ),
+            1,
+        )
 
     # Rule 7.
 
@@ -241,18 +273,21 @@ class BackendContract(TestCase):
         self.backend = self.make_backend(grace=0.4)
         before = time.monotonic()
         self.granted(self.claim(ttl=0.2))
-        self.assertGreaterEqual(self.granted_in_time(self.claim()) - before, 0.6 - 0.002)
+        self.assertGreaterEqual(
+            self.granted_in_time(self.claim()) - before, 0.6 - 0.002
+        )
 
     def test_a_renewed_lease_outlives_its_ttl(self) -> None:
         self.needs("exclusive")
         self.assertTrue(self.backend.release(self.kept_by_renewing()))
 
     def kept_by_renewing(self, **options: Any) -> Claim:
-        """
-        Renew a claim for three times its ttl, while nobody else is granted its key; return the claim.
+        """Renew a claim for three times its ttl, and return it.
 
-        A machine that stands still for longer than the ttl lets the lease run out, rightly: that shows nothing, and is
-        done again.
+        No other claim may be granted its key meanwhile.
+
+        If the machine stands still for longer than the ttl, the lease rightly expires.
+        Such an attempt proves nothing and is repeated.
         """
         for number in range(20):
             claim = self.claim(f"contract:renewed:{number}", ttl=self.ttl, **options)
@@ -263,14 +298,19 @@ class BackendContract(TestCase):
                 renewed = self.backend.renew([claim])
                 answered = time.monotonic()
                 other = self.backend.acquire(self.claim(claim.key))
-                if answered - before >= self.ttl or time.monotonic() - asked >= self.ttl:
+                if (
+                    answered - before >= self.ttl
+                    or time.monotonic() - asked >= self.ttl
+                ):
                     break
                 self.assertIn(claim.owner, renewed)
                 self.assertIsNone(other)
                 time.sleep(0.02)
             else:
                 return claim
-        raise AssertionError(f"The machine stood still for {self.ttl} seconds in each of 20 attempts.")
+        raise AssertionError(
+            f"The machine stood still for {self.ttl} seconds in each of 20 attempts."
+        )
 
     def test_a_released_key_is_free_at_once(self) -> None:
         for _ in range(5):
@@ -284,7 +324,9 @@ class BackendContract(TestCase):
         self.granted(claim)
         before = time.monotonic()
         self.assertTrue(self.backend.release(claim, keep=0.3))
-        self.assertGreaterEqual(self.granted_in_time(self.claim()) - before, 0.3 - 0.002)
+        self.assertGreaterEqual(
+            self.granted_in_time(self.claim()) - before, 0.3 - 0.002
+        )
 
     # Rule 8.
 
@@ -311,7 +353,8 @@ class BackendContract(TestCase):
         tokens = [token for token in tokens if token]
         self.assertEqual(tokens, sorted(set(tokens)))
 
-    # Several keys in one step: all or none. A backend may always say that it cannot.
+    # Several keys in one step: all or none. A backend may always reply that it cannot
+    # do this.
 
     def several(self, **options: Any) -> list[Claim]:
         return [self.claim(f"contract:{number}", **options) for number in range(3)]
@@ -341,7 +384,9 @@ class BackendContract(TestCase):
         claims = self.several()
         first = self.granted_together(claims)
         again = self.granted_together(claims)
-        self.assertTrue(all(new.token >= old.token for new, old in zip(again, first, strict=True)))
+        self.assertTrue(
+            all(new.token >= old.token for new, old in zip(again, first, strict=True))
+        )
 
     def test_of_several_keys_none_is_granted_where_one_is_busy(self) -> None:
         self.granted_together(self.several(ttl=0.001))
@@ -362,7 +407,7 @@ class BackendContract(TestCase):
             self.assertIsNone(self.backend.acquire(self.claim(claim.key)))
             self.assertTrue(self.backend.release(claim))
 
-    # Seeing.
+    # Inspection.
 
     def test_the_holder_is_told(self) -> None:
         self.needs("exclusive")
@@ -372,8 +417,13 @@ class BackendContract(TestCase):
         self.backend.recount(claim, 2)
         holder = self.backend.holder("contract:1")
         assert holder is not None
-        self.assertEqual((holder.key, holder.holder, holder.token), ("contract:1", "contract", grant.token))
-        self.assertEqual((holder.owner_ip, holder.count, holder.stale), ("192.0.2.1", 2, False))
+        self.assertEqual(
+            (holder.key, holder.holder, holder.token),
+            ("contract:1", "contract", grant.token),
+        )
+        self.assertEqual(
+            (holder.owner_ip, holder.count, holder.stale), ("192.0.2.1", 2, False)
+        )
         self.assertTrue(20 < holder.remaining < 30.001)
         self.assertNotIn(claim.owner, f"{holder!r}{holder}{claim!r}")
         self.backend.release(claim)
@@ -401,20 +451,23 @@ class BackendContract(TestCase):
             for key in keys:
                 self.assertIsNone(self.backend.acquire(self.claim(key)))
 
-    # The line.
+    # The queue.
 
     def settle(self, key: str) -> None:
-        """Wait until what was given back is so everywhere: for a backend that is many servers."""
+        """Wait until a release is complete on all servers of the backend.
+
+        A backend of several servers overrides this.
+        """
 
     def in_line(self, claim: Claim, number: int | None = None) -> Place:
-        """Stand in line with a claim, which is not granted yet."""
+        """Add a claim to the queue. It must not be granted yet."""
         place = self.backend.queue(claim, "", number)
         assert place is not None
         self.assertIsNone(place.grant)
         return place
 
     def turn(self, claim: Claim, seconds: float = 10.0) -> Grant:
-        """Look until the claim's turn has come, as the one that is its caller does."""
+        """Poll until the claim is granted, as its caller does."""
         deadline = time.monotonic() + seconds
         while True:
             place = self.backend.look([claim]).get(claim.owner)
@@ -432,7 +485,10 @@ class BackendContract(TestCase):
         for number, claim in enumerate(waiting):
             self.in_line(claim)
             self.assertEqual(self.backend.waiting(claim.key), number + 1)
-        self.assertEqual([self.backend.look([claim])[claim.owner].ahead for claim in waiting], [0, 1, 2])
+        self.assertEqual(
+            [self.backend.look([claim])[claim.owner].ahead for claim in waiting],
+            [0, 1, 2],
+        )
         for claim in waiting:
             self.assertTrue(self.backend.release(holder))
             tokens.append(self.turn(claim).token)
@@ -450,7 +506,7 @@ class BackendContract(TestCase):
         place = self.backend.queue(claim)
         assert place is not None
         if place.grant is None:
-            # No place is needed: it may ask.
+            # The claim needs no position, since it may acquire the key at once.
             self.assertTrue(place.ask)
             self.assertIsNone(place.number)
             self.granted(claim)
@@ -482,7 +538,9 @@ class BackendContract(TestCase):
         grant = self.turn(claim)
         for _ in range(2):
             place = self.backend.queue(claim)
-            self.assertTrue(place is not None and (place.ask or place.grant is not None))
+            self.assertTrue(
+                place is not None and (place.ask or place.grant is not None)
+            )
         self.assertGreaterEqual(self.granted(claim).token, grant.token)
         self.assertTrue(self.backend.release(claim))
         self.granted(self.claim())
@@ -512,7 +570,9 @@ class BackendContract(TestCase):
         self.assertTrue(self.backend.release(gone))
         self.assertTrue(self.turn(claim))
 
-    def test_a_claim_that_is_not_heard_of_is_passed_over_and_can_have_its_place_back(self) -> None:
+    def test_a_claim_that_is_not_heard_of_is_passed_over_and_can_have_its_place_back(
+        self,
+    ) -> None:
         self.needs("supports_queue")
         self.needs("keeps_places")
         holder, silent, claim = self.claim(), self.claim(), self.claim()
@@ -526,7 +586,9 @@ class BackendContract(TestCase):
             time.sleep(0.1)
         self.backend.release(holder)
         self.turn(claim)
-        place = self.backend.look([silent]).get(silent.owner) or self.in_line(silent, number)
+        place = self.backend.look([silent]).get(silent.owner) or self.in_line(
+            silent, number
+        )
         self.assertEqual(place.ahead, 0)
         last = self.claim()
         self.in_line(last)
@@ -555,7 +617,7 @@ class BackendContract(TestCase):
         self.assertTrue(self.turn(claim))
         self.assertGreaterEqual(time.monotonic() - before, 0.3 - 0.002)
 
-    # Sharing.
+    # Shared holds.
 
     def shared(self, **options: Any) -> Claim:
         return self.claim(shared=True, **options)
@@ -582,7 +644,10 @@ class BackendContract(TestCase):
         self.granted(share)
 
     def test_a_share_is_held_as_anything_is(self) -> None:
-        """The same claim says yes, only its owner changes it, and it ends with its ttl."""
+        """A shared hold follows the rules of an exclusive one.
+
+        Its claim can be repeated, only its owner changes it, and it ends after its ttl.
+        """
         self.needs("supports_sharing")
         share, stranger = self.shared(), self.shared()
         token = self.granted(share).token
@@ -605,7 +670,9 @@ class BackendContract(TestCase):
         for claim in claims:
             self.granted(claim)
         self.backend.release(claims[0])
-        self.assertEqual(set(self.backend.renew(claims)), {claim.owner for claim in claims[1:]})
+        self.assertEqual(
+            set(self.backend.renew(claims)), {claim.owner for claim in claims[1:]}
+        )
 
     def test_who_comes_to_share_stands_behind_who_waits_to_have_it_alone(self) -> None:
         self.needs("supports_sharing")
@@ -640,8 +707,13 @@ class BackendContract(TestCase):
 
     # Transactions.
 
-    def in_transaction(self, work: Callable[[], Any], *, roll_back: bool = False) -> Any:
-        with suppress(_RolledBackError), transaction.atomic(using=self.backend.database):
+    def in_transaction(
+        self, work: Callable[[], Any], *, roll_back: bool = False
+    ) -> Any:
+        with (
+            suppress(_RolledBackError),
+            transaction.atomic(using=self.backend.database),
+        ):
             result = work()
             if roll_back:
                 raise _RolledBackError
@@ -652,7 +724,10 @@ class BackendContract(TestCase):
         tokens = []
         for roll_back in (False, True, False):
             self.in_transaction(
-                lambda: tokens.append(self.granted(self.claim(scope="transaction")).token), roll_back=roll_back
+                lambda: tokens.append(
+                    self.granted(self.claim(scope="transaction")).token
+                ),
+                roll_back=roll_back,
             )
         claim = self.claim()
         self.granted(claim)
@@ -696,10 +771,14 @@ class BackendContract(TestCase):
 
 
 class _RolledBackError(Exception):
-    """Ends a transaction of the suite."""
+    """The exception that rolls back a transaction of the suite."""
 
 
 def _in_time(now: float, limit: float, late: str) -> None:
-    """Say what came too late by an error of its own: a machine that stood still looks the same as a wrong backend."""
+    """Raise TimeoutError if ``now`` has reached ``limit``.
+
+    The error type differs from a failed assertion: a machine that stood still looks the
+    same as a wrong backend.
+    """
     if now >= limit:
         raise TimeoutError(f"{late}: {now - limit:.3f} s later than it may")

@@ -1,1 +1,1 @@
-"""The shop's one app: products, sales, and a flash sale."""
+"""The app of the shop: products, sales, and a flash sale."""

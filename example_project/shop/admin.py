@@ -1,4 +1,4 @@
-"""The shop in the admin."""
+"""The admin of the shop."""
 
 from django.contrib import admin
 

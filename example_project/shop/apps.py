@@ -1,4 +1,4 @@
-"""The Django app of the shop."""
+"""The configuration of the shop's app."""
 
 from django.apps import AppConfig
 

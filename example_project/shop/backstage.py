@@ -1,4 +1,7 @@
-"""How the page begins a flash sale: one at a time, in a process of its own that goes on when the page is left."""
+"""The start of a flash sale, which runs in a process of its own.
+
+Only one sale runs at a time. It goes on when the visitor leaves the page.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,30 @@ from example_project.shop.models import FlashSale
 
 MANAGE = Path(__file__).resolve().parent.parent.parent / "manage.py"
 
-# Whoever comes second is told so at once.
+# A second visitor gets a reply at once instead of waiting.
 ONE_AT_A_TIME = db_lock("flash-sale", timeout=0)
 
 
 def begin(*, locks: list[str], stock: int, buyers: int) -> FlashSale:
-    """Begin a sale; raise LockTimeout when one is going on."""
+    """Start a sale, or raise LockTimeout if one is running."""
     with ONE_AT_A_TIME as hold:
         sale = FlashSale.objects.create(locks=locks, stock=stock, buyers=buyers)
         process = subprocess.Popen(  # noqa: S603 (nothing in it is the visitor's)
-            [sys.executable, str(MANAGE), "run_flash_sale", str(sale.pk)], stdin=subprocess.PIPE, text=True
+            [sys.executable, str(MANAGE), "run_flash_sale", str(sale.pk)],
+            stdin=subprocess.PIPE,
+            text=True,
         )
-        # To bury it when it has ended.
+        # Reap the process when it has ended.
         threading.Thread(target=process.wait, daemon=True).start()
-        # From here on the key is that process's: nobody else can have it in between.
+        # Hand the hold over to the process. The key is not free in between.
         with process.stdin as theirs:
             theirs.write(hold.detach())
     return sale
 
 
 def is_going_on(sale: FlashSale) -> bool:
-    """Tell whether its process is at work: one that died has the lock no longer."""
+    """Return whether the process of the sale is running.
+
+    If it died, it no longer holds the lock.
+    """
     return sale.ended is None and ONE_AT_A_TIME.locked()

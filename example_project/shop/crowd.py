@@ -1,6 +1,7 @@
-"""The crowd: processes that buy at the same moment, each with a database connection of its own."""
+"""Processes that buy at the same time, each with its own database connection."""
 
-# Each process imports this module before Django is set up in it, so nothing of Django is imported up here.
+# Each process imports this module before Django is set up in it, so the module must not
+# import Django.
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ CrowdError = CrewError
 
 
 class Crowd:
-    """So many processes, for as long as the block lasts."""
+    """Buyer processes that run for the length of a ``with`` block."""
 
     def __init__(self, size: int) -> None:
         self._crew = Crew(size, _serve)
@@ -28,15 +29,19 @@ class Crowd:
     def __exit__(self, *exc: object) -> None:
         self._crew.__exit__(*exc)
 
-    def buy(self, product_id: int, lock: str, buyers: list[str]) -> Iterator[Purchase | None]:
-        """
-        Let everybody buy one piece at the same moment; yield each purchase as it comes.
+    def buy(
+        self, product_id: int, lock: str, buyers: list[str]
+    ) -> Iterator[Purchase | None]:
+        """Let each buyer buy one piece, and yield the purchases as they come.
 
-        Before them comes a None: the start.
+        All processes start at the same time. The first value is None and marks the
+        start.
         """
         crew = self._crew
         size = len(crew)
-        crew.tell_each([(product_id, lock, buyers[number::size]) for number in range(size)])
+        crew.tell_each(
+            [(product_id, lock, buyers[number::size]) for number in range(size)]
+        )
         for number in range(size):
             crew.hear(number)
         crew.tell("go")
@@ -52,7 +57,7 @@ class Crowd:
 
 
 def _serve(desk: Desk) -> None:
-    """Do what one process of the crowd does, until nobody wants to see it any more."""
+    """Serve the requests of one process until the parent closes the pipe."""
     from django.db import connection
 
     from example_project.shop.services import buy

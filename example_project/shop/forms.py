@@ -1,4 +1,4 @@
-"""What a visitor may ask of a flash sale."""
+"""The form with the options of a flash sale."""
 
 from __future__ import annotations
 
@@ -51,8 +51,11 @@ class FlashSaleForm(forms.Form):
     def clean(self) -> None:
         stock, buyers = self.cleaned_data.get("stock"), self.cleaned_data.get("buyers")
         if stock is not None and buyers is not None and buyers <= stock:
-            self.add_error("buyers", "There must be more buyers than pieces, or nobody goes without.")
+            self.add_error(
+                "buyers",
+                "There must be more buyers than pieces, or nobody goes without.",
+            )
 
     def clean_locks(self) -> list[str]:
-        # In the order in which they are shown, and each once.
+        # Each lock once, in the order of the form.
         return [lock for lock in TITLES if lock in self.cleaned_data["locks"]]

@@ -1,10 +1,14 @@
-"""What the shop has, and what it has sold."""
+"""The models of the shop: products, sales and flash sales."""
 
 from django.db import models
 
 
 class Product(models.Model):
-    """``version`` is for those who buy without a lock, on the row itself: it grows with each of their sales."""
+    """A product.
+
+    ``version`` is for sales that use optimistic locking on the row instead of a lock.
+    It grows with each of them.
+    """
 
     name = models.CharField(max_length=100, unique=True)
     stock = models.PositiveIntegerField()
@@ -30,10 +34,10 @@ class Sale(models.Model):
 
 
 class FlashSale(models.Model):
-    """
-    A flash sale that the page has begun: what was chosen, and how it goes.
+    """A flash sale that the page has started: its options and its progress.
 
-    ``rounds`` are those of ``shop.sale``, as dictionaries; the last one may be going on.
+    ``rounds`` are those of ``shop.sale``, as dictionaries. The last one may still be
+    running.
     """
 
     PROCESSES = 4

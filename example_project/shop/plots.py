@@ -1,4 +1,4 @@
-"""The course of a round as the points of a small picture."""
+"""The progress of a round as the points of a small chart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ WIDTH, HEIGHT = 240, 120
 
 @dataclass(frozen=True)
 class Plot:
-    """Points for SVG: pieces sold and pieces left over time, the line of the stock, and what is above it."""
+    """The points of an SVG chart.
+
+    They show the pieces sold and left over time, the stock, and the oversold area above
+    the stock.
+    """
 
     sold: str
     left: str
@@ -21,7 +25,10 @@ class Plot:
 
 
 def _above(one: Round) -> list[tuple[float, float]]:
-    """Return the corners of what is above the stock: it is never undercut once it is passed."""
+    """Return the corners of the area above the stock.
+
+    The number of sold pieces never falls, so there is at most one such area.
+    """
     corners: list[tuple[float, float]] = []
     before = (0.0, 0)
     for seconds, sold, _ in one.course:
@@ -35,12 +42,14 @@ def _above(one: Round) -> list[tuple[float, float]]:
 
 
 def plots(rounds: Sequence[Round]) -> list[Plot]:
-    """Draw all rounds to one scale, so that they can be compared."""
+    """Return the charts of all rounds, at one scale for comparison."""
     longest = max((one.seconds for one in rounds), default=0) or 1.0
     highest = max((max(one.stock, one.sold) for one in rounds), default=1) * 1.06
 
     def at(seconds: float, pieces: float) -> str:
-        return f"{seconds / longest * WIDTH:.1f},{HEIGHT - pieces / highest * HEIGHT:.1f}"
+        return (
+            f"{seconds / longest * WIDTH:.1f},{HEIGHT - pieces / highest * HEIGHT:.1f}"
+        )
 
     return [
         Plot(

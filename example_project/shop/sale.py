@@ -1,4 +1,4 @@
-"""One flash sale: a stock sold to a crowd, once under each lock, and how that went."""
+"""A flash sale: a stock sold to many buyers, once under each lock."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from example_project.shop.services import ALIASES, NO_LOCK, ROW, Purchase
 
 TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimistic row"}
 
-# Without a lock too much is sold by chance, so chance gets as many tries.
+# Attempts without a lock, since overselling happens by chance.
 LOCKLESS_TRIES = 5
 
-# How often it is noted how far a round has come, in seconds.
+# Seconds between two records of a round's progress.
 NOTE_EVERY = 0.1
 
 
 @dataclass
 class Round:
-    """One sale of the whole stock, and how it went."""
+    """One sale of the whole stock, and its result."""
 
     lock: str
     stock: int
@@ -34,7 +34,8 @@ class Round:
     waits: int = 0
     waited: float = 0.0
     seconds: float = 0.0
-    # Seconds, pieces sold, and pieces said to be left: again and again.
+    # Points of the progress: seconds, pieces sold, and pieces left according to the
+    # product.
     course: list[tuple[float, int, int]] = field(default_factory=list)
 
     @property
@@ -51,19 +52,27 @@ class Round:
 
     @property
     def mean_wait(self) -> float:
-        """Milliseconds for those who had to wait."""
+        """The mean wait of the buyers that had to wait, in milliseconds."""
         return 1000 * self.waited / self.waits if self.waits else 0.0
 
     @property
     def complaint(self) -> str | None:
-        """What is not as it should be, or None."""
+        """A description of what is wrong with the result, or None."""
         if self.sold != self.confirmed or self.confirmed + self.refused != self.buyers:
-            return f"{self.title}: {self.sold} sales are in the database, but {self.confirmed} buyers were told so"
+            return (
+                f"{self.title}: {self.sold} sales are in the database, but"
+                f" {self.confirmed} buyers were told so"
+            )
         if self.lock == NO_LOCK:
-            return None if self.oversold else f"{self.title}: nothing was oversold, in {LOCKLESS_TRIES} tries"
+            return (
+                None
+                if self.oversold
+                else f"{self.title}: nothing was oversold, in {LOCKLESS_TRIES} tries"
+            )
         if self.sold != self.stock or self.left:
             return (
-                f"{self.title}: {self.sold} were sold of a stock of {self.stock}, and {self.left} are said to be left"
+                f"{self.title}: {self.sold} were sold of a stock of {self.stock}, and"
+                f" {self.left} are said to be left"
             )
         return None
 
@@ -76,14 +85,27 @@ class Round:
             self.waited += purchase.waited
 
     def look(self, product: Product, seconds: float) -> None:
-        """Note what is in the database."""
+        """Record the numbers in the database."""
         product.refresh_from_db()
-        self.seconds, self.left, self.sold = seconds, product.stock, product.sales.count()
+        self.seconds, self.left, self.sold = (
+            seconds,
+            product.stock,
+            product.sales.count(),
+        )
         self.course.append((round(seconds, 3), self.sold, self.left))
 
 
-def sell(crowd: Crowd, locks: Sequence[str], stock: int, buyers: int, tell: Callable[[Round], None]) -> Iterator[Round]:
-    """Sell the stock under each lock in turn; yield each round at its end, and tell of it all along."""
+def sell(
+    crowd: Crowd,
+    locks: Sequence[str],
+    stock: int,
+    buyers: int,
+    tell: Callable[[Round], None],
+) -> Iterator[Round]:
+    """Sell the stock under each lock in turn.
+
+    Yield each round at its end. Call ``tell`` at its start and after each purchase.
+    """
     names = [f"buyer {number}" for number in range(1, buyers + 1)]
     for lock in locks:
         for _ in range(LOCKLESS_TRIES if lock == NO_LOCK else 1):
@@ -93,7 +115,9 @@ def sell(crowd: Crowd, locks: Sequence[str], stock: int, buyers: int, tell: Call
         yield one
 
 
-def _round(crowd: Crowd, lock: str, stock: int, names: list[str], tell: Callable[[Round], None]) -> Round:
+def _round(
+    crowd: Crowd, lock: str, stock: int, names: list[str], tell: Callable[[Round], None]
+) -> Round:
     product, _ = Product.objects.update_or_create(
         name=f"Flash sale, {TITLES[lock]}", defaults={"stock": stock, "version": 0}
     )

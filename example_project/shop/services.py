@@ -1,4 +1,4 @@
-"""How the shop sells one piece: the same code under each lock, and under none."""
+"""The sale of one piece, with the same code under each lock and without one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from dlocks import db_lock
 from dlocks.conf import backends
 from example_project.shop.models import Product, Sale
 
-# What keeps buyers apart, by the name of its backend, and the alias of DLOCKS behind it.
+# The alias of DLOCKS for each kind of lock, by the name of its backend.
 ALIASES = {
-    backends.settings[alias]["BACKEND"].rpartition(".")[2].removesuffix("Backend").lower(): alias
+    backends.settings[alias]["BACKEND"]
+    .rpartition(".")[2]
+    .removesuffix("Backend")
+    .lower(): alias
     for alias in ("default", "optimistic", "insert")
     if alias in backends.settings
 }
@@ -24,26 +27,31 @@ NO_LOCK = "none"
 ROW = "row"
 LOCKS = (NO_LOCK, *ALIASES, ROW)
 
-# How long the payment service is asked, in seconds: the moment in which another buyer may read the same stock.
+# The least and the longest duration of a request to the payment service, in seconds.
+# Meanwhile, another buyer may read the same stock.
 PAYMENT_CHECK = (0.001, 0.002)
 
-# A lock's first pause between two tries is longer than this, and getting a free key is quicker.
+# Seconds. A lock's first pause between two attempts is longer, and acquiring a free key
+# is quicker.
 SHORTEST_WAIT = 0.004
 LONGEST_JITTER = 0.05
 
 
 class TooBusyError(Exception):
-    """Without a lock, others came in between again and again until the time was over."""
+    """The error for a sale without a lock that was disturbed until its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """What came of one wish to buy: ``sold``, or refused since nothing was left."""
+    """The result of one attempt to buy.
+
+    ``sold`` is false if no piece was left.
+    """
 
     sold: bool
-    # How often it was tried anew, since somebody else had written in between.
+    # The number of retries because another buyer had written in between.
     conflicts: int = 0
-    # Seconds until the lock was got.
+    # Seconds until the lock was acquired.
     waited: float = 0.0
 
     @property
@@ -51,26 +59,38 @@ class Purchase:
         return self.waited >= SHORTEST_WAIT
 
 
-def buy(product_id: int, buyer: str, lock: str = USUAL, *, timeout: float = 30.0) -> Purchase:
-    """
-    Sell one piece of a product.
+def buy(
+    product_id: int, buyer: str, lock: str = USUAL, *, timeout: float = 30.0
+) -> Purchase:
+    """Sell one piece of a product.
 
-    ``lock`` is one of LOCKS: ``"none"`` shows what goes wrong; ``"row"`` takes no lock, but writes the product's row
-    only where its version is still the one that was read. Raise LockTimeout, or without a lock TooBusyError, when it
-    was not this buyer's turn in ``timeout`` seconds.
+    ``lock`` is one of LOCKS. ``"none"`` shows the problem. ``"row"`` takes no lock, but
+    writes the product's row only if its version has not changed since it was read. If
+    the sale is not possible within ``timeout`` seconds, raise LockTimeout, or
+    TooBusyError without a lock.
     """
     if lock == NO_LOCK:
         return _sell(product_id, buyer, _write_what_was_read, timeout=timeout)
     if lock == ROW:
         return _sell(product_id, buyer, _write_where_unchanged, timeout=timeout)
     with db_lock(f"stock:{product_id}", using=ALIASES[lock], timeout=timeout) as hold:
-        return _sell(product_id, buyer, _write_what_was_read, timeout=timeout, waited=hold.waited)
+        return _sell(
+            product_id, buyer, _write_what_was_read, timeout=timeout, waited=hold.waited
+        )
 
 
 def _sell(
-    product_id: int, buyer: str, write: Callable[[Product], bool], *, timeout: float, waited: float = 0.0
+    product_id: int,
+    buyer: str,
+    write: Callable[[Product], bool],
+    *,
+    timeout: float,
+    waited: float = 0.0,
 ) -> Purchase:
-    """Read the stock, think, and write what is left: whoever else does so meanwhile sells the same piece."""
+    """Read the stock, check the payment, and write the remaining stock.
+
+    If another buyer does the same meanwhile, both sell the same piece.
+    """
     deadline = time.monotonic() + timeout
     conflicts = 0
     while True:
@@ -89,8 +109,13 @@ def _sell(
                 raise
         conflicts += 1
         if time.monotonic() >= deadline:
-            raise TooBusyError(f"{product} could not be sold to {buyer} in {timeout:g} s, after {conflicts} tries.")
-        time.sleep(random.uniform(0, min(0.002 * 2 ** min(conflicts, 10), LONGEST_JITTER)))
+            raise TooBusyError(
+                f"{product} could not be sold to {buyer} in {timeout:g} s, after"
+                f" {conflicts} tries."
+            )
+        time.sleep(
+            random.uniform(0, min(0.002 * 2 ** min(conflicts, 10), LONGEST_JITTER))
+        )
 
 
 def _check_payment() -> None:
@@ -108,5 +133,5 @@ def _write_where_unchanged(product: Product) -> bool:
 
 
 def _is_busy(error: OperationalError) -> bool:
-    """Tell whether SQLite's one writer was somebody else for too long."""
+    """Return whether SQLite's only write lock was held by others for too long."""
     return connection.vendor == "sqlite" and "locked" in str(error)

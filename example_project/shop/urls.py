@@ -1,4 +1,4 @@
-"""The addresses of the shop."""
+"""The URLs of the shop."""
 
 from django.urls import path
 

@@ -19,7 +19,7 @@ from example_project.shop.plots import plots
 from example_project.shop.sale import TITLES, Round
 from example_project.shop.services import NO_LOCK
 
-# How many seconds a customer waits for a page while others buy.
+# Seconds for which a request waits while other customers buy.
 PATIENCE = 2.0
 
 
@@ -40,7 +40,11 @@ def buy(request: HttpRequest, product_id: int) -> HttpResponse:
     if not purchase.sold:
         messages.warning(request, f"Sorry, “{product}” is sold out.")
     elif purchase.had_to_wait:
-        messages.success(request, f"You have bought “{product}”, after waiting {purchase.waited:.2f} s for your turn.")
+        messages.success(
+            request,
+            f"You have bought “{product}”, after waiting {purchase.waited:.2f} s for"
+            " your turn.",
+        )
     else:
         messages.success(request, f"You have bought “{product}”.")
     return redirect("shop:index")
@@ -51,15 +55,27 @@ def flash_sale(request: HttpRequest) -> HttpResponse:
     last = FlashSale.objects.first()
     form = FlashSaleForm(
         request.POST if request.method == "POST" else None,
-        initial={"stock": last.stock, "buyers": last.buyers, "locks": last.locks} if last else None,
+        initial=(
+            {"stock": last.stock, "buyers": last.buyers, "locks": last.locks}
+            if last
+            else None
+        ),
         label_suffix="",
     )
     if form.is_valid():
         try:
             backstage.begin(**form.cleaned_data)
         except LockTimeout as busy:
-            since = f", begun at {busy.holder.since:%H:%M:%S} UTC" if busy.holder and busy.holder.since else ""
-            messages.warning(request, f"A sale is going on already{since}. Yours was not begun: one at a time.")
+            since = (
+                f", begun at {busy.holder.since:%H:%M:%S} UTC"
+                if busy.holder and busy.holder.since
+                else ""
+            )
+            messages.warning(
+                request,
+                f"A sale is going on already{since}. Yours was not begun: one at a"
+                " time.",
+            )
         return redirect("shop:flash_sale")
     return render(request, "shop/flash_sale.html", {"form": form, **_latest()})
 
@@ -67,7 +83,7 @@ def flash_sale(request: HttpRequest) -> HttpResponse:
 @require_GET
 @never_cache
 def flash_sale_now(request: HttpRequest) -> HttpResponse:
-    """The part of the page that changes while a sale goes on."""
+    """Return the part of the page that changes during a sale."""
     return render(request, "shop/_sale.html", _latest())
 
 
@@ -75,7 +91,7 @@ def _latest() -> dict[str, Any]:
     sale = FlashSale.objects.first()
     if sale is None:
         return {"sale": None}
-    # Asked before: a sale that ends in between is seen as ended next time.
+    # Query this first. A sale that ends in between is shown as ended the next time.
     going_on = backstage.is_going_on(sale)
     sale.refresh_from_db()
     rounds = [Round(**one) for one in sale.rounds]

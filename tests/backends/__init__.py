@@ -1,1 +1,4 @@
-"""The tests of the backends on servers that are no database of Django's: `make test-backends`."""
+"""Tests of the backends on servers that Django has no database for.
+
+Run them with `make test-backends`.
+"""

@@ -1,4 +1,4 @@
-"""What the processes of the tests of clusters and standbys do: see tests/processes.py."""
+"""The jobs of the tests of clusters and standbys, see tests/processes.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from django.core.management import call_command
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from dlocks import LockError, LockLost, db_lock
-from dlocks.conf import backends
 from tests import jobs
+from tests.internals import backends
 from tests.models import Counter
 
 TROUBLE = (LockError, DatabaseError, InterfaceError)
@@ -23,7 +23,7 @@ TROUBLE = (LockError, DatabaseError, InterfaceError)
 
 @contextmanager
 def _locked(key, how, **policy):
-    """Enter a transaction that is under a lock in one of the ways there are; yield the token."""
+    """Enter a transaction under a lock of the kind ``how``, and yield the token."""
     if how == "transaction":
         with transaction.atomic(), db_lock(key, **policy) as held:
             yield held.token
@@ -31,15 +31,18 @@ def _locked(key, how, **policy):
         with transaction.atomic():
             yield 0
     else:
-        with db_lock(key, **policy) as held, held.atomic() if how == "guard" else transaction.atomic():
+        with (
+            db_lock(key, **policy) as held,
+            held.atomic() if how == "guard" else transaction.atomic(),
+        ):
             yield held.token
 
 
 def number_rows(pipe, key, how, *, seconds=None, **policy):
-    """
-    Write rows, each with the number of those that were there before, for so long or until told to end.
+    """Insert rows, each with the number of the rows that it sees.
 
-    Return the numbers and tokens of those that were committed, in order, and what went wrong with others.
+    This goes on for ``seconds``, or until notified. Return the numbers and tokens of
+    the committed rows in order, and the names of the errors.
     """
     written, troubles = [], []
     end = None if seconds is None else time.monotonic() + seconds
@@ -69,13 +72,16 @@ def names(pipe, using="default"):
 
 
 def prepare(pipe):
-    """Make the tables, and leave no rows of another test."""
+    """Create the tables, and delete the rows of other tests."""
     call_command("migrate", run_syncdb=True, verbosity=0)
     Counter.objects.all().delete()
 
 
 def hold_and_write(pipe, key, name, *, wait, **policy):
-    """Write in the block of a lock that belongs to the transaction, and after it; wait in one of the two."""
+    """Write inside the block of a transaction-scoped lock, and after it.
+
+    Wait for the test at one of the two points. Return the outcome.
+    """
     try:
         with transaction.atomic():
             with db_lock(key, **policy) as held:
@@ -84,10 +90,11 @@ def hold_and_write(pipe, key, name, *, wait, **policy):
                     pipe.say(held.token)
                     pipe.hear()
             if wait == "inside":
-                # Who goes on whatever happened must not get anything committed.
+                # A caller that ignores a lost lock must not commit anything.
                 Counter.objects.create(name=f"{name}, after")
             else:
-                # Only now: the other one's commit must not come while this one leaves the block.
+                # The message is sent only now, so that the other transaction does not
+                # commit while this one leaves the block.
                 pipe.say(held.token)
                 pipe.hear()
     except TROUBLE as trouble:
@@ -96,7 +103,10 @@ def hold_and_write(pipe, key, name, *, wait, **policy):
 
 
 def go_on_after_an_error(pipe, key, name, **policy):
-    """Write in a transaction whose lock could not be kept, although told so."""
+    """Go on writing in a transaction that has lost its lock.
+
+    The ``LockError`` is ignored. Return the outcome.
+    """
     try:
         with transaction.atomic():
             with suppress(LockError), db_lock(key, **policy):
@@ -110,7 +120,7 @@ def go_on_after_an_error(pipe, key, name, **policy):
 
 
 def guard(pipe, key, name, **policy):
-    """Write in a guarded transaction that ends when told to."""
+    """Write in a guarded transaction that ends when notified."""
     held = db_lock(key, **policy).acquire()
     pipe.say(held.token)
     try:
@@ -127,7 +137,10 @@ def guard(pipe, key, name, **policy):
 
 
 def guard_when_told(pipe, key, name, **policy):
-    """Acquire, and begin the guarded transaction only when told to, on a new connection."""
+    """Acquire, and begin the guarded transaction when notified.
+
+    It uses a new connection. Return the outcome.
+    """
     held = db_lock(key, **policy).acquire()
     pipe.say(held.token)
     pipe.hear()
@@ -155,7 +168,7 @@ def token_of(pipe, key, **policy):
 
 
 def names_under(pipe, key, using="default", **policy):
-    """Read under the lock, by an alias of the database."""
+    """Read under the lock, through another alias of the database."""
     with db_lock(key, **policy):
         return names(pipe, using)
 
@@ -163,11 +176,18 @@ def names_under(pipe, key, using="default", **policy):
 def system_check(pipe):
     from django.core.checks import run_checks
 
-    return [message.id for message in run_checks(databases=["default"]) if message.id.startswith("dlocks.")]
+    return [
+        message.id
+        for message in run_checks(databases=["default"])
+        if message.id.startswith("dlocks.")
+    ]
 
 
 def still_held(pipe):
-    """Ask of all that tests.jobs.acquire() took whether it is held; return that by key."""
+    """Return for each key whether its hold is still held.
+
+    The holds are those of ``tests.jobs.acquire()``.
+    """
     answers = {}
     for held in jobs._kept:
         try:
@@ -179,7 +199,7 @@ def still_held(pipe):
 
 
 def error_of_acquiring(pipe, key, **policy):
-    """Acquire and release; return what was wrong, or None."""
+    """Acquire and release. Return the error message, or None."""
     try:
         db_lock(key, **policy).acquire().release()
     except Exception as error:
@@ -188,13 +208,17 @@ def error_of_acquiring(pipe, key, **policy):
 
 
 def fork_in_the_middle_of_a_question(pipe, key, *, using):
-    """Fork while another thread is inside the client of a Redis cluster; return a token, and what the child had."""
+    """Fork while another thread is inside the client of a Redis cluster.
+
+    Return the token of the hold, and the token that the child sees.
+    """
     with db_lock(key, using=using) as held:
         token = held.token
     inside, forked = threading.Event(), threading.Event()
 
     def ask():
-        # Every question takes it, for a moment: in its place, one that is just being asked.
+        # Every request takes this lock for a moment. The thread simulates a request
+        # that is under way.
         with backends[using]._client.nodes_manager._lock:
             inside.set()
             forked.wait(60)

@@ -1,4 +1,7 @@
-"""The servers of these tests: one of each kind for the whole run, and more for a test that stops them."""
+"""The servers of these tests.
+
+One server of each kind serves the whole run. Tests that stop a server start their own.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,36 @@ from tests import servers
 
 @pytest.fixture(scope="session")
 def redis_server():
-    """A Redis that nobody stops; each test has keys of its own."""
+    """A Redis that is never stopped. Each test uses its own keys."""
     with servers.Redis() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def zookeeper_server():
-    """A ZooKeeper that nobody stops; each test has a root of its own."""
+    """A ZooKeeper that is never stopped. Each test uses its own root."""
     with servers.ZooKeeper(**servers.BRISK) as server:
         yield server
 
 
 @pytest.fixture
 def start():
-    """Return a function that starts a server for this test alone, to stop and to break."""
+    """Return a function that starts a server for this test, which may break it."""
     with contextlib.ExitStack() as stack:
         yield lambda server: stack.enter_context(server)
 
 
 @pytest.fixture
 def aliases(settings, doomed):
-    """Return a function that adds aliases to DLOCKS, here and in the processes that the function it returns starts."""
+    """Return a function that adds aliases to DLOCKS.
+
+    It returns a function that starts processes with the same aliases.
+    """
 
     def add(**added):
         settings.DLOCKS = {**settings.DLOCKS, **added}
-        return lambda **environment: doomed(DLOCKS_TEST_ALIASES=json.dumps(added), **environment)
+        return lambda **environment: doomed(
+            DLOCKS_TEST_ALIASES=json.dumps(added), **environment
+        )
 
     return add

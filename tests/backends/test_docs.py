@@ -1,4 +1,4 @@
-"""The documentation of these backends: its examples run, and what it names is there."""
+"""The documentation of these backends: its examples, options and tests."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 from django.db.backends.postgresql.base import DatabaseWrapper
 
-from dlocks.backends.quorum import QuorumBackend
-from dlocks.backends.redis import RedisBackend
-from dlocks.backends.zookeeper import ZooKeeperBackend
-from dlocks.conf import backends, options_of
 from example_project.shop.models import Product
 from tests import pages
+from tests.internals import (
+    QuorumBackend,
+    RedisBackend,
+    ZooKeeperBackend,
+    backends,
+    options_of,
+)
 
 EVERYWHERE = {"prefix", "ttl", "timeout", "grace", "slow_wait", "slow_hold"}
 
 
 def settings_of(page):
     return [
-        ast.literal_eval(code.removeprefix("DLOCKS = ")) for code in pages.blocks(page) if code.startswith("DLOCKS = ")
+        ast.literal_eval(code.removeprefix("DLOCKS = "))
+        for code in pages.blocks(page)
+        if code.startswith("DLOCKS = ")
     ]
 
 
@@ -33,7 +38,10 @@ def test_redis(redis_server, settings):
     assert len(sentinels["default"]["OPTIONS"]["sentinels"]) == 3
     page = pages.run("how-to/redis")
     settings.DLOCKS = {
-        "default": {**written[0]["default"], "OPTIONS": {"url": f"redis://127.0.0.1:{redis_server.port}/0"}}
+        "default": {
+            **written[0]["default"],
+            "OPTIONS": {"url": f"redis://127.0.0.1:{redis_server.port}/0"},
+        }
     }
     assert page.build("north") < page.build("north")
 
@@ -61,7 +69,9 @@ def test_quorum(settings):
 @pytest.mark.django_db(transaction=True)
 def test_galera():
     page = pages.run("how-to/galera")
-    assert page.DATABASES["default"]["OPTIONS"] == {"init_command": "SET wsrep_sync_wait = 7"}
+    assert page.DATABASES["default"]["OPTIONS"] == {
+        "init_command": "SET wsrep_sync_wait = 7"
+    }
     lamp = Product.objects.create(name="Lamp", stock=2)
     page.sell(lamp.pk, Product)
     lamp.refresh_from_db()
@@ -71,12 +81,22 @@ def test_galera():
 def test_failover():
     there = pages.run("how-to/failover").DATABASES["default"]
     assert there["HOST"].count(",") == there["PORT"].count(",")
-    connection = DatabaseWrapper({**there, "USER": "", "PASSWORD": "", "TIME_ZONE": None, "CONN_HEALTH_CHECKS": False})
+    connection = DatabaseWrapper(
+        {
+            **there,
+            "USER": "",
+            "PASSWORD": "",
+            "TIME_ZONE": None,
+            "CONN_HEALTH_CHECKS": False,
+        }
+    )
     assert connection.get_connection_params()["target_session_attrs"] == "read-write"
 
 
-@pytest.mark.parametrize(("page", "kind"), [("how-to/redis", RedisBackend), ("how-to/quorum", QuorumBackend)])
-def test_every_option_of_its_own_and_no_other_is_in_the_table_of_its_page(page, kind):
+@pytest.mark.parametrize(
+    ("page", "kind"), [("how-to/redis", RedisBackend), ("how-to/quorum", QuorumBackend)]
+)
+def test_pages_list_exactly_the_options_of_their_backend(page, kind):
     text = (pages.DOCS / f"{page}.md").read_text()
     _, _, table = text.partition("| Option | Meaning | Default |\n")
     rows = re.findall(r"^\| (.*?) \|", table.partition("\n\n")[0], re.MULTILINE)
@@ -85,16 +105,25 @@ def test_every_option_of_its_own_and_no_other_is_in_the_table_of_its_page(page, 
 
 
 @pytest.mark.parametrize("kind", [RedisBackend, QuorumBackend, ZooKeeperBackend])
-def test_what_the_table_says_that_they_can_do_is_so(kind):
+def test_the_table_of_these_backends_matches_their_flags(kind):
     assert pages.told_of(kind) == {flag: getattr(kind, flag) for flag in pages.TOLD_AS}
-    tokens = pages.table_of_backends()["Tokens grow"][kind.__name__.removesuffix("Backend")]
+    tokens = pages.table_of_backends()["Tokens grow"][
+        kind.__name__.removesuffix("Backend")
+    ]
     assert (tokens == "for ever") == kind.supports_fencing
 
 
-def test_the_tests_that_the_pages_name_are_there():
+def test_the_pages_name_existing_tests():
     root = Path(__file__).parent.parent.parent
     for page in ("redis", "quorum", "galera", "failover"):
-        named = re.findall(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`", (pages.DOCS / f"how-to/{page}.md").read_text())
+        named = re.findall(
+            r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`",
+            (pages.DOCS / f"how-to/{page}.md").read_text(),
+        )
         assert named
         for file, test in named:
-            assert f"def {test}(" in (root / file).read_text() if test else (root / file).exists()
+            assert (
+                f"def {test}(" in (root / file).read_text()
+                if test
+                else (root / file).exists()
+            )

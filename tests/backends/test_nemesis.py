@@ -1,9 +1,12 @@
-"""
-A short campaign against Redis and a quorum of five: servers restarted, stopped and cut off while processes hold locks,
-and processes stopped.
+"""A short fault campaign against Redis and a quorum of five.
 
-A hold counts from when its caller had it to when it last called itself held: no two of one key may overlap. What is
-documented to break that, a Redis that forgets, is not among these faults: here every server keeps what it granted.
+Servers are restarted, stopped and cut off while processes hold locks, and the processes
+are stopped too.
+
+A hold counts from the time at which its caller acquired it to the last time at which it
+was known to be held. No two holds of one key may overlap. A Redis that loses its data
+is documented to break this, so it is not among these faults. Here every server keeps
+its grants.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from tests.proxy import Proxy
 from tests.servers import Redis
 from tests.timing import eventually
 
-# For how long: DLOCKS_TEST_FAULT_SECONDS=60 for the long run.
+# Seconds of faults. Set DLOCKS_TEST_FAULT_SECONDS=60 for the long run.
 SECONDS = float(os.environ.get("DLOCKS_TEST_FAULT_SECONDS", "8"))
 TTL = 1.0
 
 
 class Node:
-    """A Redis behind a proxy, and what may be done to it."""
+    """A Redis behind a proxy, with its faults."""
 
     def __init__(self, server):
         self.server = server
@@ -55,7 +58,10 @@ def nodes(start):
     with contextlib.ExitStack() as stack:
 
         def make(number):
-            found = [Node(start(Redis(appendonly="yes", appendfsync="always"))) for _ in range(number)]
+            found = [
+                Node(start(Redis(appendonly="yes", appendfsync="always")))
+                for _ in range(number)
+            ]
             for node in found:
                 stack.callback(node.proxy.close)
             return found
@@ -65,21 +71,31 @@ def nodes(start):
 
 def through(node):
     url = f"redis://127.0.0.1:{node.proxy.port}/0"
-    return {"BACKEND": "dlocks.backends.redis.RedisBackend", "OPTIONS": {"url": url, "socket_timeout": 0.5}}
+    return {
+        "BACKEND": "dlocks.backends.redis.RedisBackend",
+        "OPTIONS": {"url": url, "socket_timeout": 0.5},
+    }
 
 
 class Crowd:
-    """Processes that hold one key for moments, again and again, and note it."""
+    """Processes that hold one key for short times, repeatedly, and log it."""
 
     def __init__(self, process, path, using):
         self.path = path
         path.touch()
         self.workers = [process() for _ in range(4)]
         for worker in self.workers:
-            worker.start(jobs.hold_again_and_again, str(path), "key", using=using, ttl=TTL, timeout=TTL)
+            worker.start(
+                jobs.hold_again_and_again,
+                str(path),
+                "key",
+                using=using,
+                ttl=TTL,
+                timeout=TTL,
+            )
 
     def end(self):
-        """Return how often each of them could not ask."""
+        """Return how many attempts of each process failed."""
         for worker in self.workers:
             worker.tell()
         return [worker.hear() for worker in self.workers]
@@ -90,30 +106,34 @@ class Crowd:
         worker.resume()
 
     def moves_on(self):
-        """Wait until somebody was granted what was asked for after now."""
+        """Wait until a request that was sent after now is granted."""
         after = time.monotonic() + TTL
         eventually(lambda: any(got > after for got, *_ in holds(self.path)), pause=0.1)
 
 
 def holds(path):
-    """Return the holds by their beginning: from when, until when, and the token."""
-    # The last line may be half written.
+    """Return the start, the end and the token of each hold, in order of the start."""
+    # The last line may be incomplete.
     notes = [line.split() for line in path.read_text().split("\n")[:-1]]
-    return sorted((float(got), float(until), int(token)) for got, until, token, _ in notes)
+    return sorted(
+        (float(got), float(until), int(token)) for got, until, token, _ in notes
+    )
 
 
 def overlaps(found):
-    return [(one, other) for one, other in itertools.pairwise(found) if one[1] > other[0]]
+    return [
+        (one, other) for one, other in itertools.pairwise(found) if one[1] > other[0]
+    ]
 
 
-def test_a_lock_that_is_none_is_found_out(aliases, tmp_path):
+def test_a_dummy_lock_is_found_to_overlap(aliases, tmp_path):
     path = tmp_path / "notes"
     crowd = Crowd(aliases(), path, "dummy")
     eventually(lambda: overlaps(holds(path)), pause=0.1)
     crowd.end()
 
 
-def test_one_redis_that_keeps_its_data(nodes, aliases, tmp_path):
+def test_a_persistent_redis_excludes_under_faults(nodes, aliases, tmp_path):
     (node,) = nodes(1)
     path, luck = tmp_path / "notes", random.Random(1)
     crowd = Crowd(aliases(redis=through(node)), path, "redis")
@@ -121,10 +141,12 @@ def test_one_redis_that_keeps_its_data(nodes, aliases, tmp_path):
     while time.monotonic() < end:
         time.sleep(luck.uniform(0.1, 0.5))
         if luck.random() < 0.3:
-            # Some for longer than the lease lasts.
+            # Some pauses are longer than the lease.
             crowd.pause(luck.choice(crowd.workers), luck.uniform(0.5, 2.5) * TTL)
         else:
-            luck.choice([node.restart, node.stop, node.cut_off])(luck.uniform(0.05, 0.8))
+            luck.choice([node.restart, node.stop, node.cut_off])(
+                luck.uniform(0.05, 0.8)
+            )
     crowd.moves_on()
     crowd.end()
     found = holds(path)
@@ -133,11 +155,14 @@ def test_one_redis_that_keeps_its_data(nodes, aliases, tmp_path):
     assert tokens == sorted(set(tokens))
 
 
-def test_five_redises_of_which_two_are_lost_and_then_three(nodes, aliases, tmp_path):
+def test_a_quorum_of_five_excludes_under_faults(nodes, aliases, tmp_path):
     five = nodes(5)
     path, luck = tmp_path / "notes", random.Random(2)
     members = {f"redis{number}": through(node) for number, node in enumerate(five)}
-    quorum = {"BACKEND": "dlocks.backends.quorum.QuorumBackend", "OPTIONS": {"of": list(members)}}
+    quorum = {
+        "BACKEND": "dlocks.backends.quorum.QuorumBackend",
+        "OPTIONS": {"of": list(members)},
+    }
     crowd = Crowd(aliases(**members, quorum=quorum), path, "quorum")
     for worker in crowd.workers[:3]:
         lost = luck.sample(five, 2)
@@ -147,7 +172,7 @@ def test_five_redises_of_which_two_are_lost_and_then_three(nodes, aliases, tmp_p
         crowd.moves_on()
         lost[0].server.start()
         lost[1].proxy.cut.clear()
-    # Three: nobody is granted anything, once what was on its way is decided.
+    # With three members lost, no key is granted once the pending requests are decided.
     lost = luck.sample(five, 3)
     lost[0].server.crash()
     lost[1].proxy.cut.set()

@@ -1,4 +1,7 @@
-"""Majorities: of backends in memory, of five real Redises, and of three databases of different kinds."""
+"""Quorums of memory backends, of five Redis servers and of three databases.
+
+The three databases are of different kinds.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,10 @@ from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, override_settings
 
-from dlocks import LockBackendError, LockLost, LockTimeout, db_lock
-from dlocks.backends.base import Claim
-from dlocks.backends.memory import MemoryBackend
-from dlocks.conf import backends
-from dlocks.exceptions import LockStale
+from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock
 from dlocks.testing import BackendContract
 from tests import jobs, timing
+from tests.internals import Claim, MemoryBackend, backends
 from tests.models import Counter
 from tests.servers import MariaDB, PostgreSQL, Redis
 from tests.timing import in_time
@@ -38,7 +38,12 @@ SECRET = "open-sesame"
 def redis_alias(server, **options):
     return {
         "BACKEND": "dlocks.backends.redis.RedisBackend",
-        "OPTIONS": {"url": f"redis://127.0.0.1:{server.port}/0", "socket_timeout": 5.0, "grace": 0, **options},
+        "OPTIONS": {
+            "url": f"redis://127.0.0.1:{server.port}/0",
+            "socket_timeout": 5.0,
+            "grace": 0,
+            **options,
+        },
     }
 
 
@@ -59,9 +64,11 @@ class OfMany:
 
     def make_backend(self, grace=0.0, **options):
         members = self.members(grace=grace)
-        # Nobody here stays away: who is slow is waited for.
+        # No member is down here, so a slow one is waited for.
         options = {"node_timeout": 10.0, **options}
-        changed = override_settings(DLOCKS={**members, "quorum": quorum_of(members, **options)})
+        changed = override_settings(
+            DLOCKS={**members, "quorum": quorum_of(members, **options)}
+        )
         changed.enable()
         self.addCleanup(changed.disable)
         return backends["quorum"]
@@ -69,14 +76,20 @@ class OfMany:
 
 class TestOfMemory(OfMany, BackendContract, SimpleTestCase):
     def members(self, **options):
-        return {f"memory{number}": {"BACKEND": MEMORY, "OPTIONS": options} for number in range(3)}
+        return {
+            f"memory{number}": {"BACKEND": MEMORY, "OPTIONS": options}
+            for number in range(3)
+        }
 
 
 @pytest.fixture(scope="module")
 def redises():
-    """Five that know nothing of each other, and keep what they have granted."""
+    """Five independent Redis servers that keep their grants."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(Redis(appendonly="yes", appendfsync="always")) for _ in range(5)]
+        yield [
+            stack.enter_context(Redis(appendonly="yes", appendfsync="always"))
+            for _ in range(5)
+        ]
 
 
 @pytest.fixture
@@ -97,12 +110,16 @@ def five(request, redises):
 @pytest.mark.usefixtures("five")
 class TestOfRedises(OfMany, BackendContract, SimpleTestCase):
     def members(self, **options):
-        return {f"redis{number}": redis_alias(server, **options) for number, server in enumerate(self.servers)}
+        return {
+            f"redis{number}": redis_alias(server, **options)
+            for number, server in enumerate(self.servers)
+        }
 
     def settle(self, key):
         def is_free(alias):
-            # A member that was slow may have a holder of before, who never gave it back; or, where it never answered
-            # and what takes that back was lost too, one that others did not agree on, until its lease is over.
+            # A slow member may still have an earlier holder that never released. A
+            # member whose reply and whose cancellation were lost may have a holder that
+            # the other members did not grant. Both end when the lease expires.
             holder = backends[alias].holder(key)
             return holder is None or holder.stale
 
@@ -111,29 +128,46 @@ class TestOfRedises(OfMany, BackendContract, SimpleTestCase):
 
 @pytest.fixture
 def redlock(five, aliases):
-    """The quorum, with its members by number; ``process`` starts another process of the same settings."""
-    members = {f"redis{number}": redis_alias(server) for number, server in enumerate(five)}
-    # Longer than a machine stands still. Where a member gives no answer, the test says how long that one is waited for.
+    """The quorum, with its members by number.
+
+    ``process`` starts another process with the same settings.
+    """
+    members = {
+        f"redis{number}": redis_alias(server) for number, server in enumerate(five)
+    }
+    # The timeout is longer than a machine stands still. Tests in which a member does
+    # not reply set their own.
     process = aliases(**members, quorum=quorum_of(members, node_timeout=10.0))
 
     return SimpleNamespace(
-        backend=backends["quorum"], members=[backends[alias] for alias in members], servers=five, process=process
+        backend=backends["quorum"],
+        members=[backends[alias] for alias in members],
+        servers=five,
+        process=process,
     )
 
 
-def test_processes_that_count_under_a_majority_lose_nothing(redlock, tmp_path):
+def test_a_quorum_loses_no_updates(redlock, tmp_path):
     path = tmp_path / "counter"
     path.write_text("0 0")
     crowd = [redlock.process() for _ in range(3)]
     for one in crowd:
-        one.start(jobs.count, str(path), "count", times=30, scope="lease", using="quorum", timeout=60)
+        one.start(
+            jobs.count,
+            str(path),
+            "count",
+            times=30,
+            scope="lease",
+            using="quorum",
+            timeout=60,
+        )
     for one in crowd:
         one.hear()
     assert path.read_text().split()[0] == "90"
 
 
 @pytest.mark.parametrize("how", ["crashed", "stopped"])
-def test_losing_two_of_five_works_and_losing_three_is_could_not_ask(how, redlock, elsewhere):
+def test_a_quorum_of_five_works_without_two_but_not_three(how, redlock, elsewhere):
     def lose(server):
         if how == "crashed":
             server.crash()
@@ -153,15 +187,17 @@ def test_losing_two_of_five_works_and_losing_three_is_could_not_ask(how, redlock
     lose(redlock.servers[2])
     began = time.monotonic()
     with pytest.raises(
-        LockBackendError, match=r"DLOCKS\['quorum'\]: 2 of 5 members could be asked, and 3 have to"
+        LockBackendError,
+        match=r"DLOCKS\['quorum'\]: 2 of 5 members could be asked, and 3 have to",
     ) as raised:
         lock.acquire()
-    # It was asked and given up, each within node_timeout: nobody waited for the answer that did not come.
+    # The request and its cancellation each took at most ``node_timeout``. No thread
+    # waited for the missing reply.
     in_time(time.monotonic() - began, 10.0)
     assert "redis2" in str(raised.value)
 
 
-def test_a_hold_on_members_that_are_lost_ends_by_its_deadline(redlock):
+def test_a_hold_on_lost_members_ends_by_its_deadline(redlock):
     hold = db_lock("key", using="quorum", ttl=3.0).acquire()
     for server in redlock.servers[:3]:
         server.crash()
@@ -172,7 +208,7 @@ def test_a_hold_on_members_that_are_lost_ends_by_its_deadline(redlock):
         hold.release()
 
 
-def test_what_was_not_granted_by_a_majority_is_given_up_everywhere(redlock):
+def test_a_claim_without_a_majority_is_cancelled_on_all_members(redlock):
     other = claim(holder="another")
     for member in redlock.members[:3]:
         assert member.acquire(other)
@@ -181,7 +217,7 @@ def test_what_was_not_granted_by_a_majority_is_given_up_everywhere(redlock):
         eventually(lambda member=member: member.holder("key") is None)
 
 
-def test_what_was_not_granted_is_given_up_also_where_no_answer_came_from(redlock):
+def test_a_claim_is_cancelled_on_members_that_did_not_reply(redlock):
     other = claim(holder="another")
     for member in redlock.members[:3]:
         assert member.acquire(other)
@@ -190,7 +226,7 @@ def test_what_was_not_granted_is_given_up_also_where_no_answer_came_from(redlock
     redlock.servers[4].process.send_signal(signal.SIGSTOP)
     assert redlock.backend.acquire(claim()) is None
     redlock.servers[4].process.send_signal(signal.SIGCONT)
-    # It hears of the claim only now: of its ttl a minute is left.
+    # The member receives the claim only now. A minute of its ttl is left.
     redlock.members[4].holder("key")
     eventually(lambda: redlock.members[4].holder("key") is None)
     for member in redlock.members[:3]:
@@ -198,8 +234,11 @@ def test_what_was_not_granted_is_given_up_also_where_no_answer_came_from(redlock
     assert redlock.backend.acquire(claim())
 
 
-def test_a_vote_that_is_split_does_not_wait_for_members_that_owe_answers(redlock):
-    """Who has two of the three that answer gives them back at once: the next one needs all three."""
+def test_a_split_vote_does_not_wait_for_silent_members(redlock):
+    """A claim with two of the three replies is cancelled at once.
+
+    The next claim needs all three members.
+    """
     for member, server in zip(redlock.members[:2], redlock.servers, strict=False):
         member.socket_timeout = 60.0
         server.process.send_signal(signal.SIGSTOP)
@@ -215,7 +254,7 @@ def test_a_vote_that_is_split_does_not_wait_for_members_that_owe_answers(redlock
     eventually(lambda: not any(member.holder("key") for member in redlock.members[2:]))
 
 
-def test_who_has_a_minority_does_not_keep_the_others_out(redlock):
+def test_a_claim_with_a_minority_does_not_block_others(redlock):
     other = claim(holder="another")
     for member in redlock.members[:2]:
         assert member.acquire(other)
@@ -226,8 +265,11 @@ def test_who_has_a_minority_does_not_keep_the_others_out(redlock):
     assert redlock.backend.release(mine)
 
 
-def test_members_that_come_back_without_what_they_granted_are_won_back(redlock):
-    """Each of five forgets in its turn, and the hold stands: its renewals tell those that do not know of it."""
+def test_renewals_restore_a_hold_on_members_that_lost_data(redlock):
+    """The hold survives while each of five members loses its data in turn.
+
+    Renewals restore the hold on members that have lost it.
+    """
     mine = claim()
     redlock.backend.acquire(mine)
     for server, member in zip(redlock.servers, redlock.members, strict=True):
@@ -240,7 +282,7 @@ def test_members_that_come_back_without_what_they_granted_are_won_back(redlock):
     assert redlock.backend.release(mine)
 
 
-def test_a_lease_that_was_lost_is_not_won_back(redlock):
+def test_renewals_do_not_restore_a_lost_lease(redlock):
     mine = claim()
     redlock.backend.acquire(mine)
     for server in redlock.servers[:3]:
@@ -250,7 +292,7 @@ def test_a_lease_that_was_lost_is_not_won_back(redlock):
     assert redlock.backend.acquire(claim())
 
 
-def test_a_grant_that_took_longer_than_its_ttl_is_none(redlock):
+def test_a_grant_slower_than_its_ttl_does_not_count(redlock):
     redlock.backend.node_timeout = 10.0
     for member in redlock.members:
         member.holder("key")
@@ -269,14 +311,14 @@ def test_a_grant_that_took_longer_than_its_ttl_is_none(redlock):
     began = time.monotonic()
     sent.set()
     hold = db_lock("key", using="quorum", ttl=1.0, timeout=20).acquire()
-    # The first answer came too late. It was given up, and asked for again.
+    # The first reply arrived too late. The claim was cancelled and sent again.
     assert time.monotonic() - began > 1.3
     assert hold.held
     hold.release()
     thread.join()
 
 
-def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(redlock):
+def test_a_stale_key_is_not_taken_over_without_takeover(redlock):
     redlock.backend.acquire(claim(ttl=0.05))
     eventually(lambda: all(member.holder("key").stale for member in redlock.members))
     with pytest.raises(LockStale):
@@ -287,7 +329,10 @@ def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(redlock):
 
 
 class ShortMemory(MemoryBackend):
-    """Answers for four seconds at a time, as ZooKeeper does for the time of its session."""
+    """A backend that grants leases of four seconds.
+
+    ZooKeeper likewise grants a lease for the length of its session.
+    """
 
     renew_every = 0.3
     answers = True
@@ -300,22 +345,34 @@ class ShortMemory(MemoryBackend):
         if not self.answers:
             raise LockBackendError("cut off")
         left = super().renew(claims)
-        return {claim.owner: self._shortened(claim) for claim in claims if claim.owner in left}
+        return {
+            claim.owner: self._shortened(claim)
+            for claim in claims
+            if claim.owner in left
+        }
 
     def _shortened(self, claim):
         self._entries[claim.key].ends_at = self.time() + 4.0
         return 4.0
 
 
-def test_nobody_believes_to_hold_for_longer_than_a_majority_answers_for(settings, until):
+def test_a_quorum_hold_lasts_no_longer_than_a_majority_grants(settings, until):
     members = {
-        f"memory{number}": {"BACKEND": f"{__name__}.ShortMemory", "OPTIONS": {"grace": 0}} for number in range(3)
+        f"memory{number}": {
+            "BACKEND": f"{__name__}.ShortMemory",
+            "OPTIONS": {"grace": 0},
+        }
+        for number in range(3)
     }
-    settings.DLOCKS = {**members, "quorum": quorum_of(members), "other": quorum_of(members, node_timeout=10.0)}
+    settings.DLOCKS = {
+        **members,
+        "quorum": quorum_of(members),
+        "other": quorum_of(members, node_timeout=10.0),
+    }
     hold = db_lock("key", using="quorum", ttl=30).acquire()
     first = hold._deadline
     assert 1.0 < hold.remaining <= 4.0
-    # Renewed before that is over, however long the ttl.
+    # It is renewed before these seconds have passed, however long the ttl.
     until(lambda: hold._deadline > first + 4.0)
     assert hold.held
     for alias in members:
@@ -324,33 +381,40 @@ def test_nobody_believes_to_hold_for_longer_than_a_majority_answers_for(settings
         assert not hold.held
 
 
-def test_the_largest_token_of_a_majority_need_not_grow(settings):
-    """Why a quorum has no fencing token, though its members have: what the documentation works out."""
+def test_the_largest_token_of_a_majority_may_not_grow(settings):
+    """A quorum has no fencing token, although its members have.
+
+    The documentation explains this.
+    """
     members = {f"memory{number}": {"BACKEND": MEMORY} for number in range(3)}
     settings.DLOCKS = members
     ahead, one, other = (backends[alias] for alias in members)
     first = claim()
     ahead.acquire(claim("warm"))
     granted = {member: member.acquire(first) for member in (ahead, one)}
-    # The first member's clock is ahead of the others'.
+    # The first member's clock is ahead of the others.
     ahead._entries["key"].token += 3_600_000_000
     first_token = max(ahead.acquire(first).token, granted[one].token)
     for member in (ahead, one):
         member.release(first)
     second = claim()
-    # The next majority has a member in common with it, whose token has grown.
+    # The next majority shares a member with the first, and the token of that member has
+    # grown.
     second_tokens = [member.acquire(second).token for member in (one, other)]
     assert second_tokens[0] > granted[one].token
     assert max(second_tokens) < first_token
 
 
-# What it is good for, and what not.
+# Use cases and limits.
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(("using", "guard"), [("quorum", False), ("brisk", True)])
-def test_the_pause_that_breaks_a_quorum_and_not_a_guarded_commit(using, guard, redlock):
-    """The holder is stopped for longer than its lease, before it writes: however many members had agreed."""
+def test_a_pause_breaks_a_quorum_but_not_a_guarded_commit(using, guard, redlock):
+    """A holder that is stopped for longer than its lease writes too late.
+
+    Only the guarded commit detects this, however many members had agreed.
+    """
     row = Counter.objects.create(name="stock", value=7)
     late = redlock.process()
     late.start(jobs.write_under, "stock", "stock", 1, guard=guard, ttl=0.6, using=using)
@@ -371,8 +435,11 @@ def test_the_pause_that_breaks_a_quorum_and_not_a_guarded_commit(using, guard, r
 # Databases.
 
 
-def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_path):
-    """PostgreSQL, MariaDB and SQLite: one can be lost, and without two of them there is nobody to ask."""
+def test_a_quorum_of_three_different_databases(start, doomed, tmp_path):
+    """A quorum of PostgreSQL, MariaDB and SQLite survives the loss of one.
+
+    Without two of them, acquiring raises ``LockBackendError``.
+    """
     import MySQLdb
 
     postgresql, mariadb = start(PostgreSQL()), start(MariaDB())
@@ -381,9 +448,19 @@ def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_pat
     admin.close()
     there = {"HOST": "127.0.0.1", "NAME": "dlocks"}
     databases = {
-        "one": {**there, "ENGINE": "django.db.backends.postgresql", "NAME": "postgres", "PORT": postgresql.port}
+        "one": {
+            **there,
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": "postgres",
+            "PORT": postgresql.port,
+        }
         | {"USER": "dlocks"},
-        "two": {**there, "ENGINE": "django.db.backends.mysql", "PORT": mariadb.port, "USER": "root"},
+        "two": {
+            **there,
+            "ENGINE": "django.db.backends.mysql",
+            "PORT": mariadb.port,
+            "USER": "root",
+        },
         "three": {
             "ENGINE": "django.db.backends.sqlite3",
             "NAME": str(tmp_path / "three.sqlite3"),
@@ -391,12 +468,17 @@ def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_pat
         },
     }
     members = {
-        name: {"BACKEND": "dlocks.backends.database.PessimisticBackend", "OPTIONS": {"database": name}}
+        name: {
+            "BACKEND": "dlocks.backends.database.PessimisticBackend",
+            "OPTIONS": {"database": name},
+        }
         for name in databases
     }
     environment = {
         "DLOCKS_TEST_DATABASES": json.dumps(databases),
-        "DLOCKS_TEST_ALIASES": json.dumps({**members, "quorum": quorum_of(members, node_timeout=10.0)}),
+        "DLOCKS_TEST_ALIASES": json.dumps(
+            {**members, "quorum": quorum_of(members, node_timeout=10.0)}
+        ),
     }
     crowd = [doomed(**environment) for _ in range(2)]
     crowd[0].call(jobs.migrate_databases, *databases)
@@ -405,7 +487,15 @@ def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_pat
 
     def count(number):
         for one in crowd:
-            one.start(jobs.count, str(path), "count", times=20, scope="lease", using="quorum", timeout=60)
+            one.start(
+                jobs.count,
+                str(path),
+                "count",
+                times=20,
+                scope="lease",
+                using="quorum",
+                timeout=60,
+            )
         for one in crowd:
             one.hear()
         assert int(path.read_text().split()[0]) == number
@@ -417,7 +507,7 @@ def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_pat
     assert crowd[0].call(jobs.acquire, "key", using="quorum") == "LockBackendError"
 
 
-# Settings, and secrets.
+# Settings and secrets.
 
 
 @pytest.mark.parametrize(
@@ -428,20 +518,37 @@ def test_a_majority_of_three_databases_of_different_kinds(start, doomed, tmp_pat
         (["one", "two", "one"], "names an alias twice"),
         (["one", "two", "quorum"], "names 'quorum' itself"),
         ("one", "of must be a list of aliases"),
-        (["one", "two", "nobody"], "'nobody' cannot be a member: DLOCKS has no alias 'nobody'"),
+        (
+            ["one", "two", "nobody"],
+            "'nobody' cannot be a member: DLOCKS has no alias 'nobody'",
+        ),
         (["one", "two", "dummy"], "'dummy' cannot be a member: it is a DummyBackend"),
         (["one", "two", "inner"], "'inner' cannot be a member: it is a QuorumBackend"),
-        (["one", "redis", "same"], "'redis' and 'same' keep their locks in the same place"),
-        (["one", "two", "wrong"], "'wrong' cannot be a member: .*url is not a URL of Redis"),
+        (
+            ["one", "two", "tenant"],
+            "'tenant' cannot be a member: its prefix is a function",
+        ),
+        (
+            ["one", "redis", "same"],
+            "'redis' and 'same' keep their locks in the same place",
+        ),
+        (
+            ["one", "two", "wrong"],
+            "'wrong' cannot be a member: .*url is not a URL of Redis",
+        ),
     ],
 )
-def test_a_quorum_that_is_none_is_told_by_a_check_and_by_the_first_use(of, message, settings):
-    there = {"BACKEND": "dlocks.backends.redis.RedisBackend", "OPTIONS": {"url": f"redis://:{SECRET}@localhost:1/0"}}
+def test_an_invalid_quorum_is_reported_by_check_and_first_use(of, message, settings):
+    there = {
+        "BACKEND": "dlocks.backends.redis.RedisBackend",
+        "OPTIONS": {"url": f"redis://:{SECRET}@localhost:1/0"},
+    }
     settings.DLOCKS = {
         "one": {"BACKEND": MEMORY},
         "two": {"BACKEND": MEMORY},
         "three": {"BACKEND": MEMORY},
         "dummy": {"BACKEND": "dlocks.backends.dummy.DummyBackend"},
+        "tenant": {"BACKEND": MEMORY, "OPTIONS": {"prefix": lambda: "acme:"}},
         "inner": quorum_of(["one", "two", "three"]),
         "redis": there,
         "same": there,
@@ -453,19 +560,30 @@ def test_a_quorum_that_is_none_is_told_by_a_check_and_by_the_first_use(of, messa
     told = "".join(traceback.format_exception(raised.value))
     assert "DLOCKS['quorum']" in told
     assert SECRET not in told
-    checks = [one for one in run_checks(tags=["dlocks"]) if "DLOCKS['quorum']" in one.msg]
+    checks = [
+        one for one in run_checks(tags=["dlocks"]) if "DLOCKS['quorum']" in one.msg
+    ]
     assert [one.id for one in checks] == ["dlocks.E002"]
 
 
-def test_what_members_say_of_their_trouble_has_no_secret(start, aliases, caplog):
+def test_errors_of_quorum_members_contain_no_secret(start, aliases, caplog):
     servers = [start(Redis(requirepass="something else")) for _ in range(3)]
     members = {
-        f"redis{number}": redis_alias(server, url=f"redis://:{SECRET}@127.0.0.1:{server.port}/0")
+        f"redis{number}": redis_alias(
+            server, url=f"redis://:{SECRET}@127.0.0.1:{server.port}/0"
+        )
         for number, server in enumerate(servers)
     }
     aliases(**members, quorum=quorum_of(members))
-    with caplog.at_level(logging.DEBUG), pytest.raises(LockBackendError, match="0 of 3 members could be") as raised:
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(LockBackendError, match="0 of 3 members could be") as raised,
+    ):
         db_lock("key", using="quorum").acquire()
-    told = "".join(traceback.format_exception(raised.value)) + caplog.text + repr(vars(backends["quorum"]))
+    told = (
+        "".join(traceback.format_exception(raised.value))
+        + caplog.text
+        + repr(vars(backends["quorum"]))
+    )
     assert "DLOCKS['redis1']" in told
     assert SECRET not in told

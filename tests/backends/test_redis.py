@@ -1,4 +1,4 @@
-"""Locks in a real Redis: the contract, processes, and what fails on the way."""
+"""Locks in a real Redis: the contract, several processes, and failures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.test import SimpleTestCase
 
-from dlocks import LockBackendError, LockLost, LockTimeout, StaleToken, db_lock
-from dlocks.backends.base import Claim
-from dlocks.backends.redis import RedisBackend, name_of, scripts
-from dlocks.conf import backends
-from dlocks.exceptions import LockStale
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockStale,
+    LockTimeout,
+    StaleToken,
+    db_lock,
+)
 from dlocks.testing import BackendContract
 from tests import jobs
+from tests.internals import Claim, RedisBackend, backends, name_of, scripts
 from tests.models import Machine
 from tests.proxy import Proxy
 from tests.servers import Redis
@@ -74,18 +78,20 @@ def counter(directory):
     return path
 
 
-def test_processes_that_count_in_an_unguarded_file_lose_nothing(server, aliases, tmp_path):
+def test_processes_lose_no_updates_of_an_unguarded_counter(server, aliases, tmp_path):
     process = aliases(redis=alias(server.port))
     path, crowd = counter(tmp_path), [process() for _ in range(4)]
     for one in crowd:
-        one.start(jobs.count, str(path), "count", times=100, scope="lease", using="redis")
+        one.start(
+            jobs.count, str(path), "count", times=100, scope="lease", using="redis"
+        )
     tokens = [one.hear() for one in crowd]
     assert all(mine == sorted(mine) for mine in tokens)
     assert path.read_text().split()[0] == "400"
     assert len({token for mine in tokens for token in mine}) == 400
 
 
-def test_who_waits_is_served_in_the_order_of_arrival(server, aliases, until):
+def test_waiters_in_processes_are_served_in_order(server, aliases, until):
     process = aliases(redis=alias(server.port))
     holder, *waiting = [process() for _ in range(4)]
     holder.start(jobs.hold, "line", using="redis")
@@ -98,7 +104,7 @@ def test_who_waits_is_served_in_the_order_of_arrival(server, aliases, until):
     assert tokens == sorted(tokens)
 
 
-def test_a_waiter_is_told_of_its_turn_on_its_own_channel(backend):
+def test_a_waiter_is_notified_on_its_own_channel(backend):
     listener, other = backend.listen("mine"), backend.listen("another's")
     holder, waits = claim(), claim()
     backend.acquire(holder)
@@ -112,12 +118,12 @@ def test_a_waiter_is_told_of_its_turn_on_its_own_channel(backend):
     other.close()
 
 
-def test_a_killed_holder_blocks_the_others_for_its_ttl_and_the_grace(server, aliases, until):
+def test_a_killed_holder_blocks_others_for_ttl_and_grace(server, aliases, until):
     process = aliases(redis=alias(server.port, ttl=1.0))
     victim, waiter = process(), process()
     token = victim.call(jobs.acquire, "key", using="redis")
     waiter.start(jobs.wait_quietly, "key", using="redis", timeout=30)
-    # Only once it stands in line, and not while it starts.
+    # The holder is killed only when the waiter is queued, not while it starts.
     until(lambda: backends["redis"].waiting("key") == 1, seconds=30)
     victim.kill()
     granted, later = waiter.hear()
@@ -125,7 +131,7 @@ def test_a_killed_holder_blocks_the_others_for_its_ttl_and_the_grace(server, ali
     in_time(granted - victim.killed_at, 1.0 + 0.5 + 1.0)
 
 
-def test_a_stopped_holder_learns_that_it_has_lost_the_key(server, aliases):
+def test_a_stopped_holder_detects_its_lost_key(server, aliases):
     process = aliases(redis=alias(server.port, ttl=0.6))
     victim, waiter = process(), process()
     token = victim.call(jobs.acquire, "key", using="redis")
@@ -146,18 +152,23 @@ def test_a_long_hold_is_renewed(server, aliases, until):
         hold.check()
 
 
-def test_entering_again_counts_and_people_are_told(server, aliases, elsewhere):
+def test_reentering_counts_and_the_holder_is_shown(server, aliases, elsewhere):
     aliases(redis=alias(server.port))
     with db_lock("key", using="redis"), db_lock("key", using="redis") as hold:
         holder = db_lock("key", using="redis").holder()
         assert (holder.count, holder.token, holder.stale) == (2, hold.token, False)
-        with pytest.raises(LockTimeout, match=r"'key' not acquired at the first try; held by .* s left"):
+        with pytest.raises(
+            LockTimeout,
+            match=r"'key' could not be acquired without waiting: held by .* s left",
+        ):
             elsewhere(db_lock("key", using="redis", timeout=0).acquire)
     assert db_lock("key", using="redis").holder() is None
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_lease_left_inside_a_transaction_is_given_back_at_its_end(server, aliases, is_busy, until):
+def test_a_lease_left_in_a_transaction_is_released_at_its_end(
+    server, aliases, is_busy, until
+):
     aliases(redis=alias(server.port))
     with transaction.atomic():
         with db_lock("key", using="redis") as hold:
@@ -167,7 +178,7 @@ def test_a_lease_left_inside_a_transaction_is_given_back_at_its_end(server, alia
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_row_that_compares_the_token_refuses_the_holder_that_was_late(server, aliases, elsewhere, until):
+def test_a_fenced_row_refuses_a_late_holder(server, aliases, elsewhere, until):
     aliases(redis=alias(server.port, grace=0))
     pk = Machine.objects.create(state="new").pk
     late = db_lock("machine", using="redis", ttl=0.1, renew=False).acquire()
@@ -189,7 +200,7 @@ def test_a_row_that_compares_the_token_refuses_the_holder_that_was_late(server, 
         late.release()
 
 
-async def test_tasks_that_wait_are_served_in_turn(server, aliases):
+async def test_waiting_tasks_are_served_in_order(server, aliases):
     aliases(redis=alias(server.port))
     served = []
 
@@ -214,7 +225,7 @@ def test_a_hold_is_handed_over_to_another_process(server, aliases):
     assert backends["redis"].holder("key") is None
 
 
-def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(backend):
+def test_a_stale_key_is_not_taken_over_without_takeover(backend):
     backend.acquire(claim(ttl=1.0))
     waits = claim(takeover=False)
     backend.queue(waits)
@@ -225,34 +236,54 @@ def test_a_stale_key_is_left_to_a_person_where_the_lock_says_so(backend):
     assert backend.look([waits])[waits.owner].ask
 
 
-def test_what_redis_cannot_do_is_refused_by_name(server, aliases):
+def test_unsupported_lock_kinds_are_refused_on_redis(server, aliases):
     from dlocks import db_rwlock, db_semaphore
 
     aliases(redis=alias(server.port))
-    for lock in (db_rwlock("key", using="redis").read(), db_semaphore("key", 3, using="redis")):
-        with pytest.raises(RuntimeError, match="RedisBackend has no locks that can be shared"):
+    for lock in (
+        db_rwlock("key", using="redis").read(),
+        db_semaphore("key", 3, using="redis"),
+    ):
+        with pytest.raises(
+            RuntimeError, match="RedisBackend does not support shared locks"
+        ):
             lock.acquire()
-    with db_lock("key", using="redis") as hold, pytest.raises(RuntimeError, match="RedisBackend"):
+    with (
+        db_lock("key", using="redis") as hold,
+        pytest.raises(RuntimeError, match="RedisBackend"),
+    ):
         with hold.atomic():
             pass
 
 
-def test_any_key_is_one_slot_of_a_cluster():
+def test_all_names_of_a_key_are_in_one_cluster_slot():
     from redis.crc import key_slot
 
     for key in ("stock:7", "}", "{}", "a}b{c}", "%7D", "ß}"):
         name = name_of(key)
-        assert len({key_slot(f"{name}{rest}".encode()) for rest in ("", ":last", ":line", ":claims", ":gone")}) == 1
+        assert (
+            len(
+                {
+                    key_slot(f"{name}{rest}".encode())
+                    for rest in ("", ":last", ":line", ":claims", ":gone")
+                }
+            )
+            == 1
+        )
     assert name_of("%7D") != name_of("}")
 
 
-def test_a_key_leaves_redis_a_day_after_it_was_given_back(server, backend):
+def test_a_released_key_expires_from_redis_after_a_day(server, backend):
     mine = claim()
     backend.acquire(mine)
     backend.queue(claim())
     backend.release(mine)
     with redis.Redis(port=server.port) as client:
-        assert all(0 < client.ttl(name) <= 86400 for name in client.scan_iter() if not name.endswith(b":last"))
+        assert all(
+            0 < client.ttl(name) <= 86400
+            for name in client.scan_iter()
+            if not name.endswith(b":last")
+        )
         backend.acquire(mine)
         client.flushall()
         backend.acquire(mine)
@@ -261,26 +292,41 @@ def test_a_key_leaves_redis_a_day_after_it_was_given_back(server, backend):
         assert 86000 < client.ttl(f"{name_of('key')}:last") <= 86400
 
 
-def test_a_key_that_a_person_deletes_is_free_and_its_holder_is_told(server, aliases, elsewhere):
+def test_deleting_a_redis_key_frees_it_and_its_holder_loses_it(
+    server, aliases, elsewhere
+):
     aliases(redis=alias(server.port))
     hold = db_lock("stock:7", using="redis").acquire()
     with redis.Redis(port=server.port) as client:
         assert client.delete("dlocks:{stock:7}") == 1
-    assert elsewhere(db_lock("stock:7", using="redis", timeout=0).acquire).token > hold.token
+    assert (
+        elsewhere(db_lock("stock:7", using="redis", timeout=0).acquire).token
+        > hold.token
+    )
     with pytest.raises(LockLost):
         hold.renew()
 
 
-def test_a_user_of_redis_needs_no_more_rights_than_the_page_says(server, aliases, until):
+def test_the_documented_redis_acl_is_sufficient(server, aliases, until):
     from tests.pages import DOCS
 
-    (line,) = re.findall(r"An ACL needs (.*?) too\.", (DOCS / "how-to/redis.md").read_text(), re.DOTALL)
+    (line,) = re.findall(
+        r"An ACL needs (.*?) too\.", (DOCS / "how-to/redis.md").read_text(), re.DOTALL
+    )
     rights = re.findall(r"`([~&+][^`]*)`", line)
     with redis.Redis(port=server.port) as client:
-        client.execute_command("ACL SETUSER", "dlocks", "reset", "on", f">{SECRET}", *rights)
-        # One that has just started would grant nothing yet, and it counts in whole seconds.
+        client.execute_command(
+            "ACL SETUSER", "dlocks", "reset", "on", f">{SECRET}", *rights
+        )
+        # A Redis that has just started grants nothing yet. It reports its uptime in
+        # whole seconds.
         until(lambda: client.info("server")["uptime_in_seconds"] >= 1)
-    aliases(redis={"BACKEND": BACKEND, "OPTIONS": {"url": f"redis://dlocks:{SECRET}@127.0.0.1:{server.port}/0"}})
+    aliases(
+        redis={
+            "BACKEND": BACKEND,
+            "OPTIONS": {"url": f"redis://dlocks:{SECRET}@127.0.0.1:{server.port}/0"},
+        }
+    )
     backends["redis"].settle = 0.1
     lock = db_lock("key", using="redis", timeout=20)
     hold = lock.acquire()
@@ -296,14 +342,16 @@ def test_a_user_of_redis_needs_no_more_rights_than_the_page_says(server, aliases
 # Failures.
 
 
-def test_a_request_that_arrives_after_its_claim_was_given_up_comes_to_nothing(backend):
+def test_a_late_request_of_a_cancelled_claim_is_ignored(backend):
     late = claim()
     assert not backend.release(late)
     assert backend.acquire(late) is None
     assert backend.acquire(claim())
 
 
-def test_a_place_in_line_that_is_asked_for_after_its_claim_was_given_up_is_none(backend):
+def test_a_cancelled_claim_cannot_join_the_queue(
+    backend,
+):
     other, late = claim(), claim()
     assert backend.acquire(other)
     assert not backend.release(late)
@@ -313,7 +361,7 @@ def test_a_place_in_line_that_is_asked_for_after_its_claim_was_given_up_is_none(
     assert backend.acquire(claim())
 
 
-def test_a_hold_is_not_handed_to_a_successor_that_was_given_up(backend):
+def test_a_hold_is_not_handed_over_to_a_cancelled_claim(backend):
     one, successor = claim(), claim()
     assert backend.acquire(one)
     assert not backend.release(successor)
@@ -333,13 +381,15 @@ def test_a_hold_is_not_handed_to_a_successor_that_was_given_up(backend):
         ),
     ],
 )
-def test_different_places_are_told_apart(one, other):
-    """Or a hold in one would be entered where one in the other is asked for."""
-    assert RedisBackend("one", **one).identity != RedisBackend("other", **other).identity
+def test_different_redis_servers_have_different_identities(one, other):
+    """Otherwise a hold in one Redis would count as a hold in the other."""
+    assert (
+        RedisBackend("one", **one).identity != RedisBackend("other", **other).identity
+    )
     assert RedisBackend("one", **one).identity == RedisBackend("same", **one).identity
 
 
-def test_a_script_that_redis_forgot_is_sent_again(server, backend):
+def test_a_script_that_redis_has_flushed_is_sent_again(server, backend):
     mine = [claim(f"key {number}") for number in range(3)]
     for one in mine:
         backend.acquire(one)
@@ -351,15 +401,19 @@ def test_a_script_that_redis_forgot_is_sent_again(server, backend):
 
 
 @pytest.mark.parametrize("spoiled", ["a", "b"])
-def test_a_key_that_somebody_overwrites_keeps_no_other_from_being_renewed(server, backend, spoiled, caplog):
+def test_an_overwritten_key_does_not_block_other_renewals(
+    server, backend, spoiled, caplog
+):
     claims = [claim(key) for key in "abc"]
     for each in claims:
         assert backend.acquire(each)
     with redis.Redis(port=server.port) as client:
         client.set(f"{name_of(spoiled)}:last", "something else")
     renewed = backend.renew(claims)
-    # What could not be asked for has what it had.
-    assert renewed == {each.owner: 0.0 if each.key == spoiled else each.ttl for each in claims}
+    # The key that could not be renewed keeps its previous lease.
+    assert renewed == {
+        each.owner: 0.0 if each.key == spoiled else each.ttl for each in claims
+    }
     assert f"{spoiled!r} could not be renewed: WRONGTYPE" in caplog.text
     (refused,) = [each for each in claims if each.key == spoiled]
     with pytest.raises(LockBackendError, match="WRONGTYPE"):
@@ -373,7 +427,7 @@ def proxied(server):
     proxy.close()
 
 
-def test_a_grant_whose_reply_is_lost_is_one_grant(proxied, backend):
+def test_a_grant_is_not_doubled_when_its_reply_is_lost(proxied, backend):
     proxy, mine = proxied
     mine.release(claim())
     proxy.swallow(scripts.ACQUIRE.sha.encode())
@@ -401,7 +455,7 @@ def test_a_release_whose_reply_is_lost_is_a_release(proxied, backend):
     assert backend.look([waits])[waits.owner].grant
 
 
-def test_a_place_in_line_whose_reply_is_lost_is_one_place(proxied, backend):
+def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(proxied, backend):
     proxy, mine = proxied
     backend.acquire(claim())
     mine.waiting("key")
@@ -413,8 +467,12 @@ def test_a_place_in_line_whose_reply_is_lost_is_one_place(proxied, backend):
     assert backend.waiting("key") == 1
 
 
-def test_a_redis_that_gives_no_answer_is_an_error_in_bounded_time(start, aliases):
-    """Stopped, it takes connections and says nothing. It is not taken for 'somebody else has it'."""
+def test_a_silent_redis_fails_in_bounded_time(start, aliases):
+    """Acquiring from a stopped Redis fails in bounded time.
+
+    It accepts connections but does not reply. The failure is not reported as
+    contention.
+    """
     server = start(Redis())
     aliases(redis=alias(server.port, socket_timeout=1.0, ttl=1.0))
     lock = db_lock("key", using="redis", timeout=30)
@@ -423,17 +481,20 @@ def test_a_redis_that_gives_no_answer_is_an_error_in_bounded_time(start, aliases
     try:
         for _ in range(2):
             began = time.monotonic()
-            with pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 127.0.0.1:\d+/0 could not be"):
+            with pytest.raises(
+                LockBackendError,
+                match=r"DLOCKS\['redis'\]: Redis at 127.0.0.1:\d+/0 could not be",
+            ):
                 lock.acquire()
-            # One question, and the giving up of it.
+            # One request and its cancellation.
             in_time(time.monotonic() - began, 6.0)
     finally:
         server.process.send_signal(signal.SIGCONT)
-    # What was asked for meanwhile, and could not be taken back, ends by itself.
+    # A claim that was sent meanwhile and could not be cancelled expires by itself.
     lock.acquire().release()
 
 
-def test_a_redis_that_is_gone_is_an_error(start, aliases):
+def test_a_crashed_redis_raises_an_error(start, aliases):
     server = start(Redis())
     aliases(redis=alias(server.port))
     hold = db_lock("key", using="redis").acquire()
@@ -444,7 +505,7 @@ def test_a_redis_that_is_gone_is_an_error(start, aliases):
         hold.release()
 
 
-def test_a_redis_that_keeps_its_data_keeps_its_locks_over_a_crash(start, aliases, elsewhere):
+def test_a_persistent_redis_keeps_its_locks_after_a_crash(start, aliases, elsewhere):
     server = start(Redis(appendonly="yes", appendfsync="always"))
     aliases(redis=alias(server.port))
     with db_lock("key", using="redis") as hold:
@@ -455,8 +516,11 @@ def test_a_redis_that_keeps_its_data_keeps_its_locks_over_a_crash(start, aliases
     assert elsewhere(db_lock("key", using="redis").try_acquire).token > hold.token
 
 
-def test_a_redis_that_forgets_gives_the_key_to_a_second_and_tells_the_first(start, aliases, until):
-    """What is documented: without its data a Redis does not know who had a lock. Tokens grow all the same."""
+def test_a_redis_without_its_data_grants_the_key_again(start, aliases, until):
+    """A Redis that loses its data grants the key again, as documented.
+
+    Tokens still grow.
+    """
     server = start(Redis())
     process = aliases(redis=alias(server.port, ttl=1.0))
     first, second = process(), process()
@@ -468,29 +532,34 @@ def test_a_redis_that_forgets_gives_the_key_to_a_second_and_tells_the_first(star
     assert first.call(jobs.release_all) == ["LockLost"]
 
 
-def test_a_redis_that_forgets_can_be_told_to_grant_nothing_until_all_that_it_forgot_is_over(start, aliases):
+def test_a_redis_without_its_data_grants_nothing_at_first(start, aliases):
     server = start(Redis())
     process = aliases(redis=alias(server.port, settle=2.0))
     holder, other = process(), process()
     for one in (holder, other):
-        # So that neither has to connect first when it matters.
+        # Both processes connect before it matters.
         one.call(jobs.acquire, f"warm {one.process.pid}", using="redis")
     server.crash()
     server.start()
     assert other.call(jobs.acquire, "key", using="redis") == "LockBackendError"
-    while (token := holder.call(jobs.acquire, "key", using="redis", ttl=2.0)) == "LockBackendError":
+    while (
+        token := holder.call(jobs.acquire, "key", using="redis", ttl=2.0)
+    ) == "LockBackendError":
         time.sleep(0.1)
     server.crash()
     crashed = time.monotonic()
     server.start()
-    while (later := other.call(jobs.acquire, "key", using="redis")) in {"LockBackendError", "LockTimeout"}:
+    while (later := other.call(jobs.acquire, "key", using="redis")) in {
+        "LockBackendError",
+        "LockTimeout",
+    }:
         time.sleep(0.1)
     assert time.monotonic() - crashed > 2.0
     assert later > token
 
 
-def test_the_line_outlives_a_restart_of_a_redis_that_forgets(start, aliases):
-    """Those who wait stand in line anew, and all of them are served."""
+def test_waiters_queue_again_after_redis_lost_its_data(start, aliases):
+    """The waiters join the queue again, and all of them are served."""
     server = start(Redis())
     process = aliases(redis=alias(server.port))
     holder, *crowd = [process() for _ in range(4)]
@@ -507,24 +576,32 @@ def test_the_line_outlives_a_restart_of_a_redis_that_forgets(start, aliases):
     assert tokens == sorted(set(tokens))
 
 
-# Settings, and secrets.
+# Settings and secrets.
 
 
-def test_without_redis_py_the_rest_works_and_the_alias_says_what_to_install():
+def test_without_redis_py_only_the_redis_alias_fails():
     code = """
 import sys
 sys.modules["redis"] = None
 import django
 from django.conf import settings
-settings.configure(DLOCKS={"redis": {"BACKEND": "dlocks.backends.redis.RedisBackend"},
-                           "default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}})
+settings.configure(DLOCKS={
+    "redis": {"BACKEND": "dlocks.backends.redis.RedisBackend"},
+    "default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
+})
 django.setup()
 import dlocks.backends.quorum
 from dlocks.conf import backends
 print(backends["default"])
 backends["redis"]
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert "MemoryBackend" in ended.stdout
     (last,) = ended.stderr.strip().splitlines()[-1:]
     assert "DLOCKS['redis']" in last
@@ -548,7 +625,7 @@ backends["redis"]
         ({"secret": SECRET}, "unknown option 'secret'"),
     ],
 )
-def test_wrong_settings_are_told_by_alias_and_without_a_secret(options, message, settings):
+def test_wrong_redis_settings_name_the_alias_and_no_secret(options, message, settings):
     from django.core.checks import run_checks
 
     settings.DLOCKS = {"redis": {"BACKEND": BACKEND, "OPTIONS": options}}
@@ -563,12 +640,16 @@ def test_wrong_settings_are_told_by_alias_and_without_a_secret(options, message,
 
 
 @pytest.mark.parametrize("secret", [SECRET, ""])
-def test_wrong_credentials_are_an_error_that_names_the_alias_and_no_secret(secret, start, aliases, caplog):
+def test_wrong_redis_credentials_name_the_alias_and_no_secret(
+    secret, start, aliases, caplog
+):
     server = start(Redis(requirepass="something else"))
     aliases(redis=alias(server.port, secret))
     with (
         caplog.at_level(logging.DEBUG),
-        pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\].*could not") as raised,
+        pytest.raises(
+            LockBackendError, match=r"DLOCKS\['redis'\].*could not"
+        ) as raised,
     ):
         db_lock("key", using="redis").acquire()
     told = "".join(traceback.format_exception(raised.value)) + caplog.text
@@ -576,12 +657,17 @@ def test_wrong_credentials_are_an_error_that_names_the_alias_and_no_secret(secre
     assert "something else" not in told
 
 
-def test_a_secret_is_shown_nowhere(start, aliases, caplog):
+def test_the_redis_password_is_never_shown(start, aliases, caplog):
     server = start(Redis(requirepass=SECRET))
     aliases(redis=alias(server.port, SECRET))
     with caplog.at_level(logging.DEBUG):
         with db_lock("key", using="redis") as hold:
-            told = [repr(hold), repr(backends["redis"]), backends["redis"].identity, repr(vars(backends["redis"]))]
+            told = [
+                repr(hold),
+                repr(backends["redis"]),
+                backends["redis"].identity,
+                repr(vars(backends["redis"])),
+            ]
             told += [repr(backends["redis"]._connected().get_connection_kwargs())]
             told += [str(db_lock("key", using="redis").holder())]
             server.crash()

@@ -1,4 +1,4 @@
-"""Redis in more than one place: a cluster, and a master that the Sentinels replace."""
+"""Redis on several servers: a cluster, and failover by Sentinels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from django.test import SimpleTestCase
 from redis.crc import key_slot
 
 from dlocks import LockBackendError, db_lock
-from dlocks.backends.base import Claim
-from dlocks.backends.redis import RedisBackend, name_of
-from dlocks.conf import backends
 from dlocks.testing import BackendContract
 from tests import jobs, timing
 from tests.backends import cluster_jobs
+from tests.internals import Claim, RedisBackend, backends, name_of
 from tests.servers import Redis, Sentinel, free_port
 from tests.timing import in_time
 
@@ -33,13 +31,25 @@ eventually = partial(timing.eventually, but=(redis.RedisError, LockBackendError)
 @pytest.fixture(scope="module")
 def cluster():
     with contextlib.ExitStack() as stack:
-        options = {"cluster-enabled": "yes", "cluster-node-timeout": 5000, "cluster-require-full-coverage": "no"}
-        # By default the bus is 10,000 above the port, where there may be none.
+        options = {
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": 5000,
+            "cluster-require-full-coverage": "no",
+        }
+        # By default the port of the bus is 10,000 above that of the node, which may not
+        # exist.
         buses = [free_port() for _ in range(3)]
-        nodes = [stack.enter_context(Redis(**options, **{"cluster-port": bus})) for bus in buses]
+        nodes = [
+            stack.enter_context(Redis(**options, **{"cluster-port": bus}))
+            for bus in buses
+        ]
         for number, node in enumerate(nodes):
             with redis.Redis(port=node.port) as client:
-                client.execute_command("CLUSTER ADDSLOTSRANGE", 16384 * number // 3, 16384 * (number + 1) // 3 - 1)
+                client.execute_command(
+                    "CLUSTER ADDSLOTSRANGE",
+                    16384 * number // 3,
+                    16384 * (number + 1) // 3 - 1,
+                )
                 for other, bus in zip(nodes, buses, strict=True):
                     client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
         for node in nodes:
@@ -49,7 +59,11 @@ def cluster():
 
 
 def _is_whole(info):
-    return (info["cluster_state"], info["cluster_slots_ok"], info["cluster_known_nodes"]) == ("ok", "16384", "3")
+    return (
+        info["cluster_state"],
+        info["cluster_slots_ok"],
+        info["cluster_known_nodes"],
+    ) == ("ok", "16384", "3")
 
 
 @pytest.fixture
@@ -65,12 +79,19 @@ def empty(request, cluster):
 @pytest.mark.usefixtures("empty")
 class TestCluster(BackendContract, SimpleTestCase):
     def make_backend(self, **options):
-        return RedisBackend("cluster", url=f"redis://127.0.0.1:{self.nodes[0].port}", cluster=True, **options)
+        return RedisBackend(
+            "cluster",
+            url=f"redis://127.0.0.1:{self.nodes[0].port}",
+            cluster=True,
+            **options,
+        )
 
 
-def test_a_cluster_has_its_keys_on_all_nodes_and_a_line_before_each(empty, aliases, until):
+def test_a_cluster_spreads_keys_and_queues_over_its_nodes(empty, aliases, until):
     url = f"redis://127.0.0.1:{empty[0].port}"
-    process = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}})
+    process = aliases(
+        cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}}
+    )
     holder, waiter = process(), process()
     for number in range(6):
         holder.start(jobs.hold, f"key {number}", using="cluster")
@@ -85,10 +106,18 @@ def test_a_cluster_has_its_keys_on_all_nodes_and_a_line_before_each(empty, alias
         assert all(client.dbsize() for client in clients)
 
 
-def test_a_node_that_gives_no_answer_is_an_error_in_bounded_time_and_the_others_go_on(empty, aliases):
+def test_a_silent_cluster_node_fails_only_its_own_keys(empty, aliases):
     url = f"redis://127.0.0.1:{empty[0].port}"
-    aliases(cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True, "socket_timeout": 0.3}})
-    tried = [db_lock(f"key {number}", using="cluster", timeout=0, ttl=1.0) for number in range(12)]
+    aliases(
+        cluster={
+            "BACKEND": BACKEND,
+            "OPTIONS": {"url": url, "cluster": True, "socket_timeout": 0.3},
+        }
+    )
+    tried = [
+        db_lock(f"key {number}", using="cluster", timeout=0, ttl=1.0)
+        for number in range(12)
+    ]
     for lock in tried:
         lock.acquire().release()
     empty[2].process.send_signal(signal.SIGSTOP)
@@ -111,10 +140,18 @@ def test_a_node_that_gives_no_answer_is_an_error_in_bounded_time_and_the_others_
         eventually(lambda: _is_whole(client.cluster("info")))
 
 
-def test_a_node_that_gives_no_answer_keeps_no_hold_on_the_others_from_being_renewed(empty):
-    options = {"url": f"redis://127.0.0.1:{empty[0].port}", "cluster": True, "socket_timeout": 0.3}
+def test_a_silent_cluster_node_does_not_block_other_renewals(
+    empty,
+):
+    options = {
+        "url": f"redis://127.0.0.1:{empty[0].port}",
+        "cluster": True,
+        "socket_timeout": 0.3,
+    }
     backend = RedisBackend("cluster", **options)
-    claims = [Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)]
+    claims = [
+        Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)
+    ]
     for claim in claims:
         assert backend.acquire(claim)
     empty[2].process.send_signal(signal.SIGSTOP)
@@ -122,7 +159,9 @@ def test_a_node_that_gives_no_answer_keeps_no_hold_on_the_others_from_being_rene
         began = time.monotonic()
         left = backend.renew(claims)
         in_time(time.monotonic() - began, 10.0)
-        assert {claim.owner for claim in claims} == left.keys(), "none of them is known to be lost"
+        assert {claim.owner for claim in claims} == left.keys(), (
+            "none of them is known to be lost"
+        )
         assert set(left.values()) == {0.0, 30.0}
     finally:
         empty[2].process.send_signal(signal.SIGCONT)
@@ -133,10 +172,18 @@ def test_a_node_that_gives_no_answer_keeps_no_hold_on_the_others_from_being_rene
         assert backend.release(claim)
 
 
-def test_a_cluster_that_gives_no_answer_is_an_error_in_bounded_time_however_many_keys_there_are(empty):
-    options = {"url": f"redis://127.0.0.1:{empty[0].port}", "cluster": True, "socket_timeout": 0.3}
+def test_a_silent_cluster_fails_in_bounded_time(
+    empty,
+):
+    options = {
+        "url": f"redis://127.0.0.1:{empty[0].port}",
+        "cluster": True,
+        "socket_timeout": 0.3,
+    }
     backend = RedisBackend("cluster", **options)
-    claims = [Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(40)]
+    claims = [
+        Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(40)
+    ]
     assert backend.renew(claims) == {}
     for node in empty:
         node.process.send_signal(signal.SIGSTOP)
@@ -153,20 +200,36 @@ def test_a_cluster_that_gives_no_answer_is_an_error_in_bounded_time_however_many
             eventually(lambda client=client: _is_whole(client.cluster("info")))
 
 
-def test_a_key_whose_slot_is_just_moving_keeps_no_other_key_of_its_node_from_being_renewed(empty):
-    backend = RedisBackend("cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True)
-    claims = [Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)]
+def test_a_migrating_slot_does_not_delay_other_renewals(
+    empty,
+):
+    backend = RedisBackend(
+        "cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True
+    )
+    claims = [
+        Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)
+    ]
     for claim in claims:
         assert backend.acquire(claim)
     moving, *others = claims
     slot = key_slot(name_of(moving.key).encode())
     with contextlib.ExitStack() as stack:
-        nodes = {node.port: stack.enter_context(redis.Redis(port=node.port, decode_responses=True)) for node in empty}
+        nodes = {
+            node.port: stack.enter_context(
+                redis.Redis(port=node.port, decode_responses=True)
+            )
+            for node in empty
+        }
         source = nodes.pop(backend._client.get_node_from_key(name_of(moving.key)).port)
         target, _ = nodes.values()
-        target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.cluster("myid"))
-        # From here on it asks to try again: it has some of the names of this key, and not all.
-        source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.cluster("myid"))
+        target.execute_command(
+            "CLUSTER SETSLOT", slot, "IMPORTING", source.cluster("myid")
+        )
+        # From here on the node replies that the request must be retried, since it has
+        # only some of the names of this key.
+        source.execute_command(
+            "CLUSTER SETSLOT", slot, "MIGRATING", target.cluster("myid")
+        )
         try:
             left = backend.renew(claims)
         finally:
@@ -180,17 +243,21 @@ def test_a_key_whose_slot_is_just_moving_keeps_no_other_key_of_its_node_from_bei
 
 
 @pytest.mark.timeout(60)
-def test_a_fork_asks_though_another_thread_of_its_parent_was_asking_just_then(empty, aliases):
+def test_a_forked_child_can_use_a_busy_cluster_client(empty, aliases):
     url = f"redis://127.0.0.1:{empty[0].port}"
-    parent = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}})()
-    token, granted = parent.call(cluster_jobs.fork_in_the_middle_of_a_question, "key", using="cluster")
+    parent = aliases(
+        cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}}
+    )()
+    token, granted = parent.call(
+        cluster_jobs.fork_in_the_middle_of_a_question, "key", using="cluster"
+    )
     assert int(granted) > token
 
 
 @pytest.fixture
 def watched(start):
     """A master, its replica, and a Sentinel that knows both."""
-    # By default the first copy is put off by 5 s, since more replicas might come.
+    # By default the first copy is delayed by 5 s, since more replicas might join.
     master = start(Redis(**{"repl-diskless-sync-delay": 0}))
     replica = start(Redis(replicaof=f"127.0.0.1 {master.port}"))
     sentinel = start(Sentinel(master.port))
@@ -201,18 +268,22 @@ def watched(start):
     return master, replica, sentinel
 
 
-def test_locks_go_on_with_the_master_that_the_sentinels_choose(watched, aliases, elsewhere):
+def test_locks_survive_a_sentinel_failover(watched, aliases, elsewhere):
     master, _, sentinel = watched
     aliases(
         redis={
             "BACKEND": BACKEND,
-            "OPTIONS": {"url": "redis://dlocks/0", "sentinels": [f"redis://127.0.0.1:{sentinel.port}"]},
+            "OPTIONS": {
+                "url": "redis://dlocks/0",
+                "sentinels": [f"redis://127.0.0.1:{sentinel.port}"],
+            },
         }
     )
     lock = db_lock("key", using="redis", ttl=60)
     hold = lock.acquire()
     with redis.Redis(port=master.port) as client:
-        # Replication is not waited for by a grant: what has not arrived would be forgotten.
+        # A grant does not wait for replication. A failover would lose a grant that has
+        # not been replicated.
         assert client.wait(1, 10_000) == 1
     master.crash()
     eventually(lambda: backends["redis"].holder("key") is not None)
@@ -222,10 +293,14 @@ def test_locks_go_on_with_the_master_that_the_sentinels_choose(watched, aliases,
     assert elsewhere(lock.try_acquire).token > hold.token
 
 
-def test_a_grant_that_was_not_replicated_is_forgotten_by_a_failover(watched):
-    """What is documented: the key is granted a second time, with a larger token."""
+def test_a_failover_loses_a_grant_that_was_not_replicated(watched):
+    """The key is granted a second time with a larger token, as documented."""
     master, replica, sentinel = watched
-    backend = RedisBackend("redis", url="redis://dlocks/0", sentinels=[f"redis://127.0.0.1:{sentinel.port}"])
+    backend = RedisBackend(
+        "redis",
+        url="redis://dlocks/0",
+        sentinels=[f"redis://127.0.0.1:{sentinel.port}"],
+    )
     with redis.Redis(port=replica.port) as client:
         client.config_set("masterauth", "cut off")
         client.client_kill_filter(_type="master")
@@ -239,28 +314,45 @@ def test_a_grant_that_was_not_replicated_is_forgotten_by_a_failover(watched):
     assert one.owner not in backend.renew([one])
 
 
-def test_sentinels_that_do_not_know_the_master_are_an_error_that_names_the_alias(watched):
+def test_an_unknown_sentinel_master_names_the_alias(
+    watched,
+):
     *_, sentinel = watched
-    backend = RedisBackend("redis", url="redis://nobody/0", sentinels=[f"redis://:open@127.0.0.1:{sentinel.port}"])
-    with pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 'nobody' of the Sentinels") as raised:
+    backend = RedisBackend(
+        "redis",
+        url="redis://nobody/0",
+        sentinels=[f"redis://:open@127.0.0.1:{sentinel.port}"],
+    )
+    with pytest.raises(
+        LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 'nobody' of the Sentinels"
+    ) as raised:
         backend.acquire(Claim(key="key", ttl=60.0))
-    assert "open" not in f"{raised.value}{vars(backend)}{vars(backend._client.connection_pool)}"
+    assert (
+        "open"
+        not in f"{raised.value}{vars(backend)}{vars(backend._client.connection_pool)}"
+    )
 
 
-def test_passwords_of_a_cluster_and_of_sentinels_are_used_and_shown_nowhere(start):
+def test_cluster_and_sentinel_passwords_are_never_shown(start):
     options = {"requirepass": SECRET, "masterauth": SECRET}
     master = start(Redis(**options))
     sentinel = start(Sentinel(master.port, requirepass=SECRET))
     with redis.Redis(port=sentinel.port, password=SECRET) as client:
         client.sentinel_set("dlocks", "auth-pass", SECRET)
     watched = RedisBackend(
-        "redis", url=f"redis://:{SECRET}@dlocks/0", sentinels=[f"redis://:{SECRET}@127.0.0.1:{sentinel.port}"]
+        "redis",
+        url=f"redis://:{SECRET}@dlocks/0",
+        sentinels=[f"redis://:{SECRET}@127.0.0.1:{sentinel.port}"],
     )
-    alone = start(Redis(**options, **{"cluster-enabled": "yes", "cluster-port": free_port()}))
+    alone = start(
+        Redis(**options, **{"cluster-enabled": "yes", "cluster-port": free_port()})
+    )
     with redis.Redis(port=alone.port, password=SECRET) as client:
         client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         eventually(lambda: client.cluster("info")["cluster_state"] == "ok")
-    clustered = RedisBackend("redis", url=f"redis://:{SECRET}@127.0.0.1:{alone.port}", cluster=True)
+    clustered = RedisBackend(
+        "redis", url=f"redis://:{SECRET}@127.0.0.1:{alone.port}", cluster=True
+    )
     for backend in (watched, clustered):
         eventually(lambda backend=backend: backend.acquire(Claim(key="key", ttl=60.0)))
         assert SECRET not in f"{backend!r}{vars(backend)}{vars(backend._client)}"

@@ -1,4 +1,4 @@
-"""The servers themselves: they are there, and they end with the test."""
+"""The servers of these tests start, and end with the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_zookeeper_answers_and_ends(start):
     assert asked(server.port, b"srvr") == b""
 
 
-def test_a_server_that_is_down_finds_its_port_as_it_left_it(start):
+def test_a_restarted_server_gets_its_port_again(start):
     server = start(Redis())
     server.crash()
     with socket.socket() as another, pytest.raises(OSError, match="in use"):

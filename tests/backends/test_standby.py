@@ -1,4 +1,7 @@
-"""Locks in a PostgreSQL whose standby takes over while processes acquire, hold and guard."""
+"""Locks in a PostgreSQL that fails over to its standby.
+
+Processes acquire, hold and run guarded transactions during the failover.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ KINDS = ["default", "optimistic"]
 
 
 class Pair:
-    """A primary and its standby. ``link`` is the way between them, which can be cut."""
+    """A primary and its standby, whose connection ``link`` can be cut."""
 
     def __init__(self, stack, *, synchronous):
         self.primary = stack.enter_context(PostgreSQL())
@@ -28,7 +31,12 @@ class Pair:
             self.primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
             self.primary.execute("SELECT pg_reload_conf()")
         state = "sync" if synchronous else "async"
-        eventually(lambda: self.primary.execute("SELECT sync_state FROM pg_stat_replication") == [(state,)])
+        eventually(
+            lambda: (
+                self.primary.execute("SELECT sync_state FROM pg_stat_replication")
+                == [(state,)]
+            )
+        )
 
     def fail_over(self):
         self.primary.crash()
@@ -47,7 +55,7 @@ def pair():
 
 @pytest.fixture
 def process(doomed):
-    """Return a function that starts a process which uses whichever of the two takes writes."""
+    """Return a function that starts a process which uses the writable server."""
 
     def start(pair):
         there = {
@@ -58,13 +66,19 @@ def process(doomed):
             "PORT": f"{pair.primary.port},{pair.standby.port}",
             "OPTIONS": {"target_session_attrs": "read-write"},
         }
-        return doomed(DLOCKS_TEST_ENGINE="postgresql", DLOCKS_TEST_DATABASES=json.dumps({"default": there}))
+        return doomed(
+            DLOCKS_TEST_ENGINE="postgresql",
+            DLOCKS_TEST_DATABASES=json.dumps({"default": there}),
+        )
 
     return start
 
 
 def test_session_locks_on_a_standby_are_refused(pair, doomed):
-    """Advisory locks can be had there, each server for itself, so that two would have one key."""
+    """Session locks on a standby are refused.
+
+    Each server has its own advisory locks, so two callers could hold the same key.
+    """
     pair = pair(synchronous=False)
     there = {
         "ENGINE": "django.db.backends.postgresql",
@@ -73,20 +87,32 @@ def test_session_locks_on_a_standby_are_refused(pair, doomed):
         "HOST": "127.0.0.1",
         "PORT": str(pair.standby.port),
     }
-    worker = doomed(DLOCKS_TEST_ENGINE="postgresql", DLOCKS_TEST_DATABASES=json.dumps({"default": there}))
-    assert "is a standby" in worker.call(cluster_jobs.error_of_acquiring, "stock:7", using="session")
+    worker = doomed(
+        DLOCKS_TEST_ENGINE="postgresql",
+        DLOCKS_TEST_DATABASES=json.dumps({"default": there}),
+    )
+    assert "is a standby" in worker.call(
+        cluster_jobs.error_of_acquiring, "stock:7", using="session"
+    )
     pair.fail_over()
-    assert worker.call(cluster_jobs.error_of_acquiring, "stock:7", using="session") is None
+    assert (
+        worker.call(cluster_jobs.error_of_acquiring, "stock:7", using="session") is None
+    )
 
 
-@pytest.mark.parametrize(("how", "using"), [("guard", "default"), ("transaction", "optimistic"), ("lease", "default")])
-def test_a_synchronous_standby_takes_over_and_nothing_that_was_confirmed_is_lost(using, how, pair, process):
+@pytest.mark.parametrize(
+    ("how", "using"),
+    [("guard", "default"), ("transaction", "optimistic"), ("lease", "default")],
+)
+def test_a_synchronous_failover_loses_nothing_confirmed(using, how, pair, process):
     pair = pair(synchronous=True)
     holder, *crowd = (process(pair) for _ in range(4))
     holder.call(cluster_jobs.prepare)
     held = holder.call(jobs.acquire, "held", ttl=60, using=using)
     for worker in crowd:
-        worker.start(cluster_jobs.number_rows, "numbers", how, using=using, ttl=3, timeout=20)
+        worker.start(
+            cluster_jobs.number_rows, "numbers", how, using=using, ttl=3, timeout=20
+        )
     eventually(lambda: pair.rows() > 30)
     pair.fail_over()
     before = pair.rows()
@@ -95,13 +121,13 @@ def test_a_synchronous_standby_takes_over_and_nothing_that_was_confirmed_is_lost
         worker.tell()
     answers = [worker.hear() for worker in crowd]
     written = sorted(one for found, _ in answers for one in found)
-    # No two saw the same rows before theirs, and whoever was told that its row is there finds it there.
+    # No two transactions saw the same rows, and no confirmed row is lost.
     numbers = holder.call(cluster_jobs.numbers)
     assert numbers == list(range(len(numbers)))
     assert {number for number, _ in written} <= set(numbers)
     tokens = [token for _, token in written]
     assert tokens == sorted(set(tokens))
-    # A hold goes on.
+    # The hold survives the failover.
     assert holder.call(jobs.check) == "held"
     assert crowd[0].call(jobs.try_once, "held", timeout=0, using=using) is None
     assert holder.call(jobs.release_all) == ["released"]
@@ -109,7 +135,7 @@ def test_a_synchronous_standby_takes_over_and_nothing_that_was_confirmed_is_lost
 
 
 @pytest.mark.parametrize("using", KINDS)
-def test_what_had_not_reached_an_asynchronous_standby_is_lost_leases_and_data_together(using, pair, process):
+def test_an_asynchronous_failover_loses_leases_and_data_together(using, pair, process):
     pair = pair(synchronous=False)
     holder, other = process(pair), process(pair)
     holder.call(cluster_jobs.prepare)
@@ -125,26 +151,36 @@ def test_what_had_not_reached_an_asynchronous_standby_is_lost_leases_and_data_to
         lost[key] = holder.call(jobs.acquire, key, ttl=60, using=using)
     token = other.call(cluster_jobs.write_under, "data", "lost", **policy)
     pair.fail_over()
-    # A holder that is not cut off from the new server is told so when it asks, or at the next renewal.
-    assert holder.call(cluster_jobs.still_held) == {**dict.fromkeys(reached, True), **dict.fromkeys(lost, False)}
+    # A holder that can reach the new server learns of the loss at its next request or
+    # renewal.
+    assert holder.call(cluster_jobs.still_held) == {
+        **dict.fromkeys(reached, True),
+        **dict.fromkeys(lost, False),
+    }
     assert other.call(cluster_jobs.names) == ["reached"]
     for key in reached:
         assert other.call(jobs.try_once, key, timeout=0, using=using) is None
     for key, before in lost.items():
         assert other.call(jobs.try_once, key, timeout=20, using=using) > before
-    # Perhaps only once its lease has run out: that it was given back may be lost, too.
+    # Its lease may have to expire first, because the failover may have lost the release
+    # too.
     assert other.call(cluster_jobs.write_under, "data", "again", **policy) > token
     assert other.call(cluster_jobs.names) == ["again", "reached"]
 
 
 @pytest.mark.parametrize("using", KINDS)
-def test_work_guarded_by_a_lease_that_the_failover_lost_is_not_committed(using, pair, process):
+def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(using, pair, process):
     pair = pair(synchronous=False)
     holder, other = process(pair), process(pair)
     holder.call(cluster_jobs.prepare)
-    # All tables have to be there, those of dlocks too.
+    # All tables must have been replicated, including those of dlocks.
     ((written,),) = pair.primary.execute("SELECT pg_current_wal_lsn()")
-    eventually(lambda: pair.standby.execute(f"SELECT pg_last_wal_replay_lsn() >= '{written}'") == [(True,)])
+    eventually(
+        lambda: (
+            pair.standby.execute(f"SELECT pg_last_wal_replay_lsn() >= '{written}'")
+            == [(True,)]
+        )
+    )
     pair.link.cut.set()
     holder.start(cluster_jobs.guard_when_told, "key", "first", ttl=60, using=using)
     token = holder.hear()
@@ -159,20 +195,31 @@ def test_work_guarded_by_a_lease_that_the_failover_lost_is_not_committed(using, 
     assert other.call(cluster_jobs.names) == ["second"]
 
 
-def test_without_its_synchronous_standby_a_primary_grants_nothing(pair, process):
-    """So one that is cut off, and does not know that the other has taken over, cannot give a key to a second holder."""
+def test_a_primary_without_its_sync_standby_grants_nothing(pair, process):
+    """A primary without its synchronous standby grants nothing.
+
+    A primary that is cut off after a failover therefore cannot grant a key to a second
+    holder.
+    """
     pair = pair(synchronous=True)
     holder, other = process(pair), process(pair)
     holder.call(cluster_jobs.prepare)
     holder.call(jobs.acquire, "held", ttl=60)
     token = holder.call(jobs.try_once, "key")
     pair.link.cut.set()
-    # What is given back is not waited for: if that is lost, the lease runs out.
+    # A release does not wait for replication. If the release is lost, the lease
+    # expires.
     assert holder.call(jobs.release_all) == ["released"]
     other.start(jobs.try_once, "key")
-    eventually(lambda: pair.primary.execute("SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"))
-    # Nobody else sees it either.
-    assert pair.primary.execute("SELECT version FROM dlocks_resourcelock WHERE key_resource = 'key'") == [(token,)]
+    eventually(
+        lambda: pair.primary.execute(
+            "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+        )
+    )
+    # No other connection sees it either.
+    assert pair.primary.execute(
+        "SELECT version FROM dlocks_resourcelock WHERE key_resource = 'key'"
+    ) == [(token,)]
     with pytest.raises(TimeoutError):
         other.hear(1.0)
     pair.link.cut.clear()

@@ -1,4 +1,4 @@
-"""What is promised about locks in a ZooKeeper ensemble, on real servers."""
+"""Locks in a ZooKeeper ensemble, on real servers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,34 @@ from django.test import SimpleTestCase
 from kazoo.client import KazooClient
 from kazoo.exceptions import NoNodeError
 
-from dlocks import LockBackendError, LockLost, LockTimeout, clock, db_lock, db_rwlock, db_semaphore
-from dlocks.backends import zookeeper
-from dlocks.backends.base import BaseBackend, Claim
-from dlocks.backends.zookeeper import ZooKeeperBackend, tickets
-from dlocks.checks import check_settings
-from dlocks.conf import backends, options_of
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
 from dlocks.testing import BackendContract
 from tests import jobs, pages
 from tests.backends import zookeeper_jobs
+from tests.internals import (
+    BaseBackend,
+    Claim,
+    ZooKeeperBackend,
+    backends,
+    check_settings,
+    clock,
+    options_of,
+    tickets,
+    zookeeper,
+)
 from tests.proxy import Proxy
 from tests.servers import BRISK, ZooKeeper, ZooKeeperMember, asked, free_port
 from tests.timing import in_time
 
 BACKEND = "dlocks.backends.zookeeper.ZooKeeperBackend"
-# As the protocol numbers this request.
+# The number of this request in ZooKeeper's protocol.
 DELETE = 2
 
 
@@ -72,19 +85,27 @@ def root():
 
 @pytest.fixture(autouse=True)
 def sessions_closed():
-    """Whatever happened, no session is left to the next test."""
+    """Close all sessions at the end of each test."""
     yield
-    # Those too that other settings have replaced.
+    # This includes backends that other settings have replaced.
     for backend in list(zookeeper._backends):
         backend.disconnect()
 
 
 @pytest.fixture
 def configured(aliases, root):
-    """Return a function that makes the alias, here and in the processes that the function it returns starts."""
+    """Return a function that configures the alias here.
+
+    It returns a function that starts processes with the same alias.
+    """
 
     def configure(*ports, **options):
-        options = {"hosts": at(*ports), "root": root, "session_timeout": 20.0, **options}
+        options = {
+            "hosts": at(*ports),
+            "root": root,
+            "session_timeout": 20.0,
+            **options,
+        }
         return aliases(zookeeper={"BACKEND": BACKEND, "OPTIONS": options})
 
     return configure
@@ -92,7 +113,7 @@ def configured(aliases, root):
 
 @pytest.fixture
 def process(server, configured):
-    """Return a function that starts a process with the alias on the server that nobody stops."""
+    """Return a function that starts a process with the alias on the shared server."""
     return configured(server.port)
 
 
@@ -114,7 +135,7 @@ def client_of(port, **options):
 
 @pytest.fixture
 def person(server):
-    """Somebody who looks at the nodes with a client of their own."""
+    """A plain client with which a user inspects the nodes."""
     with client_of(server.port) as client:
         yield client
 
@@ -127,30 +148,43 @@ def nodes(person, root, key="key"):
 
 
 def end_session(backend, server):
-    """End the session of this process, from the servers' side."""
+    """End the session of this process from the servers' side."""
     session = backend.ensemble._client.client_id
     while True:
-        # Closing ends it, unless its own client has come back meanwhile.
+        # Closing the client ends the session, unless the process has reconnected
+        # meanwhile.
         with client_of(server.port, client_id=session) as client:
             if client.client_id != session:
                 return
 
 
 def stands_in_line(backend):
-    """Return whether a claim of this process waits; that it found the key taken, and went again, does not count."""
+    """Return whether a claim of this process waits in the queue.
+
+    A claim that found the key held and left again does not count.
+    """
     return any(entry.watched for entry in list(backend._entries.values()))
 
 
 def watches(server):
     text = asked(server.port, b"mntr").decode()
-    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("zk_watch_count")))
+    return int(
+        next(
+            line.split()[1]
+            for line in text.splitlines()
+            if line.startswith("zk_watch_count")
+        )
+    )
 
 
 @pytest.mark.usefixtures("server")
 class TestZooKeeper(BackendContract, SimpleTestCase):
     def make_backend(self, **options):
         backend = ZooKeeperBackend(
-            "zookeeper", hosts=at(self.server.port), root=f"/test-{secrets.token_hex(4)}", **options
+            "zookeeper",
+            hosts=at(self.server.port),
+            root=f"/test-{secrets.token_hex(4)}",
+            **options,
         )
         self.addCleanup(backend.disconnect)
         return backend
@@ -165,17 +199,25 @@ def counter(directory, text="0 0"):
     return path
 
 
-def test_processes_that_count_in_an_unguarded_file_lose_nothing(process, tmp_path):
+def test_processes_lose_no_updates_of_an_unguarded_counter(process, tmp_path):
     path, crowd = counter(tmp_path), [process() for _ in range(4)]
     for one in crowd:
-        one.start(jobs.count, str(path), "count", times=100, scope="lease", using="zookeeper", timeout=None)
+        one.start(
+            jobs.count,
+            str(path),
+            "count",
+            times=100,
+            scope="lease",
+            using="zookeeper",
+            timeout=None,
+        )
     tokens = [one.hear() for one in crowd]
     assert all(mine == sorted(mine) for mine in tokens)
     assert path.read_text().split()[0] == "400"
     assert len({token for mine in tokens for token in mine}) == 400
 
 
-def test_threads_of_processes_that_are_not_all_patient_lose_nothing(process, tmp_path):
+def test_threads_with_different_timeouts_lose_no_updates(process, tmp_path):
     paths = [str(tmp_path / name) for name in "ab"]
     for path in paths:
         Path(path).write_text("0")
@@ -183,19 +225,28 @@ def test_threads_of_processes_that_are_not_all_patient_lose_nothing(process, tmp
     for one in crowd:
         one.start(jobs.count_by_threads, paths, threads=5, times=30, using="zookeeper")
     done = [one.hear() for one in crowd]
-    assert [int(Path(path).read_text()) for path in paths] == [sum(column) for column in zip(*done, strict=True)]
+    assert [int(Path(path).read_text()) for path in paths] == [
+        sum(column) for column in zip(*done, strict=True)
+    ]
 
 
-def test_readers_never_see_a_writer_at_work(process, tmp_path):
+def test_readers_never_see_a_partial_write(process, tmp_path):
     path, crowd = counter(tmp_path, "0"), [process() for _ in range(4)]
     for number, one in enumerate(crowd):
-        one.start(zookeeper_jobs.read_or_write, str(path), "rw", times=60, write=number % 2 == 0, using="zookeeper")
+        one.start(
+            zookeeper_jobs.read_or_write,
+            str(path),
+            "rw",
+            times=60,
+            write=number % 2 == 0,
+            using="zookeeper",
+        )
     for one in crowd:
         one.hear()
     assert path.read_text() == "240"
 
 
-def test_who_waits_is_served_in_the_order_of_arrival(process, server, until):
+def test_waiters_in_processes_are_served_in_order(process, server, until):
     before = watches(server)
     holder, *waiting = [process() for _ in range(4)]
     holder.start(jobs.hold, "line", using="zookeeper")
@@ -208,8 +259,11 @@ def test_who_waits_is_served_in_the_order_of_arrival(process, server, until):
     assert granted == sorted(granted)
 
 
-def test_a_release_wakes_the_next_one_alone(process, server, person, root, until):
-    """Each of those who wait watches one node, and that goes for the next one only."""
+def test_a_release_wakes_only_the_next_waiter(process, server, person, root, until):
+    """A release wakes only the next waiter.
+
+    Each waiter watches one node, whose removal concerns only that waiter.
+    """
     before = watches(server)
     holder, *waiting = [process() for _ in range(5)]
     holder.start(jobs.hold, "herd", using="zookeeper")
@@ -220,12 +274,14 @@ def test_a_release_wakes_the_next_one_alone(process, server, person, root, until
     for number, one in enumerate(waiting):
         (holder if number == 0 else waiting[number - 1]).tell()
         one.hear()
-        # Nobody else was woken, and had to watch anew.
+        # No other waiter was woken and had to watch again.
         assert watches(server) == before + 3 - number
     waiting[-1].tell()
 
 
-def test_a_killed_holder_s_key_is_free_when_its_session_has_ended(server, configured, person, root, until):
+def test_the_key_of_a_killed_holder_is_free_after_its_session(
+    server, configured, person, root, until
+):
     process = configured(server.port, session_timeout=2.0)
     victim, waiter = process(), process()
     token = victim.call(jobs.acquire, "key", using="zookeeper")
@@ -234,11 +290,11 @@ def test_a_killed_holder_s_key_is_free_when_its_session_has_ended(server, config
     victim.kill()
     granted, later = waiter.hear()
     assert later > token
-    # Two seconds, and two of the server's ticks.
+    # Two seconds, and two ticks of the server.
     in_time(granted - victim.killed_at, 2.0 + 0.4 + 1.0)
 
 
-def test_a_stopped_holder_is_told_of_its_loss_when_it_goes_on(server, configured):
+def test_a_resumed_holder_is_notified_of_its_loss(server, configured):
     process = configured(server.port, session_timeout=2.0)
     victim, waiter = process(), process()
     victim.start(zookeeper_jobs.hold_until_lost, "key", using="zookeeper")
@@ -251,7 +307,7 @@ def test_a_stopped_holder_is_told_of_its_loss_when_it_goes_on(server, configured
     assert waiter.call(jobs.try_once, "key", using="zookeeper") > later
 
 
-def test_a_fork_has_nothing_of_its_parent_s_and_leaves_it_alone(process, backend):
+def test_a_fork_neither_shares_nor_ends_holds_of_its_parent(process, backend):
     parent = process()
     parent.start(jobs.hold_and_fork, "key", using="zookeeper", timeout=5)
     child, found, held_there = parent.hear()
@@ -268,7 +324,7 @@ def test_a_fork_has_nothing_of_its_parent_s_and_leaves_it_alone(process, backend
         parent.hear()
 
 
-def test_a_process_gives_back_what_it_holds_when_it_ends(server, person, root):
+def test_a_process_releases_its_holds_when_it_exits(server, person, root):
     program = (
         "import django; django.setup()\n"
         "from dlocks import db_lock\n"
@@ -279,10 +335,17 @@ def test_a_process_gives_back_what_it_holds_when_it_ends(server, person, root):
     environment = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "tests.settings",
-        "DLOCKS_TEST_ALIASES": json.dumps({"zookeeper": {"BACKEND": BACKEND, "OPTIONS": options}}),
+        "DLOCKS_TEST_ALIASES": json.dumps(
+            {"zookeeper": {"BACKEND": BACKEND, "OPTIONS": options}}
+        ),
     }
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert (done.stdout, done.stderr) == ("True\n", "")
     assert nodes(person, root) == []
@@ -291,14 +354,14 @@ def test_a_process_gives_back_what_it_holds_when_it_ends(server, person, root):
 # Sessions.
 
 
-def test_a_session_that_ends_is_told_at_once(server, configured, until):
-    """Not at the next renewal, which is seconds away."""
+def test_the_end_of_a_session_is_reported_at_once(server, configured, until):
+    """The loss of a session is reported at once, not at the next renewal."""
     configured(server.port, session_timeout=60.0)
     told = threading.Event()
     hold = lock(ttl=60, on_lost=lambda hold: told.set()).acquire()
     backend = backends["zookeeper"]
     first = hold._deadline
-    # The first renewal comes soon, or has come; the one after it is the one that is not waited for.
+    # The first renewal may be due soon. The loss must be reported before the second.
     until(lambda: hold._deadline > first, seconds=30)
     renewed = hold._deadline
     began = time.monotonic()
@@ -313,7 +376,7 @@ def test_a_session_that_ends_is_told_at_once(server, configured, until):
         assert again.token > hold.token
 
 
-def test_a_connection_that_is_lost_is_not_a_loss(server, configured):
+def test_a_hold_survives_a_lost_connection(server, configured):
     with proxied(server) as proxy:
         configured(proxy.port)
         with lock() as hold:
@@ -324,12 +387,20 @@ def test_a_connection_that_is_lost_is_not_a_loss(server, configured):
             assert hold.token == token
 
 
-def test_processes_whose_connections_are_cut_again_and_again_lose_nothing(server, configured, tmp_path):
+def test_repeatedly_cut_connections_lose_no_updates(server, configured, tmp_path):
     with proxied(server) as proxy:
         process = configured(proxy.port, connect_timeout=20.0)
         path, crowd = counter(tmp_path), [process() for _ in range(3)]
         for one in crowd:
-            one.start(jobs.count, str(path), "count", times=60, scope="lease", using="zookeeper", timeout=None)
+            one.start(
+                jobs.count,
+                str(path),
+                "count",
+                times=60,
+                scope="lease",
+                using="zookeeper",
+                timeout=None,
+            )
         while not all(one.pipe.poll(0.15) for one in crowd):
             proxy.cut_all()
         tokens = [token for one in crowd for token in one.hear()]
@@ -337,12 +408,18 @@ def test_processes_whose_connections_are_cut_again_and_again_lose_nothing(server
     assert len(set(tokens)) == 180
 
 
-def test_who_waits_while_its_session_ends_stands_in_line_anew(server, backend, person, root, until, elsewhere):
+def test_a_waiter_queues_again_when_its_session_ends(
+    server, backend, person, root, until, elsewhere
+):
     with client_of(server.port) as other:
         other.ensure_path(f"{root}/key")
-        first = other.create(f"{root}/key/{'0' * 32}.alone..", sequence=True, ephemeral=True)
+        first = other.create(
+            f"{root}/key/{'0' * 32}.alone..", sequence=True, ephemeral=True
+        )
         found = []
-        waiter = threading.Thread(target=lambda: found.append(lock(timeout=30).acquire()))
+        waiter = threading.Thread(
+            target=lambda: found.append(lock(timeout=30).acquire())
+        )
         waiter.start()
         try:
             until(lambda: stands_in_line(backend))
@@ -357,7 +434,7 @@ def test_who_waits_while_its_session_ends_stands_in_line_anew(server, backend, p
     assert nodes(person, root) == []
 
 
-async def test_tasks_wait_without_a_thread_each_and_are_served_in_turn(backend):
+async def test_tasks_wait_in_order_without_a_thread_each(backend):
     order = []
     before = threading.active_count()
 
@@ -394,7 +471,9 @@ async def test_hundreds_of_tasks_wait_for_one_key(backend):
     assert len(set(done)) == 300
 
 
-async def test_tasks_that_wait_while_their_session_ends_stand_in_line_anew(server, backend, person, root, until):
+async def test_a_waiting_task_queues_again_when_its_session_ends(
+    server, backend, person, root, until
+):
     path = f"{root}/key"
     person.ensure_path(path)
     first = person.create(f"{path}/{'0' * 32}.alone..", sequence=True, ephemeral=True)
@@ -409,8 +488,11 @@ async def test_tasks_that_wait_while_their_session_ends_stand_in_line_anew(serve
     assert nodes(person, root) == []
 
 
-def test_a_hold_is_not_held_for_longer_than_the_servers_keep_its_session(start, configured, until):
-    """… though its ttl is longer, when they can not be asked any more."""
+def test_a_hold_ends_before_its_session_on_the_servers(start, configured, until):
+    """The hold ends before its session, although its ttl is longer.
+
+    The servers cannot be reached any more.
+    """
     server = start(ZooKeeper(**BRISK))
     configured(server.port, session_timeout=3.0, connect_timeout=20.0)
     hold = lock(ttl=60).acquire()
@@ -428,8 +510,8 @@ def test_a_hold_is_not_held_for_longer_than_the_servers_keep_its_session(start, 
         hold.release()
 
 
-def test_a_hold_that_is_not_renewed_lasts_for_its_ttl(server, configured):
-    """… though the session answers for less at a time."""
+def test_an_unrenewed_hold_lasts_for_its_ttl(server, configured):
+    """A hold without renewal lasts for its ttl, although the session is shorter."""
     configured(server.port, session_timeout=2.0)
     backend = backends["zookeeper"]
     assert backend.acquire(claim("warm"))
@@ -448,7 +530,7 @@ def test_a_hold_that_is_not_renewed_lasts_for_its_ttl(server, configured):
         hold.release()
 
 
-def test_the_server_s_bound_to_the_session_counts(start, configured):
+def test_the_maximum_session_timeout_of_the_server_applies(start, configured):
     server = start(ZooKeeper(**{**BRISK, "maxSessionTimeout": 1500}))
     configured(server.port, session_timeout=60.0)
     with lock(ttl=60) as hold:
@@ -456,11 +538,11 @@ def test_the_server_s_bound_to_the_session_counts(start, configured):
         assert hold.remaining <= 1.0
 
 
-# Replies that are lost, and other ends.
+# Lost replies and cancelled claims.
 
 
 class Wire(Proxy):
-    """A proxy that can cut all connections, to clients that connect again at once."""
+    """A proxy that can cut all connections, while clients can reconnect at once."""
 
     def __init__(self, port):
         self.ended = threading.Event()
@@ -490,7 +572,7 @@ def proxied(server):
         proxy.close()
 
 
-def test_a_server_that_takes_the_connection_and_says_nothing_is_passed_by(server, configured):
+def test_a_silent_server_is_skipped_for_another_one(server, configured):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hosts = [*at(silent.getsockname()[1]).split(","), f"localhost:{server.port}"]
         configured(hosts=hosts, connect_timeout=6.0, client={"randomize_hosts": False})
@@ -498,8 +580,11 @@ def test_a_server_that_takes_the_connection_and_says_nothing_is_passed_by(server
             hold.check()
 
 
-def test_a_connection_on_which_a_server_that_starts_never_says_anything_is_given_up_soon(server, configured):
-    """… before those who wait are told that it cannot be asked, however long a session lasts."""
+def test_a_connection_without_a_reply_is_closed_early(server, configured):
+    """A connection without a reply is closed before waiters raise an error.
+
+    The length of the session does not matter.
+    """
     with proxied(server) as proxy, socket.create_server(("127.0.0.1", 0)) as silent:
         configured(proxy.port, session_timeout=50.0, connect_timeout=40.0)
         backend = backends["zookeeper"]
@@ -513,7 +598,9 @@ def test_a_connection_on_which_a_server_that_starts_never_says_anything_is_given
                 in_time(time.monotonic() - began, zookeeper.PATIENCE / 2)
 
 
-def test_a_claim_of_which_the_reply_was_lost_is_found_again(server, configured, person, root):
+def test_a_claim_is_found_again_when_its_reply_is_lost(
+    server, configured, person, root
+):
     with proxied(server) as proxy:
         configured(proxy.port)
         with lock("warm"):
@@ -528,7 +615,9 @@ def test_a_claim_of_which_the_reply_was_lost_is_found_again(server, configured, 
         assert nodes(person, root) == []
 
 
-def test_a_place_in_line_of_which_the_reply_was_lost_is_found_again(server, configured, person, root, until):
+def test_a_queued_claim_is_found_again_when_its_reply_is_lost(
+    server, configured, person, root, until
+):
     with proxied(server) as proxy:
         configured(proxy.port)
         backend = backends["zookeeper"]
@@ -544,23 +633,27 @@ def test_a_place_in_line_of_which_the_reply_was_lost_is_found_again(server, conf
         assert nodes(person, root) == []
 
 
-def test_a_release_of_which_the_reply_was_lost_is_one(server, configured, person, root):
+def test_a_zookeeper_release_counts_when_its_reply_is_lost(
+    server, configured, person, root
+):
     with proxied(server) as proxy:
         configured(proxy.port)
         with lock():
             (name,) = nodes(person, root)
-            proxy.swallow(struct.pack(">i", DELETE) + struct.pack(">i", len(f"{root}/key/{name}")))
+            proxy.swallow(
+                struct.pack(">i", DELETE) + struct.pack(">i", len(f"{root}/key/{name}"))
+            )
         assert proxy.swallowed.wait(10)
         assert nodes(person, root) == []
 
 
-def test_who_gives_up_while_the_servers_are_silent_leaves_nothing_behind(start, configured, until):
-    # It may not delete the node of the key just then.
+def test_a_cancelled_claim_on_silent_servers_leaves_no_node(start, configured, until):
+    # It must not delete the node of the key in this moment.
     server = start(ZooKeeper(**{**BRISK, "java": ("-Xmx128m",)}))
     configured(server.port, session_timeout=20.0, connect_timeout=20.0)
     with lock():
         pass
-    # Not before: a server that has just started takes its time for the first session.
+    # The limit is set only now, because the first session of a new server takes longer.
     backends["zookeeper"].ensemble.patience = 0.4
     server.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -573,13 +666,16 @@ def test_who_gives_up_while_the_servers_are_silent_leaves_nothing_behind(start, 
         server.process.send_signal(signal.SIGCONT)
     with client_of(server.port) as person:
         backend = backends["zookeeper"]
-        # The servers do what they were asked for, though nobody waits for it any more.
+        # The servers process the requests, although no caller waits for them any more.
         until(lambda: not backend._orphans)
         assert nodes(person, backend.root) == []
 
 
-def test_a_claim_that_is_not_heard_of_is_passed_over_though_another_one_may_have_left_a_node(server, configured, until):
-    """… which is looked for as long as it may come to be: twice as long as the session lasts."""
+def test_a_silent_claim_is_skipped_beside_an_orphaned_node(server, configured, until):
+    """An orphaned node is searched for twice the length of the session.
+
+    It might appear for that long. Meanwhile a silent claim is still skipped.
+    """
     with proxied(server) as proxy:
         configured(proxy.port, session_timeout=40.0, connect_timeout=20.0)
         backend = backends["zookeeper"]
@@ -600,7 +696,7 @@ def test_a_claim_that_is_not_heard_of_is_passed_over_though_another_one_may_have
         assert backend.release(waits)
 
 
-def test_who_runs_out_of_time_leaves_the_line(process, backend, person, root):
+def test_a_waiter_that_times_out_leaves_the_queue(process, backend, person, root):
     holder = process()
     holder.start(jobs.hold, "key", using="zookeeper")
     holder.hear()
@@ -613,7 +709,7 @@ def test_who_runs_out_of_time_leaves_the_line(process, backend, person, root):
     assert nodes(person, root) == []
 
 
-async def test_who_is_cancelled_leaves_the_line(backend, person, root):
+async def test_a_cancelled_waiter_leaves_the_queue(backend, person, root):
     async with lock():
         task = asyncio.create_task(lock(timeout=None).aacquire())
         while not await asyncio.to_thread(backend.waiting, "key"):
@@ -625,8 +721,11 @@ async def test_who_is_cancelled_leaves_the_line(backend, person, root):
     assert nodes(person, root) == []
 
 
-def test_who_died_in_line_lets_the_others_pass(server, configured, until):
-    process, backend = configured(server.port, session_timeout=2.0), backends["zookeeper"]
+def test_a_dead_waiter_does_not_block_the_queue(server, configured, until):
+    process, backend = (
+        configured(server.port, session_timeout=2.0),
+        backends["zookeeper"],
+    )
     before = watches(server)
     holder, victim, waiter = process(), process(), process()
     holder.start(jobs.hold, "key", using="zookeeper")
@@ -642,7 +741,7 @@ def test_who_died_in_line_lets_the_others_pass(server, configured, until):
     waiter.hear()
 
 
-def test_a_person_can_take_a_key_away(backend, person, root, until):
+def test_deleting_the_node_of_a_hold_ends_it(backend, person, root, until):
     with pytest.raises(LockLost), lock() as hold:
         (name,) = nodes(person, root)
         person.delete(f"{root}/key/{name}")
@@ -650,14 +749,20 @@ def test_a_person_can_take_a_key_away(backend, person, root, until):
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_no_share_is_had_beside_a_hold_that_was_taken_away(anew, server, backend, person, root):
-    """Somebody else may have come since, and has the key alone; where the key's node was made anew, by one's number."""
+def test_no_shared_hold_is_granted_beside_a_removed_hold(
+    anew, server, backend, person, root
+):
+    """No shared hold is granted beside a hold that was removed.
+
+    Another caller may hold the key exclusively meanwhile. With ``anew`` the node of the
+    key was created again, so the numbers may repeat.
+    """
     mine, theirs = claim(), claim()
     assert backend.acquire(mine)
     (name,) = nodes(person, root)
     person.delete(f"{root}/key/{name}")
     if anew:
-        # As the server does after a while, and may have done already.
+        # The server does this after a while, and may have done it already.
         with suppress(NoNodeError):
             person.delete(f"{root}/key")
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
@@ -669,11 +774,11 @@ def test_no_share_is_had_beside_a_hold_that_was_taken_away(anew, server, backend
     other.disconnect()
 
 
-def test_what_is_renewed_when_its_time_is_over_is_not_taken_away_and_what_is_taken_away_not_renewed(
+def test_a_late_renewal_and_a_takeover_exclude_each_other(
     server, person, root, monkeypatch
 ):
-    """As by a process that goes on after a pause, where the two come at once."""
-    # The question is answered, however long the server takes.
+    """A renewal and a takeover that coincide after a pause exclude each other."""
+    # The request gets its reply, however long the server takes.
     monkeypatch.setattr(zookeeper, "SOON", 20.0)
     late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
@@ -697,10 +802,11 @@ def test_what_is_renewed_when_its_time_is_over_is_not_taken_away_and_what_is_tak
 
 
 @pytest.mark.parametrize("certain", [True, False])
-def test_who_asks_for_a_claim_that_is_just_being_taken_back_is_granted_nothing_and_asks_again(
-    server, root, until, certain
-):
-    """As a process that goes on after a pause, when the time of what it was granted in line is over."""
+def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, certain):
+    """A claim that is being cancelled is not granted.
+
+    The process goes on after a pause in which its lease from the queue has expired.
+    """
     late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
     mine, begun, go_on = claim(ttl=2.0), threading.Event(), threading.Event()
     leave = late._leave
@@ -729,7 +835,7 @@ def test_who_asks_for_a_claim_that_is_just_being_taken_back_is_granted_nothing_a
 
 @pytest.fixture
 def answered_late(backend):
-    """Return a context in which the session is not certain any more when the answers come."""
+    """Return a context in which the session is uncertain when replies arrive."""
     ask = backend.ensemble.ask
 
     def ask_slowly(*requests, **how):
@@ -746,7 +852,9 @@ def answered_late(backend):
     return answered_late
 
 
-def test_a_key_is_not_granted_for_no_time_at_all(backend, person, root, answered_late):
+def test_a_key_is_not_granted_without_a_remaining_lease(
+    backend, person, root, answered_late
+):
     mine = claim()
     with answered_late():
         assert backend.acquire(mine) is None
@@ -758,7 +866,7 @@ def test_a_key_is_not_granted_for_no_time_at_all(backend, person, root, answered
     assert nodes(person, root) == []
 
 
-def test_who_has_the_key_by_the_line_for_no_time_at_all_asks_for_it(backend, answered_late):
+def test_a_queued_grant_without_a_lease_is_requested_again(backend, answered_late):
     mine = claim()
     with answered_late():
         place = backend.queue(mine)
@@ -769,7 +877,7 @@ def test_who_has_the_key_by_the_line_for_no_time_at_all_asks_for_it(backend, ans
     assert backend.release(mine)
 
 
-def test_nodes_of_keys_that_nobody_wants_any_more_go(backend, person, root, until):
+def test_nodes_of_unused_keys_are_deleted(backend, person, root, until):
     with ExitStack() as holds:
         for number in range(5):
             holds.enter_context(lock(f"once:{number}"))
@@ -784,22 +892,32 @@ def test_a_key_can_be_read_in_its_node(backend, person, root):
     with ExitStack() as holds:
         for key in keys:
             holds.enter_context(lock(key))
-        read = [person.get(f"{root}/{node}")[0].decode() for node in person.get_children(root)]
+        read = [
+            person.get(f"{root}/{node}")[0].decode()
+            for node in person.get_children(root)
+        ]
     assert sorted(read) == sorted(keys)
 
 
-# Servers that come and go.
+# Servers that restart.
 
 
 @pytest.mark.timeout(200)
-def test_holders_and_waiters_outlive_a_restart_of_the_server(start, configured, tmp_path):
+def test_holders_and_waiters_survive_a_server_restart(start, configured, tmp_path):
     server = start(ZooKeeper(**BRISK))
     process = configured(server.port, session_timeout=50.0, connect_timeout=40.0)
     path, crowd = counter(tmp_path), [process() for _ in range(3)]
     for one in crowd:
-        # However long the server takes to start.
+        # The limit allows for a slow start of the server.
         one.call(zookeeper_jobs.be_patient, 60.0)
-        one.start(jobs.count_through_trouble, str(path), "count", times=90, using="zookeeper", timeout=60)
+        one.start(
+            jobs.count_through_trouble,
+            str(path),
+            "count",
+            times=90,
+            using="zookeeper",
+            timeout=60,
+        )
     for one in crowd:
         assert one.hear() == "a third"
     server.restart()
@@ -812,13 +930,19 @@ def test_holders_and_waiters_outlive_a_restart_of_the_server(start, configured, 
 
 
 @pytest.mark.timeout(200)
-def test_three_servers_do_without_one_and_not_without_two(configured, until):
+def test_an_ensemble_of_three_works_without_one_but_not_two(configured, until):
     with ZooKeeperMember.ensemble() as members:
-        process = configured(*(member.port for member in members), session_timeout=20.0, connect_timeout=10.0)
+        process = configured(
+            *(member.port for member in members),
+            session_timeout=20.0,
+            connect_timeout=10.0,
+        )
         backend = backends["zookeeper"]
         worker = process()
         with lock(ttl=20) as hold:
-            leader = next(one for one in members if b"Mode: leader" in asked(one.port, b"srvr"))
+            leader = next(
+                one for one in members if b"Mode: leader" in asked(one.port, b"srvr")
+            )
             leader.crash()
             assert worker.call(jobs.try_once, "key", using="zookeeper") is None
             hold.check()
@@ -827,7 +951,9 @@ def test_three_servers_do_without_one_and_not_without_two(configured, until):
         other.crash()
         began = time.monotonic()
         for ask in (lock("other").acquire, lambda: backend.holder("other")):
-            with pytest.raises(LockBackendError, match=r"DLOCKS\['zookeeper'\].*could not be asked"):
+            with pytest.raises(
+                LockBackendError, match=r"DLOCKS\['zookeeper'\].*could not be asked"
+            ):
                 ask()
         in_time(time.monotonic() - began, 30.0)
         for one in (leader, other):
@@ -838,7 +964,7 @@ def test_three_servers_do_without_one_and_not_without_two(configured, until):
             assert again.token > hold.token
 
 
-def test_tokens_grow_in_an_ensemble_that_is_built_anew(start, configured):
+def test_tokens_grow_in_a_rebuilt_ensemble(start, configured):
     tokens = []
     for _ in range(2):
         server = start(ZooKeeper(**BRISK))
@@ -851,10 +977,10 @@ def test_tokens_grow_in_an_ensemble_that_is_built_anew(start, configured):
     assert all(one < other for one, other in pairwise(tokens))
 
 
-def test_tokens_grow_for_a_process_that_was_idle_while_its_ensemble_was_built_anew(
+def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
     start, configured, root, monkeypatch, until
 ):
-    """It has no session then that would tell it so."""
+    """The process has no session through which it would learn of it."""
     monkeypatch.setattr(zookeeper, "LINGER", 0.2)
     server = start(ZooKeeper(**BRISK))
     configured(server.port)
@@ -864,7 +990,7 @@ def test_tokens_grow_for_a_process_that_was_idle_while_its_ensemble_was_built_an
     server.stop()
     shutil.rmtree(server.data / "version-2")
     server.start()
-    # Somebody else comes first, and makes the root.
+    # Another process comes first and creates the root.
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
     one = claim()
     between = other.acquire(one).token
@@ -873,11 +999,11 @@ def test_tokens_grow_for_a_process_that_was_idle_while_its_ensemble_was_built_an
         assert before < between < hold.token
 
 
-def test_tokens_grow_though_somebody_deletes_the_root(backend, server, person, root):
+def test_tokens_grow_after_the_root_is_deleted(backend, server, person, root):
     with lock() as hold:
         tokens = [hold.token]
     person.delete(root, recursive=True)
-    # Another process makes it anew, and the key's node.
+    # Another process creates the root and the node of the key again.
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
     one = claim()
     tokens.append(other.acquire(one).token)
@@ -890,26 +1016,42 @@ def test_tokens_grow_though_somebody_deletes_the_root(backend, server, person, r
 
 
 @pytest.mark.timeout(150)
-def test_no_two_hold_at_a_time_whatever_fails(start, configured):
-    """Stopped holders, connections that are cut, sessions that end, a server that gives no answer for a while."""
+def test_zookeeper_holds_never_overlap_under_faults(start, configured):
+    """No two callers hold the key at once, whatever fails.
+
+    The faults are stopped holders, cut connections, expired sessions and a server that
+    does not reply for a while.
+    """
     server = start(ZooKeeper(**BRISK))
     chance = random.Random(20)
     with proxied(server) as proxy:
         process = configured(proxy.port, session_timeout=1.5, connect_timeout=2.0)
         crowd = [process() for _ in range(4)]
         for one in crowd:
-            one.start(zookeeper_jobs.hold_through_trouble, "key", seconds=20, using="zookeeper", timeout=10)
+            one.start(
+                zookeeper_jobs.hold_through_trouble,
+                "key",
+                seconds=20,
+                using="zookeeper",
+                timeout=10,
+            )
         end = time.monotonic() + 18
         while time.monotonic() < end:
             time.sleep(chance.uniform(0.1, 0.4))
-            fault = chance.choice(["cut", "stop the holder", "stop the holder", "stop the server"])
+            fault = chance.choice(
+                ["cut", "stop the holder", "stop the holder", "stop the server"]
+            )
             if fault == "cut":
                 proxy.cut_all()
             elif fault == "stop the holder":
-                # If it still is it by then.
+                # The process may have released the key by then.
                 with suppress(LockBackendError):
                     holder = backends["zookeeper"].holder("key")
-                    if victims := [one for one in crowd if holder and f":{one.process.pid}:" in holder.holder]:
+                    if victims := [
+                        one
+                        for one in crowd
+                        if holder and f":{one.process.pid}:" in holder.holder
+                    ]:
                         victims[0].stop()
                         time.sleep(chance.uniform(1.0, 3.0))
                         victims[0].resume()
@@ -927,8 +1069,8 @@ def test_no_two_hold_at_a_time_whatever_fails(start, configured):
 # Reading and writing.
 
 
-def test_who_writes_may_read_and_still_reads_when_a_writer_waits(backend, elsewhere, until):
-    """… and whoever comes next has a larger token."""
+def test_a_writer_may_read_while_another_writer_waits(backend, elsewhere, until):
+    """A writer may read, and the next writer has a larger token."""
     both = db_rwlock("key", using="zookeeper", timeout=20)
     writing = both.write().acquire()
     found = []
@@ -948,19 +1090,27 @@ def test_who_writes_may_read_and_still_reads_when_a_writer_waits(backend, elsewh
     found[0].release()
 
 
-def test_what_it_cannot_do_is_refused_by_name(backend):
-    with pytest.raises(RuntimeError, match="ZooKeeperBackend cannot bound how many"):
+def test_unsupported_lock_kinds_are_refused_on_zookeeper(backend):
+    with pytest.raises(
+        RuntimeError, match="ZooKeeperBackend does not support semaphores"
+    ):
         db_semaphore("key", 3, using="zookeeper").acquire()
-    with pytest.raises(RuntimeError, match="takeover=False is not possible with ZooKeeperBackend"):
+    with pytest.raises(
+        RuntimeError, match="ZooKeeperBackend does not support takeover=False"
+    ):
         lock(takeover=False).acquire()
     with lock() as hold, pytest.raises(RuntimeError, match="ZooKeeperBackend"):
         hold.detach()
-    with lock() as hold, pytest.raises(RuntimeError, match="ZooKeeperBackend"), hold.atomic():
+    with (
+        lock() as hold,
+        pytest.raises(RuntimeError, match="ZooKeeperBackend"),
+        hold.atomic(),
+    ):
         pass
 
 
-def test_the_line_is_in_order_when_the_server_s_numbers_begin_anew():
-    """They are 32 bits, with a sign."""
+def test_the_queue_stays_ordered_when_sequence_numbers_wrap():
+    """ZooKeeper's sequence numbers are signed 32-bit integers and wrap around."""
     numbers = [2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1]
     names = [f"{'a' * 32}.alone..{number:010d}" for number in numbers]
     line = tickets.Line([*reversed(names), "lock-0000000001", "a.b.c.d"])
@@ -986,12 +1136,15 @@ def test_the_line_is_in_order_when_the_server_s_numbers_begin_anew():
         ({"connect_timeout": "5"}, "connect_timeout must be a number"),
         ({"auth": "open-sesame"}, "auth must be like 'user:password'"),
         ({"client": {"hosts": "x"}}, "client has unknown hosts"),
-        ({"client": {"ues_ssl": True}}, "client has unknown ues_ssl; it takes .*use_ssl"),
+        (
+            {"client": {"ues_ssl": True}},
+            "client has unknown ues_ssl; it takes .*use_ssl",
+        ),
         ({"client": "tls"}, "client must be a dictionary"),
         ({"port": 2181}, "unknown option 'port'"),
     ],
 )
-def test_wrong_settings_are_named(aliases, options, message):
+def test_wrong_zookeeper_settings_are_named(aliases, options, message):
     aliases(zookeeper={"BACKEND": BACKEND, "OPTIONS": options})
     with pytest.raises(ImproperlyConfigured, match=message) as caught:
         backends["zookeeper"]
@@ -1000,33 +1153,44 @@ def test_wrong_settings_are_named(aliases, options, message):
     assert any("zookeeper" in str(one) for one in check_settings())
 
 
-def test_servers_that_are_not_there_are_told_in_bounded_time(configured):
+def test_missing_servers_are_reported_in_bounded_time(configured):
     configured(free_port(), connect_timeout=0.5)
     for ask in (lock().acquire, lock().holder):
         began = time.monotonic()
-        with pytest.raises(LockBackendError, match=r"ZooKeeper of DLOCKS\['zookeeper'\] \(127.0.0.1:\d+\) could not"):
+        with pytest.raises(
+            LockBackendError,
+            match=r"ZooKeeper of DLOCKS\['zookeeper'\] \(127.0.0.1:\d+\) could not",
+        ):
             ask()
         in_time(time.monotonic() - began, 3.0)
 
 
-async def test_a_task_is_told_of_servers_that_are_not_there(configured):
+async def test_missing_servers_are_reported_to_a_task(configured):
     configured(free_port(), connect_timeout=0.5)
     with pytest.raises(LockBackendError, match="zookeeper"):
         await lock().aacquire()
 
 
-def test_wrong_credentials_are_refused_by_name_and_never_shown(server, configured, caplog):
+def test_wrong_zookeeper_credentials_are_refused_and_never_shown(
+    server, configured, caplog
+):
     caplog.set_level(1)
     configured(server.port, auth="owner:open-sesame")
     with lock():
         pass
     backend = backends["zookeeper"]
-    shown = [repr(backend), str(vars(backend)), str(vars(backend.ensemble)), str(backend.ensemble)]
+    shown = [
+        repr(backend),
+        str(vars(backend)),
+        str(vars(backend.ensemble)),
+        str(backend.ensemble),
+    ]
     backend.disconnect()
     for auth in ("owner:wrong-sesame", None):
         configured(server.port, auth=auth)
         with pytest.raises(
-            LockBackendError, match=r"DLOCKS\['zookeeper'\].* refuses a lock to these credentials"
+            LockBackendError,
+            match=r"DLOCKS\['zookeeper'\].* refuses a lock to these credentials",
         ) as error:
             lock().acquire()
         shown += [str(error.value), repr(error.value), repr(error.value.__cause__)]
@@ -1035,28 +1199,39 @@ def test_wrong_credentials_are_refused_by_name_and_never_shown(server, configure
     assert "sesame" not in "".join([*shown, caplog.text])
 
 
-def test_a_root_that_is_something_else_is_refused(server, configured, person, root):
+def test_a_root_with_other_content_is_refused(server, configured, person, root):
     person.create(root, b"settings")
     configured(server.port)
     with pytest.raises(LockBackendError, match=f"has something else in {root}"):
         lock().acquire()
 
 
-def test_a_root_that_a_person_has_made_will_do(server, configured, person, root):
+def test_an_existing_empty_root_is_accepted(server, configured, person, root):
     person.create(root)
     configured(server.port)
     with lock() as hold:
         assert hold.token > int(person.get(root)[0])
 
 
-def test_the_page(server, settings, root):
-    """… of the documentation, with the address of this server for that of the ensemble."""
-    written = ast.literal_eval(pages.blocks("how-to/zookeeper")[0].removeprefix("DLOCKS = "))
+def test_the_zookeeper_page(server, settings, root):
+    """The example in the documentation works with the address of this server."""
+    written = ast.literal_eval(
+        pages.blocks("how-to/zookeeper")[0].removeprefix("DLOCKS = ")
+    )
     options = written["default"]["OPTIONS"]
-    assert options["root"] == inspect.signature(ZooKeeperBackend).parameters["root"].default
+    assert (
+        options["root"]
+        == inspect.signature(ZooKeeperBackend).parameters["root"].default
+    )
     settings.DLOCKS = {
-        "default": {**written["default"], "OPTIONS": {**options, "hosts": [at(server.port)], "root": root}}
+        "default": {
+            **written["default"],
+            "OPTIONS": {**options, "hosts": [at(server.port)], "root": root},
+        }
     }
     assert pages.run("how-to/zookeeper").build("north").startswith("north with token ")
     text = (pages.DOCS / "how-to/zookeeper.md").read_text()
-    assert all(f"`{option}`" in text for option in options_of(ZooKeeperBackend) - options_of(BaseBackend))
+    assert all(
+        f"`{option}`" in text
+        for option in options_of(ZooKeeperBackend) - options_of(BaseBackend)
+    )

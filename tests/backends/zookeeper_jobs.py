@@ -1,4 +1,4 @@
-"""What the processes of the tests on ZooKeeper do besides."""
+"""Additional jobs of the ZooKeeper tests."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import time
 from pathlib import Path
 
 from dlocks import LockError, LockLost, db_lock
-from dlocks.backends import zookeeper
+from tests.internals import zookeeper
 
 
 def be_patient(pipe, seconds):
-    """Keep those who wait for so long from the news that the servers cannot be asked."""
+    """Set the seconds after which unreachable servers are reported to waiters."""
     zookeeper.PATIENCE = seconds
 
 
 def hold_until_lost(pipe, key, **policy):
-    """Hold without asking; say the token, and then what was told of the loss, and what leaving the block said."""
+    """Hold without further requests and send the token.
+
+    Return the losses that were reported, and the outcome of leaving the block.
+    """
     told = []
     try:
-        with db_lock(key, on_lost=lambda hold: told.append((hold.token, hold.held)), **policy) as held:
+        with db_lock(
+            key, on_lost=lambda hold: told.append((hold.token, hold.held)), **policy
+        ) as held:
             pipe.say(held.token)
             deadline = time.monotonic() + 30
             while not told and time.monotonic() < deadline:
@@ -29,7 +34,7 @@ def hold_until_lost(pipe, key, **policy):
 
 
 def read_or_write(pipe, path, key, *, times, write, **policy):
-    """Add two to the counter in two steps, or see that it is between none."""
+    """Add two to the counter in two steps, or check that it is even."""
     path = Path(path)
     for _ in range(times):
         with db_lock(key, shared=not write, timeout=None, **policy):
@@ -42,10 +47,10 @@ def read_or_write(pipe, path, key, *, times, write, **policy):
 
 
 def hold_through_trouble(pipe, key, *, seconds, **policy):
-    """
-    Hold again and again, whatever happens; return of each hold its token, and when it was held first and last.
+    """Hold repeatedly, and ignore errors.
 
-    The clock is the one that all processes share.
+    Return the token of each hold and when it was first and last held, on the clock that
+    all processes share.
     """
     seen, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
@@ -56,7 +61,7 @@ def hold_through_trouble(pipe, key, *, seconds, **policy):
                 now = 0.0
                 while now < enough:
                     now = time.monotonic()
-                    # It had the key at that moment, if it has it now.
+                    # It held the key at that moment if it holds it now.
                     if held.held:
                         times.append(now)
                     time.sleep(0.001)

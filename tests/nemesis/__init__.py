@@ -1,6 +1,10 @@
-"""
-Many processes over few keys, through the public face, while a seeded schedule of faults seeks who holds; and a checker.
+"""A fault-injection harness for locks, with a checker.
 
-``python -m tests.nemesis --minutes 5 --engine postgresql --seed 1`` runs it; every history is kept. See campaign.py for
-what happens, worker.py for what is done under the locks and recorded, and checker.py for what must be true of it.
+Many processes compete for few keys through the public API, while a seeded schedule of
+faults aims at the holders. Run it with:
+
+    python -m tests.nemesis --minutes 5 --engine postgresql --seed 1
+
+Every history is kept. campaign.py injects the faults. worker.py works under the locks
+and records the history. checker.py checks the promises against it.
 """

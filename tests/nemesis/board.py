@@ -1,4 +1,7 @@
-"""The board in shared memory on which every process says what it is doing, for the faults to find who holds."""
+"""A status page in shared memory, on which each process shows its state.
+
+The faults use it to find holders.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ SLOTS = 256
 
 
 class Board:
-    """One byte of state and one for the key per process, and one byte that tells all to finish."""
+    """A byte for the state and a byte for the key of each process.
+
+    One more byte makes all processes finish.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.exists():

@@ -1,8 +1,8 @@
-"""
-Seeded bugs: what locks were seen to do wrong elsewhere, put into dlocks in the worker processes, by name.
+"""Seeded bugs, which are applied to dlocks in the worker processes by name.
 
-A harness that finds nothing says nothing until it is shown to find. Each bug names the faults under which it shows,
-and which checks may show it.
+They are mistakes that were found in other locks. A harness that finds nothing proves
+nothing until it has found known bugs. Each bug names the faults under which it shows,
+and the checks that may report it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.nemesis.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """What is wrong, and the shortest plan that shows it."""
+    """A bug, and the shortest plan that shows it."""
 
     apply: Callable[[Task], None]
     shows: tuple[str, ...]
@@ -30,15 +30,19 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {}
-# What shows where there is no lock at all.
+# The checks that fail without any lock.
 WITHOUT_A_LOCK = {"tokens", "exclusion", "updates"}
 STOPS = {"stop": 1.0}
 ALONE = {"keys": ("alone",)}
 
 
-def bug(*shows: str, faults: Mapping[str, float] | None = None, **plan: Any) -> Callable[[Any], Any]:
+def bug(
+    *shows: str, faults: Mapping[str, float] | None = None, **plan: Any
+) -> Callable[[Any], Any]:
     def register(apply: Callable[[Task], None]) -> Callable[[Task], None]:
-        BUGS[apply.__name__] = Bug(apply=apply, shows=shows, faults=faults or {}, plan={**ALONE, **plan})
+        BUGS[apply.__name__] = Bug(
+            apply=apply, shows=shows, faults=faults or {}, plan={**ALONE, **plan}
+        )
         return apply
 
     return register
@@ -49,14 +53,20 @@ def bug(*shows: str, faults: Mapping[str, float] | None = None, **plan: Any) -> 
 
 @bug("exclusion", faults=STOPS, transactions=False)
 def release_without_an_owner(task: Task) -> None:
-    """Whoever comes late gives back what is somebody else's by now."""
-    _in_sql(lambda sql: sql.replace(" AND owner = %(owner)s", "") if "hold_count = 0" in sql or "taken" in sql else sql)
+    """A late holder releases a lock that belongs to another holder by then."""
+    _in_sql(
+        lambda sql: (
+            sql.replace(" AND owner = %(owner)s", "")
+            if "hold_count = 0" in sql or "taken" in sql
+            else sql
+        )
+    )
 
 
 @bug("exclusion", faults=STOPS, transactions=False, oddity="long", seek="holding")
 def renewal_without_an_owner(task: Task) -> None:
-    """A watchdog that goes by what it is answered, and extends whatever lease it meets."""
-    from dlocks.holds import Hold
+    """A watchdog that trusts the reply, and extends any lease it finds."""
+    from dlocks import Hold
 
     Hold.look = lambda hold: None  # type: ignore[method-assign]
     _in_sql(lambda sql: re.sub(r" AND owner IN \((%\(owner_\d+\)s(, )?)+\)", "", sql))
@@ -64,7 +74,7 @@ def renewal_without_an_owner(task: Task) -> None:
 
 @bug("exclusion", "tokens", oddity="forked", transactions=False)
 def no_check_for_a_fork(task: Task) -> None:
-    from dlocks.holds import Hold
+    from dlocks import Hold
 
     Hold._pid = property(lambda hold: os.getpid(), lambda hold, pid: None)  # type: ignore[assignment]
 
@@ -74,40 +84,54 @@ def no_check_for_a_fork(task: Task) -> None:
 
 @bug("exclusion", "tokens", "stuck", "releases", transactions=False)
 def the_application_s_clock(task: Task) -> None:
-    """Hosts whose clocks are some seconds apart."""
+    """Hosts whose clocks differ by some seconds."""
     if task.slot % 2:
-        _in_text(lambda sql: sql.replace("clock_timestamp()", "(clock_timestamp() + interval '2.5 seconds')"))
+        _in_text(
+            lambda sql: sql.replace(
+                "clock_timestamp()", "(clock_timestamp() + interval '2.5 seconds')"
+            )
+        )
 
 
 @bug(
-    "exclusion", faults={"late": 1.0}, through="proxy", transactions=False, oddity="unrenewed", pause=1.0,
+    "exclusion", faults={"late": 1.0}, through="proxy", transactions=False,
+    oddity="unrenewed", pause=1.0,
     keys=tuple(f"alone-{number}" for number in range(4)), workers=12, seconds=50.0,
 )  # fmt: skip
 def deadline_from_the_response(task: Task) -> None:
-    from dlocks import clock, locks
+    from tests.internals import clock, locks
 
     original = locks.Attempt._hold
 
     def hold(attempt: Any, claim: Any, grant: Any, sent: float) -> Any:
-        return original(attempt, claim, dataclasses.replace(grant, lease=None), clock.now())
+        return original(
+            attempt, claim, dataclasses.replace(grant, lease=None), clock.now()
+        )
 
     locks.Attempt._hold = hold  # type: ignore[method-assign]
 
 
 @bug("exclusion", transactions=False, faults=STOPS)
 def taken_over_before_its_end(task: Task) -> None:
-    """The grace counted in the wrong direction."""
+    """The grace is subtracted instead of added."""
     _grace(+0.9 * task.ttl)
 
 
-@bug("exclusion", transactions=False, faults={"clock": 1.0}, clock=True, oddity="unrenewed", pause=0.6)
+@bug(
+    "exclusion",
+    transactions=False,
+    faults={"clock": 1.0},
+    clock=True,
+    oddity="unrenewed",
+    pause=0.6,
+)
 def no_grace_for_a_clock_that_steps(task: Task) -> None:
     _grace(0.0)
 
 
 @bug("exclusion", faults=STOPS, transactions=False)
 def held_past_its_own_deadline(task: Task) -> None:
-    from dlocks.holds import Hold
+    from dlocks import Hold
 
     Hold.held = property(lambda hold: not hold._ended)  # type: ignore[assignment, method-assign]
     Hold.remaining = property(lambda hold: hold.claim.ttl)  # type: ignore[assignment, method-assign]
@@ -115,7 +139,7 @@ def held_past_its_own_deadline(task: Task) -> None:
 
 @bug("max_hold", oddity="hung", transactions=False)
 def max_hold_ignored(task: Task) -> None:
-    from dlocks.holds import Hold
+    from dlocks import Hold
 
     Hold._last_at = property(lambda hold: math.inf, lambda hold, value: None)  # type: ignore[assignment]
 
@@ -123,16 +147,32 @@ def max_hold_ignored(task: Task) -> None:
 # Renewal.
 
 
-@bug("releases", "stuck", transactions=False, oddities=False, workers=2, keys=("alone", "either"))
+@bug(
+    "releases",
+    "stuck",
+    transactions=False,
+    oddities=False,
+    workers=2,
+    keys=("alone", "either"),
+)
 def renewed_after_the_release(task: Task) -> None:
-    """The release goes first, and then the renewal is called off; it writes whatever the row says."""
-    from dlocks import keeper
+    """The renewal is stopped only after the release.
+
+    It then extends the row whatever its state.
+    """
+    from tests.internals import keeper_module as keeper
 
     keeper.Keeper.drop = lambda self, hold: _remembered.append(hold)  # type: ignore[method-assign]
-    from dlocks.holds import Hold
+    from dlocks import Hold
 
     Hold.renewable = property(lambda hold: True)  # type: ignore[assignment, method-assign]
-    _in_sql(lambda sql: sql.replace(" AND status = 'P' AND end_time > {now}", "") if "owner_0" in sql else sql)
+    _in_sql(
+        lambda sql: (
+            sql.replace(" AND status = 'P' AND end_time > {now}", "")
+            if "owner_0" in sql
+            else sql
+        )
+    )
 
 
 _remembered: list[Any] = []
@@ -140,19 +180,18 @@ _remembered: list[Any] = []
 
 @bug("stuck", transactions=False, oddity="abandoned")
 def renewed_for_a_dead_thread(task: Task) -> None:
-    from dlocks.holds import Hold
+    from dlocks import Hold
 
     Hold.renewable = property(lambda hold: not hold._ended and hold._lost is None)  # type: ignore[assignment, method-assign]
 
 
-# Answers.
+# Replies.
 
 
 @bug("exclusion", "phantoms", "tokens", faults={"restart": 1.0}, transactions=False)
 def an_error_read_as_yes(task: Task) -> None:
-    from dlocks.backends.base import Grant
-    from dlocks.backends.database import DatabaseBackend
-    from dlocks.exceptions import LockBackendError
+    from dlocks import LockBackendError
+    from tests.internals import DatabaseBackend, Grant
 
     original = DatabaseBackend.acquire
 
@@ -167,11 +206,13 @@ def an_error_read_as_yes(task: Task) -> None:
 
 @bug("releases", "stuck", transactions=False)
 def a_release_acknowledged_and_not_sent(task: Task) -> None:
-    from dlocks.backends.database import DatabaseBackend
+    from tests.internals import DatabaseBackend
 
     original = DatabaseBackend.release
     DatabaseBackend.release = (  # type: ignore[method-assign]
-        lambda backend, claim, **how: time.time_ns() // 1000 % 8 == 0 or original(backend, claim, **how)
+        lambda backend, claim, **how: (
+            time.time_ns() // 1000 % 8 == 0 or original(backend, claim, **how)
+        )
     )
 
 
@@ -182,33 +223,43 @@ def a_release_acknowledged_and_not_sent(task: Task) -> None:
 def a_grant_told_before_it_is_durable(task: Task) -> None:
     _in_text(
         lambda sql: (
-            sql.replace("WHERE", "WHERE set_config('synchronous_commit', 'off', true) <> '' AND", 1)
+            sql.replace(
+                "WHERE",
+                "WHERE set_config('synchronous_commit', 'off', true) <> '' AND",
+                1,
+            )
             if "begin_time = " in sql and "hold_count = 1" in sql
             else sql
         )
     )
 
 
-# The line.
+# The queue.
 
 
-@bug("stuck", faults={"kill": 1.0}, transactions=False, oddities=False, seek="asking", pause=3.0)
+@bug(
+    "stuck",
+    faults={"kill": 1.0},
+    transactions=False,
+    oddities=False,
+    seek="asking",
+    pause=3.0,
+)
 def handed_over_to_the_dead_without_end(task: Task) -> None:
-    from dlocks.backends.database import line
+    from tests.internals import line
 
     original = line.Line._columns
 
     def columns(*args: Any, **kwargs: Any) -> Any:
         names, values, parameters = original(*args, **kwargs)
-        return names, values, {**parameters, "patience": 3600 * 1_000_000}
+        return names, values, {**parameters, "handover_ttl": 3600 * 1_000_000}
 
     line.Line._columns = columns  # type: ignore[method-assign]
 
 
 @bug("exclusion", "tokens", faults=STOPS, transactions=False, seek="asking", pause=0.15)
 def a_stale_notice_believed(task: Task) -> None:
-    from dlocks import clock, waiting
-    from dlocks.backends.base import Grant
+    from tests.internals import Grant, clock, waiting
 
     def heard(waiter: Any, message: Any) -> None:
         if message.token is not None and waiter.given is None:
@@ -219,26 +270,26 @@ def a_stale_notice_believed(task: Task) -> None:
 
 @bug("releases", "stuck", transactions=False)
 def nothing_handed_over(task: Task) -> None:
-    from dlocks.backends.database import line
+    from tests.internals import line
 
     line.Line._admit = lambda self, head: []  # type: ignore[method-assign]
     line.Line._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
 
 
-# Sharing.
+# Shared holds and permits.
 
 
 @bug("exclusion", keys=("pages",))
 def a_writer_who_does_not_see_readers(task: Task) -> None:
     _in_sql(lambda sql: sql.replace(" AND shares = 0", ""))
-    from dlocks.backends.database import line
+    from tests.internals import line
 
     line.Line._shares = lambda self, head: 0  # type: ignore[method-assign]
 
 
 @bug("exclusion", keys=("seats",))
 def one_permit_too_many(task: Task) -> None:
-    from dlocks.backends.database import line
+    from tests.internals import line
 
     original = line.Line._shares
     line.Line._shares = lambda self, head: max(0, original(self, head) - 1)  # type: ignore[method-assign]
@@ -249,84 +300,107 @@ def one_permit_too_many(task: Task) -> None:
 
 @bug("updates", leases=False)
 def given_back_before_the_commit(task: Task) -> None:
-    """A lock with a connection of its own, released when its block ends."""
-    from dlocks.locks import Lock
+    """The lock uses a connection of its own and is released when its block ends."""
+    from dlocks import Lock
 
     original = Lock.acquire
-    Lock.acquire = lambda lock: original(dataclasses.replace(lock, scope="lease", release_at="exit"))  # type: ignore[method-assign]
+    Lock.acquire = lambda lock: original(
+        dataclasses.replace(lock, scope="lease", release_at="exit")
+    )  # type: ignore[method-assign]
 
 
 @bug("tokens", transactions=False)
 def a_token_that_does_not_grow(task: Task) -> None:
-    from dlocks.backends.database.dialects import Dialect
+    from tests.internals import Dialect
 
     Dialect.next_version = lambda self: "version"  # type: ignore[method-assign]
 
 
 @bug("tokens", transactions=False, aliases=("insert",), workers=2, oddities=False)
 def a_counter_in_a_row_that_is_deleted(task: Task) -> None:
-    from dlocks.backends.database.dialects import Dialect
+    from tests.internals import Dialect
 
     Dialect.next_version = lambda self: "version + 1"  # type: ignore[method-assign]
-    _in_sql(lambda sql: sql.replace("1{at_once_term}, {ticks}", "1, 1").replace("version < {ticks}", "TRUE"))
+    _in_sql(
+        lambda sql: sql.replace("1{at_once_term}, {ticks}", "1, 1").replace(
+            "version < {ticks}", "TRUE"
+        )
+    )
 
 
 @bug("exclusion", transactions=False, aliases=("insert",), oddities=False)
 def a_duplicate_taken_for_an_insert(task: Task) -> None:
-    """INSERT and ON CONFLICT DO NOTHING, and nobody looks whether it did."""
-    from dlocks.backends.database import InsertBackend
+    """INSERT ... ON CONFLICT DO NOTHING without a check of the result."""
+    from tests.internals import InsertBackend
 
     original = InsertBackend._insert
     InsertBackend._look = lambda backend, claim: None  # type: ignore[method-assign]
-    InsertBackend._insert = lambda backend, claim: original(backend, claim) or time.time_ns() // 1000  # type: ignore[method-assign]
+    InsertBackend._insert = lambda backend, claim: (
+        original(backend, claim) or time.time_ns() // 1000
+    )  # type: ignore[method-assign]
     InsertBackend._draw_again = lambda backend, claim: time.time_ns() // 1000  # type: ignore[method-assign]
 
 
-@bug("exclusion", "tokens", transactions=False, aliases=("optimistic",), workers=2, think=0.002, oddities=False)
+@bug(
+    "exclusion",
+    "tokens",
+    transactions=False,
+    aliases=("optimistic",),
+    workers=2,
+    think=0.002,
+    oddities=False,
+)
 def a_swap_that_does_not_compare(task: Task) -> None:
-    """Read that it is free, then take it."""
-    from dlocks.backends.database import OptimisticBackend
+    """Read that the key is free, then acquire it without comparing."""
+    from tests.internals import OptimisticBackend
 
     def take(backend: Any, claim: Any) -> Any:
         row = backend._look(claim)
-        return (backend._grant(claim), row) if row is not None and row.free else (None, row)
+        return (
+            (backend._grant(claim), row)
+            if row is not None and row.free
+            else (None, row)
+        )
 
     OptimisticBackend._take = take  # type: ignore[method-assign]
     OptimisticBackend._free = _free_or_any  # type: ignore[method-assign]
 
 
 def _free_or_any(backend: Any, claim: Any, *, stale: bool) -> str:
-    # The look asks first; the statement that grants does not ask again.
+    # The read checks the state. The statement that grants does not check it again.
     import sys
 
-    from dlocks.backends.database import DatabaseBackend
+    from tests.internals import DatabaseBackend
 
     looking = sys._getframe(1).f_code.co_name == "_look"
     return DatabaseBackend._free(backend, claim, stale=stale) if looking else "TRUE"
 
 
-# How they are put in.
+# Helpers that apply the bugs.
 
 
 def _in_sql(change: Callable[[str], str]) -> None:
-    """Change statements before the engine's own words are in place."""
-    from dlocks.backends.database.statements import Statements
+    """Change statements before the engine's own SQL is filled in."""
+    from tests.internals import Statements
 
     original = Statements._text
     Statements._text = lambda self, sql: original(self, change(sql))  # type: ignore[method-assign]
 
 
 def _in_text(change: Callable[[str], str]) -> None:
-    from dlocks.backends.database.statements import Statements
+    from tests.internals import Statements
 
     original = Statements._text
     Statements._text = lambda self, sql: change(original(self, sql))  # type: ignore[method-assign]
 
 
 def _grace(seconds: float) -> None:
-    from dlocks.backends.database import DatabaseBackend
+    from tests.internals import DatabaseBackend
 
     microseconds = round(seconds * 1_000_000)
     times, parameters = DatabaseBackend._times, DatabaseBackend._parameters
     DatabaseBackend._times = lambda self: {**times(self), "grace": microseconds}  # type: ignore[method-assign]
-    DatabaseBackend._parameters = lambda self, claim: {**parameters(self, claim), "grace": microseconds}  # type: ignore[method-assign]
+    DatabaseBackend._parameters = lambda self, claim: {
+        **parameters(self, claim),
+        "grace": microseconds,
+    }  # type: ignore[method-assign]

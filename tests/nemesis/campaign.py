@@ -1,4 +1,4 @@
-"""One campaign: a server, its workers, a seeded schedule of faults that seeks who holds, and the check of it all."""
+"""One campaign: a server, its workers, its seeded faults and the final check."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from tests.processes import Worker, state_of
 from tests.servers import SERVERS, START_SECONDS, Galera, MariaDB, Server
 
 STATES = {IDLE: "idle", ASKING: "asking", HOLDING: "holding", LEAVING: "leaving"}
-# How often a process is caught in a moment that is not the one sought before any will do.
+# Attempts to stop a process in the wanted state. After these, any state is accepted.
 SEEK = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """
-    What to run. ``faults`` are weights by name; ``through`` is what stands before the server: "direct", "proxy",
-    "pgbouncer", or "network": every other worker is in a network namespace of its own.
+    """The parameters of a campaign.
+
+    ``faults`` are weights by name. ``through`` is the way to the server: "direct",
+    "proxy", "pgbouncer" or "network". With "network", every other worker is in a
+    network namespace of its own.
     """
 
     engine: str
@@ -56,7 +58,8 @@ class Plan:
     locked: bool = True
     # Hours by which the clocks of every other worker are wrong.
     skew: float = 0.0
-    # The only oddity of the workers, who is sought before all, and whether the server's clock can be stepped.
+    # The only oddity of the workers, the state at which most faults aim, and whether
+    # the server's clock can be stepped.
     oddity: str = ""
     seek: str = ""
     clock: bool = False
@@ -75,11 +78,12 @@ class Campaign:
         locks: Server | None = None,
     ) -> None:
         self.plan = plan
-        # The server that has a peer's locks, if that is not the database.
+        # The server of a peer's locks, if it is not the database.
         self.locks = locks
-        # Of a cluster each worker uses the next node; the first one is asked how it ended.
+        # In a cluster the workers are spread over the nodes. The final state is read
+        # from the first node.
         self.nodes = server.nodes if isinstance(server, Galera) else []
-        # Whether the server has been through a campaign already.
+        # Whether the server has already been used by a campaign.
         self.prepared = prepared
         self.directory = directory
         self.server = server.nodes[0] if isinstance(server, Galera) else server
@@ -90,7 +94,7 @@ class Campaign:
         self.proxy: Proxy | None = None
         self.pooler: database.Pooler | None = None
         self.namespace: Namespace | None = None
-        # Until when that is cut off.
+        # The end of the current partition.
         self.cut_until: float | None = None
         self._events = (directory / "campaign.history").open("w", buffering=1)
         self._over = threading.Event()
@@ -101,15 +105,21 @@ class Campaign:
         if self.server is None:
             name = str(self.directory / "locks.sqlite3")
             return {"DLOCKS_TEST_ENGINE": "sqlite", "DLOCKS_TEST_NAME": name}
-        more = {"DLOCKS_TEST_REDIS": str(self.locks.port)} if self.locks is not None else {}
+        more = (
+            {"DLOCKS_TEST_REDIS": str(self.locks.port)}
+            if self.locks is not None
+            else {}
+        )
         return {**self.server.environment, "DLOCKS_TEST_NAME": database.NAME, **more}
 
     def run(self, progress: Callable[[str], object] = lambda text: None) -> Report:
         plan = self.plan
-        (self.directory / "plan.json").write_text(json.dumps(vars(plan), default=dict, indent=1))
+        (self.directory / "plan.json").write_text(
+            json.dumps(vars(plan), default=dict, indent=1)
+        )
         with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
-            # Started first, since it takes them a while to import everything.
+            # These start first, since their imports take a while.
             self.nurseries = [Nursery(self.environment, self.directory / "log")]
             stack.callback(self.nurseries[0].close)
             if plan.skew:
@@ -118,21 +128,33 @@ class Campaign:
                 stack.callback(self.nurseries[1].close)
             if plan.through == "network":
                 self.namespace = stack.enter_context(Namespace())
-                self.nurseries.append(Nursery(self.environment, self.directory / "log", self.namespace.enter))
+                self.nurseries.append(
+                    Nursery(
+                        self.environment, self.directory / "log", self.namespace.enter
+                    )
+                )
                 stack.callback(self.nurseries[1].close)
             admin = Worker(**self.environment)
             stack.callback(admin.close)
             if self.server is not None and not self.prepared:
                 database.create(self.server)
-            admin.call(database.reset if self.prepared else database.prepare, list(plan.keys))
+            admin.call(
+                database.reset if self.prepared else database.prepare, list(plan.keys)
+            )
             if plan.through in {"proxy", "network"}:
                 assert self.server is not None
                 where = () if self.namespace is None else (self.namespace.address,)
-                self.proxy = Proxy(self.server.port, lambda seconds: self._note("late", now(), seconds), *where)
+                self.proxy = Proxy(
+                    self.server.port,
+                    lambda seconds: self._note("late", now(), seconds),
+                    *where,
+                )
                 stack.callback(self.proxy.close)
             elif plan.through == "pgbouncer":
                 assert self.server is not None
-                self.pooler = stack.enter_context(database.Pooler(self.server, plan.workers - 2))
+                self.pooler = stack.enter_context(
+                    database.Pooler(self.server, plan.workers - 2)
+                )
             watch = threading.Thread(target=self._watch_stalls, daemon=True)
             watch.start()
             stack.callback(self._over.set)
@@ -145,7 +167,7 @@ class Campaign:
             if self.nodes:
                 self.nodes[0].catch_up()
             final = admin.call(database.final)
-            if self.server is not None and plan.engine == "mariadb":
+            if isinstance(self.server, MariaDB) and plan.engine in {"mariadb", "mysql"}:
                 final["granted"] = database.logged(self.server)
             (self.directory / "final.json").write_text(json.dumps(final))
         return check(History.read(self.directory), one_writer=plan.engine == "sqlite")
@@ -161,20 +183,26 @@ class Campaign:
                 told = now()
                 progress(f"{told - began:.0f} s, {done} faults")
                 if (plan.bug or not plan.locked) and self._shows():
-                    # What was to be shown is shown.
+                    # The expected violation has been found.
                     return
             if not names:
                 time.sleep(0.1)
                 continue
-            time.sleep(min(self.random.uniform(0, 2 * plan.pause), max(0.0, end - now())))
+            time.sleep(
+                min(self.random.uniform(0, 2 * plan.pause), max(0.0, end - now()))
+            )
             (name,) = self.random.choices(names, weights)
             getattr(self, f"_fault_{name}")()
             done += 1
 
     def _shows(self) -> bool:
-        """Whether the history shows already what it was to show."""
+        """Return whether the history already shows the expected violations."""
         shown = set(check(History.read(self.directory, until=now())).violations)
-        return not shown.isdisjoint(BUGS[self.plan.bug].shows) if self.plan.bug else shown >= WITHOUT_A_LOCK
+        return (
+            not shown.isdisjoint(BUGS[self.plan.bug].shows)
+            if self.plan.bug
+            else shown >= WITHOUT_A_LOCK
+        )
 
     def _finish(self) -> None:
         for slot in list(self.stopped):
@@ -191,16 +219,26 @@ class Campaign:
         for slot, pid in self.pids.items():
             if _alive(pid):
                 note = self.directory / f"worker-{slot}-{pid}.crash"
-                note.write_text(f"The process {pid} did not come to an end; see its history.")
+                note.write_text(
+                    f"The process {pid} did not come to an end; see its history."
+                )
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _start(self, slot: int) -> None:
         plan = self.plan
-        port = self.proxy.port if self.proxy is not None else self.pooler.port if self.pooler is not None else 0
+        port = (
+            self.proxy.port
+            if self.proxy is not None
+            else self.pooler.port
+            if self.pooler is not None
+            else 0
+        )
         host = ""
         if self.namespace is not None:
-            host, port = (self.namespace.address, port) if self._is_there(slot) else ("", 0)
+            host, port = (
+                (self.namespace.address, port) if self._is_there(slot) else ("", 0)
+            )
         if self.nodes:
             port = self.nodes[slot % len(self.nodes)].port
         task = Task(
@@ -228,18 +266,18 @@ class Campaign:
             self._note("partition", now(), self.pids[slot], "idle", "")
 
     def _is_there(self, slot: int) -> bool:
-        """Whether this worker is in the other namespace."""
+        """Return whether this worker is in the other namespace."""
         return slot % len(self.nurseries) == 1
 
     def _note(self, *event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")
 
     def _watch_stalls(self) -> None:
-        """
-        Note when the machine stood still, or had other work than this: what was late then was not the locks'.
+        """Record when the machine stood still or ran other work.
 
-        A campaign keeps two processors busy by itself, so that its own work takes up to three times as long as alone.
-        What it takes beyond that was taken from it.
+        Delays in this time are not caused by the locks. A campaign alone keeps two
+        processors busy, so its work takes up to three times as long as it would alone.
+        Only the time beyond that is recorded.
         """
         last = now()
         while not self._over.wait(0.1):
@@ -247,7 +285,9 @@ class Campaign:
             while time.thread_time() < worked + 0.008:
                 pass
             moment = now()
-            taken = max((moment - last) * (1 - 3 * 0.008 / (moment - began)), began - last - 0.2)
+            taken = max(
+                (moment - last) * (1 - 3 * 0.008 / (moment - began)), began - last - 0.2
+            )
             if taken > 0:
                 self._note("stall", moment, taken)
             last = moment
@@ -255,12 +295,21 @@ class Campaign:
     # Faults.
 
     def _catch(self, *states: int) -> tuple[int, float, str, str] | None:
-        """Stop a process in one of these states, if one can be caught; return its slot, when, its state and key."""
-        running = [slot for slot in self.pids if slot not in self.stopped and _alive(self.pids[slot])]
+        """Stop a process in one of these states, if one can be caught.
+
+        Return its slot, the time, its state and its key.
+        """
+        running = [
+            slot
+            for slot in self.pids
+            if slot not in self.stopped and _alive(self.pids[slot])
+        ]
         if not running:
             return None
         for number in range(SEEK):
-            candidates = [slot for slot in running if self.board.read(slot)[0] in states]
+            candidates = [
+                slot for slot in running if self.board.read(slot)[0] in states
+            ]
             slot = self.random.choice(candidates or running)
             pid, moment = self.pids[slot], now()
             with contextlib.suppress(ProcessLookupError):
@@ -275,13 +324,19 @@ class Campaign:
 
     def _sought(self) -> int:
         if self.plan.seek and self.random.random() < 0.7:
-            return next(state for state, name in STATES.items() if name == self.plan.seek)
+            return next(
+                state for state, name in STATES.items() if name == self.plan.seek
+            )
         return self.random.choices([HOLDING, ASKING, LEAVING], [6, 2, 1])[0]
 
     def _fault_stop(self) -> None:
-        """Stop who holds, asks or gives back, for longer than its lease or not quite."""
+        """Stop a process that holds, acquires or releases a lock.
+
+        It is stopped for less or more than its lease.
+        """
         if len(self.stopped) > self.plan.workers // 2 - 1:
-            # Somebody has to go on, to meet those who come back.
+            # Some processes must keep running, to compete with the stopped ones when
+            # they resume.
             return
         caught = self._catch(self._sought())
         if caught is not None:
@@ -313,7 +368,10 @@ class Campaign:
             os.kill(self.pids[slot], signal.SIGCONT)
 
     def _fault_partition(self) -> None:
-        """Cut the other namespace off, when one there holds: in both ways or in one, for long or for some packets."""
+        """Cut off the other namespace while one of its processes holds a lock.
+
+        The cut is in one or both directions, for long or for a few packets.
+        """
         if self.cut_until is not None:
             return
         assert self.namespace is not None
@@ -324,9 +382,13 @@ class Campaign:
             time.sleep(0.001)
         for slot in there:
             state, key = self.board.read(slot)
-            self._note("partition", now(), self.pids[slot], STATES[state], self.plan.keys[key])
+            self._note(
+                "partition", now(), self.pids[slot], STATES[state], self.plan.keys[key]
+            )
         self.namespace.cut(self.random.choice(list(WAYS)))
-        self.cut_until = now() + self.random.uniform(0.6, 3.0) * self.plan.ttl * self.random.choice([1, 0.1])
+        self.cut_until = now() + self.random.uniform(
+            0.6, 3.0
+        ) * self.plan.ttl * self.random.choice([1, 0.1])
 
     def _heal(self) -> None:
         assert self.namespace is not None
@@ -337,16 +399,18 @@ class Campaign:
                 self._note("heal", now(), pid)
 
     def _fault_clock(self) -> None:
-        """Step the server's clock, by less than the grace, forward and back."""
+        """Step the server's clock forward or back by less than the grace."""
         assert self.server is not None
         self._ahead = not self._ahead
         database.step(self.server, 0.4 if self._ahead else 0.0)
         self._note("clock", now(), 0.4 if self._ahead else -0.4)
 
     def _fault_sessions(self) -> None:
-        """Have the server end sessions: all, or one in two."""
+        """End all sessions from the server's side, or every second one."""
         assert self.server is not None
-        ended = database.end_sessions(self.server, self.random, everybody=self.random.random() < 0.3)
+        ended = database.end_sessions(
+            self.server, self.random, everybody=self.random.random() < 0.3
+        )
         self._note("sessions", now(), ended)
 
     def _fault_restart(self) -> None:
@@ -364,7 +428,10 @@ class Campaign:
         self._note("up", now())
 
     def _fault_node_crash(self) -> None:
-        """Kill a node of the cluster; it comes back a little later, and is sent what it has missed."""
+        """Kill a node of the cluster and restart it a little later.
+
+        It then receives the writes that it has missed.
+        """
         node = self.random.choice(self.nodes)
         self._note("down", now(), "node crash")
         node.crash()
@@ -374,7 +441,7 @@ class Campaign:
         self._note("up", now())
 
     def _fault_node_stop(self) -> None:
-        """Stop a node: for a moment, or for so long that the others go on without it."""
+        """Stop a node for a moment, or until the others continue without it."""
         node = self.random.choice(self.nodes)
         assert node.process is not None
         self._note("down", now(), "node stop")
@@ -385,29 +452,38 @@ class Campaign:
         self._note("up", now())
 
     def _wait_until_all_are_there(self) -> None:
-        """A node that was away long enough is let in anew; by what it says itself it never was away."""
+        """Wait until all nodes have joined the cluster again.
+
+        A node that was away for long joins again. Its own status alone does not show
+        that it was away.
+        """
         deadline = now() + START_SECONDS
         while not all(
-            one.is_ready() and one.status("wsrep_cluster_size") == str(len(self.nodes)) for one in self.nodes
+            one.is_ready() and one.status("wsrep_cluster_size") == str(len(self.nodes))
+            for one in self.nodes
         ):
             if now() > deadline:
-                raise RuntimeError("The nodes of the cluster did not come together again.")
+                raise RuntimeError(
+                    "The nodes of the cluster did not come together again."
+                )
             time.sleep(0.05)
 
     def _fault_swallow(self) -> None:
-        """Let a request through, and cut the connection instead of its reply."""
+        """Forward a request, and cut the connection instead of its reply."""
         assert self.proxy is not None
         self.proxy.swallow_one(self.random)
         self._note("swallow", now())
 
     def _fault_delay(self) -> None:
-        """Keep replies back for a while."""
+        """Delay replies for a while."""
         assert self.proxy is not None
-        self.proxy.delay_some(self.random, self.random.uniform(0.1, 1.2) * self.plan.ttl)
+        self.proxy.delay_some(
+            self.random, self.random.uniform(0.1, 1.2) * self.plan.ttl
+        )
         self._note("delay", now())
 
     def _fault_late(self) -> None:
-        """Keep the replies to the next requests back, whenever they come."""
+        """Delay the replies to the next requests, whenever these are sent."""
         assert self.proxy is not None
         self.proxy.late_some(self.random, self.random.uniform(0.1, 1.2) * self.plan.ttl)
 
@@ -426,25 +502,36 @@ def run(
     prepared: bool = False,
     locks: Server | None = None,
 ) -> Report:
-    """Run a plan, on a server of its own unless one is given, and keep its history in a directory, if one is given."""
+    """Run a plan and return its report.
+
+    Without ``server`` it starts one. The history is kept in the directory ``kept``, if
+    there is one.
+    """
     with contextlib.ExitStack() as stack:
         if kept is None:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlocks-nemesis-")))
+            directory = Path(
+                stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="dlocks-nemesis-")
+                )
+            )
         else:
             directory = kept
             directory.mkdir(parents=True, exist_ok=True)
             for name in ("worker-*", "campaign.history", "final.json", "board"):
-                # Of an earlier run with this seed: the two histories would be read as one.
+                # Files of an earlier run with this seed would be read as part of this
+                # history.
                 for path in directory.glob(name):
                     path.unlink()
         if server is None and plan.engine != "sqlite":
             server = stack.enter_context(server_for(plan.engine, clock=plan.clock))
-        return Campaign(plan, directory, server, prepared=prepared, locks=locks).run(progress)
+        return Campaign(plan, directory, server, prepared=prepared, locks=locks).run(
+            progress
+        )
 
 
 @contextlib.contextmanager
 def server_for(engine: str, *, clock: bool = False) -> Iterator[Server | Galera]:
-    """Start a server, whose clock can be stepped if that is asked for; or a cluster of three."""
+    """Start a server whose clock can be stepped, or a cluster of three nodes."""
     if engine == "galera":
         with Galera() as cluster:
             yield cluster

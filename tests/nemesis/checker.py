@@ -1,21 +1,23 @@
-"""
-What must be true of a history, whatever happened: the promises of the README, checked from outside.
+"""Check a history against the promises of the README.
 
-The valid interval of a hold begins when its caller has it. It ends when its release is *invoked* (from there on it may
-be somebody else's), at its own deadline, when it said itself that it was lost, or with its process. A hold in a
-transaction counts from when its caller has it to when the commit is invoked, and only if the commit was acknowledged:
-the others never were.
+The valid interval of a hold begins when its caller has acquired it. It ends when its
+release is invoked, at its own deadline, when it reports its loss, or with its process.
+From the invocation of its release, another caller may hold the key. A hold in a
+transaction lasts until its commit is invoked. It counts only if the commit was
+acknowledged.
 
-=========  =========================================================================================================
-tokens     unique, and growing in real time
-exclusion  no two valid holds that exclude each other
-updates    no lost update in a transaction, with claim-before-read fencing, or under ``hold.atomic()``
-releases   an acknowledged release is never followed by a wait for its lease
-stuck      no key is unavailable for longer than ttl + grace + one poll + 0.25 s with the server up
-phantoms   every acknowledged grant was in the database
-max_hold   nothing is held for longer than its ``max_hold``
-crashes    no process ended by an error that dlocks does not name
-=========  =========================================================================================================
+The checks are:
+
+* tokens: they are unique and grow in real time.
+* exclusion: no two valid holds overlap that exclude each other.
+* updates: no update is lost in a transaction, with claim-before-read fencing, or under
+  ``hold.atomic()``.
+* releases: after an acknowledged release, no waiter waits for the lease to expire.
+* stuck: no key is unavailable for longer than ttl + grace + one poll + 0.25 s while the
+  server is up.
+* phantoms: every acknowledged grant was in the database.
+* max_hold: nothing is held for longer than its ``max_hold``.
+* crashes: no process ended by an error that dlocks does not name.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from typing import Any
 GRACE = 0.5
 POLL = 0.25
 SLACK = 0.25
-# A claim in line counts for so long without being heard from: a process that died shortly before a gap may be in it.
+# Seconds for which a queued claim counts without a heartbeat. A process that died
+# shortly before a gap may cause a part of it.
 HEARD_FOR = 2.0
-# A proxy or a pooler, a session that was killed: what it takes to connect anew.
+# Seconds to reconnect after a fault of a proxy, a pooler or a session.
 RECONNECT = 1.0
 FOREVER = 1e6
-# After which a process is not heard of; each such fault names who and with which key.
+# Faults after which a process sends nothing. Their events name the process and its key.
 SILENT = {"kill", "stop", "partition"}
 
 Interval = tuple[float, float]
@@ -44,7 +47,7 @@ Interval = tuple[float, float]
 
 @dataclass
 class Held:
-    """One turn of one worker, as it wrote it down."""
+    """One attempt of one worker to acquire, hold and release, as recorded."""
 
     pid: int
     number: int
@@ -57,7 +60,7 @@ class Held:
     asked: float = FOREVER
     got: float | None = None
     token: int = 0
-    # Until when it is known to have called itself held.
+    # The time until which it is known to have been held.
     until: float = 0.0
     lost: float = FOREVER
     end: float = FOREVER
@@ -79,23 +82,25 @@ class Held:
 
     @property
     def occupies(self) -> Interval | None:
-        """When it kept others out for good reason."""
+        """Return the interval in which it rightly kept other callers out."""
         if self.scope == "transaction" and self.got is not None:
-            # A connection that dies takes its transaction along.
+            # A transaction ends with its connection.
             return self.got, min(self.gone, self.died)
         return self.valid
 
     @property
     def waits(self) -> Interval:
-        return self.asked, min(self.refused, self.died, FOREVER if self.got is None else self.got)
+        return self.asked, min(
+            self.refused, self.died, FOREVER if self.got is None else self.got
+        )
 
     def __str__(self) -> str:
         got = "never" if self.got is None else f"{self.got:.6f}"
         valid = "none" if self.valid is None else "{:.6f}-{:.6f}".format(*self.valid)
         return (
-            f"{self.key!r} {self.mode} {self.scope} by {self.pid}#{self.number}: asked {self.asked:.6f}, got {got}, "
-            f"token {self.token}, valid {valid}, release invoked {self.end:.6f}, "
-            f"answered {self.gone:.6f} {self.answer!r}"
+            f"{self.key!r} {self.mode} {self.scope} by {self.pid}#{self.number}: asked"
+            f" {self.asked:.6f}, got {got}, token {self.token}, valid {valid}, release"
+            f" invoked {self.end:.6f}, answered {self.gone:.6f} {self.answer!r}"
         )
 
 
@@ -110,11 +115,11 @@ class Put:
 
 @dataclass
 class History:
-    """All that was written down in one directory, by the workers and by the campaign."""
+    """The records of the workers and of the campaign in one directory."""
 
     turns: list[Held] = field(default_factory=list)
     puts: list[Put] = field(default_factory=list)
-    # What the campaign did: kind, time, and the rest.
+    # The events of the campaign: kind, time, and details.
     events: list[list[Any]] = field(default_factory=list)
     registers: dict[str, int] = field(default_factory=dict)
     granted: set[tuple[str, int]] = field(default_factory=set)
@@ -122,13 +127,17 @@ class History:
 
     @classmethod
     def read(cls, directory: Path, until: float = FOREVER) -> History:
-        """Read what was written down; ``until`` now, when it goes on."""
+        """Read the records. ``until`` is the time now if the campaign still runs."""
         history = cls()
         campaign = directory / "campaign.history"
         if campaign.exists():
-            history.events = [json.loads(line) for line in campaign.read_text().splitlines()]
+            history.events = [
+                json.loads(line) for line in campaign.read_text().splitlines()
+            ]
         died = {event[2]: event[1] for event in history.events if event[0] == "kill"}
-        over = max((event[1] for event in history.events if event[0] == "over"), default=until)
+        over = max(
+            (event[1] for event in history.events if event[0] == "over"), default=until
+        )
         for path in sorted(directory.glob("worker-*.history")):
             pid = int(path.stem.split("-")[2])
             history._read_worker(path, pid, min(died.get(pid, over), over))
@@ -137,7 +146,9 @@ class History:
             found = json.loads(final.read_text())
             history.registers = found["registers"]
             history.granted = {(key, token) for key, token in found["granted"]}
-        history.crashes = [path.read_text() for path in sorted(directory.glob("worker-*.crash"))]
+        history.crashes = [
+            path.read_text() for path in sorted(directory.glob("worker-*.crash"))
+        ]
         return history
 
     def _read_worker(self, path: Path, pid: int, died: float) -> None:
@@ -146,7 +157,16 @@ class History:
             kind, number, *rest = json.loads(line)
             turn = turns.setdefault(number, Held(pid, number, died=died))
             if kind == "ask":
-                turn.asked, turn.key, turn.mode, turn.scope, turn.permits, turn.ttl, _, turn.timeout = rest
+                (
+                    turn.asked,
+                    turn.key,
+                    turn.mode,
+                    turn.scope,
+                    turn.permits,
+                    turn.ttl,
+                    _,
+                    turn.timeout,
+                ) = rest
             elif kind == "got":
                 turn.got, turn.token, remaining = rest
                 turn.until = turn.got + remaining
@@ -182,7 +202,10 @@ class Report:
     def lines(self) -> Iterator[str]:
         for name, number in sorted(self.counts.items()):
             yield f"{name}: {number}"
-        yield f"longest time for which a key was wanted and nobody's: {self.longest_gap:.2f} s"
+        yield (
+            "longest time for which a key was wanted and nobody's:"
+            f" {self.longest_gap:.2f} s"
+        )
         yield f"longest wait: {self.longest_wait:.2f} s"
         for name, found in self.violations.items():
             yield f"VIOLATED {name}: {len(found)}"
@@ -191,7 +214,10 @@ class Report:
 
 
 def check(history: History, *, one_writer: bool = False) -> Report:
-    """Check everything; ``one_writer`` says that a stopped process may have stopped the whole database (SQLite)."""
+    """Run all checks.
+
+    With ``one_writer``, a stopped process may have blocked the whole database (SQLite).
+    """
     report = Report()
     by_key: dict[str, list[Held]] = defaultdict(list)
     for turn in history.turns:
@@ -205,9 +231,17 @@ def check(history: History, *, one_writer: bool = False) -> Report:
     for turn in history.turns:
         valid = turn.valid
         if valid is not None and valid[1] - valid[0] > turn.max_hold + 0.001:
-            report.violations["max_hold"].append(f"held for {valid[1] - valid[0]:.3f} s: {turn}")
-        acknowledged = turn.got is not None and (turn.scope == "lease" or turn.answer == "")
-        if acknowledged and history.granted and (turn.key, turn.token) not in history.granted:
+            report.violations["max_hold"].append(
+                f"held for {valid[1] - valid[0]:.3f} s: {turn}"
+            )
+        acknowledged = turn.got is not None and (
+            turn.scope == "lease" or turn.answer == ""
+        )
+        if (
+            acknowledged
+            and history.granted
+            and (turn.key, turn.token) not in history.granted
+        ):
             report.violations["phantoms"].append(str(turn))
     for text in history.crashes:
         report.violations["crashes"].append(text)
@@ -224,7 +258,7 @@ def _count(history: History, report: Report) -> None:
             counts["grants"] += 1
             counts["grants in transactions"] += turn.scope == "transaction"
             counts["grants shared"] += turn.mode == "s"
-            # What was asked and answered: the lock, its release, and the writes below.
+            # Requests that were answered: the lock, its release, and the writes below.
             counts["operations"] += 1 + (turn.answer is not None)
             if turn.timeout != 0:
                 report.longest_wait = max(report.longest_wait, turn.got - turn.asked)
@@ -233,7 +267,7 @@ def _count(history: History, report: Report) -> None:
         if event[0] not in {"cont", "heal", "up", "over", "stall"}:
             counts[f"faults: {event[0]}"] += 1
             counts["faults"] += 1
-            # Who was hit was holding, or in the middle of asking or giving back.
+            # The process that was hit was holding, acquiring or releasing.
             if event[0] in SILENT and event[3] != "idle":
                 counts[f"faults that hit one {event[3]}"] += 1
 
@@ -246,29 +280,40 @@ def _check_tokens(turns: Iterable[Held], report: Report) -> None:
         if turn.scope == "transaction" and turn.answer != "":
             continue
         if turn.token in seen:
-            report.violations["tokens"].append(f"the same twice: {seen[turn.token]}; {turn}")
+            report.violations["tokens"].append(
+                f"the same twice: {seen[turn.token]}; {turn}"
+            )
         seen[turn.token] = turn
-    # Whoever asked when a token was known already gets a larger one.
+    # A request that was sent after a token was known receives a larger one.
     known = sorted((turn for turn in seen.values()), key=lambda turn: turn.got or 0.0)
     times, largest = [], []
     for turn in known:
         times.append(turn.got or 0.0)
-        largest.append(turn if not largest or turn.token > largest[-1].token else largest[-1])
+        largest.append(
+            turn if not largest or turn.token > largest[-1].token else largest[-1]
+        )
     for turn in granted:
         place = bisect.bisect_left(times, turn.asked)
         if place and largest[place - 1].token >= turn.token:
-            report.violations["tokens"].append(f"not larger: {largest[place - 1]}; then {turn}")
-    # Those who had it alone had it one after the other, whenever they asked.
+            report.violations["tokens"].append(
+                f"not larger: {largest[place - 1]}; then {turn}"
+            )
+    # Exclusive holds follow one another, whenever they were requested.
     last: Held | None = None
     for turn in known:
         if turn.mode == "x" and turn.valid is not None:
             if last is not None and last.token > turn.token:
-                report.violations["tokens"].append(f"not larger than before: {last}; then {turn}")
+                report.violations["tokens"].append(
+                    f"not larger than before: {last}; then {turn}"
+                )
             last = turn if last is None or turn.token > last.token else last
 
 
 def _check_exclusion(turns: Iterable[Held], report: Report) -> None:
-    intervals = sorted(((*turn.valid, turn) for turn in turns if turn.valid is not None), key=lambda one: one[0])
+    intervals = sorted(
+        ((*turn.valid, turn) for turn in turns if turn.valid is not None),
+        key=lambda one: one[0],
+    )
     running: list[tuple[float, Held]] = []
     for begin, end, turn in intervals:
         running = [(until, other) for until, other in running if until > begin]
@@ -277,51 +322,93 @@ def _check_exclusion(turns: Iterable[Held], report: Report) -> None:
                 report.violations["exclusion"].append(f"{other}; {turn}")
         shares = [other for _, other in running if other.mode == "s"]
         if turn.mode == "s" and turn.permits and len(shares) >= turn.permits:
-            report.violations["exclusion"].append(f"more than {turn.permits}: {turn}; {'; '.join(map(str, shares))}")
+            report.violations["exclusion"].append(
+                f"more than {turn.permits}: {turn}; {'; '.join(map(str, shares))}"
+            )
         running.append((end, turn))
 
 
-def _check_gaps(turns: list[Held], events: list[list[Any]], report: Report, *, one_writer: bool) -> None:
+def _check_gaps(
+    turns: list[Held], events: list[list[Any]], report: Report, *, one_writer: bool
+) -> None:
     key = turns[0].key
     ttl = max(turn.ttl for turn in turns)
     stops = _stops(events)
-    faults = [event for event in events if event[0] not in {"over", "stall", "cont", "heal", "up"}]
-    # A fault is over when it happens; but for a server that is away, until it is back, and for who is cut off.
+    faults = [
+        event
+        for event in events
+        if event[0] not in {"over", "stall", "cont", "heal", "up"}
+    ]
+    # Most faults end when they happen. A server that is down stays a fault until it is
+    # up again, and a partition until it has healed.
     over = {id(event): event[1] for event in faults}
-    over |= {id(event): _up_after(event[1], events) for event in faults if event[0] == "down"}
-    over |= {id(event): _heard_again(event, events) for event in faults if event[0] == "partition"}
-    waiting = _union(piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ())))
+    over |= {
+        id(event): _up_after(event[1], events) for event in faults if event[0] == "down"
+    }
+    over |= {
+        id(event): _heard_again(event, events)
+        for event in faults
+        if event[0] == "partition"
+    }
+    waiting = _union(
+        piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ()))
+    )
     occupied = _union(turn.occupies for turn in turns if turn.occupies is not None)
-    given_back = {turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""}
+    given_back = {
+        turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""
+    }
     for gap in (piece for wait in waiting for piece in _minus(wait, occupied)):
         begin, end = gap
         length = end - begin
-        trouble = sum(_overlap(gap, (event[1] - event[2], event[1])) for event in events if event[0] == "stall")
-        near = [event for event in faults if begin - ttl - GRACE - HEARD_FOR < over[id(event)] and event[1] < end]
+        trouble = sum(
+            _overlap(gap, (event[1] - event[2], event[1]))
+            for event in events
+            if event[0] == "stall"
+        )
+        near = [
+            event
+            for event in faults
+            if begin - ttl - GRACE - HEARD_FOR < over[id(event)] and event[1] < end
+        ]
         report.longest_gap = max(report.longest_gap, length)
         if not near:
-            # Nothing happened: whoever waits has what was given back at once.
+            # Without a fault, a waiter acquires a released key at once.
             if length > POLL + 2 * SLACK + trouble and begin in given_back:
-                report.violations["releases"].append(f"{length:.3f} s after {given_back[begin]}")
+                report.violations["releases"].append(
+                    f"{length:.3f} s after {given_back[begin]}"
+                )
             elif length > POLL + 2 * SLACK + trouble:
                 report.violations["stuck"].append(
-                    f"{key!r} for {length:.3f} s without any fault, {begin:.3f}-{end:.3f}"
+                    f"{key!r} for {length:.3f} s without any fault,"
+                    f" {begin:.3f}-{end:.3f}"
                 )
             continue
-        # Each process that went silent in line or with the key may keep it for as long as a holder that died.
+        # Each process that went silent while queued for the key or holding it may block
+        # it for as long as a dead holder.
         silent = sum(event[0] in SILENT and event[4] == key for event in near)
         allowed = (1 + silent) * (ttl + GRACE + POLL + SLACK) + trouble
-        down = [(event[1], _up_after(event[1], events)) for event in events if event[0] == "down"]
-        allowed += sum(_overlap(gap, (since, until + RECONNECT)) for since, until in down)
-        allowed += RECONNECT * any(event[0] not in {"kill", "stop", "down"} for event in near)
-        # Who was granted the key does not know it while the reply is kept back.
+        down = [
+            (event[1], _up_after(event[1], events))
+            for event in events
+            if event[0] == "down"
+        ]
+        allowed += sum(
+            _overlap(gap, (since, until + RECONNECT)) for since, until in down
+        )
+        allowed += RECONNECT * any(
+            event[0] not in {"kill", "stop", "down"} for event in near
+        )
+        # While the reply is delayed, the new holder does not know of its grant.
         allowed += max((event[2] for event in near if event[0] == "late"), default=0.0)
         if one_writer:
-            allowed += sum(_overlap(gap, piece) for pieces in stops.values() for piece in pieces)
+            allowed += sum(
+                _overlap(gap, piece) for pieces in stops.values() for piece in pieces
+            )
         if length > allowed:
             what = ", ".join(f"{event[0]} {event[1]:.3f} {event[2:]}" for event in near)
             report.violations["stuck"].append(
-                f"{key!r} was nobody's for {length:.3f} s ({begin:.3f}-{end:.3f}), {allowed:.3f} s allowed; {what}"
+                f"{key!r} was nobody's for {length:.3f} s ({begin:.3f}-{end:.3f}),"
+                f" {allowed:.3f} s allowed; {what}"
             )
 
 
@@ -336,23 +423,29 @@ def _check_registers(history: History, report: Report) -> None:
             by_value[put.value].append(put)
         lost = [group for group in by_value.values() if len(group) > 1]
         if register.startswith("unfenced"):
-            # What no lease can promise: counted, not judged.
-            report.counts["updates without a fence that were lost"] += sum(len(group) - 1 for group in lost)
+            # No lease can promise this, so it is counted and not judged.
+            report.counts["updates without a fence that were lost"] += sum(
+                len(group) - 1 for group in lost
+            )
             continue
         report.counts["updates"] += len(puts)
         for group in lost:
             who = ", ".join(f"{put.who} at {put.time:.6f}" for put in group)
-            report.violations["updates"].append(f"{register!r} was {group[0].value} to {who}")
+            report.violations["updates"].append(
+                f"{register!r} was {group[0].value} to {who}"
+            )
         final = history.registers.get(register)
         if final is not None and final <= max(by_value):
-            report.violations["updates"].append(f"{register!r} ended at {final}, but was {max(by_value) + 1}")
+            report.violations["updates"].append(
+                f"{register!r} ended at {final}, but was {max(by_value) + 1}"
+            )
 
 
 # Intervals.
 
 
 def _stops(events: Iterable[list[Any]]) -> Mapping[int, list[Interval]]:
-    """Return by process when it could not ask: it was stopped, or cut off."""
+    """Return for each process when it was stopped or cut off."""
     stops: dict[int, list[Interval]] = defaultdict(list)
     since: dict[int, float] = {}
     for event in events:
@@ -366,19 +459,26 @@ def _stops(events: Iterable[list[Any]]) -> Mapping[int, list[Interval]]:
 
 
 def _heard_again(partition: list[Any], events: Iterable[list[Any]]) -> float:
-    """
-    Return when what was sent by who was cut off then has arrived.
+    """Return when packets sent during a partition have arrived.
 
-    TCP sends again each time after twice as long, from 0.2 s on, and asks for a connection after 1, 3 and 7 s.
+    TCP doubles its retransmission interval, starting from 0.2 s. It retries a
+    connection after 1, 3 and 7 s.
     """
     _, began, pid, *_ = partition
-    ends = (event[1] for event in events if event[0] in {"heal", "kill"} and event[2] == pid and event[1] > began)
+    ends = (
+        event[1]
+        for event in events
+        if event[0] in {"heal", "kill"} and event[2] == pid and event[1] > began
+    )
     healed = min(ends, default=FOREVER)
     return healed + (healed - began) + 1
 
 
 def _up_after(time: float, events: Iterable[list[Any]]) -> float:
-    return min((event[1] for event in events if event[0] == "up" and event[1] > time), default=FOREVER)
+    return min(
+        (event[1] for event in events if event[0] == "up" and event[1] > time),
+        default=FOREVER,
+    )
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -392,7 +492,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _minus(interval: Interval, others: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield what is left of an interval without others, which are in order."""
+    """Yield the parts of an interval outside of others, which are in order."""
     begin, end = interval
     for since, until in others:
         if until <= begin or since >= end:

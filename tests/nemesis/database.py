@@ -1,4 +1,4 @@
-"""The database of a campaign: its tables, what writes down every grant there, its sessions, and a pooler before it."""
+"""The database of a campaign: tables, audit of grants, sessions and a pooler."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import time
 from contextlib import suppress
 from typing import Any, Self
 
-from tests.servers import Server, free_port, give_back
+from tests.servers import MariaDB, Server, free_port, give_back
 
 NAME = "nemesis"
 
 
 def create(server: Server) -> None:
-    """Make the database anew."""
+    """Drop the database and create it again."""
     for statement in (f"DROP DATABASE IF EXISTS {NAME}", f"CREATE DATABASE {NAME}"):
         _execute(server, statement)
 
 
 def prepare(pipe: Any, keys: list[str]) -> None:
-    """Make the tables, the registers, and the triggers that write down which tokens were ever committed."""
+    """Create the tables, the registers, and the triggers that audit tokens.
+
+    The triggers record every token that was ever committed.
+    """
     from django.core.management import call_command
     from django.db import connection
 
@@ -36,8 +39,8 @@ def prepare(pipe: Any, keys: list[str]) -> None:
 
 
 def reset(pipe: Any, keys: list[str]) -> None:
-    """Make the tables as they were before the first campaign; the tokens go on."""
-    from dlocks.models import LockClaim, ResourceLock
+    """Empty the tables for the next campaign. The tokens still grow."""
+    from tests.internals import LockClaim, ResourceLock
     from tests.models import Counter, Machine
 
     for model in (LockClaim, ResourceLock, Counter, Machine):
@@ -48,7 +51,11 @@ def reset(pipe: Any, keys: list[str]) -> None:
 def _registers(keys: list[str]) -> None:
     from tests.models import Counter, Machine
 
-    names = [f"{kind} {key}" for key in keys for kind in ("transaction", "unfenced", "guarded")]
+    names = [
+        f"{kind} {key}"
+        for key in keys
+        for kind in ("transaction", "unfenced", "guarded")
+    ]
     Counter.objects.bulk_create([Counter(name=name) for name in names])
     for number, _ in enumerate(keys, 1):
         machine = Machine(pk=number)
@@ -56,7 +63,7 @@ def _registers(keys: list[str]) -> None:
 
 
 def final(pipe: Any) -> dict[str, Any]:
-    """Return how the registers ended, and all grants that were ever in the database."""
+    """Return the final registers, and all grants that were ever in the database."""
     from django.db import connection
 
     from tests.models import Counter
@@ -67,24 +74,34 @@ def final(pipe: Any) -> dict[str, Any]:
         with connection.cursor() as cursor:
             cursor.execute("SELECT DISTINCT key_resource, version FROM nemesis_audit")
             granted = [list(row) for row in cursor.fetchall()]
-    return {"registers": dict(Counter.objects.values_list("name", "value")), "granted": granted}
+    return {
+        "registers": dict(Counter.objects.values_list("name", "value")),
+        "granted": granted,
+    }
 
 
-_TABLE = "CREATE TABLE nemesis_audit (key_resource varchar(255) NOT NULL, version bigint NOT NULL)"
+_TABLE = (
+    "CREATE TABLE nemesis_audit (key_resource varchar(255) NOT NULL, version bigint NOT"
+    " NULL)"
+)
 _INSERT = "INSERT INTO nemesis_audit VALUES (NEW.key_resource, NEW.version)"
 _NOTED = f"IF NEW.version IS NOT NULL THEN {_INSERT}; END IF;"
 _TABLES = ("dlocks_resourcelock", "dlocks_lockclaim")
 _AUDIT = {
     "postgresql": [
         _TABLE,
-        f"CREATE FUNCTION nemesis_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {_NOTED} RETURN NEW; END $$",
+        (
+            "CREATE FUNCTION nemesis_note() RETURNS trigger LANGUAGE plpgsql AS $$"
+            f" BEGIN {_NOTED} RETURN NEW; END $$"
+        ),
         *(
             f"CREATE TRIGGER nemesis_note AFTER INSERT OR UPDATE OF version ON {table}"
             " FOR EACH ROW EXECUTE FUNCTION nemesis_note()"
             for table in _TABLES
         ),
     ],
-    # A trigger would take the token out of the server's reply (LAST_INSERT_ID): its log of changes is read instead.
+    # A trigger would remove the token from the server's reply (LAST_INSERT_ID). The
+    # binary log is read instead.
     "mysql": [],
     "sqlite": [
         _TABLE,
@@ -98,38 +115,45 @@ _AUDIT = {
 }
 
 
-BINARY_LOG = ("--log-bin=changes", "--binlog-format=ROW", "--server-id=1", "--sync-binlog=0")
+BINARY_LOG = (
+    "--log-bin=changes",
+    "--binlog-format=ROW",
+    "--server-id=1",
+    "--sync-binlog=0",
+)
 
 
-def logged(server: Server) -> list[list[Any]]:
-    """Return the grants in MariaDB's log of changes."""
+def logged(server: MariaDB) -> list[list[Any]]:
+    """Return the grants in the binary log of MariaDB or MySQL."""
     places: dict[str, dict[str, int]] = {}
     for table, column, position in _execute(
         server,
-        "SELECT table_name, column_name, ordinal_position FROM information_schema.columns"
-        f" WHERE table_schema = '{NAME}' AND column_name IN ('key_resource', 'version')",
+        "SELECT table_name, column_name, ordinal_position FROM"
+        f" information_schema.columns WHERE table_schema = '{NAME}' AND column_name IN"
+        " ('key_resource', 'version')",
     ):
         places.setdefault(table, {})[column] = int(position)
-    tool = shutil.which("mariadb-binlog") or shutil.which("mysqlbinlog")
-    if tool is None:
-        raise FileNotFoundError("mariadb-binlog is not installed: apt-get install mariadb-client")
-    logs = sorted(str(path) for path in server.data.glob("changes.[0-9]*"))
-    text = subprocess.run(
-        [tool, "--base64-output=decode-rows", "--verbose", *logs], capture_output=True, text=True, check=True
-    ).stdout
+    text = server.read_binary_log(
+        *sorted(str(path) for path in server.data.glob("changes.[0-9]*"))
+    )
     granted: set[tuple[str, int]] = set()
     wanted: dict[str, int] = {}
     row: dict[int, str] = {}
 
     def note() -> None:
         if wanted and row:
-            key, version = row.get(wanted["key_resource"], ""), row.get(wanted["version"], "NULL")
+            key, version = (
+                row.get(wanted["key_resource"], ""),
+                row.get(wanted["version"], "NULL"),
+            )
             if version != "NULL":
                 granted.add((key.strip("'"), int(version.split()[0])))
         row.clear()
 
     for line in text.splitlines():
-        if match := re.match(r"### (?:INSERT INTO|UPDATE|DELETE FROM) `\w+`\.`(\w+)`", line):
+        if match := re.match(
+            r"### (?:INSERT INTO|UPDATE|DELETE FROM) `\w+`\.`(\w+)`", line
+        ):
             note()
             wanted = places.get(match[1], {})
         elif line in {"### SET", "### WHERE"}:
@@ -141,17 +165,21 @@ def logged(server: Server) -> list[list[Any]]:
 
 
 def end_sessions(server: Server, chance: random.Random, *, everybody: bool) -> int:
-    """End the sessions on the database from the server's side; return how many."""
+    """End sessions on the database from the server's side. Return their number."""
     if server.engine == "postgresql":
-        rows = _execute(server, f"SELECT pid FROM pg_stat_activity WHERE datname = '{NAME}'")
+        rows = _execute(
+            server, f"SELECT pid FROM pg_stat_activity WHERE datname = '{NAME}'"
+        )
         statement = "SELECT pg_terminate_backend({})"
     else:
-        rows = _execute(server, f"SELECT id FROM information_schema.processlist WHERE db = '{NAME}'")
+        rows = _execute(
+            server, f"SELECT id FROM information_schema.processlist WHERE db = '{NAME}'"
+        )
         statement = "KILL {}"
     ended = 0
     for (session,) in rows:
         if everybody or chance.random() < 0.5:
-            # It may have gone by itself meanwhile.
+            # The session may have ended by itself meanwhile.
             with suppress(Exception):
                 _execute(server, statement.format(session))
                 ended += 1
@@ -163,7 +191,11 @@ def _execute(server: Server, statement: str) -> list[Any]:
         import psycopg
 
         connection: Any = psycopg.connect(
-            host="127.0.0.1", port=server.port, user="dlocks", dbname="postgres", autocommit=True
+            host="127.0.0.1",
+            port=server.port,
+            user="dlocks",
+            dbname="postgres",
+            autocommit=True,
         )
     else:
         import MySQLdb
@@ -178,11 +210,17 @@ def _execute(server: Server, statement: str) -> list[Any]:
 
 
 def faketime(hours: float) -> dict[str, str]:
-    """Return the environment in which a process's wall clock is so many hours off."""
+    """Return the environment in which a wall clock is wrong by some hours."""
     found = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")  # noqa: PTH207
     if not found:
-        raise FileNotFoundError("libfaketime is not installed: apt-get install libfaketime")
-    return {"LD_PRELOAD": found[0], "FAKETIME": f"{hours:+.2f}h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        raise FileNotFoundError(
+            "libfaketime is not installed: apt-get install libfaketime"
+        )
+    return {
+        "LD_PRELOAD": found[0],
+        "FAKETIME": f"{hours:+.2f}h",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
 
 
 def stepping(server: Server) -> dict[str, str]:
@@ -199,7 +237,8 @@ def stepping(server: Server) -> dict[str, str]:
 
 def step(server: Server, seconds: float) -> None:
     path = server.directory / "clock"
-    # In one piece: the server reads it whenever it looks at the clock.
+    # The file is replaced atomically, because the server reads it whenever it reads the
+    # clock.
     new = path.with_suffix(".new")
     new.write_text(f"{seconds:+.3f}")
     new.chmod(0o644)
@@ -207,10 +246,10 @@ def step(server: Server, seconds: float) -> None:
 
 
 class Pooler:
-    """
-    pgbouncer in transaction mode, with few sessions for many clients.
+    """PgBouncer in transaction mode, with few sessions for many clients.
 
-    A process that is stopped in a transaction keeps its session, so there have to be more than are stopped at a time.
+    A process that is stopped in a transaction keeps its session. There must be more
+    sessions than processes that are stopped at a time.
     """
 
     def __init__(self, server: Server, size: int) -> None:
@@ -222,7 +261,9 @@ class Pooler:
     def __enter__(self) -> Self:
         tool = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin")
         if tool is None:
-            raise FileNotFoundError("pgbouncer is not installed: apt-get install pgbouncer")
+            raise FileNotFoundError(
+                "pgbouncer is not installed: apt-get install pgbouncer"
+            )
         directory = self.server.directory / "pooler"
         directory.mkdir(exist_ok=True)
         (directory / "users").write_text('"dlocks" ""\n')
@@ -236,8 +277,15 @@ class Pooler:
             "unix_socket_dir": "",
             "ignore_startup_parameters": "extra_float_digits",
         }
-        target = f"{NAME} = host=127.0.0.1 port={self.server.port} dbname={NAME} user=dlocks"
-        lines = ["[databases]", target, "[pgbouncer]", *(f"{name} = {value}" for name, value in settings.items())]
+        target = (
+            f"{NAME} = host=127.0.0.1 port={self.server.port} dbname={NAME} user=dlocks"
+        )
+        lines = [
+            "[databases]",
+            target,
+            "[pgbouncer]",
+            *(f"{name} = {value}" for name, value in settings.items()),
+        ]
         config = directory / "pgbouncer.ini"
         config.write_text("\n".join(lines) + "\n")
         if self.server.account is not None:
@@ -247,7 +295,10 @@ class Pooler:
         deadline = time.monotonic() + 10
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("pgbouncer did not start:\n" + self.server.log.read_text(errors="replace")[-2000:])
+                raise RuntimeError(
+                    "pgbouncer did not start:\n"
+                    + self.server.log.read_text(errors="replace")[-2000:]
+                )
             time.sleep(0.05)
         return self
 
@@ -265,7 +316,13 @@ class Pooler:
         import psycopg
 
         try:
-            psycopg.connect(host="127.0.0.1", port=self.port, user="dlocks", dbname=NAME, connect_timeout=2).close()
+            psycopg.connect(
+                host="127.0.0.1",
+                port=self.port,
+                user="dlocks",
+                dbname=NAME,
+                connect_timeout=2,
+            ).close()
         except psycopg.OperationalError:
             return False
         return True

@@ -1,4 +1,4 @@
-"""A network namespace of one's own, and the cable between it and this one, on which packets can be lost."""
+"""A network namespace, and a link to it that can lose packets."""
 
 from __future__ import annotations
 
@@ -8,31 +8,51 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-# Requests are what comes from there, and replies what goes there.
-WAYS = {"both": ("requests", "replies"), "requests": ("requests",), "replies": ("replies",)}
-# Nobody's: what is sent to it is not taken by the other end.
+# Requests come from the other namespace, and replies go there.
+WAYS = {
+    "both": ("requests", "replies"),
+    "requests": ("requests",),
+    "replies": ("replies",),
+}
+# A hardware address that no interface has. Packets to it are lost.
 NOBODY = "02:00:00:00:00:01"
 
 
 class Namespace:
-    """
-    Started with ``with``; ``enter`` is what a command begins with that is to run in it.
+    """A network namespace that exists within a ``with`` block.
 
-    Packets are lost without a word, in one way or both, as on a network that is broken: connections stand, what was
-    sent is sent again and again, each time after twice as long, and comes late.
+    A command that starts with ``enter`` runs in it. Packets can be lost silently in one
+    or both directions, as in a broken network. Connections stay open. Packets are
+    retransmitted with doubled intervals and arrive late.
     """
 
     def __enter__(self) -> Self:
-        # It ends with its standard input, and so with who started it.
-        self._process = process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE)
+        # The process ends with its standard input, and so with the process that started
+        # it.
+        self._process = process = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE
+        )
         number = process.pid % 2**14
         self.enter = ("nsenter", f"--net=/proc/{process.pid}/ns/net")
         self._here, self._there = f"dlocks{number}", f"there{number}"
-        self.address, self._its_address = (f"10.213.{number >> 6}.{(number & 63) * 4 + one}" for one in (1, 2))
+        self.address, self._its_address = (
+            f"10.213.{number >> 6}.{(number & 63) * 4 + one}" for one in (1, 2)
+        )
         self._cut: tuple[str, ...] = ()
         try:
             self._await()
-            _ip("link", "add", self._here, "type", "veth", "peer", "name", self._there, "netns", str(process.pid))
+            _ip(
+                "link",
+                "add",
+                self._here,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                self._there,
+                "netns",
+                str(process.pid),
+            )
             for address, name, where in (
                 (self.address, self._here, ()),
                 (self._its_address, self._there, self.enter),
@@ -53,10 +73,21 @@ class Namespace:
         self._process.wait(15)
 
     def cut(self, way: str) -> None:
-        """Lose what goes this way from now on."""
+        """Drop all packets in this direction from now on."""
         self._cut = WAYS[way]
         for address, name, where in map(self._end, self._cut):
-            _ip("neighbour", "replace", address, "lladdr", NOBODY, "dev", name, "nud", "permanent", where=where)
+            _ip(
+                "neighbour",
+                "replace",
+                address,
+                "lladdr",
+                NOBODY,
+                "dev",
+                name,
+                "nud",
+                "permanent",
+                where=where,
+            )
 
     def heal(self) -> None:
         for address, name, where in map(self._end, self._cut):
@@ -64,18 +95,26 @@ class Namespace:
         self._cut = ()
 
     def _end(self, way: str) -> tuple[str, str, tuple[str, ...]]:
-        """Return whom the sender of this way takes for whom, on which of its interfaces, and where it is."""
-        return (self._its_address, self._here, ()) if way == "replies" else (self.address, self._there, self.enter)
+        """Return the receiver's address, the sender's interface, and its namespace."""
+        return (
+            (self._its_address, self._here, ())
+            if way == "replies"
+            else (self.address, self._there, self.enter)
+        )
 
     def _await(self) -> None:
-        own, its = (Path(f"/proc/{process}/ns/net") for process in ("self", self._process.pid))
+        own, its = (
+            Path(f"/proc/{process}/ns/net") for process in ("self", self._process.pid)
+        )
         deadline = time.monotonic() + 15
         while self._process.poll() is None and time.monotonic() < deadline:
             with suppress(OSError):
                 if its.readlink() != own.readlink():
                     return
             time.sleep(0.01)
-        raise PermissionError("A network namespace cannot be made here; that takes root.")
+        raise PermissionError(
+            "A network namespace cannot be made here; that takes root."
+        )
 
 
 def _ip(*arguments: str, where: tuple[str, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""A process that has everything imported, and forks a worker whenever it is told to: a start costs milliseconds."""
+"""A process with all imports done, which forks workers within milliseconds."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.nemesis.task import Task
 
 
 class Nursery:
-    """The side of who starts workers."""
+    """The client of the process, which starts workers."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path, before: Sequence[str] = ()) -> None:
-        """Start it, in this environment; ``before`` is what its command begins with."""
+    def __init__(
+        self, environment: Mapping[str, str], log: Path, before: Sequence[str] = ()
+    ) -> None:
+        """Start the process with this environment, and ``before`` as a prefix."""
         self._log_path = log
         self._log = log.open("ab")
         self._process = subprocess.Popen(
@@ -30,12 +32,16 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, **environment, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+            env={
+                **os.environ,
+                **environment,
+                "DJANGO_SETTINGS_MODULE": "tests.settings",
+            },
         )
         self._mutex = threading.Lock()
 
     def start(self, task: Task) -> int:
-        """Start a worker; return its process id."""
+        """Start a worker and return its process id."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -49,7 +55,7 @@ class Nursery:
             raise RuntimeError(f"The nursery ended with {process.wait(15)}:\n{log}")
 
     def close(self) -> None:
-        """End it, and with it its workers."""
+        """End the process together with its workers."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -72,7 +78,7 @@ def main() -> None:
     from tests.nemesis import worker
     from tests.servers import die_with_parent
 
-    # Started by one thread, ended with it.
+    # The process is started by one thread, and workers end together with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     children: list[int] = []

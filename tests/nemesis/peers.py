@@ -1,8 +1,8 @@
-"""
-Other locks behind the face that a worker knows, under the same faults: what is theirs is used as they document it.
+"""Other locks behind the interface of the worker, used as they document it.
 
-A peer's hold is believed in until its block ends, as its users do: none of them tells its holder when it is lost. The
-checker judges them as it does dlocks, by what was written down; their tokens are the moment of the grant.
+They run under the same faults. None of them reports a lost lock to its holder, so a
+hold counts until its block ends, as its users assume. The checker judges their records
+as it judges those of dlocks. Their tokens are the times of the grants.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dlocks.exceptions import LockBackendError, LockLost, LockTimeout
+from dlocks import LockBackendError, LockLost, LockTimeout
 from tests.nemesis.task import Task
 
-# How often those are asked again that do not wait themselves.
+# Seconds between two attempts with locks that do not wait by themselves.
 AGAIN = 0.05
 FOREVER = float("inf")
 
@@ -30,7 +30,10 @@ class PeerHold:
 
 
 class Peer:
-    """One lock of a peer; ``redis`` says whether it is in a Redis, and not in the database."""
+    """One lock of a peer.
+
+    ``redis`` is true if it is in a Redis and not in the database.
+    """
 
     label = ""
     through = "direct"
@@ -45,7 +48,9 @@ class Peer:
         raise NotImplementedError
 
     def busy(self) -> LockTimeout:
-        return LockTimeout(f"{self.key!r} is taken", key=self.key, timeout=self.timeout, holder=None)
+        return LockTimeout(
+            f"{self.key!r} is taken", key=self.key, timeout=self.timeout, holder=None
+        )
 
     def lost(self) -> LockLost:
         return LockLost(f"{self.key!r} is somebody else's", key=self.key, token=0)
@@ -65,7 +70,9 @@ class RedisPy(Peer):
     def acquire(self) -> PeerHold:
         import redis
 
-        lock = _redis().lock(self.key, timeout=self.task.ttl, blocking_timeout=self.timeout)
+        lock = _redis().lock(
+            self.key, timeout=self.task.ttl, blocking_timeout=self.timeout
+        )
         try:
             if not lock.acquire():
                 raise self.busy()
@@ -133,7 +140,11 @@ class Advisory(Peer):
         return bool(answer)
 
 
-PEERS: dict[str, type[Peer]] = {"redis-py": RedisPy, "django-db-mutex": DBMutex, "advisory": Advisory}
+PEERS: dict[str, type[Peer]] = {
+    "redis-py": RedisPy,
+    "django-db-mutex": DBMutex,
+    "advisory": Advisory,
+}
 
 _clients: dict[int, Any] = {}
 
@@ -141,7 +152,9 @@ _clients: dict[int, Any] = {}
 def _redis() -> Any:
     import redis
 
-    # Not that of the process which forked this one.
+    # The client of the parent process must not be used after a fork.
     if os.getpid() not in _clients:
-        _clients[os.getpid()] = redis.Redis(port=int(os.environ["DLOCKS_TEST_REDIS"]), socket_timeout=5)
+        _clients[os.getpid()] = redis.Redis(
+            port=int(os.environ["DLOCKS_TEST_REDIS"]), socket_timeout=5
+        )
     return _clients[os.getpid()]

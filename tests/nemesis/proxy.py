@@ -1,4 +1,4 @@
-"""A TCP proxy (on loopback unless told otherwise) that drops a reply, keeps replies back, or cuts, when told to."""
+"""A TCP proxy that can drop a reply, delay replies or cut connections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ class Link:
 
 
 class Proxy:
-    def __init__(self, target: int, is_late: Callable[[float], object], address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        target: int,
+        is_late: Callable[[float], object],
+        address: str = "127.0.0.1",
+    ) -> None:
         self._target = target
         self._is_late = is_late
         self._listener = socket.create_server((address, 0))
@@ -38,19 +43,22 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def swallow_one(self, chance: random.Random) -> None:
-        """On one connection, let the next request through, and cut instead of the reply."""
+        """Forward the next request of one connection, and cut it before the reply."""
         if (link := self._any(chance)) is not None:
             link.swallows = True
 
     def delay_some(self, chance: random.Random, seconds: float) -> None:
-        """Keep the replies on about every other connection back."""
+        """Delay the replies on about every second connection."""
         with self._mutex:
             for link in self._links:
                 if chance.random() < 0.5:
                     link.delayed_until = time.monotonic() + seconds
 
     def late_some(self, chance: random.Random, seconds: float) -> None:
-        """On about every other connection, keep the reply to the next request back so long; say so when it comes."""
+        """Delay the reply to the next request on about every second connection.
+
+        ``is_late`` is called when that request is sent.
+        """
         with self._mutex:
             for link in self._links:
                 if chance.random() < 0.5:
@@ -90,8 +98,12 @@ class Proxy:
                 link = Link(client, server)
                 with self._mutex:
                     self._links.append(link)
-                threading.Thread(target=self._requests, args=(link,), daemon=True).start()
-                threading.Thread(target=self._replies, args=(link,), daemon=True).start()
+                threading.Thread(
+                    target=self._requests, args=(link,), daemon=True
+                ).start()
+                threading.Thread(
+                    target=self._replies, args=(link,), daemon=True
+                ).start()
 
     def _requests(self, link: Link) -> None:
         with contextlib.suppress(OSError):
@@ -108,7 +120,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := link.server.recv(65536):
                 if link.marked:
-                    # What was asked is done and committed; that it is goes no further.
+                    # The request has been processed and committed. Its reply is
+                    # dropped.
                     break
                 while (left := link.delayed_until - time.monotonic()) > 0:
                     time.sleep(min(left, 0.05))

@@ -1,11 +1,11 @@
-"""What a worker is told at its start, and what it shares with who tells it."""
+"""The parameters of a worker, and the definitions that it shares."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-# What the keys are for; "alone-2" is for what "alone" is.
+# The kind of lock for each key. A suffix as in "alone-2" does not change the kind.
 KEYS = {"alone": "x", "either": "x", "pages": "rw", "seats": "semaphore"}
 PERMITS = 2
 
@@ -15,13 +15,13 @@ def kind_of(key: str) -> str:
 
 
 def keys_of_each(number: int) -> tuple[str, ...]:
-    """Return so many keys of each kind."""
+    """Return that number of keys of each kind."""
     return tuple(f"{name}-{one}" for one in range(number) for name in KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a worker is told at its start."""
+    """The parameters of a worker."""
 
     slot: int
     seed: int
@@ -33,17 +33,17 @@ class Task:
     transactions: bool = True
     oddities: bool = True
     locked: bool = True
-    # For how many seconds at most a hold is thought about, and which share of the turns is odd.
+    # The maximum seconds of work under a hold, and the fraction of odd attempts.
     think: float = 0.03
     odd: float = 0.12
     host: str = ""
     port: int = 0
-    # Whether it is as if on another machine.
+    # Whether the worker behaves as if it were on another host.
     far: bool = False
-    # The only oddity, of all turns.
+    # The only oddity that the worker uses.
     oddity: str = ""
     bug: str = ""
-    # Whose lock it is, if not that of dlocks.
+    # The peer whose lock is used instead of dlocks.
     peer: str = ""
 
 

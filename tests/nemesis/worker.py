@@ -1,19 +1,20 @@
-"""
-What one process does: takes keys through the public face, changes what they protect, and writes down everything.
+"""A worker that acquires keys, changes protected data and records it all.
 
-The history is one JSON array per line, written by one ``write()`` each, so that a killed process has lost none. Times
-are of ``CLOCK_MONOTONIC``, which the processes of one machine share; the first two members are the kind and the number
-of the hold within its process:
+It uses the public API. The history has one JSON array per line. Each line is written by
+one ``write()``, so a killed process loses none. Times are from ``CLOCK_MONOTONIC``,
+which the processes of one machine share. The first two items are the kind of the record
+and the number of the hold within its process:
 
-``ask``  time, key, mode, scope, permits, ttl, alias, timeout    before the lock is asked for
-``got``  time, token, remaining                                  the hold is there
-``held`` time, remaining                                         ``hold.held`` was true then
-``lost`` time                                                    it was not, or LockLost was raised
-``end``  time                                                    release (or the commit) is about to be invoked
-``gone`` time, error                                             it was answered: "" when it was done
-``no``   time, error                                             not acquired
-``put``  time, register, value read, error                       a read-modify-write was done, or not
-``max``  seconds                                                 the hold has this max_hold
+    ask   time, key, mode, scope, permits, ttl, alias, timeout
+                                             before the lock is requested
+    got   time, token, remaining             the lock was acquired
+    held  time, remaining                    ``hold.held`` was true then
+    lost  time                               it was false, or LockLost was raised
+    end   time                               before the release or the commit
+    gone  time, error                        it was answered, "" on success
+    no    time, error                        the lock was not acquired
+    put   time, register, value read, error  a read-modify-write was done or failed
+    max   seconds                            the ``max_hold`` of the hold
 """
 
 from __future__ import annotations
@@ -31,18 +32,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+from django.db import (
+    DatabaseError,
+    InterfaceError,
+    connection,
+    connections,
+    transaction,
+)
 
-from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock, db_semaphore
-from dlocks.holds import Hold
+from dlocks import (
+    Hold,
+    LockError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
 from tests.models import Counter, Machine
 from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
 from tests.nemesis.task import PERMITS, Task, kind_of, now
 from tests.processes import go_far_away
 
-# The driver's own too: Django closes a cursor without telling of it in its own words.
+# This includes the driver's own errors. Django does not wrap errors from closing a
+# cursor.
 TROUBLES = (LockError, DatabaseError, InterfaceError, connection.Database.Error)
-# Options by which a driver gives a silent server up.
+# Options of the drivers that limit the wait for a silent server.
 GIVING_UP = {
     "postgresql": {"connect_timeout": 3, "tcp_user_timeout": 5000},
     "mysql": {"connect_timeout": 3, "read_timeout": 5, "write_timeout": 5},
@@ -78,13 +93,18 @@ class Worker:
             if self.random.random() < 0.2:
                 time.sleep(self.random.uniform(0, self.task.think))
 
-    # One turn.
+    # One attempt.
 
     def turn(self, key: str) -> None:
         kind = kind_of(key)
         timeout = self.random.choice([0, 0.3, 15.0, 15.0, 15.0])
-        in_transaction = self.task.transactions and (not self.task.leases or self.random.random() < 0.4)
-        policy: dict[str, Any] = {"using": self.random.choice(self.task.aliases), "timeout": timeout}
+        in_transaction = self.task.transactions and (
+            not self.task.leases or self.random.random() < 0.4
+        )
+        policy: dict[str, Any] = {
+            "using": self.random.choice(self.task.aliases),
+            "timeout": timeout,
+        }
         shared = kind != "x" and self.random.random() < 0.7
         if in_transaction and not shared:
             self.transact(key, policy)
@@ -108,18 +128,30 @@ class Worker:
         self.board.say(self.task.slot, ASKING, self.task.keys.index(key))
         ttl = policy.get("ttl", self.task.ttl)
         permits = PERMITS if kind_of(key) == "semaphore" else 0
-        self.write("ask", self.number, now(), key, mode, scope, permits, ttl, policy["using"], policy["timeout"])
+        self.write(
+            "ask",
+            self.number,
+            now(),
+            key,
+            mode,
+            scope,
+            permits,
+            ttl,
+            policy["using"],
+            policy["timeout"],
+        )
 
     def refused(self, error: BaseException) -> None:
         self.write("no", self.number, now(), type(error).__name__)
         if not isinstance(error, LockTimeout):
-            # Also what the last failure of a connection left in Django's wrapper.
+            # This also discards an error state of Django's connection.
             with contextlib.suppress(Exception):
                 connection.close()
             time.sleep(self.random.uniform(0.01, 0.1))
 
     def got(self, hold: Hold) -> None:
-        # The time first, here and below, so that nothing is said to be held for longer than it says itself.
+        # The time is read first, here and below. The record therefore never claims a
+        # longer hold than the hold itself.
         moment = now()
         self.write("got", self.number, moment, hold.token, finite(hold.remaining))
         self.board.say(self.task.slot, HOLDING, self.board.read(self.task.slot)[1])
@@ -128,11 +160,17 @@ class Worker:
         moment = now()
         remaining = finite(hold.remaining)
         held = hold.held
-        self.write(*(("held", self.number, moment, remaining) if held else ("lost", self.number, moment)))
+        self.write(
+            *(
+                ("held", self.number, moment, remaining)
+                if held
+                else ("lost", self.number, moment)
+            )
+        )
         return held
 
     def transact(self, key: str, policy: dict[str, Any]) -> None:
-        """A read-modify-write under a lock that belongs to the transaction."""
+        """Read, modify and write under a lock that belongs to the transaction."""
         register = f"transaction {key}"
         value, answer = None, ""
         try:
@@ -151,7 +189,9 @@ class Worker:
                 self.think(hold, at_most=self.task.think)
                 Counter.objects.filter(name=register).update(value=value + 1)
                 hold.release()
-                self.board.say(self.task.slot, LEAVING, self.board.read(self.task.slot)[1])
+                self.board.say(
+                    self.task.slot, LEAVING, self.board.read(self.task.slot)[1]
+                )
                 self.write("end", self.number, now())
         except TROUBLES as error:
             answer = type(error).__name__
@@ -188,11 +228,16 @@ class Worker:
                 connection.close()
         self.release(hold)
 
-    def enter_again(self, hold: Hold, key: str, policy: dict[str, Any], *, shared: bool) -> None:
+    def enter_again(
+        self, hold: Hold, key: str, policy: dict[str, Any], *, shared: bool
+    ) -> None:
         again = self.lock(key, policy, shared=shared).acquire()
         try:
             if self.look(hold) and again.token != hold.token:
-                raise AssertionError(f"Entered again, {key!r} has the token {again.token} and not {hold.token}")
+                raise AssertionError(
+                    f"Entered again, {key!r} has the token {again.token} and not"
+                    f" {hold.token}"
+                )
             self.think(again, at_most=self.task.think)
         finally:
             again.release()
@@ -203,7 +248,17 @@ class Worker:
         if not self.task.oddities or self.random.random() > self.task.odd:
             return ""
         return self.random.choice(
-            ["unrenewed", "unrenewed", "hung", "forked", "greedy", "abandoned", "long", "long", "nested"]
+            [
+                "unrenewed",
+                "unrenewed",
+                "hung",
+                "forked",
+                "greedy",
+                "abandoned",
+                "long",
+                "long",
+                "nested",
+            ]
         )
 
     def acquire(self, key: str, policy: dict[str, Any], *, shared: bool) -> Hold | None:
@@ -218,7 +273,7 @@ class Worker:
 
     def body(self, hold: Hold, key: str, odd: str, *, shared: bool) -> None:
         if odd in {"unrenewed", "hung"}:
-            # As long as it may be held, to the last moment.
+            # Hold for as long as possible, to the last moment.
             end = now() + 3 * self.task.ttl
             while self.look(hold) and now() < end:
                 time.sleep(0.02)
@@ -236,9 +291,12 @@ class Worker:
         if not isinstance(hold, Hold):
             self.think(hold, at_most=self.task.think)
             row = Counter.objects.filter(name=f"unfenced {key}")
-            self.put(f"unfenced {key}", unfenced, lambda: row.update(value=unfenced + 1))
+            self.put(
+                f"unfenced {key}", unfenced, lambda: row.update(value=unfenced + 1)
+            )
             return
-        # Claimed before it is read: what is read is what the last holder left, and no older token can write.
+        # The row is claimed before it is read. The value is then the last holder's, and
+        # no older token can write.
         machine = Machine.objects.claim(self.task.keys.index(key) + 1, hold)
         fenced = machine.steps
         self.think(hold, at_most=self.task.think)
@@ -249,7 +307,10 @@ class Worker:
         self.guarded(hold, key)
 
     def guarded(self, hold: Hold, key: str) -> None:
-        """A read-modify-write in a transaction that commits under the lease or not at all, where there is such."""
+        """Read, modify and write in a transaction guarded by the lease.
+
+        It commits under the lease or not at all. Peers without ``atomic()`` skip it.
+        """
         if not hasattr(hold, "atomic"):
             return
         register, value, answer = f"guarded {key}", None, ""
@@ -297,11 +358,11 @@ class Worker:
     # Oddities.
 
     def fork(self, hold: Hold) -> None:
-        """A child that gives back what is its parent's."""
+        """Fork a child that releases its parent's hold."""
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                # Never the parent's connection.
+                # The child must never use the parent's connection.
                 for inherited in connections.all(initialized_only=True):
                     inherited.connection = None
                 with contextlib.suppress(LockLost):
@@ -310,7 +371,10 @@ class Worker:
         os.waitpid(child, 0)
 
     def in_thread(self, key: str, policy: dict[str, Any], *, shared: bool) -> None:
-        """A thread that dies and leaves its hold to nobody, though something still refers to it."""
+        """Start a thread that ends without releasing its hold.
+
+        A reference to the hold remains.
+        """
 
         def run() -> None:
             try:
@@ -332,7 +396,7 @@ def finite(seconds: float) -> float:
 
 
 def keep_the_gil(seconds: float) -> None:
-    """One call into C that lets no other thread run for about so long."""
+    """Make one call into C that keeps the GIL for about this time."""
     length, took = 16, 0.0
     while took < seconds / 3:
         started = now()
@@ -342,7 +406,10 @@ def keep_the_gil(seconds: float) -> None:
 
 
 def tolerant(sleep: Callable[[float], None]) -> Callable[[float], None]:
-    """Return a sleep that libfaketime cannot make an error of, as it does when a SIGSTOP comes in between."""
+    """Return a sleep that ignores the errors of libfaketime.
+
+    libfaketime raises an error when a SIGSTOP interrupts the sleep.
+    """
 
     def rest(seconds: float) -> None:
         with contextlib.suppress(OSError):
@@ -354,7 +421,8 @@ def tolerant(sleep: Callable[[float], None]) -> Callable[[float], None]:
 def main(task: Task) -> None:
     default = connections.settings["default"]
     if task.host:
-        # As the documentation has it for who asks by a network: a driver that waits for ever is waited for.
+        # The documentation recommends these options over a network. Without them,
+        # dlocks waits for as long as the driver does.
         default["HOST"] = task.host
         default["OPTIONS"] = default.get("OPTIONS", {}) | GIVING_UP[connection.vendor]
     if task.port:

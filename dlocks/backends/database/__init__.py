@@ -1,78 +1,113 @@
-"""
-Locks as rows of one table, in the database that the project already runs.
+"""Locks as rows of one table, in the project's own database.
 
-The backends share the table and exclude each other on it; they differ in how they take a row:
+The backends share the table and exclude each other. They differ in how they acquire a
+row:
 
-* ``PessimisticBackend`` locks it, without waiting for it, and writes it, in one statement: by ``SELECT … FOR UPDATE
-  SKIP LOCKED``, or on MariaDB by an ``UPDATE`` that waits for no lock;
-* ``OptimisticBackend`` reads it without a lock, and writes it where ``version`` is still the one it read;
-* ``InsertBackend`` inserts it and deletes it: the unique key itself is the lock.
+* ``PessimisticBackend`` locks the row without waiting, and writes it, in one statement.
+  It uses ``SELECT ... FOR UPDATE SKIP LOCKED``, or on MariaDB an ``UPDATE`` that waits
+  for no lock.
+* ``OptimisticBackend`` reads the row without a lock, and writes it if ``version`` is
+  unchanged.
+* ``InsertBackend`` inserts and deletes the row. The unique key itself is the lock.
 
-A lease is a row whose ``end_time`` lies ahead, each change of it a committed statement of its own. In transaction
-scope the row is written so that it is free as soon as the caller's transaction commits; until then the database
-itself keeps everybody else away from it. No statement here waits for a row that another transaction has.
+A lease is a row with an ``end_time`` in the future. Each change of it is a committed
+statement of its own. In transaction scope the row is written so that it is free as soon
+as the caller's transaction commits. Until then the database itself keeps all other
+callers away from it. No statement here waits for a row that another transaction has
+locked.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
-from django.db import transaction
-from django.db.utils import Error
+from django.apps import apps
+from django.db import router, transaction
+from django.db.utils import DatabaseError, Error
+from django.utils import timezone
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Claim, Grant, Holder
-from dlocks.backends.database.dialects import KEY, refuse_lost
-from dlocks.backends.database.direct import Reply
+from dlocks.backends.base import BaseBackend
+from dlocks.backends.database.checks import check_database
 from dlocks.backends.database.line import PERSISTENT_FOR, STOPPED_FOR, Entrance
 from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.records import Records
 from dlocks.backends.database.several import Several
-from dlocks.backends.database.statements import FREE_BY_CLOCK, GRANT, IN_LINE, MICROSECONDS
+from dlocks.backends.database.statements import (
+    FREE_BY_CLOCK,
+    GRANT,
+    IN_LINE,
+    MICROSECONDS,
+    RELEASED,
+    STALE_AFTER_GRACE,
+)
 from dlocks.backends.database.tending import BATCH, STALE, Tending
+from dlocks.backends.database.watchdog import table_watchdog
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
+from dlocks.pools import is_pooled
+from dlocks.sql.dialects import KEY, MySQL, refuse_lost
+from dlocks.sql.direct import Reply
+from dlocks.text import permits_taken, printable, shown_holder, shows_holder
+from dlocks.values import UNLIMITED, Claim, Grant, Holder, Kept
 
-# How often a key that looks free is tried in one attempt.
+# Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
+# Reads that find a row locked before a transaction is assumed to keep it.
+LOCKED_TRIES = 4
+
+# The isolation levels at which each statement takes its own snapshot.
+STATEMENT_SNAPSHOTS = {"READ COMMITTED", "READ UNCOMMITTED"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one look at a row told. ``free`` is for the claim that looked."""
+    """A lock row, as read without a row lock. ``free`` depends on the claim."""
 
     free: bool
     stale: bool
     version: int
-    # Free, but others share the key, or stand in line before the claim.
+    # Free, but the key has shared holds or earlier waiters.
     blocked: bool
-    # When the lease ends, in microseconds since 1970.
+    # The end of the lease in microseconds since 1970.
     ends: int
 
 
 class DatabaseBackend(Several, Tending, Records, BaseBackend):
-    """
-    What the backends of the database family share. ``database`` is an alias of DATABASES, and always written to.
+    """The base class of the database backends.
 
-    ``listen`` says whether waiting claims are told of their turn: by datagrams from processes of the same machine, from
-    others by NOTIFY on PostgreSQL, by ending a sleep on MariaDB and MySQL. By default the server does where the session
-    is the process's own; behind a pooler, and on SQLite, processes look for what they are not told. With ``False``
-    nobody is told. ``prepare`` says whether most statements outside of transactions go to the driver itself, past
-    Django's cursor, where nobody looks at what goes through that. On PostgreSQL they are those that a session sends
-    often, which are prepared: by default where the session is the process's own, with ``True`` behind a pooler too that
-    knows prepared statements. ``history`` says whether each hold that ends becomes a row of the history.
+    ``database`` is an alias of DATABASES that accepts writes.
 
-    ``expiry`` says how others know that a holder is gone: by the database's ``"clock"``, at the end of its lease; or
-    ``"observed"``, once the row has been the same for ttl and grace on the clock of the process that waits. That
-    cannot be fooled by a clock that is stepped, takes that long from when somebody began to wait, and only waiters can
-    do it. All processes have to have it alike, and no claim's ttl may be longer than the backend's.
+    ``listen`` says whether waiters are notified of their turn. Processes on the same
+    host send each other datagrams. Processes on other hosts use NOTIFY on PostgreSQL,
+    and interrupt a sleeping statement on MariaDB and MySQL. By default the server
+    notifies if the session belongs to the process alone. Behind a pooler, and on
+    SQLite, processes poll for grants without a notification. With ``False`` there are
+    no notifications.
+
+    ``prepare`` says whether most statements outside of transactions bypass Django's
+    cursor and go to the driver. Connections with an instrumented cursor are excepted.
+    On PostgreSQL these are the statements that a session sends often, which are
+    prepared. By default this needs a session that belongs to the process alone. With
+    ``True`` it includes poolers that support prepared statements.
+
+    ``history`` says whether each hold that ends is recorded in the history.
+
+    ``expiry`` says how other callers detect that a holder is gone. With ``"clock"`` it
+    is gone when its lease has ended by the database's clock. With ``"observed"`` it is
+    gone when its row has not changed for ttl and grace on the clock of the waiting
+    process. That is immune to clock steps, but it takes that long from the start of the
+    wait, and only waiters can do it. All processes need the same value, and no claim's
+    ttl may exceed the backend's.
     """
 
     supports_transactions: ClassVar[bool] = True
@@ -98,7 +133,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 raise TypeError(f"{name} must be True, False or None, not {value!r}")
         if not isinstance(history, bool):
             raise TypeError(f"history must be True or False, not {history!r}")
-        if expiry not in {"clock", "observed"}:
+        if expiry not in ("clock", "observed"):
             raise ValueError(f"expiry must be 'clock' or 'observed', not {expiry!r}")
         self.database = database
         self.listening = listen
@@ -107,7 +142,8 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         self._crowded: set[str] = set()
         self._asked: set[str] = set()
         self._entrance = Entrance()
-        # The texts of the statements that are sent most, by what they depend on.
+        # The texts of the most frequent statements, by what they depend on.
+        self._texts = {}
         self._grants: dict[tuple[Any, ...], str] = {}
         self._releases: dict[bool, str] = {}
         self.expiry = expiry
@@ -118,9 +154,16 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def tells_leases(self) -> bool:  # type: ignore[override]
         return self.observations is None
 
-    # The waist.
+    @property
+    def renews_late(self) -> bool:
+        # While a transaction writes to SQLite, no lease can be renewed and no other
+        # caller can acquire a key.
+        return self.dialect.one_writer
+
+    # The interface of a backend.
 
     def acquire(self, claim: Claim) -> Grant | None:
+        self._refuse_unstorable(claim.key)
         if claim.shared:
             if (grant := self._share(claim)) is None:
                 self._refuse(claim, None)
@@ -137,17 +180,33 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             if token is not None or row is not None:
                 break
             if number:
-                # Not made: where the row is to be, somebody else's statement had the gap locked just then.
+                # The row was not created, because another statement had locked the gap
+                # at that moment.
                 time.sleep(random.uniform(0, 0.001 * 2**number))  # noqa: S311 (jitter)
             self._create(claim.key)
             token, row = self._take(claim)
-        if token is None and row is not None and row.blocked and self._unblock(claim.key):
-            # They were dead, or it was their turn and is over.
+        if (
+            token is None
+            and row is not None
+            and row.blocked
+            and self._unblock(claim.key)
+        ):
+            # The waiters were dead, or their turn has passed.
             token, row = self._take(claim)
-        if token is None and row is not None and row.stale and claim.takeover and self.observations is not None:
-            # By what was seen, not by the clock.
+        if (
+            token is None
+            and row is not None
+            and row.stale
+            and claim.takeover
+            and self.observations is not None
+        ):
+            # Observations decide here, not the clock.
             end = partial(self._end_silent, claim.key, row.version, row.ends)
-            if self.outside(end) if self.in_transaction() and not self.dialect.one_writer else end():
+            if (
+                self.runtime.run(end)
+                if self.in_transaction() and not self.dialect.one_writer
+                else end()
+            ):
                 token, _ = self._take(claim)
         if token is not None:
             return Grant(token, takeover=row is not None and row.stale)
@@ -156,35 +215,51 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         left: dict[str, float] = {}
-        for ttl, shared in {(claim.ttl, claim.shared) for claim in claims}:
-            alike = [claim for claim in claims if (claim.ttl, claim.shared) == (ttl, shared)]
+        for kind in {(claim.ttl, claim.shared, claim.late) for claim in claims}:
+            alike = [
+                claim
+                for claim in claims
+                if (claim.ttl, claim.shared, claim.late) == kind
+            ]
             for start in range(0, len(alike), BATCH):
-                left |= self._renew(alike[start : start + BATCH], ttl, shared)
+                left |= self._renew(alike[start : start + BATCH], *kind)
         return left
 
     def recount(self, claim: Claim, count: int) -> bool:
+        assignments = "hold_count = %(count)s" + (
+            f", end_time = {self._renewed}" if claim.late else ""
+        )
+        parameters = {"count": count, "ttl": round(claim.ttl * MICROSECONDS)}
         if claim.shared:
-            sql = f"UPDATE {{claims}} SET hold_count = %(count)s WHERE owner = %(owner)s AND {self._live_share}"
-            return self._count(self._text(sql), {"owner": claim.owner, "count": count}) == 1
+            live = "version IS NOT NULL" if claim.late else self._live_share
+            sql = (
+                f"UPDATE {{claims}} SET {assignments} WHERE owner = %(owner)s AND"
+                f" {live}"
+            )
+            return (
+                self._count(self._text(sql), {"owner": claim.owner, **parameters}) == 1
+            )
         where = f"{KEY} AND owner = %(owner)s"
         if claim.scope == "lease":
-            # In transaction scope the row is written as free already; while it is this owner's it is held.
-            where += f" AND {self._live}"
-        return self._write(claim, "hold_count = %(count)s", where, {"count": count})
+            # In transaction scope the row is already written as free. It is held as
+            # long as it has this owner.
+            where += " AND status = 'P'" if claim.late else f" AND {self._live}"
+        return self._write(claim, assignments, where, parameters)
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if claim.scope == "transaction" and not claim.shared and self.in_transaction():
             if self.connection.needs_rollback:
-                # It is given back by that.
+                # The rollback releases it.
                 return True
             return self._release_on_commit(claim, failed=failed, keep=keep)
         session, began = self._session(), clock.now()
         if failed:
-            # Perhaps of who gives up, and has no more than a place in line: then it has no time left.
+            # The caller may have timed out as a waiter. Then it has no time left.
             with self._briefly():
                 released = self._release(claim, failed=failed, keep=keep)
         else:
-            released = self._release(claim, failed=failed, keep=keep)
+            with table_watchdog.patience():
+                released = self._release(claim, failed=failed, keep=keep)
         if released:
             return True
         return not claim.shared and self._was_given_back([claim], session, began)
@@ -197,20 +272,26 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             if self._release_at_once(claim, failed=failed, keep=keep):
                 self._crowded.discard(claim.key)
                 return True
-            # Somebody waits, or the claim has something else to give back.
+            # The key has waiters, or the claim has something else to release.
             if not keep and not crowded and self._hand_over(claim, failed=failed):
                 return True
         return self._leave(claim, failed=failed, keep=keep)
 
     def _release_at_once(self, claim: Claim, *, failed: bool, keep: float) -> bool:
-        """Give the key back in one statement, where nobody waits for it."""
-        # A crash of the server may forget a lease's release; then the lease runs out, that is all.
+        """Release the key in one statement if it has no waiters."""
+        # A crash of the server may lose the release of a lease. Then the lease expires,
+        # and there is no other harm.
         forgettable = not keep and not self.in_transaction()
         if (sql := self._releases.get(forgettable)) is None:
-            assignments = f"status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
+            assignments = (
+                "status = %(status)s, hold_count = 0, end_time ="
+                f" {self.dialect.after('keep')}"
+            )
             where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
             sql = self._sql(self.dialect.compare_and_swap, assignments, where)
-            sql = self._releases[forgettable] = sql + (self.dialect.forgettable if forgettable else "")
+            sql = self._releases[forgettable] = sql + (
+                self.dialect.forgettable if forgettable else ""
+            )
         parameters = {
             "status": "F" if failed else "S",
             "keep": round(keep * MICROSECONDS),
@@ -222,103 +303,298 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _release_on_commit(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         dialect = self.dialect
-        assignments = f"status = %(status)s, hold_count = 0, end_time = {dialect.after('keep')}{dialect.count_in}"
-        parameters = {"status": "F" if failed else "S", "keep": round(keep * MICROSECONDS)}
-        return self._write(claim, assignments, f"{KEY} AND owner = %(owner)s", parameters, dialect.tell_first)
+        assignments = (
+            "status = %(status)s, hold_count = 0, end_time ="
+            f" {dialect.after('keep')}{dialect.count_in}"
+        )
+        parameters = {
+            "status": "F" if failed else "S",
+            "keep": round(keep * MICROSECONDS),
+        }
+        return self._write(
+            claim,
+            assignments,
+            f"{KEY} AND owner = %(owner)s",
+            parameters,
+            dialect.tell_first,
+        )
 
     def pin(self, claim: Claim, database: str) -> bool:
-        there = self if database == self.database else copy.copy(self)
+        if database == self.database:
+            return self._pin(claim, self)
+        there = copy.copy(self)
+        # The schema in which the hold was granted. Sessions of the other alias may
+        # begin with another search path.
+        there._tables = self._tables
         there.database = database
-        return there._pin(claim)
+        return there._pin(claim, self)
 
-    def _pin(self, claim: Claim) -> bool:
-        # Written, not only locked: a row lock is not seen by the other nodes of a Galera cluster.
+    def _pin(self, claim: Claim, own: DatabaseBackend) -> bool:
+        # The row is written, not only locked, because the other nodes of a Galera
+        # cluster do not see row locks.
         parameters: dict[str, Any] = {
             "key": claim.key,
             "owner": claim.owner,
             "ttl": round(claim.ttl * MICROSECONDS),
         }
         if claim.shared:
-            # Whoever looks for shares that ended passes over one that is locked.
-            table, primary, mine = "{claims}", "id", f"owner = %(owner)s AND NOT {IN_LINE}"
-            if (row := self._row_of(claim)) is not None:
-                # For MySQL and MariaDB, which at REPEATABLE READ find it by its owner only by locking the gap before
-                # that too: nobody whose owner falls in there could go into line, for whichever key.
-                mine += " AND id = %(id)s"
-                parameters["id"] = row[0]
+            # The search for expired shared holds skips rows that are locked.
+            table, primary, mine = (
+                "{claims}",
+                "id",
+                f"owner = %(owner)s AND NOT {IN_LINE}",
+            )
         else:
-            table, primary, mine = "{locks}", "key_resource", f"{KEY} AND owner = %(owner)s AND status = 'P'"
-        sql = self._text(self.dialect.update(table, f"end_time = {self._renewed}", mine, primary))
-        return bool(self._insist(lambda: self._count(sql, parameters), claim.key, mine, parameters, table=table))
+            table, primary, mine = (
+                "{locks}",
+                "key_resource",
+                f"{KEY} AND owner = %(owner)s AND status = 'P'",
+            )
+        row = mine, parameters, table, primary
+        read, write = partial(self._own_row, *row), partial(self._renew_picked, *row)
+        if isinstance(self.dialect, MySQL):
+            # One statement at READ COMMITTED. At another level it finds and locks
+            # nothing.
+            if self._renew_picked(
+                f"{mine} AND {self.dialect.read_committed}", parameters, table, primary
+            ):
+                return True
+            level, rolls_back = self._isolation()
+            if level not in STATEMENT_SNAPSHOTS:
+                # A plain SELECT would take the transaction's snapshot. MariaDB then
+                # refuses to lock a row that changed since (innodb_snapshot_isolation,
+                # 11.6). The rows of a TestCase cannot be seen from outside.
+                if not self.keeps_shares():
+                    read = partial(own.runtime.run, partial(own._own_row, *row))
+                if claim.shared:
+                    if not (rows := read()):
+                        return False
+                    parameters["id"] = rows[0][1]
+                write = partial(self._renew_by_primary_key, *row, rolls_back=rolls_back)
+        return bool(self._insist(write, claim.key, read))
+
+    def _renew_picked(
+        self, mine: str, parameters: Mapping[str, Any], table: str, primary: str
+    ) -> int:
+        return self._count(
+            self._text(
+                self.dialect.update(table, f"end_time = {self._renewed}", mine, primary)
+            ),
+            parameters,
+        )
+
+    def _renew_by_primary_key(
+        self,
+        mine: str,
+        parameters: Mapping[str, Any],
+        table: str,
+        primary: str,
+        *,
+        rolls_back: bool,
+    ) -> int:
+        """Lock and write a row in an InnoDB transaction above READ COMMITTED.
+
+        Return 0 if the row is locked. At that level a search by another index, or one
+        that skips a locked row, also locks the gap beside the row until the transaction
+        ends. Then no session can insert a row there. A search by the whole primary key
+        does not lock the gap.
+        """
+        row = KEY if primary == "key_resource" else "id = %(id)s"
+        indexed = f"{table} FORCE INDEX (PRIMARY)"
+        try:
+            self._rows(
+                self._text(f"SELECT 1 FROM {indexed} WHERE {row} FOR UPDATE NOWAIT"),
+                parameters,
+            )
+        except LockBackendError as error:
+            if rolls_back or not (
+                isinstance(error.__cause__, DatabaseError)
+                and self.dialect.is_locked(error.__cause__)
+            ):
+                raise
+            return 0
+        writing = (
+            f"UPDATE {indexed} SET end_time = {self._renewed} WHERE {row} AND {mine}"
+        )
+        return self._count(self._text(writing), parameters)
+
+    def _own_row(
+        self,
+        mine: str,
+        parameters: Mapping[str, Any],
+        table: str = "{locks}",
+        column: str = "version",
+    ) -> Any:
+        """Return the seconds left of a lease, and the value of a column.
+
+        ``mine`` is the condition for the row.
+        """
+        left = self.dialect.seconds_until("end_time")
+        return self._rows(
+            self._text(f"SELECT {left}, {column} FROM {table} WHERE {mine}"), parameters
+        )
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
-        # Of the successor too: of an exchange whose reply was lost.
+        # The successor's row matches too, in case the reply to an exchange was lost.
         where = f"{KEY} AND owner IN (%(owner)s, %(predecessor)s) AND {self._live}"
-        sql = self._sql(self.dialect.compare_and_swap, GRANT, where) + self.dialect.returning
+        sql = (
+            self._sql(self.dialect.compare_and_swap, GRANT, where)
+            + self.dialect.returning
+        )
         parameters = {**self._parameters(successor), "predecessor": claim.owner}
-        token = self._insist(lambda: self._granted(sql, parameters), claim.key, where, parameters)
+        read = partial(self._own_row, where, parameters)
+        token = self._insist(lambda: self._granted(sql, parameters), claim.key, read)
         return None if token is None else Grant(token)
 
     def holder(self, key: str) -> Holder | None:
-        from dlocks.models import LockState, ResourceLock
+        from dlocks.models import LockState
 
-        rows = ResourceLock.objects.using(self.database).by_clock().filter(pk=key).values()
-        row: Any = self._run(lambda *_: rows.first())
-        if row is not None and row["state"] == LockState.FREE and row["shares"]:
-            row = self._first_share(key)
+        row = self._holder_row(key, Kept())
+        if (
+            row is not None
+            and row["state"] == LockState.STALE
+            and (kept := self.kept([key])) != Kept()
+        ):
+            row = self._holder_row(key, kept)
         if row is None or row["state"] == LockState.FREE:
             return None
-        return Holder(
-            key=key,
-            holder=row["holder"],
-            owner_ip=row["owner_ip"],
-            since=row["begin_time"],
-            remaining=row["seconds_left"],
-            token=row["version"],
-            count=row["hold_count"],
-            stale=row["state"] == LockState.STALE,
-        )
+        return _holder_of(row)
 
-    def _first_share(self, key: str) -> Any:
+    def _holder_row(self, key: str, kept: Kept) -> Any:
+        from dlocks.models import LockState, ResourceLock
+
+        rows = (
+            ResourceLock.objects.using(self.database)
+            .by_clock(kept)
+            .filter(pk=key)
+            .values()
+        )
+        row: Any = self._run(lambda *_: rows.first())
+        if row is None or row["state"] != LockState.FREE or not row["shares"]:
+            return row
+        # A live hold comes before a stale one.
+        return self._run(lambda *_: self._shares_of(key, kept).first())
+
+    def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
+        from dlocks.models import LockState, ResourceLock
+
+        if (fact := self._taken_in_admin(claim, age)) is not None or claim.shared:
+            return fact
+        rows = (
+            ResourceLock.objects.using(self.database)
+            .by_clock()
+            .filter(pk=claim.key)
+            .values()
+        )
+        row: Any = self._run(lambda *_: rows.first())
+        if row is None or row["version"] == token:
+            return None
+        holder = _holder_of(row)
+        if row["state"] != LockState.FREE:
+            return f"it is held by {holder}"
+        ago = f"{-holder.remaining:.1f} s ago"
+        if row["status"] == "F" and not row["owner"]:
+            return (
+                f"it was cleared, or released by force, {ago}. The log dlocks.audit"
+                " says by whom and why"
+            )
+        return f"{shown_holder(holder.holder)} has had it since, and released it {ago}"
+
+    def _taken_in_admin(self, claim: Claim, age: float) -> str | None:
+        """Return what the admin's log says about a forced release of the claim.
+
+        Return None without an entry, or if the log is in another database.
+        """
+        if not apps.is_installed("django.contrib.admin"):
+            return None
+        from django.contrib.admin.models import LogEntry
+        from django.contrib.auth import get_user_model
+
+        if router.db_for_read(LogEntry) != self.database:
+            return None
+        entries = LogEntry.objects.using(self.database).filter(
+            content_type__app_label="dlocks",
+            content_type__model="resourcelock",
+            object_id=claim.key,
+            change_message__contains=printable(shown_holder(claim.holder)),
+            # The clocks of the hosts may differ slightly.
+            action_time__gte=timezone.now() - timedelta(seconds=age + 1),
+        )
+        columns = (
+            f"user__{get_user_model().USERNAME_FIELD}",
+            "action_time",
+            "change_message",
+        )
+        for who, when, message in entries.order_by("action_time").values_list(*columns)[
+            :1
+        ]:
+            ago = f"{max(0.0, (timezone.now() - when).total_seconds()):.1f} s ago"
+            if not shows_holder():
+                return f"it was released in the admin {ago}"
+            return f"{who} wrote in the admin {ago}: {message}"
+        return None
+
+    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
+        rows = self._run(lambda *_: list(self._shares_of(key, self.kept([key]))))
+        return [_holder_of(row) for row in rows], self.waiting(key)
+
+    def _shares_of(self, key: str, kept: Kept) -> Any:
         from dlocks.models import LockClaim
 
-        shares = LockClaim.objects.using(self.database).by_clock().filter(key_resource=key, version__isnull=False)
-        # One that is held rather than one that is stale.
-        return self._run(lambda *_: shares.order_by("state", "id").values().first())
+        shares = (
+            LockClaim.objects.using(self.database)
+            .by_clock(kept)
+            .filter(key_resource=key, version__isnull=False)
+        )
+        return shares.order_by("state", "id").values()
 
     @cached_property
     def identity(self) -> str:
         return f"database {self.database}"
 
+    def lacks_connection(self) -> bool:
+        connection = self.connection
+        return connection.connection is None and is_pooled(connection)
+
+    def connect(self) -> None:
+        self._session()
+
     def transaction_refused(self) -> str | None:
         if not self.connection.in_atomic_block:
             refuse_lost(self.connection)
             return (
-                f"Autocommit is switched off on {self.database!r}, and Django does not tell when such a transaction "
-                "ends. Use 'with atomic()', or scope='lease'."
+                f"Autocommit is switched off on {self.database!r}, and Django does not"
+                " tell when such a transaction ends. Use 'with atomic()', or"
+                " scope='lease'."
             )
         return None
 
     def keeps_shares(self) -> bool:
-        # In a TestCase nobody else is there to wait, and what would be committed would stay for the next test.
+        # In a TestCase no other caller can wait, and a committed row would remain for
+        # the next test.
         return self.in_transaction() and (
             self.dialect.one_writer
-            or any(getattr(block, "_from_testcase", False) for block in self.connection.atomic_blocks)
+            or any(
+                getattr(block, "_from_testcase", False)
+                for block in self.connection.atomic_blocks
+            )
         )
 
     def lease_refused(self) -> str | None:
         if self.dialect.one_writer and self.in_transaction():
             return (
-                f"SQLite has one writer, and the transaction open on {self.database!r} may be it: a lease could not "
-                "be written beside it. Take the lock before the transaction, or leave out scope='lease'."
+                f"SQLite has one writer, and the transaction open on {self.database!r}"
+                " may be it: a lease could not be written beside it. Take the lock"
+                " before the transaction, or leave out scope='lease'."
             )
         return None
 
     def ttl_refused(self, ttl: float) -> str | None:
         if self.observations is not None and ttl > self.ttl:
             return (
-                f"With expiry='observed' others watch a row for the ttl of the backend, which is {self.ttl:g} s, and"
-                " would take a longer lease for ended. Raise OPTIONS['ttl'], in all processes."
+                "With expiry='observed' others watch a row for the ttl of the backend,"
+                f" which is {self.ttl:g} s, and would take a longer lease for ended."
+                " Raise OPTIONS['ttl'], in all processes."
             )
         return None
 
@@ -326,49 +602,66 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         self.connection.close()
 
     def check(self) -> list[Any]:
-        from dlocks.checks import check_database_backend
+        return check_database(self.alias, self.database)
 
-        return check_database_backend(self)
-
-    # Taking a row.
+    # How a row is acquired.
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
-        """Return the token of the grant, or None, and what was seen of the row before, if there was a need to look."""
+        """Return the token of the grant, or None, and the row if it was read.
+
+        The row is as it was before the grant.
+        """
         raise NotImplementedError
 
-    def _grant(self, claim: Claim, *conditions: str, stale: bool = False, **parameters: Any) -> int | None:
-        """Write the row to be this claim's where it was given back, or is ``stale``, and return the token."""
+    def _grant(
+        self, claim: Claim, *conditions: str, stale: bool = False, **parameters: Any
+    ) -> int | None:
+        """Write the row for this claim, and return the token.
+
+        The last holder must have released the key. With ``stale``, its lease must have
+        expired without a release.
+        """
         stale = stale and claim.takeover
         shape = (claim.scope, claim.fair, stale, conditions)
         if (sql := self._grants.get(shape)) is None:
-            where = " AND ".join([KEY, f"({self._free(claim, stale=stale)})", *conditions])
+            free = STALE_AFTER_GRACE if stale else RELEASED
+            where = " AND ".join([KEY, f"({self._free(claim, free)})", *conditions])
             statement: Callable[..., str] = self.dialect.compare_and_swap
             if claim.scope == "transaction":
                 statement = self.dialect.write_or_leave
                 if self.dialect.read_committed:
                     where += f" AND {self.dialect.read_committed}"
-            sql = self._grants[shape] = self._sql(statement, GRANT, where) + self.dialect.returning
+            sql = self._grants[shape] = (
+                self._sql(statement, GRANT, where) + self.dialect.returning
+            )
         if claim.scope == "transaction" and self.dialect.locks_in_passing:
             return self._granted_or_undone(sql, self._parameters(claim) | parameters)
         return self._granted(sql, self._parameters(claim) | parameters)
 
     def _grant_or_take_over(self, claim: Claim) -> tuple[int | None, Row | None]:
-        # In two steps, so that a takeover is known to be one; the second is rarely needed.
+        # There are two steps, so that a takeover is known to be one. The second step is
+        # rarely needed.
         if (token := self._grant(claim)) is not None:
             return token, None
         row = self._look(claim)
         for number in range(FREE_TRIES):
             if row is None or not row.free:
                 return None, row
-            if (token := self._grant(claim, stale=True)) is not None:
+            # ``row.stale`` may be outdated, since the holder may have released the row
+            # after the read.
+            if (token := self._grant(claim, stale=row.stale)) is not None:
                 return token, row
-            # Free, and yet not to be had: somebody looks at the row just then, or a transaction that goes on has it.
+            # The key is free but was not granted. Another caller reads the row at that
+            # moment, or an open transaction has locked it.
             time.sleep(random.uniform(0, 0.001 * 2**number))  # noqa: S311 (jitter)
             row = self._look(claim)
         return None, row
 
     def _granted_or_undone(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
-        """Grant inside a savepoint, and go back to it where that came to nothing, so that no row stays locked."""
+        """Grant inside a savepoint; roll back to it if nothing was granted.
+
+        So no row stays locked.
+        """
         try:
             with transaction.atomic(using=self.database):
                 token = self._granted(sql, parameters)
@@ -388,41 +681,102 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 return self.dialect.granted(self._ask(sql, parameters, locked=_nothing))
             except LockBackendError as error:
                 if self.in_transaction():
-                    error.add_note("Set OPTIONS['transaction_mode'] = 'IMMEDIATE' for this database.")
+                    error.add_note(
+                        "Set OPTIONS['transaction_mode'] = 'IMMEDIATE' for this"
+                        " database."
+                    )
                 raise
 
     def _look(self, claim: Claim) -> Row | None:
-        # First, since at SERIALIZABLE a mere look locks the row on InnoDB.
+        # This check comes first, since at SERIALIZABLE even a read locks the row on
+        # InnoDB.
         self._refuse_unfit_transaction(claim)
         sql = self._sql(
             lambda table, free, stale: (
-                f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1 ELSE 0 END, version,"
-                f" CASE WHEN {FREE_BY_CLOCK} AND (waiters > 0 OR shares > 0) THEN 1 ELSE 0 END,"
-                f" {self.dialect.ticks_of('end_time')} FROM {table} WHERE {KEY}"
+                f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1"
+                f" ELSE 0 END, version, CASE WHEN {FREE_BY_CLOCK} AND (waiters > 0 OR"
+                f" shares > 0) THEN 1 ELSE 0 END, {self.dialect.ticks_of('end_time')}"
+                f" FROM {table} WHERE {KEY}"
             ),
-            self._free(claim, stale=True),
+            self._free(claim, FREE_BY_CLOCK if claim.takeover else RELEASED),
             STALE if self.observations is None else "status = 'P'",
         )
         asked_at = clock.now()
-        for free, stale, version, blocked, ends in self._rows(sql, self._parameters(claim)):
+        for free, stale, version, blocked, ends in self._rows(
+            sql, self._parameters(claim)
+        ):
             if stale and self.observations is not None:
-                stale = self.observations.note(claim.key, (version, ends), asked_at) <= 0
+                stale = (
+                    self.observations.note(claim.key, (version, ends), asked_at) <= 0
+                )
             return Row(bool(free), bool(stale), version, bool(blocked), int(ends))
         return None
 
+    def in_transactions(
+        self, rows: Sequence[Any], table: str = "{locks}", primary: str = "key_resource"
+    ) -> frozenset[Any]:
+        """Return the rows that an open transaction has locked.
+
+        ``rows`` are primary keys. On SQLite all of them are returned while another
+        transaction writes, since that locks the whole database. None are returned where
+        no other transaction can have locked them, as within a transaction on SQLite or
+        in a TestCase.
+        """
+        if not rows or self.keeps_shares():
+            return frozenset()
+        if self.dialect.one_writer:
+            sql = self._text(
+                f"UPDATE {table} SET version = version WHERE {primary} IS NULL"
+            )
+            with self._briefly():
+                return (
+                    frozenset(rows)
+                    if self._count(sql, {}, locked=lambda: -1) < 0
+                    else frozenset()
+                )
+        # In a caller's transaction, a row locked by this read would stay locked until
+        # the end.
+        look = partial(self._look_for_locks, rows, table, primary)
+        return self.runtime.run(look) if self.in_transaction() else look()
+
+    def _look_for_locks(
+        self, rows: Sequence[Any], table: str, primary: str
+    ) -> frozenset[Any]:
+        locked = frozenset(rows)
+        index = " FORCE INDEX (PRIMARY)" if self.connection.vendor == "mysql" else ""
+        for number in range(LOCKED_TRIES):
+            if number:
+                # Most statements lock a row for a moment only.
+                time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
+            where, parameters = self._one_of(primary, list(locked))
+            sql = (
+                f"SELECT {primary} FROM {table}{index} WHERE"
+                f" {where}{self.dialect.for_update}"
+            )
+            locked -= {row for (row,) in self._rows(self._text(sql), parameters)}
+            if not locked:
+                break
+        return locked
+
     def _unblock(self, key: str) -> bool:
-        """Let the line move on; return whether nobody is in the way any more."""
+        """Advance the queue; return whether no waiter is in the way any more."""
         if self.in_transaction() and not self.dialect.one_writer:
-            return self.outside(partial(self.move_on, key))
+            return self.runtime.run(partial(self.move_on, key))
         return self.move_on(key)
 
     def _create(self, key: str) -> None:
-        """Make the row, free, in a statement committed by itself: an open insert would make everybody wait."""
+        """Create the row as free, in a statement that is committed by itself.
+
+        An uncommitted insert would make all other callers wait.
+        """
         inside = self.keeps_shares()
         at_once, term = ("", "") if inside else (self.dialect.at_once, "{at_once_term}")
         before, after = self.dialect.insert_or_ignore
         sql = self._sql(
-            self._insertion, at_once + before, f"%(key)s, 'S', '', '', NULL, NULL, {{now}}, 0{term}, {{ticks}}", after
+            self._insertion,
+            at_once + before,
+            f"%(key)s, 'S', '', '', NULL, NULL, {{now}}, 0{term}, {{ticks}}",
+            after,
         )
 
         def create() -> int:
@@ -430,167 +784,294 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 return self._count(sql, {"key": key}, locked=lambda: 0)
 
         if self.in_transaction() and not inside:
-            self.outside(create)
+            self.runtime.run(create)
         else:
             create()
 
     def _insertion(self, table: str, before: str, values: str, after: str) -> str:
         return (
-            f"{before} INTO {table} (key_resource, status, owner, holder, owner_ip, begin_time,"
-            f" end_time, hold_count, version) VALUES ({values}) {after}"
+            f"{before} INTO {table} (key_resource, status, owner, holder, owner_ip,"
+            f" begin_time, end_time, hold_count, version) VALUES ({values}) {after}"
         )
 
     def _refuse_unfit_transaction(self, claim: Claim) -> None:
-        # One whose snapshot may be older than the lock would not see what the last holder did; one that ends where a
-        # row is locked could not ask at all.
+        # A snapshot that is older than the lock would not show the changes of the last
+        # holder. A transaction that ends when it meets a locked row could not try at
+        # all.
         dialect = self.dialect
         if claim.scope != "transaction" or dialect.read_committed is None:
             return
-        level, *all_or_nothing = self._rows(dialect.show_isolation, {})[0]
-        level = level.upper().replace("-", " ")
-        if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
+        level, all_or_nothing = self._isolation()
+        if level not in STATEMENT_SNAPSHOTS:
             raise RuntimeError(
-                f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} it runs at "
-                f"{level}, so its snapshot may be older than the lock and would not show what the last "
-                "holder did. Take the lock before the transaction begins, or run it at READ COMMITTED."
+                f"{claim.key!r} cannot be locked in this transaction: on database"
+                f" {self.database!r} it runs at {level}, so its snapshot may be older"
+                " than the lock and would not show what the last holder did. Take the"
+                " lock before the transaction begins, or run it at READ COMMITTED."
             )
-        if any(all_or_nothing):
+        if all_or_nothing:
             raise RuntimeError(
-                f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} the server runs"
-                " with innodb_rollback_on_timeout=ON, and a key that is busy would take back all of the transaction."
-                " Take the lock before the transaction begins, or with scope='lease'."
+                f"{claim.key!r} cannot be locked in this transaction: on database"
+                f" {self.database!r} the server runs with"
+                " innodb_rollback_on_timeout=ON, and a key that is busy would take"
+                " back all of the transaction. Take the lock before the transaction"
+                " begins, or with scope='lease'."
             )
 
+    def _isolation(self) -> tuple[str, bool]:
+        """Return the isolation level, and the effect of a lock wait timeout.
+
+        The second value is true if the timeout rolls back the whole transaction.
+        """
+        level, *all_or_nothing = self._rows(self.dialect.show_isolation, {})[0]
+        return level.upper().replace("-", " "), any(all_or_nothing)
+
     def _refuse(self, claim: Claim, row: Row | None) -> None:
-        """Raise where waiting would not help."""
-        if row is not None and row.stale and not claim.takeover:
+        """Raise an error if waiting would not help."""
+        if (
+            row is not None
+            and row.stale
+            and not claim.takeover
+            and not self.in_transactions([claim.key])
+        ):
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
-            holder = self.holder(claim.key)
+            holder, who = self.holder(claim.key), ""
+            if claim.permits < UNLIMITED:
+                sharers, waiting = self.sharers(claim.key)
+                who = (
+                    f"is full: {permits_taken(claim.permits, sharers, waiting)}"
+                    if sharers
+                    else ""
+                )
             raise LockNotAwaitable(
-                f"{claim.key!r} is held by {holder}, and cannot be waited for inside a transaction: SQLite has one "
-                "writer, so its holder could never give it back. Take the lock before the transaction.",
+                f"{claim.key!r} {who or f'is held by {holder}'}, and cannot be waited"
+                " for inside a transaction: SQLite has one writer, so its holder could"
+                " never give it back. Take the lock before the transaction.",
                 key=claim.key,
                 holder=holder,
             )
 
-    def _renew(self, claims: Sequence[Claim], ttl: float, shared: bool) -> dict[str, float]:
-        owners, owner_parameters = self._one_of("owner", [claim.owner for claim in claims])
+    def _renew(
+        self, claims: Sequence[Claim], ttl: float, shared: bool, late: bool
+    ) -> dict[str, float]:
+        owners, owner_parameters = self._one_of(
+            "owner", [claim.owner for claim in claims]
+        )
         if shared:
-            return self._renew_shares(claims, owners, owner_parameters, ttl)
-        keys, key_parameters = self._one_of("key_resource", [claim.key for claim in claims])
-        mine = f"{keys} AND {owners} AND {self._live}"
-        parameters = {"ttl": round(ttl * MICROSECONDS), **key_parameters, **owner_parameters}
+            return self._renew_shares(claims, owners, owner_parameters, ttl, late)
+        keys, key_parameters = self._one_of(
+            "key_resource", [claim.key for claim in claims]
+        )
+        live = "status = 'P'" if late else self._live
+        mine = f"{keys} AND {owners} AND {live}"
+        parameters = {
+            "ttl": round(ttl * MICROSECONDS),
+            **key_parameters,
+            **owner_parameters,
+        }
         sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
         with self._briefly():
             renewed = self._count(sql, parameters, locked=lambda: -1)
         if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
+        if renewed < 0 and self.renews_late:
+            # Another transaction writes. The rows stay unchanged until it has ended.
+            return {claim.owner: 0.0 for claim in claims}
         if self.observations is not None:
             mine = f"{KEY} AND owner = %(owner)s AND {self._live}"
             return self._renew_each(claims, ttl, self.table, "key_resource", mine)
-        # Some are lost, or were locked just now: an own transaction may pin the row. What stands, stands.
+        # Some claims are lost, or their rows were locked at that moment, perhaps by a
+        # transaction of this process that pins one. Leases that are still valid are
+        # kept.
         left = self.dialect.seconds_until("end_time")
-        sql = self._sql(lambda table, where: f"SELECT owner, {left} FROM {table} WHERE {where}", mine)
-        return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}
+        sql = self._sql(
+            lambda table, where: f"SELECT owner, {left} FROM {table} WHERE {where}",
+            mine,
+        )
+        return {
+            owner: min(float(seconds), ttl)
+            for owner, seconds in self._rows(sql, parameters)
+        }
 
-    def _renew_each(self, claims: Sequence[Claim], ttl: float, table: str, primary: str, mine: str) -> dict[str, float]:
-        """Renew one by one where no clock tells what is left: a claim whose row is locked has what it had."""
+    def _renew_each(
+        self, claims: Sequence[Claim], ttl: float, table: str, primary: str, mine: str
+    ) -> dict[str, float]:
+        """Renew the claims one by one, without relying on a clock.
+
+        A claim whose row is locked keeps its previous lease.
+        """
         left: dict[str, float] = {}
-        sql = self._text(self.dialect.update(table, f"end_time = {self._renewed}", mine, primary))
+        sql = self._text(
+            self.dialect.update(table, f"end_time = {self._renewed}", mine, primary)
+        )
         for claim in claims:
-            parameters = {"key": claim.key, "owner": claim.owner, "ttl": round(ttl * MICROSECONDS)}
+            parameters = {
+                "key": claim.key,
+                "owner": claim.owner,
+                "ttl": round(ttl * MICROSECONDS),
+            }
             with self._briefly():
                 if self._count(sql, parameters, locked=lambda: 0) == 1:
                     left[claim.owner] = ttl
                     continue
-            if self._rows(self._text(f"SELECT 1 FROM {table} WHERE {mine}"), parameters):
+            if self._rows(
+                self._text(f"SELECT 1 FROM {table} WHERE {mine}"), parameters
+            ):
                 left[claim.owner] = 0.0
         return left
 
     def _renew_shares(
-        self, claims: Sequence[Claim], owners: str, parameters: Mapping[str, Any], ttl: float
+        self,
+        claims: Sequence[Claim],
+        owners: str,
+        parameters: Mapping[str, Any],
+        ttl: float,
+        late: bool,
     ) -> dict[str, float]:
         parameters = {"ttl": round(ttl * MICROSECONDS), **parameters}
+        live = "version IS NOT NULL" if late else self._live_share
         with self._briefly():
-            # A transaction that pins one must not keep the others from being renewed.
-            mine = f"{owners} AND {self._live_share}"
-            sql = self._text(self.dialect.update("{claims}", f"end_time = {self._renewed}", mine, "id"))
+            # A transaction that pins one row must not prevent the renewal of the
+            # others.
+            mine = f"{owners} AND {live}"
+            sql = self._text(
+                self.dialect.update(
+                    "{claims}", f"end_time = {self._renewed}", mine, "id"
+                )
+            )
             renewed = self._count(sql, parameters, locked=lambda: -1)
         if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
+        if renewed < 0 and self.renews_late:
+            return {claim.owner: 0.0 for claim in claims}
         if self.observations is not None:
-            return self._renew_each(claims, ttl, "{claims}", "id", f"owner = %(owner)s AND {self._live_share}")
+            return self._renew_each(
+                claims,
+                ttl,
+                "{claims}",
+                "id",
+                f"owner = %(owner)s AND {self._live_share}",
+            )
         left = self.dialect.seconds_until("end_time")
-        sql = self._text(f"SELECT owner, {left} FROM {{claims}} WHERE {owners} AND {self._live_share}")
-        return {owner: min(float(seconds), ttl) for owner, seconds in self._rows(sql, parameters)}
+        sql = self._text(
+            f"SELECT owner, {left} FROM {{claims}} WHERE {owners} AND {live}"
+        )
+        return {
+            owner: min(float(seconds), ttl)
+            for owner, seconds in self._rows(sql, parameters)
+        }
 
     # The holder's own row.
 
     def _write(
-        self, claim: Claim, assignments: str, where: str, parameters: Mapping[str, Any], returning: str = ""
+        self,
+        claim: Claim,
+        assignments: str,
+        where: str,
+        parameters: Mapping[str, Any],
+        returning: str = "",
     ) -> bool:
-        """Write the holder's own row, without waiting for its lock; return False when it is the holder's no more."""
+        """Write the holder's own row, without waiting for its lock.
+
+        Return False if it no longer belongs to the holder.
+        """
         parameters = {"key": claim.key, "owner": claim.owner, **parameters}
         if claim.scope == "transaction":
-            # Locked by this transaction already, unless the server has rolled it back meanwhile.
-            sql = self._sql(self.dialect.write_or_leave, assignments, where) + self._text(returning)
+            # This transaction has locked the row already, unless the server has rolled
+            # it back in the meantime.
+            sql = self._sql(
+                self.dialect.write_or_leave, assignments, where
+            ) + self._text(returning)
             return self._count(sql, parameters, locked=lambda: 0) == 1
         sql = self._sql(self.dialect.compare_and_swap, assignments, where)
         write = partial(self._count, sql, parameters, locked=lambda: 0)
-        return bool(self._insist(write, claim.key, where, parameters, taken_over=True))
+        return bool(
+            self._insist(
+                write,
+                claim.key,
+                partial(self._own_row, where, parameters),
+                taken_over=True,
+            )
+        )
 
     def _insist(
         self,
         write: Callable[[], int | None],
         key: str,
-        where: str,
-        parameters: Mapping[str, Any],
+        read: Callable[[], Any],
         *,
-        table: str = "{locks}",
         taken_over: bool = False,
     ) -> int | None:
-        """Write the holder's own row, which others lock for moments; return None where it is the holder's no more."""
-        began = time.monotonic()
-        looking = self._text(f"SELECT {self.dialect.seconds_until('end_time')} FROM {table} WHERE {where}")
+        """Retry to write the holder's own row, which others lock for moments.
+
+        Return None if it no longer belongs to the holder. ``read`` returns the row,
+        beginning with the seconds left of its lease, or nothing.
+        """
+        began = clock.real_now()
         for number in itertools.count():
             if written := write():
                 return written
-            # Not there, or locked: for a moment by a renewal, a look, or a step of the line, or by a transaction that
-            # goes on.
-            left = self._rows(looking, parameters)
+            # The row is missing or locked. A renewal, a poll or a step of the queue
+            # locks it for a moment, and an open transaction for longer.
+            left = read()
             if not left:
                 return None
-            if time.monotonic() > began + (PERSISTENT_FOR if float(left[0][0]) > 0 else STOPPED_FOR):
+            if clock.real_now() > began + (
+                PERSISTENT_FOR if float(left[0][0]) > 0 else STOPPED_FOR
+            ):
                 break
             time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
-        if taken_over and self.observations is None and float(left[0][0]) <= 0:
-            # It ran out, and a transaction that has not ended is taking it over.
+        by_clock = self.observations is None and not self.dialect.one_writer
+        if taken_over and by_clock and float(left[0][0]) <= 0:
+            # The lease has expired, and an open transaction is taking it over.
             return None
-        raise LockBackendError(f"The row of {key!r} on database {self.database!r} is locked by another transaction.")
+        raise LockBackendError(
+            f"The row of {key!r} on database {self.database!r} is locked by another"
+            " transaction."
+        )
 
-    def _free(self, claim: Claim, *, stale: bool) -> str:
-        free = "(status <> 'P' AND end_time <= {now})"
-        if stale and claim.takeover:
-            free = f"({free} OR (status = 'P' AND end_time <= {{grace}}))"
+    def _free(self, claim: Claim, free: str) -> str:
+        """Return the condition under which the claim can be granted.
+
+        ``free`` is the part about the last hold.
+        """
         free += " AND shares = 0"
         if claim.fair:
             free += " AND waiters = 0"
-        # The claim's own earlier grant, whose reply was lost; or kept for it, since its turn has come.
+        # This includes an earlier grant of the claim, whose reply was lost, and a key
+        # that is reserved for it, since its turn has come.
         return free + " OR ((status = 'P' OR end_time > {now}) AND owner = %(owner)s)"
 
     def _parameters(self, claim: Claim) -> dict[str, Any]:
         in_transaction = claim.scope == "transaction"
         return {
             "key": claim.key,
-            # Free on commit: the database itself keeps the row until then.
+            # Free on commit. Until then the database itself keeps the row locked.
             "status": "S" if in_transaction else "P",
             "ttl": 0 if in_transaction else round(claim.ttl * MICROSECONDS),
             "owner": claim.owner,
-            "holder": claim.holder[:255],
+            "holder": self._fitted(claim.holder)[:255],
             "owner_ip": claim.owner_ip,
             "grace": self._grace,
         }
+
+
+def _holder_of(row: Mapping[str, Any]) -> Holder:
+    """Return the holder named by a lock row or by the row of a shared hold."""
+    # The same rule as in ``LockState`` and ``ClaimState``.
+    in_transaction = row["state"] == "held" and row["seconds_left"] <= 0
+    return Holder(
+        key=row["key_resource"],
+        holder=row["holder"],
+        owner_ip=row["owner_ip"],
+        since=row["begin_time"],
+        remaining=math.inf if in_transaction else row["seconds_left"],
+        token=row["version"],
+        count=row["hold_count"],
+        stale=row["state"] == "stale",
+        in_transaction=in_transaction,
+    )
 
 
 def _nothing() -> Reply:
@@ -598,22 +1079,22 @@ def _nothing() -> Reply:
 
 
 class _NothingGrantedError(Exception):
-    """Takes a savepoint back."""
+    """An exception that rolls back a savepoint."""
 
 
 class PessimisticBackend(DatabaseBackend):
-    """Lock the row, then write it: the default."""
+    """A backend that locks the row, then writes it. This is the default."""
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
         return self._grant_or_take_over(claim)
 
 
 class OptimisticBackend(DatabaseBackend):
-    """
-    Read the row without a lock, then write it where its version is still the one that was read.
+    """A backend that reads the row and writes it if ``version`` is unchanged.
 
-    A process remembers the version that it left behind, so it need not read a key that nobody else took meanwhile.
-    Waiting only reads.
+    The read takes no lock. A process remembers the versions that it wrote. So it need
+    not read a key that no other process has acquired in the meantime. Waiting only
+    reads.
     """
 
     _REMEMBERED = 10_000
@@ -634,9 +1115,12 @@ class OptimisticBackend(DatabaseBackend):
         return self._swap(claim, row.version, stale=row.stale), row
 
     def _swap(self, claim: Claim, version: int, *, stale: bool = False) -> int | None:
-        token = self._grant(claim, "version = %(version)s", stale=stale, version=version)
+        token = self._grant(
+            claim, "version = %(version)s", stale=stale, version=version
+        )
         if token is not None:
-            # A bet that nobody else takes the key before this process does again; lost bets cost a read.
+            # The guess is that no other process acquires the key before this one does
+            # again. A wrong guess costs a read.
             if len(self._versions) >= self._REMEMBERED:
                 self._versions.clear()
             self._versions[claim.key] = token
@@ -644,48 +1128,72 @@ class OptimisticBackend(DatabaseBackend):
 
 
 class InsertBackend(DatabaseBackend):
-    """
-    Insert the row, then delete it: the unique key is the lock, and the table holds only what is held.
+    """A backend that inserts and deletes the row; the unique key is the lock.
 
-    Tokens come from the clock alone between two rows of a key, so they grow as long as it does not step back between
-    two holds. Giving back needs the right to DELETE.
+    The table contains only keys that are held. Between two rows of a key, tokens come
+    from the clock alone. So they grow as long as the clock does not step back between
+    two holds. A release needs the DELETE privilege.
     """
 
-    # Its rows come and go one by one.
+    # Its rows are inserted and deleted one by one.
     acquire_all = BaseBackend.acquire_all
     release_all = BaseBackend.release_all
     supports_fencing: ClassVar[bool] = False
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
         if claim.scope == "lease":
-            # Elsewhere an insert could wait for a transaction that has the row.
+            # On other engines, an insert could wait for a transaction that has locked
+            # the row.
             row = None if self.connection.vendor == "sqlite" else self._look(claim)
             if row is None and (token := self._insert(claim)) is not None:
-                # Drawn before the row was there: somebody else may have had the key, and a larger token, in between.
-                # SQLite's was drawn under the lock of the one writer.
-                return (token if self.connection.vendor == "sqlite" else self._draw_again(claim)), None
+                # The token was calculated before the row existed. Another caller may
+                # have held the key, with a larger token, in between. On SQLite it was
+                # calculated under the lock of the one writer.
+                return (
+                    token
+                    if self.connection.vendor == "sqlite"
+                    else self._draw_again(claim)
+                ), None
         return self._grant_or_take_over(claim)
 
     def _draw_again(self, claim: Claim) -> int | None:
-        """Return the token of a row that is this claim's, or None where it is so no more."""
-        mine = f"{KEY} AND owner = %(owner)s"
-        return self._insist(lambda: self._grant(claim), claim.key, mine, {"key": claim.key, "owner": claim.owner})
+        """Return a new token for this claim's row, or None if the row is lost."""
+        read = partial(
+            self._own_row,
+            f"{KEY} AND owner = %(owner)s",
+            {"key": claim.key, "owner": claim.owner},
+        )
+        return self._insist(lambda: self._grant(claim), claim.key, read)
 
     def _insert(self, claim: Claim) -> int | None:
         if self.connection.vendor == "mysql":
             before, after, first = "INSERT IGNORE", "", "LAST_INSERT_ID({ticks})"
         else:
             before, after, first = "INSERT", "ON CONFLICT DO NOTHING", "{ticks}"
-        values = "%(key)s, %(status)s, %(owner)s, %(holder)s, %(owner_ip)s, {now}, {end}, 1{at_once_term}, " + first
-        sql = self._sql(self._insertion, self.dialect.at_once + before, values, after + self.dialect.returning)
+        values = (
+            "%(key)s, %(status)s, %(owner)s, %(holder)s, %(owner_ip)s, {now}, {end},"
+            " 1{at_once_term}, " + first
+        )
+        sql = self._sql(
+            self._insertion,
+            self.dialect.at_once + before,
+            values,
+            after + self.dialect.returning,
+        )
         return self._granted(sql, self._parameters(claim))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        # A row deleted by an open transaction would make everybody's insert wait, so it goes after the commit.
-        if claim.scope == "transaction" and self.connection.in_atomic_block and not keep:
+        # A row deleted by an open transaction would make all inserts wait. So it is
+        # deleted after the commit.
+        if (
+            claim.scope == "transaction"
+            and self.connection.in_atomic_block
+            and not keep
+        ):
 
             def delete() -> None:
-                # No partial(): Django names what fails after a commit, and that has no name.
+                # This is not a partial(), which has no name. Django logs the name of a
+                # callback that fails after a commit.
                 self._delete(claim)
 
             transaction.on_commit(delete, using=self.database, robust=True)
@@ -698,8 +1206,14 @@ class InsertBackend(DatabaseBackend):
         return super()._release(claim, failed=failed, keep=keep)
 
     def _delete(self, claim: Claim) -> bool:
-        # Only once the clock has passed the token, or the next row could be given the same one.
+        # Only once the clock has passed the token. Otherwise the next row could get the
+        # same token.
         sql = self._sql(
-            self.dialect.delete, f"{KEY} AND owner = %(owner)s AND version < {{ticks}} AND waiters = 0 AND shares = 0"
+            self.dialect.delete,
+            f"{KEY} AND owner = %(owner)s AND version < {{ticks}} AND waiters = 0 AND"
+            " shares = 0",
         )
-        return self._count(sql, {"key": claim.key, "owner": claim.owner}, locked=lambda: 0) == 1
+        return (
+            self._count(sql, {"key": claim.key, "owner": claim.owner}, locked=lambda: 0)
+            == 1
+        )

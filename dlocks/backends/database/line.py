@@ -1,4 +1,7 @@
-"""The line before a key, and the many who may share one: claims that have rows of their own."""
+"""The queue of a key, and shared holds, for databases.
+
+Waiters and shared holds are claims with rows of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,23 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Claim, Grant, Holder, Listener, Place
-from dlocks.backends.database.dialects import KEY
-from dlocks.backends.database.listening import INTERRUPTED, MySQLListener, Neighbours, PostgreSQLListener
-from dlocks.backends.database.neighbours import ALONE, TAG, Door, is_near, near, tag, tell
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Listener, TableLockedError
+from dlocks.backends.database.listening import (
+    INTERRUPTED,
+    MySQLListener,
+    Neighbours,
+    PostgreSQLListener,
+)
+from dlocks.backends.database.neighbours import (
+    ALONE,
+    TAG,
+    Door,
+    is_near,
+    near,
+    tag,
+    tell,
+)
 from dlocks.backends.database.observing import Observations
-from dlocks.backends.database.prepared import is_under_way
 from dlocks.backends.database.statements import (
     CLEAR,
     CONTENTION_TRIES,
@@ -39,43 +53,52 @@ from dlocks.backends.database.statements import (
 )
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.greenlets import threads_are_green
+from dlocks.sql.dialects import KEY
+from dlocks.sql.prepared import is_under_way
+from dlocks.values import Claim, Grant, Holder, Place
 
 logger = logging.getLogger("dlocks")
 
-# Claims in line that were not heard of for so many seconds are forgotten, not only passed over.
+# Seconds without a heartbeat after which a queued claim is deleted instead of only
+# skipped.
 FORGOTTEN_AFTER = 10.0
 
-# Claims that one statement is about at most.
+# Maximum number of claims in one statement.
 AT_ONCE = 1000
 
-# How often a step reads the line anew, since those whom it granted something had left it.
+# Maximum number of times that a step reads the queue. It reads again if the claims that
+# it was about to grant have just left.
 ADMISSION_TRIES = 3
 
-# Keys that a process remembers as crowded.
+# Maximum number of keys that a process remembers as contended.
 CROWDED_AT_MOST = 10_000
 
-# How often a claim is sent into line in one trip, when others have the lock row.
+# Attempts to queue a claim in one round trip while other callers have locked the lock
+# row.
 QUEUE_TRIES = 3
 
-# How MariaDB and MySQL say that nobody could be woken: no such session, no name; this very session; or a server that
-# shuts down, or has ended this session.
+# Error codes of MariaDB and MySQL when no session could be woken: no such session or
+# named lock; the calling session itself; a server that shuts down, or that has ended
+# the calling session.
 NOBODY_THERE = {1094, 3057, INTERRUPTED, 1053, 1927}
 
-# So long a process that was stopped in the middle of a step may keep the lock row: ``Dialect.bound`` and some.
+# Seconds for which a process that was stopped in the middle of a step may keep the lock
+# row locked. This is the limit of ``Dialect.bound`` and a reserve.
 STOPPED_FOR = 3.0
 
-# For so long a key is tried to be given back while its lease stands: a thousand who come at once may have the row, one
-# after another, for longer than that.
+# Seconds for which a release is retried while its lease is live. A thousand
+# simultaneous callers may keep the row locked, one after another, for longer than
+# ``STOPPED_FOR``.
 PERSISTENT_FOR = 15.0
 
-# How many claims of a process go into line in one trip.
+# Maximum number of claims of a process that join the queue in one round trip.
 TOGETHER_AT_MOST = 100
 
-# How long a thread lets another one of its process go into line first.
+# Seconds for which a thread waits while another thread of its process joins the queue.
 ENTRANCE_PATIENCE = 1.0
 
-# How long, on PostgreSQL, the lock row is waited for by who gives a key back, by who looks after a line behind it, and
-# by who looks after many.
+# How long, on PostgreSQL, a statement waits for the lock row: to release the key, to
+# advance its queue, and to advance the queues of many keys.
 GIVING_BACK_WAITS, HANDING_ON_WAITS, PASSING_WAITS = "200ms", "20ms", "1ms"
 
 ENDED_SHARE = f"NOT {IN_LINE} AND end_time <= {{grace}}"
@@ -83,7 +106,7 @@ ENDED_SHARE = f"NOT {IN_LINE} AND end_time <= {{grace}}"
 
 @dataclass(slots=True)
 class Head:
-    """The lock row, locked by the step that reads it."""
+    """A lock row that the current step has locked and read."""
 
     key: str
     status: str
@@ -96,13 +119,13 @@ class Head:
     clock: float
 
 
-# The place of a claim whose turn has come.
+# The ticket of a claim whose turn has come.
 MINE = Place(ask=True, number=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a look saw of a lock row: it may be another by now."""
+    """A snapshot of a lock row, which may have changed since."""
 
     holder: str
     status: str
@@ -111,24 +134,40 @@ class Seen:
     free: bool
     clock: float
     ahead: int
-    # When the lease ends, in microseconds since 1970, and when this was asked for.
+    # The end of the lease in microseconds since 1970, and the monotonic time at which
+    # the row was requested.
     ends: int
     asked_at: float
 
     @property
     def is_silent(self) -> bool:
-        """Whether it is kept for a transaction, whose end tells nobody where that takes a statement of its own."""
+        """Return whether the key may become free without a notification.
+
+        It is kept for a transaction. If a notification needs a statement of its own,
+        the end of the transaction sends none.
+        """
         return self.status != "P" and not self.free
 
     @property
     def own_place(self) -> Place:
-        """The place of the claim that has the key: a lease is its own already, a transaction has to take it."""
-        return Place(grant=Grant(self.version, self.left)) if self.status == "P" else Place(ask=True, soon=0.1)
+        """Return the ticket of the claim that holds the key.
+
+        A lease is already granted. In transaction scope, the claim still has to acquire
+        the key.
+        """
+        return (
+            Place(grant=Grant(self.version, self.left))
+            if self.status == "P"
+            else Place(ask=True, soon=0.1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A claim in line that a step has granted; or, without a token, for which the key is kept until it asks."""
+    """A queued claim that a step has granted.
+
+    Without a token, the key is reserved for the claim until it retries.
+    """
 
     owner: str
     token: int | None
@@ -136,26 +175,33 @@ class Granted:
 
     @property
     def place(self) -> Place:
-        return MINE if self.token is None else Place(grant=Grant(self.token, self.lease))
+        return (
+            MINE if self.token is None else Place(grant=Grant(self.token, self.lease))
+        )
 
 
 class Entering:
-    """A claim on its way into line, with its own thread or taken along by another one."""
+    """A claim that is joining the queue, by its own thread or by another one."""
 
     def __init__(self, claim: Claim, channel: str) -> None:
         self.claim = claim
         self.channel = channel
         self.place: Place | None = None
-        # Who goes for it, this one itself or another.
+        # The claim whose thread inserts this one into the queue. It may be this claim
+        # itself.
         self.leader: Entering | None = None
-        # Whether it goes by itself: who shares a key may find it free, and so may who was taken along once.
+        # Whether only its own thread inserts it. This applies to a shared claim, which
+        # may find the key free, and to a claim that was already part of a batch.
         self.alone = claim.shared
-        # Whether its own thread has gone on.
+        # Whether its own thread no longer waits for the result.
         self.gone = False
 
 
 class Entrance:
-    """Through which the threads of a process go into line: one at a time, and each takes those along who wait."""
+    """A mutex through which the threads of a process join the queues of keys.
+
+    One thread joins at a time, and inserts the claims of waiting threads as well.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -163,16 +209,22 @@ class Entrance:
         self.waiting: deque[Entering] = deque()
 
     def with_others(self, mine: Entering) -> list[Entering]:
-        """Return the claims to go into line with this one, for the same key and in their order; they wait no longer."""
+        """Return the batch of claims that join the queue together with this one.
+
+        They have the same key and are in their order of arrival. They are removed from
+        ``waiting``.
+        """
         mine.leader = mine
         if mine.alone:
             self.forget(mine)
             return [mine]
-        # Copied in one piece, whoever comes meanwhile.
+        # The copy is made in one operation, because other threads may append at the
+        # same time.
         batch = [
             one
             for one in list(self.waiting)
-            if one is mine or (one.claim.key == mine.claim.key and not one.alone and not one.gone)
+            if one is mine
+            or (one.claim.key == mine.claim.key and not one.alone and not one.gone)
         ]
         if mine not in batch[:TOGETHER_AT_MOST]:
             batch.insert(0, mine)
@@ -188,11 +240,12 @@ class Entrance:
 
 
 class Line(Statements):
-    """
-    Tickets and shares. Every step locks the lock row first, so that the steps of one key come one after another.
+    """The queue and the shared holds of a database backend.
 
-    A step is a short transaction of its own. It never waits for the lock row: where another transaction has it, a
-    claim goes into line without being counted in ``waiters``, and counts itself in when next it is heard of.
+    Every step locks the lock row first, so that the steps of one key are serialized. A
+    step is a short transaction of its own. It never waits for the lock row. If another
+    transaction has locked the row, a claim joins the queue without being counted in
+    ``waiters``. A later heartbeat counts it.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -200,25 +253,29 @@ class Line(Statements):
 
     listening: bool | None = None
 
-    # Whether it was said that nobody can be woken.
+    # Whether the refusal of KILL QUERY was already logged.
     _refused = False
 
     _entrance: Entrance
 
-    # Where neighbours tell what became of this process's claims.
+    # The socket on which processes on the same host notify this process of its grants.
     _door: Door | None = None
 
-    # Keys for which somebody waited when last this process knew: to begin with what a line needs. Only a hint.
+    # Keys that had waiters when this process last used them. An operation on such a key
+    # starts with the statement for a key with a queue. This is only a hint.
     _crowded: set[str]
 
-    # Keys that a thread of this process asks to have alone just now: who comes meanwhile need not ask too, as a crowd
-    # would.
+    # Keys that a thread of this process is trying to acquire exclusively at this
+    # moment. Further callers need not send the same request, as a crowd would.
     _asked: set[str]
 
     def crowded(self, key: str) -> bool:
         return key in self._crowded or key in self._asked
 
-    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+    def queue(
+        self, claim: Claim, channel: str = "", number: int | None = None
+    ) -> Place | None:
+        self._refuse_unstorable(claim.key)
         if len(self._crowded) >= CROWDED_AT_MOST:
             self._crowded.clear()
         self._crowded.add(claim.key)
@@ -226,10 +283,12 @@ class Line(Statements):
             return self._queue(claim, channel, number)
         mine, entrance = Entering(claim, channel), self._entrance_here()
         try:
-            # One at a time: a thousand threads that come at once would keep the row from who has to give it back.
+            # One thread at a time. A thousand simultaneous threads would block the row
+            # for the holder that has to release it.
             entrance.waiting.append(mine)
             if not entrance.turn.acquire(timeout=ENTRANCE_PATIENCE):
-                # Whoever has it hangs, on a dead connection say, or was interrupted before it let go.
+                # The other thread hangs, for example on a dead connection. Or it was
+                # interrupted before it released the mutex.
                 if self._entrance is entrance:
                     self._entrance = Entrance()
                 entrance.forget(mine)
@@ -243,8 +302,9 @@ class Line(Statements):
             if mine.place is None:
                 mine.place = self._queue(claim, channel, None)
             if mine.place is None and self.dialect.queue:
-                # It may have been put into line, and have had its turn, before nobody could tell what became of it.
-                # And if it has neither, the room looks soon.
+                # The claim may have been queued and granted without a known result, so
+                # it retries. If it was neither, ``silent`` makes the background thread
+                # poll soon.
                 mine.place = replace(MINE, silent=True)
             return mine.place
         except BaseException:
@@ -252,35 +312,41 @@ class Line(Statements):
             raise
         finally:
             mine.gone = True
-            try:  # noqa: SIM105 (suppress() is Python: a signal in the middle of it would leave it taken)
+            try:  # noqa: SIM105 (a signal within suppress() would leave the mutex locked)
                 entrance.turn.release()
             except RuntimeError:
-                # It knows itself whose it is, whatever came in between.
+                # The RLock itself knows whether this thread holds it, even after an
+                # interrupt.
                 pass
 
     def _entrance_here(self) -> Entrance:
         if self._entrance.pid != os.getpid():
-            # A fork's own: that of its parent may have been taken just then.
+            # A forked child needs its own. A thread of the parent may have held the
+            # parent's one during the fork.
             self._entrance = Entrance()
         return self._entrance
 
     def _queue_together(self, batch: Sequence[Entering]) -> None:
-        """
-        Put claims on one key into line, in this order and in one trip, where somebody has the key.
+        """Queue claims on one key in this order and in one round trip.
 
-        Where it is free the line has to move on: that is for each claim alone.
+        This is only done while the key is held. If the key is free, the queue has to
+        advance. Each claim does that by itself.
         """
         leader = batch[0].leader
         names, rows_of_values, owners = "", [], []
         parameters: dict[str, Any] = {}
         for number, one in enumerate(batch):
             suffix = f"_{number}" if number else ""
-            names, values, its_own = self._columns(one.claim, one.channel, None, counted=True)
+            names, values, its_own = self._columns(
+                one.claim, one.channel, None, counted=True
+            )
             rows_of_values.append(re.sub(r"%\((\w+)\)s", rf"%(\1{suffix})s", values))
             parameters |= {name + suffix: value for name, value in its_own.items()}
             owners.append(f"%(owner{suffix})s")
         all_owners = ", ".join(owners)
-        if (rows := self._queue_counted(names, rows_of_values, all_owners, parameters)) is None:
+        if (
+            rows := self._queue_counted(names, rows_of_values, all_owners, parameters)
+        ) is None:
             rows = self._queue_uncounted(names, rows_of_values, all_owners, parameters)
         places = dict(rows)
         for one in batch:
@@ -288,15 +354,29 @@ class Line(Statements):
             if one.leader is leader and not one.gone:
                 one.place = place
                 one.alone = True
-            elif place is not None and (one.place is None or one.place.number != place.number):
-                # This took so long that its thread went by itself, or that was interrupted: nobody is at this place.
+            elif place is not None and (
+                one.place is None or one.place.number != place.number
+            ):
+                # This took so long that the thread has joined the queue by itself, or
+                # it was interrupted. No caller waits at this position.
                 self._take_out(one.claim.key, place)
 
     def _queue_counted(
-        self, names: str, rows_of_values: Sequence[str], owners: str, parameters: dict[str, Any]
+        self,
+        names: str,
+        rows_of_values: Sequence[str],
+        owners: str,
+        parameters: dict[str, Any],
     ) -> list[tuple[str, Place]] | None:
-        """Return the places by owner, none where the key is free; or None where others have the lock row."""
-        rows_of_values = [self.dialect.queue_row.replace("{values}", values) for values in rows_of_values]
+        """Queue and count the claims; return their tickets by owner.
+
+        The result is empty if the key is free, and None if other callers have locked
+        the lock row.
+        """
+        rows_of_values = [
+            self.dialect.queue_row.replace("{values}", values)
+            for values in rows_of_values
+        ]
         sql = self.dialect.queue.replace("{rows}", " UNION ALL ".join(rows_of_values))
         sql = self._text(sql.replace("{columns}", names).replace("{owners}", owners))
         for number_of_try in range(QUEUE_TRIES):
@@ -307,46 +387,72 @@ class Line(Statements):
                 return []
             if rows[0][0] is not None:
                 return [
-                    (owner, Place(number=place, clock=int(ticks) / MICROSECONDS)) for owner, place, _, ticks in rows
+                    (owner, Place(number=place, clock=int(ticks) / MICROSECONDS))
+                    for owner, place, _, ticks in rows
                 ]
             time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
         return None
 
     def _queue_uncounted(
-        self, names: str, rows_of_values: Sequence[str], owners: str, parameters: dict[str, Any]
+        self,
+        names: str,
+        rows_of_values: Sequence[str],
+        owners: str,
+        parameters: dict[str, Any],
     ) -> list[tuple[str, Place]]:
-        """Return the places by owner, of claims that will be counted in when next they are heard of."""
+        """Queue the claims without counting them; return their tickets by owner.
+
+        A later heartbeat counts them.
+        """
         before, after = self.dialect.insert_or_ignore
         values = ", ".join(f"({values})" for values in rows_of_values)
         parameters |= {name: False for name in parameters if name.startswith("counted")}
         sql = self._text(f"{before} INTO {{claims}} ({names}) VALUES {values} {after}")
         self._run(self._by_cursor, sql, parameters)
-        sql = self._text(f"SELECT owner, id FROM {{claims}} WHERE owner IN ({owners}) AND {IN_LINE}")
+        sql = self._text(
+            f"SELECT owner, id FROM {{claims}} WHERE owner IN ({owners}) AND {IN_LINE}"
+        )
         silent = bool(self.dialect.wake)
-        return [(owner, Place(number=number, silent=silent)) for owner, number in self._rows(sql, parameters)]
+        return [
+            (owner, Place(number=number, silent=silent))
+            for owner, number in self._rows(sql, parameters)
+        ]
 
     def _take_out(self, key: str, place: Place) -> None:
         def step(head: Head | None) -> None:
-            sql = self._text(f"{self.dialect.patiently}DELETE FROM {{claims}} WHERE id = %(number)s AND {IN_LINE}")
+            sql = self._text(
+                f"{self.dialect.patiently}DELETE FROM {{claims}} WHERE id = %(number)s"
+                f" AND {IN_LINE}"
+            )
             self._count(sql, {"number": place.number})
             self._count_in(head)
 
-        # Or else it is passed over, since nothing is heard of it.
+        # If this fails, the position is skipped because it gets no heartbeat.
         with suppress(LockBackendError):
             self._step(key, step, busy=lambda: None)
 
     def _hand_over(self, claim: Claim, *, failed: bool) -> bool:
-        """Give the key back, and hand it to the first in line, in one statement; return False if that was not to do."""
+        """Release the key and grant it to the first waiter, in one statement.
+
+        Return False if this was not possible.
+        """
         if not self.dialect.hand_over or self.in_transaction():
-            # It is a transaction of its own.
+            # The statement is a transaction of its own.
             return False
-        parameters = {"key": claim.key, "owner": claim.owner, "status": "F" if failed else "S"}
-        sql = self._handing_over("owner = %(owner)s AND status = 'P'", row_wait=GIVING_BACK_WAITS)
+        parameters = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "status": "F" if failed else "S",
+        }
+        sql = self._handing_over(
+            "owner = %(owner)s AND status = 'P'", row_wait=GIVING_BACK_WAITS
+        )
         for taken, waiters in self._handed_over(sql, parameters):
             if not waiters:
                 self._crowded.discard(claim.key)
             elif not taken:
-                # They came after this statement had begun, share the key, or were not heard of.
+                # The waiters joined after this statement had begun, want shared holds,
+                # or have sent no heartbeat.
                 self._moved_on(claim.key)
             return True
         return False
@@ -354,26 +460,32 @@ class Line(Statements):
     def _queue(self, claim: Claim, channel: str, number: int | None) -> Place | None:
         def step(head: Head | None) -> tuple[Place, list[Granted]]:
             if head is not None and head.owner == claim.owner and not head.free:
-                # It had a place, and its turn has come.
+                # The claim was queued, and its turn has come.
                 return MINE, []
             row = self._row_of(claim)
             if row is None and head is not None and self._nobody_before(head, claim):
                 self._crowded.discard(claim.key)
                 return Place(ask=True), []
             if row is None and head is None and self._has_the_key(claim):
-                # Given to it on its way into line.
+                # The key was granted to the claim while it was joining the queue.
                 return MINE, []
             if row is None:
                 taken = number is not None and self._rows(
-                    self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"), {"number": number}
+                    self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"),
+                    {"number": number},
                 )
-                # A crash of the server may forget a place, and give its number away again.
-                self._insert_in_line(claim, channel, None if taken else number, counted=head is not None)
+                # A crash of the server may lose a position, and assign its number
+                # again.
+                self._insert_in_line(
+                    claim, channel, None if taken else number, counted=head is not None
+                )
                 if head is not None:
                     self._change(head, waiters=head.waiters + 1)
                 row = self._row_of(claim)
             if row is None:
-                raise LockBackendError(f"The claim on {claim.key!r} did not find its place in line.")
+                raise LockBackendError(
+                    f"The claim on {claim.key!r} did not find its place in line."
+                )
             place, version, left = row
             if version is not None:
                 return Place(grant=Grant(version, left)), []
@@ -385,9 +497,18 @@ class Line(Statements):
         if result is None:
             return None
         place, granted = result
-        return next((replace(one.place, number=place.number) for one in granted if one.owner == claim.owner), place)
+        return next(
+            (
+                replace(one.place, number=place.number)
+                for one in granted
+                if one.owner == claim.owner
+            ),
+            place,
+        )
 
-    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+    def look(
+        self, claims: Sequence[Claim], *, heard: bool = True
+    ) -> Mapping[str, Place]:
         if not heard and not any(claim.shared for claim in claims):
             return self._glance(claims)
         places: dict[str, Place] = {}
@@ -395,12 +516,17 @@ class Line(Statements):
         owners, parameters = self._one_of("owner", list(by_owner))
         if heard:
             with self._briefly():
-                self._count(self.hearing(owners), parameters | self._times(), locked=lambda: 0)
+                self._count(
+                    self.hearing(owners), parameters | self._times(), locked=lambda: 0
+                )
         left = self.dialect.seconds_until("end_time")
-        # Claims that have their own rows first: one that is granted meanwhile is then found in the lock row.
+        # Read the claims with rows of their own first. A claim that is granted in
+        # between is then found in the lock row.
         numbers: dict[str, int] = {}
         alone: set[str] = set()
-        sql = self._text(f"SELECT owner, id, version, {left}, counted FROM {{claims}} WHERE {owners}")
+        sql = self._text(
+            f"SELECT owner, id, version, {left}, counted FROM {{claims}} WHERE {owners}"
+        )
         for owner, number, version, seconds, counted in self._rows(sql, parameters):
             if version is None:
                 numbers[owner] = number
@@ -418,12 +544,13 @@ class Line(Statements):
             elif owner in numbers:
                 places[owner] = self._place(claim, head, numbers[owner])
         self._move_on_where_free([by_owner[owner] for owner in numbers], heads, places)
+        self._await_transactions(claims, heads, places)
         for key in alone:
             self._step(key, self._count_in, busy=lambda: None, looks=0)
         return places
 
     def _glance(self, claims: Sequence[Claim]) -> dict[str, Place]:
-        """Look in one statement, at the lock rows alone."""
+        """Poll only the lock rows, in one statement."""
         heads = self._heads(claims)
         places: dict[str, Place] = {}
         for claim in claims:
@@ -433,56 +560,122 @@ class Line(Statements):
             else:
                 places[claim.owner] = self._place(claim, head, None)
         self._move_on_where_free(claims, heads, places)
+        self._await_transactions(claims, heads, places)
         return places
 
-    def _move_on_where_free(self, claims: Sequence[Claim], heads: Mapping[str, Seen], places: dict[str, Place]) -> None:
-        """Hand on what nobody gave away: its holder died, its transaction ended, or it was never there."""
+    def _await_transactions(
+        self,
+        claims: Sequence[Claim],
+        heads: Mapping[str, Seen],
+        places: dict[str, Place],
+    ) -> None:
+        """Let claims without ``takeover`` wait for transactions that keep leases.
+
+        They keep waiting for an expired lease that a transaction keeps.
+        """
+        asking = {
+            claim.owner: claim.key
+            for claim in claims
+            if not claim.takeover
+            and (place := places.get(claim.owner)) is not None
+            and (place.ask and place.grant is None)
+            and (head := heads.get(claim.key)) is not None
+            and head.status == "P"
+        }
+        kept = self.in_transactions(sorted(set(asking.values())))
+        places |= {
+            owner: replace(places[owner], ask=False)
+            for owner, key in asking.items()
+            if key in kept
+        }
+
+    def _move_on_where_free(
+        self,
+        claims: Sequence[Claim],
+        heads: Mapping[str, Seen],
+        places: dict[str, Place],
+    ) -> None:
+        """Advance the queues of keys that became free without a release.
+
+        The holder died, its transaction ended, or there never was a holder.
+        """
         for key in {claim.key for claim in claims}:
             head = heads.get(key)
             silent = head is not None and head.is_silent
-            if head is not None and self._is_gone(head, [claim for claim in claims if claim.key == key]):
+            if head is not None and self._is_gone(
+                head, [claim for claim in claims if claim.key == key]
+            ):
                 self._end_silent(key, head.version, head.ends)
             elif head is None or head.free:
-                # In passing: nobody listens meanwhile, and there may be many keys that transactions have.
+                # Wait only briefly for the row. Meanwhile no notification is received,
+                # and transactions may have locked many keys.
                 granted = self._moved_on(key, in_passing=True)
                 silent = granted is None
-                places |= {one.owner: one.place for one in granted or () if one.owner in places}
+                places |= {
+                    one.owner: one.place for one in granted or () if one.owner in places
+                }
             if silent and self.dialect.wake:
                 owners = [claim.owner for claim in claims if claim.key == key]
-                places |= {owner: replace(places[owner], silent=True) for owner in owners}
+                places |= {
+                    owner: replace(places[owner], silent=True) for owner in owners
+                }
 
     def _place(self, claim: Claim, head: Seen | None, number: int | None) -> Place:
         if head is None:
             return Place(number=number)
         soon = head.left + (self.grace if head.status == "P" else 0.0)
         if self.observations is not None and head.status == "P":
-            soon = self.observations.note(claim.key, (head.version, head.ends), head.asked_at)
+            soon = self.observations.note(
+                claim.key, (head.version, head.ends), head.asked_at
+            )
         return Place(
             ahead=head.ahead,
             number=number,
-            # A lease that ran out, and is not to be taken over: asking will say so.
+            # If a lease has expired and the claim must not take it over, a retry raises
+            # the error.
             ask=(head.free or soon <= 0) and head.status == "P" and not claim.takeover,
             soon=soon if soon > 0 else math.inf,
             clock=head.clock,
         )
 
     def _is_gone(self, head: Seen, claims: Sequence[Claim]) -> bool:
-        """Whether the holder has been watched for long enough, and one of the claims is one to take over."""
-        if self.observations is None or head.status != "P" or not any(claim.takeover for claim in claims):
+        """Return whether the holder is dead and a claim may take over.
+
+        A holder is dead if its row was observed unchanged for long enough.
+        """
+        if (
+            self.observations is None
+            or head.status != "P"
+            or not any(claim.takeover for claim in claims)
+        ):
             return False
-        return self.observations.note(claims[0].key, (head.version, head.ends), head.asked_at) <= 0
+        return (
+            self.observations.note(
+                claims[0].key, (head.version, head.ends), head.asked_at
+            )
+            <= 0
+        )
 
     def _end_silent(self, key: str, version: int, ends: int) -> bool:
-        """Take a key from a holder that was watched for long enough, if its row is still as it was seen."""
+        """Take a key from a holder that was observed for long enough.
+
+        Return False if its row has changed since it was observed.
+        """
 
         def step(head: Head | None) -> bool:
             if head is None:
                 return False
             where = (
-                f"{KEY} AND status = 'P' AND version = %(version)s AND {self.dialect.ticks_of('end_time')} = %(ends)s"
+                f"{KEY} AND status = 'P' AND version = %(version)s AND"
+                f" {self.dialect.ticks_of('end_time')} = %(ends)s"
             )
             sql = f"UPDATE {{locks}} SET {CLEAR}, version = %(token)s WHERE {where}"
-            parameters = {"key": key, "version": version, "ends": ends, "token": head.token}
+            parameters = {
+                "key": key,
+                "version": version,
+                "ends": ends,
+                "token": head.token,
+            }
             if self._count(self._text(sql), parameters) != 1:
                 return False
             head.status, head.owner, head.free, head.version = "F", "", True, head.token
@@ -492,23 +685,35 @@ class Line(Statements):
 
         if not self._step(key, step, busy=lambda: False):
             return False
-        logger.warning("%r was taken from a holder of whom nothing was seen for its ttl and the grace.", key)
+        logger.warning(
+            "%r was taken from a holder of whom nothing was seen for its ttl and the"
+            " grace.",
+            key,
+        )
         return True
 
     def _heads(self, claims: Sequence[Claim]) -> dict[str, Seen]:
-        """Return what is seen of the lock rows by key, and how many stand before the first of the claims of each."""
-        keys, parameters = self._one_of("key_resource", sorted({claim.key for claim in claims}))
-        owners, owner_parameters = self._one_of("owner", [claim.owner for claim in claims])
+        """Return snapshots of the lock rows by key.
+
+        Each snapshot has the number of waiters ahead of the first of these claims.
+        """
+        keys, parameters = self._one_of(
+            "key_resource", sorted({claim.key for claim in claims})
+        )
+        owners, owner_parameters = self._one_of(
+            "owner", [claim.owner for claim in claims]
+        )
         left = self.dialect.seconds_until("end_time")
         before = (
-            "SELECT COUNT(*) FROM {claims} AS others WHERE others.key_resource = {locks}.key_resource"
-            " AND others.version IS NULL AND others.end_time > {now} AND others.id <"
-            f" (SELECT MIN(id) FROM {{claims}} AS mine WHERE mine.{owners}"
-            " AND mine.key_resource = {locks}.key_resource)"
+            "SELECT COUNT(*) FROM {claims} AS others WHERE others.key_resource ="
+            " {locks}.key_resource AND others.version IS NULL AND others.end_time >"
+            " {now} AND others.id < (SELECT MIN(id) FROM {claims} AS mine WHERE"
+            f" mine.{owners} AND mine.key_resource = {{locks}}.key_resource)"
         )
         sql = self._text(
-            f"SELECT key_resource, owner, status, version, {left}, CASE WHEN {FREE_BY_CLOCK} THEN 1 ELSE 0 END,"
-            f" {{ticks}}, ({before}), {self.dialect.ticks_of('end_time')} FROM {{locks}} WHERE {keys}"
+            f"SELECT key_resource, owner, status, version, {left}, CASE WHEN"
+            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, {{ticks}}, ({before}),"
+            f" {self.dialect.ticks_of('end_time')} FROM {{locks}} WHERE {keys}"
         )
         asked_at = clock.now()
         return {
@@ -523,18 +728,25 @@ class Line(Statements):
                 int(ends),
                 asked_at,
             )
-            for key, holder, status, version, left, free, now, ahead, ends in self._rows(
-                sql, parameters | owner_parameters | self._times()
+            for key, holder, status, version, left, free, now, ahead, ends in (
+                self._rows(sql, parameters | owner_parameters | self._times())
             )
         }
 
-    def _handing_over(self, condition: str, if_taken: str = "", *, row_wait: str) -> str:
+    def _handing_over(
+        self, condition: str, if_taken: str = "", *, row_wait: str
+    ) -> str:
         dialect = self.dialect
         text = dialect.hand_over.replace("{row_wait}", row_wait)
-        return self._text(text.replace("{condition}", condition).replace("{if_taken}", if_taken))
+        return self._text(
+            text.replace("{condition}", condition).replace("{if_taken}", if_taken)
+        )
 
     def _hand_on(self, key: str, *, row_wait: str = HANDING_ON_WAITS) -> bool:
-        """Hand a key that was given back to the first in line, in one trip; return False if that was not to do."""
+        """Grant a released key to the first waiter, in one round trip.
+
+        Return False if this was not possible.
+        """
         if not self.dialect.hand_over or self.in_transaction():
             return False
         parameters = {"key": key, "owner": "", "status": "S"}
@@ -542,9 +754,17 @@ class Line(Statements):
         sql = self._handing_over(free, self.dialect.if_taken, row_wait=row_wait)
         return any(taken for taken, _ in self._handed_over(sql, parameters))
 
-    def _handed_over(self, sql: str, parameters: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """Hand a key over, and tell who has it then; return whether somebody has, and how many wait."""
-        rows = self._packet(sql, {**parameters, **self._times(), "near": near() or "-"}) or ()
+    def _handed_over(
+        self, sql: str, parameters: Mapping[str, Any]
+    ) -> list[tuple[Any, Any]]:
+        """Hand a key over, and notify its new holder.
+
+        Return whether it has a new holder, and the number of waiters.
+        """
+        rows = (
+            self._packet(sql, {**parameters, **self._times(), "near": near() or "-"})
+            or ()
+        )
         for _, _, channel, owner, token, ends, server, *_ in rows:
             if channel:
                 self._wake(channel, [_message(owner, token, ends)], server)
@@ -563,21 +783,35 @@ class Line(Statements):
         return bool(self._step(key, step, busy=lambda: False))
 
     def waiting(self, key: str) -> int:
-        sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND {IN_LINE} AND end_time > {{now}}")
+        sql = self._text(
+            f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND {IN_LINE} AND end_time >"
+            " {now}"
+        )
         return int(self._rows(sql, {"key": key})[0][0])
 
     def listen(self, channel: str) -> Listener | None:
         if self.listening is False:
             return None
-        if self._door is None or self._door.channel != channel or not self._door.is_open:
+        if (
+            self._door is None
+            or self._door.channel != channel
+            or not self._door.is_open
+        ):
             self._door = Door.open(channel)
         door = self._door
         if door is not None:
-            server = self._rows(f"SELECT {self.dialect.server}", {})[0][0] if self.dialect.server else ""
+            server = (
+                self._rows(f"SELECT {self.dialect.server}", {})[0][0]
+                if self.dialect.server
+                else ""
+            )
             channel = near() + channel + TAG + tag(server)
         listener = self._listen_to_the_server(channel, door)
         if listener is None and door is not None:
-            listener, channel = Neighbours(door, hears_all=self.dialect.one_writer), channel + ALONE
+            listener, channel = (
+                Neighbours(door, hears_all=self.dialect.one_writer),
+                channel + ALONE,
+            )
         if listener is not None:
             listener.channel = channel
         return listener
@@ -586,20 +820,26 @@ class Line(Statements):
         try:
             if self.connection.vendor == "postgresql":
                 pooled = self.listening is True
-                return PostgreSQLListener.on(self.connection, channel, door, through_a_pooler=pooled)
+                return PostgreSQLListener.on(
+                    self.connection, channel, door, through_a_pooler=pooled
+                )
             if self.connection.vendor == "mysql" and not threads_are_green():
                 return MySQLListener.on(self, channel, door)
         except Error as error:
-            if self.connection.vendor == "mysql" and self.connection.connection and self.connection.is_usable():
+            if (
+                self.connection.vendor == "mysql"
+                and self.connection.connection
+                and self.connection.is_usable()
+            ):
                 self._not_woken(error)
                 return None
             raise self._failure(error) from error
         return None
 
-    # Shares.
+    # Shared holds.
 
     def _share(self, claim: Claim) -> Grant | None:
-        """Grant a shared claim where the key is free for it, and nobody waits before it."""
+        """Grant a shared claim if the key permits it and no waiter is ahead."""
 
         def step(head: Head | None) -> Grant | None:
             row = self._row_of(claim)
@@ -610,7 +850,7 @@ class Line(Statements):
             if head is None:
                 return None
             if claim.beside and head.owner == claim.beside and head.status == "P":
-                # Its own caller has the key exclusively, and will share it later.
+                # The caller itself holds the key exclusively, and will share it later.
                 return self._insert_share(head, claim)
             if not head.free:
                 return None
@@ -621,7 +861,11 @@ class Line(Statements):
                 row = self._row_of(claim)
                 if row is not None:
                     return None if row[1] is None else Grant(row[1], row[2])
-            if (claim.fair and head.waiters) or self._shares(head) >= claim.permits or not head.free:
+            if (
+                (claim.fair and head.waiters)
+                or self._shares(head) >= claim.permits
+                or not head.free
+            ):
                 return None
             return self._insert_share(head, claim)
 
@@ -637,91 +881,141 @@ class Line(Statements):
         return Grant(head.token)
 
     def _nobody_before(self, head: Head, claim: Claim) -> bool:
-        """Let the line move on; return whether the claim could have the key if it asked."""
+        """Advance the queue; return whether the claim could acquire the key."""
         self._admit(head)
-        return head.free and not head.waiters and self._shares(head) < (claim.permits if claim.shared else 1)
+        return (
+            head.free
+            and not head.waiters
+            and self._shares(head) < (claim.permits if claim.shared else 1)
+        )
 
     def _fence_off(self, head: Head) -> None:
-        """Take the key from a holder that never came back, for those who share it from now on."""
+        """Take the key from a stale holder, before shared holds are granted."""
         if head.free and head.status == "P":
-            sql = f"UPDATE {{locks}} SET status = 'F', owner = '', hold_count = 0 WHERE {KEY}"
+            sql = (
+                "UPDATE {locks} SET status = 'F', owner = '', hold_count = 0 WHERE"
+                f" {KEY}"
+            )
             self._count(self._text(sql), {"key": head.key})
             head.status, head.owner = "F", ""
 
     def _extend(self, claim: Claim) -> bool:
-        mine = f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE owner = %(owner)s AND NOT {IN_LINE}"
+        mine = (
+            f"UPDATE {{claims}} SET end_time = {self._renewed} WHERE owner = %(owner)s"
+            f" AND NOT {IN_LINE}"
+        )
         mine = self.dialect.patiently + mine
         parameters = {"owner": claim.owner, "ttl": round(claim.ttl * MICROSECONDS)}
         return self._count(self._text(mine), parameters) == 1
 
     def _leave(self, claim: Claim, *, failed: bool, keep: float) -> bool:
-        """Give back whatever a claim has: the key, with those in line behind it; a share; or its place in line."""
-        # What is left of its lease where others have the lock row; None where nobody could look.
+        """Release the key, the shared hold or the queue position of a claim.
+
+        The queue advances.
+        """
+        # Seconds left of its lease if another transaction has locked the lock row. None
+        # if the row could not be read.
         left: float | None = None
         given_back = False
 
         def step(head: Head | None) -> bool | None:
             nonlocal left, given_back
-            if head is not None and head.owner == claim.owner and (head.status == "P" or not head.free):
+            if (
+                head is not None
+                and head.owner == claim.owner
+                and (head.status == "P" or not head.free)
+            ):
                 given_back = True
                 self._give_back(head, failed=failed, keep=keep)
                 self._admit(head)
                 return True
             row = self._row_of(claim)
             if row is not None:
-                given_back = row[1] is not None and (row[2] > 0 or self.observations is not None)
+                # With a single writer, an expired shared hold whose row still exists
+                # belonged to the claim all the time.
+                unclocked = self.observations is not None or self.dialect.one_writer
+                given_back = row[1] is not None and (row[2] > 0 or unclocked)
                 if not self._leave_row(head, claim, keep=keep):
-                    # It was granted just then.
+                    # The claim was granted at this moment.
                     return None
                 if head is not None and not head.waiters:
                     self._crowded.discard(claim.key)
                 return given_back
             if head is not None:
-                # Or it was given back before, and the reply to that was lost.
+                # The key may have been released before, and the reply was lost.
                 return head.owner == claim.owner or given_back
-            # Locked by another transaction, and it may be this claim's.
-            sql = f"SELECT {self.dialect.seconds_until('end_time')} FROM {{locks}} WHERE {KEY} AND owner = %(owner)s"
+            # The row is locked by another transaction, and may be this claim's.
+            sql = (
+                f"SELECT {self.dialect.seconds_until('end_time')} FROM {{locks}} WHERE"
+                f" {KEY} AND owner = %(owner)s"
+            )
             rows = self._rows(self._text(sql), {"key": claim.key, "owner": claim.owner})
             left = float(rows[0][0]) if rows else 0.0
             return None if rows else given_back
 
         def busy() -> bool | None:
-            # Where SQLite's writer is at it, a claim that holds nothing is passed over soon, said or not.
+            # While SQLite's writer is busy, a claim that holds nothing need not leave.
+            # It is skipped soon in any case.
             if self.dialect.one_writer and failed and self._only_waits(claim):
-                raise LockBackendError(f"The one writer of database {self.database!r} is busy.")
+                raise LockBackendError(
+                    f"The one writer of database {self.database!r} is busy."
+                )
             return None
 
-        began = time.monotonic()
-        while time.monotonic() < began + (STOPPED_FOR if left is not None and left <= 0 else PERSISTENT_FOR):
+        began = clock.real_now()
+        while clock.real_now() < began + (
+            STOPPED_FOR if left is not None and left <= 0 else PERSISTENT_FOR
+        ):
             waits = left is not None and left > 0
-            if (result := self._step(claim.key, step, busy=busy, waits=waits)) is not None:
+            if (
+                result := self._step(claim.key, step, busy=busy, waits=waits)
+            ) is not None:
                 return result
             if left is None:
-                # Or a whole crowd would be there again at once.
+                # Without jitter, a whole crowd would collide again at once.
                 time.sleep(random.uniform(0, 0.01))  # noqa: S311 (jitter)
-            # On PostgreSQL it waits for the row; on MariaDB the next step does.
-            if left is not None and left > 0 and not keep and self._hand_over(claim, failed=failed):
+            # On PostgreSQL this statement waits for the row. On MariaDB the next step
+            # waits.
+            if (
+                left is not None
+                and left > 0
+                and not keep
+                and self._hand_over(claim, failed=failed)
+            ):
                 return True
         if left is not None and left <= 0:
-            # It ran out, and a transaction that has not ended is taking it over.
+            # The lease has expired, and a transaction that is still open is taking the
+            # key over.
             return False
         raise LockBackendError(
-            f"The row of {claim.key!r} on database {self.database!r} is locked by another transaction."
+            f"The row of {claim.key!r} on database {self.database!r} is locked by"
+            " another transaction."
         )
 
     def _only_waits(self, claim: Claim) -> bool:
-        """Tell whether a claim has nothing, or no more than a place in line; False where nobody could look."""
+        """Return whether a claim holds nothing and is at most queued.
+
+        Return False if this could not be read.
+        """
         with suppress(LockBackendError):
             row = self._row_of(claim)
             return not self._has_the_key(claim) if row is None else row[1] is None
         return False
 
     def _leave_row(self, head: Head | None, claim: Claim, *, keep: float) -> bool:
-        """Give up a claim that has a row of its own; return False where it has none any more."""
+        """Release a claim with a row of its own.
+
+        With ``keep``, the row stays for that many seconds. Return False if the claim
+        has no such row any more.
+        """
         if keep:
-            keeping = f"UPDATE {{claims}} SET end_time = {self.dialect.after('keep')} WHERE owner = %(owner)s"
+            keeping = (
+                f"UPDATE {{claims}} SET end_time = {self.dialect.after('keep')} WHERE"
+                " owner = %(owner)s"
+            )
             self._count(
-                self._text(self.dialect.patiently + keeping), {"owner": claim.owner, "keep": round(keep * MICROSECONDS)}
+                self._text(self.dialect.patiently + keeping),
+                {"owner": claim.owner, "keep": round(keep * MICROSECONDS)},
             )
             return True
         there = self._forget(head, claim.owner)
@@ -729,19 +1023,33 @@ class Line(Statements):
             self._admit(head)
         return there or head is not None
 
-    # Pieces of a step.
+    # Parts of a step.
 
     def _moved_on(self, key: str, *, in_passing: bool = False) -> list[Granted] | None:
-        """Let the line move on; return who had the key, or None where a transaction has it."""
-        if self._hand_on(key, row_wait=PASSING_WAITS if in_passing else HANDING_ON_WAITS):
-            # To whom, the next look tells.
+        """Advance the queue, and return the granted claims.
+
+        Return None if a transaction has locked the row.
+        """
+        if self._hand_on(
+            key, row_wait=PASSING_WAITS if in_passing else HANDING_ON_WAITS
+        ):
+            # The next poll shows which claim was granted.
             return []
         looks = 0 if in_passing else CONTENTION_TRIES
-        return self._step(key, lambda head: self._admit(head) if head else None, busy=list, looks=looks)
+        return self._step(
+            key,
+            lambda head: self._admit(head) if head else None,
+            busy=list,
+            looks=looks,
+        )
 
     def _admit(self, head: Head) -> list[Granted]:
-        """Grant the key to the first in line, or to the first ones that may share it; tell them on commit."""
-        # Who is granted may have left the line since it was read: then it is read once more.
+        """Grant the key to the first waiter, or shared holds to the first waiters.
+
+        They are notified on commit.
+        """
+        # A claim may have left the queue since it was read. The queue is then read
+        # again.
         for _ in range(ADMISSION_TRIES if head.free else 0):
             shares = self._shares(head)
             live = self._in_line(head.key)
@@ -752,7 +1060,11 @@ class Line(Statements):
             if live[0]["shared"]:
                 granted = self._grant_shares(head, live, shares)
             else:
-                willing = [claim for claim in live if claim["takeover"]] if head.status == "P" else live
+                willing = (
+                    [claim for claim in live if claim["takeover"]]
+                    if head.status == "P"
+                    else live
+                )
                 if shares or not willing or willing[0]["shared"]:
                     return []
                 granted = self._grant_key(head, willing[0])
@@ -761,32 +1073,46 @@ class Line(Statements):
         return []
 
     def _in_line(self, key: str) -> list[dict[str, Any]]:
-        """Return those who wait and were heard of, the first one first, with those who could go with it."""
-        columns = "id, owner, shared, permits, scope, takeover, counted, patience, channel"
+        """Return the waiters with a recent heartbeat, in the order of the queue.
+
+        The list includes all waiters that could be granted together with the first, up
+        to ``AT_ONCE``.
+        """
+        columns = (
+            "id, owner, shared, permits, scope, takeover, counted, handover_ttl,"
+            " channel"
+        )
         names = columns.split(", ")
         sql = self._text(
-            f"SELECT {columns} FROM {{claims}} WHERE {KEY} AND {IN_LINE} AND end_time > {{now}}"
-            " ORDER BY id LIMIT %(limit)s"
+            f"SELECT {columns} FROM {{claims}} WHERE {KEY} AND {IN_LINE} AND end_time >"
+            " {now} ORDER BY id LIMIT %(limit)s"
         )
         live: list[dict[str, Any]] = []
         for limit in (8, AT_ONCE):
-            live = [dict(zip(names, row, strict=True)) for row in self._rows(sql, {"key": key, "limit": limit})]
+            live = [
+                dict(zip(names, row, strict=True))
+                for row in self._rows(sql, {"key": key, "limit": limit})
+            ]
             if len(live) < limit or (not live[0]["shared"] and live[0]["takeover"]):
                 break
         return live
 
     def _grant_key(self, head: Head, claim: Mapping[str, Any]) -> list[Granted] | None:
-        """Grant the key to a claim in line; return None where it has left the line just now."""
+        """Grant the key to a waiter, or return None if it has just left."""
         locking = self.dialect.for_update_patiently
         mine = f"id = %(id)s AND {IN_LINE} AND end_time > {{now}}{locking}"
-        rows = self._rows(self._text(f"SELECT holder, owner_ip FROM {{claims}} WHERE {mine}"), {"id": claim["id"]})
+        rows = self._rows(
+            self._text(f"SELECT holder, owner_ip FROM {{claims}} WHERE {mine}"),
+            {"id": claim["id"]},
+        )
         if not rows:
             return None
         ((holder, ip),) = rows
         sql = self._text(
-            "UPDATE {locks} SET status = %(status)s, owner = %(owner)s, holder = %(holder)s, owner_ip = %(ip)s,"
-            f" begin_time = {{now}}, end_time = {self.dialect.after('patience')}, hold_count = 1,"
-            f" version = %(token)s, waiters = %(waiters)s, shares = 0 WHERE {KEY}"
+            "UPDATE {locks} SET status = %(status)s, owner = %(owner)s, holder ="
+            " %(holder)s, owner_ip = %(ip)s, begin_time = {now}, end_time ="
+            f" {self.dialect.after('handover_ttl')}, hold_count = 1, version ="
+            f" %(token)s, waiters = %(waiters)s, shares = 0 WHERE {KEY}"
         )
         head.waiters = max(0, head.waiters - bool(claim["counted"]))
         parameters = {
@@ -795,19 +1121,36 @@ class Line(Statements):
             "owner": claim["owner"],
             "holder": holder,
             "ip": ip,
-            "patience": claim["patience"],
+            "handover_ttl": claim["handover_ttl"],
             "token": head.token,
             "waiters": head.waiters,
         }
         self._count(sql, parameters)
-        self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": claim["id"]})
-        head.free, head.owner, head.status, head.version = False, claim["owner"], claim["scope"], head.token
-        self._tell(f"locks}} WHERE {KEY}", {"key": head.key}, claim["channel"], reserved=claim["scope"] != "P")
+        self._count(
+            self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": claim["id"]}
+        )
+        head.free, head.owner, head.status, head.version = (
+            False,
+            claim["owner"],
+            claim["scope"],
+            head.token,
+        )
+        self._tell(
+            f"locks}} WHERE {KEY}",
+            {"key": head.key},
+            claim["channel"],
+            reserved=claim["scope"] != "P",
+        )
         token = head.token if claim["scope"] == "P" else None
-        return [Granted(claim["owner"], token, claim["patience"] / MICROSECONDS)]
+        return [Granted(claim["owner"], token, claim["handover_ttl"] / MICROSECONDS)]
 
-    def _grant_shares(self, head: Head, live: Sequence[Mapping[str, Any]], shares: int) -> list[Granted] | None:
-        """Grant shares to the first in line, as many as may share; return None where those have left just now."""
+    def _grant_shares(
+        self, head: Head, live: Sequence[Mapping[str, Any]], shares: int
+    ) -> list[Granted] | None:
+        """Grant shared holds to the first waiters, up to the number of permits.
+
+        Return None if these waiters have just left the queue.
+        """
         admitted: list[Mapping[str, Any]] = []
         for claim in live:
             if not claim["shared"] or shares + len(admitted) >= claim["permits"]:
@@ -819,84 +1162,128 @@ class Line(Statements):
         self._fence_off(head)
         first, last = admitted[0]["id"], admitted[-1]["id"]
         ids, parameters = self._one_of("id", [claim["id"] for claim in admitted])
-        # Tokens in the order of the line.
+        # The tokens are in the order of the queue.
         assignments = (
-            "version = %(token)s + id - %(first)s, begin_time = {now}, hold_count = 1,"
-            f" end_time = {self.dialect.after_column('patience')}"
+            "version = %(token)s + id - %(first)s, begin_time = {now}, hold_count ="
+            f" 1, end_time = {self.dialect.after_column('handover_ttl')}"
         )
-        sql = self.dialect.update_these("{claims}", assignments, parameters, "end_time > {now}")
+        sql = self.dialect.update_these(
+            "{claims}", assignments, parameters, "end_time > {now}"
+        )
         numbered = parameters | {"token": head.token, "first": first}
-        if self._count(self._text(self.dialect.patiently + sql), numbered) != len(admitted):
-            # Some have left the line just now.
-            there = self._rows(self._text(f"SELECT id FROM {{claims}} WHERE {ids} AND NOT {IN_LINE}"), parameters)
+        if self._count(self._text(self.dialect.patiently + sql), numbered) != len(
+            admitted
+        ):
+            # Some of the claims have just left the queue.
+            there = self._rows(
+                self._text(f"SELECT id FROM {{claims}} WHERE {ids} AND NOT {IN_LINE}"),
+                parameters,
+            )
             admitted = [claim for claim in admitted if (claim["id"],) in there]
             if not admitted:
                 return None
         self._change(
             head,
             shares=shares + len(admitted),
-            waiters=max(0, head.waiters - sum(bool(claim["counted"]) for claim in admitted)),
+            waiters=max(
+                0, head.waiters - sum(bool(claim["counted"]) for claim in admitted)
+            ),
             version=head.token + last - first,
         )
         granted = [
-            Granted(claim["owner"], head.token + claim["id"] - first, claim["patience"] / MICROSECONDS)
+            Granted(
+                claim["owner"],
+                head.token + claim["id"] - first,
+                claim["handover_ttl"] / MICROSECONDS,
+            )
             for claim in admitted
         ]
         head.token = head.version + 1
         for channel in {claim["channel"] for claim in admitted}:
-            self._tell(f"claims}} WHERE {ids} AND channel = %(channel)s", parameters, channel)
+            self._tell(
+                f"claims}} WHERE {ids} AND channel = %(channel)s", parameters, channel
+            )
         return granted
 
     def _shares(self, head: Head) -> int:
-        """Forget the shares that ended, and return how many there are."""
+        """Delete the ended shared holds, and return the number of the others."""
         if not head.shares:
             return 0
         parameters = {"key": head.key} | self._times()
         self._delete_claims(f"{KEY} AND {ENDED_SHARE}", parameters)
         if self.observations is not None:
             self._end_silent_shares(head.key, self.observations)
-        sql = self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND NOT {IN_LINE}")
+        sql = self._text(
+            f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND NOT {IN_LINE}"
+        )
         shares = int(self._rows(sql, parameters)[0][0])
         if shares != head.shares:
             self._change(head, shares=shares)
         return shares
 
     def _delete_claims(self, where: str, parameters: Mapping[str, Any]) -> int:
-        """
-        Delete the claims of a condition that no other transaction has; return how many.
+        """Delete matching claims that no other transaction has locked.
 
-        One that is locked is just written, or a share that ``hold.atomic()`` keeps.
+        Return their number. A locked claim is just being written, or is a shared hold
+        that ``hold.atomic()`` keeps.
         """
-        return self._count(self._text(self.dialect.delete("{claims}", where, "id")), parameters)
+        return self._count(
+            self._text(self.dialect.delete("{claims}", where, "id")), parameters
+        )
 
     def _end_silent_shares(self, key: str, observations: Observations) -> None:
         asked_at = clock.now()
         ends = self.dialect.ticks_of("end_time")
-        sql = f"SELECT id, version, {ends} FROM {{claims}} WHERE {KEY} AND NOT {IN_LINE}{self.dialect.for_update}"
+        sql = (
+            f"SELECT id, version, {ends} FROM {{claims}} WHERE {KEY} AND NOT"
+            f" {IN_LINE}{self.dialect.for_update}"
+        )
         for number, *state in self._rows(self._text(sql), {"key": key}):
             if observations.note((key, number), tuple(state), asked_at) <= 0:
-                self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number})
+                self._count(
+                    self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number}
+                )
 
     def _count_in(self, head: Head | None) -> None:
-        """Forget those of whom nothing was heard for long, and count those in line who were heard of."""
+        """Delete waiters that have been silent for long, and count the live ones."""
         if head is None:
             return
-        parameters = {"key": head.key, "forgotten": -round(FORGOTTEN_AFTER * MICROSECONDS)}
+        parameters = {
+            "key": head.key,
+            "forgotten": -round(FORGOTTEN_AFTER * MICROSECONDS),
+        }
         of_key = f"{KEY} AND {IN_LINE}"
-        self._delete_claims(f"{of_key} AND end_time <= {self.dialect.after('forgotten')}", parameters)
-        # Who was not heard of is in nobody's way; who is heard of again counts again.
+        self._delete_claims(
+            f"{of_key} AND end_time <= {self.dialect.after('forgotten')}", parameters
+        )
+        # A waiter without a heartbeat delays no other waiter. After its next heartbeat
+        # it counts again.
         heard = "(end_time > {now})"
-        sql = self.dialect.update("{claims}", f"counted = {heard}", f"{of_key} AND counted <> {heard}", "id")
+        sql = self.dialect.update(
+            "{claims}", f"counted = {heard}", f"{of_key} AND counted <> {heard}", "id"
+        )
         self._count(self._text(sql), parameters)
-        count = self._rows(self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"), parameters)
+        count = self._rows(
+            self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"),
+            parameters,
+        )
         self._change(head, waiters=int(count[0][0]))
 
     def _forget(self, head: Head | None, owner: str) -> bool:
-        """Delete a claim, and count it out; without the lock row whoever has that next will count those left."""
+        """Delete a claim, and subtract it from the counts in the lock row.
+
+        If the lock row is not locked here, the next step that locks it counts the
+        remaining claims.
+        """
         locking = self.dialect.for_update_patiently
-        sql = self._text(f"SELECT id, version, counted FROM {{claims}} WHERE owner = %(owner)s{locking}")
+        sql = self._text(
+            "SELECT id, version, counted FROM {claims} WHERE owner ="
+            f" %(owner)s{locking}"
+        )
         for number, version, counted in self._rows(sql, {"owner": owner}):
-            self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number})
+            self._count(
+                self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number}
+            )
             if head is not None and version is not None:
                 self._change(head, shares=max(0, head.shares - 1))
             elif head is not None and counted:
@@ -907,41 +1294,68 @@ class Line(Statements):
     def _give_back(self, head: Head, *, failed: bool, keep: float) -> None:
         status = "F" if failed else "S"
         sql = (
-            f"UPDATE {{locks}} SET status = %(status)s, hold_count = 0, end_time = {self.dialect.after('keep')}"
-            f" WHERE {KEY}"
+            "UPDATE {locks} SET status = %(status)s, hold_count = 0, end_time ="
+            f" {self.dialect.after('keep')} WHERE {KEY}"
         )
-        parameters = {"key": head.key, "status": status, "keep": round(keep * MICROSECONDS)}
+        parameters = {
+            "key": head.key,
+            "status": status,
+            "keep": round(keep * MICROSECONDS),
+        }
         self._count(self._text(sql), parameters)
         head.status, head.free = status, not keep
 
     def _change(self, head: Head, **columns: int) -> None:
         assignments = ", ".join(f"{name} = %({name})s" for name in columns)
-        self._count(self._text(f"UPDATE {{locks}} SET {assignments} WHERE {KEY}"), {"key": head.key, **columns})
+        self._count(
+            self._text(f"UPDATE {{locks}} SET {assignments} WHERE {KEY}"),
+            {"key": head.key, **columns},
+        )
         for name, value in columns.items():
             setattr(head, name, value)
 
     def _insert_in_line(
-        self, claim: Claim, channel: str, number: int | None, *, counted: bool, version: int | None = None
+        self,
+        claim: Claim,
+        channel: str,
+        number: int | None,
+        *,
+        counted: bool,
+        version: int | None = None,
     ) -> None:
         while True:
-            names, values, parameters = self._columns(claim, channel, number, counted=counted, version=version)
-            # One in line may be there by now, put there by a thread that was to take it along.
+            names, values, parameters = self._columns(
+                claim, channel, number, counted=counted, version=version
+            )
+            # A queued claim may already be there, inserted by the thread that batched
+            # it.
             before, after = self.dialect.insert_or_ignore
             if version is not None:
                 before, after = "INSERT", self.dialect.unless_brought_along
             written = self._count(
-                self._text(f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"), parameters
+                self._text(
+                    f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"
+                ),
+                parameters,
             )
             surely = written or not self.dialect.unless_brought_along
             if (surely and number is None) or self._row_of(claim) is not None:
                 return
-            # Each try draws another number, and those that were brought along are not more than stand in line.
+            # Each try draws another number. Only waiters that rejoined with an old
+            # number can conflict with it, so the tries are limited by the length of the
+            # queue.
             number = None
 
     def _columns(
-        self, claim: Claim, channel: str, number: int | None, *, counted: bool, version: int | None = None
+        self,
+        claim: Claim,
+        channel: str,
+        number: int | None,
+        *,
+        counted: bool,
+        version: int | None = None,
     ) -> tuple[str, str, dict[str, Any]]:
-        """Return the columns of a claim's row, the expressions for them, and their parameters."""
+        """Return columns, SQL expressions and parameters for a claim's row."""
         expressions = {
             "key_resource": "%(key)s",
             "owner": "%(owner)s",
@@ -956,7 +1370,7 @@ class Line(Statements):
             "scope": "%(scope)s",
             "takeover": "%(takeover)s",
             "counted": "%(counted)s",
-            "patience": "%(patience)s",
+            "handover_ttl": "%(handover_ttl)s",
             "channel": "%(channel)s",
         }
         if number is not None:
@@ -965,7 +1379,7 @@ class Line(Statements):
             "number": number,
             "key": claim.key,
             "owner": claim.owner,
-            "holder": claim.holder[:255],
+            "holder": self._fitted(claim.holder)[:255],
             "owner_ip": claim.owner_ip,
             "version": version,
             "hold_count": 0 if version is None else 1,
@@ -974,37 +1388,65 @@ class Line(Statements):
             "scope": "P" if claim.scope == "lease" else "S",
             "takeover": claim.takeover,
             "counted": counted,
-            "patience": round(min(claim.ttl, KEPT_FOR) * MICROSECONDS),
+            "handover_ttl": round(min(claim.ttl, KEPT_FOR) * MICROSECONDS),
             "channel": channel,
             "ttl": round(claim.ttl * MICROSECONDS),
         }
-        return ", ".join(expressions), ", ".join(expressions.values()), parameters | self._times()
+        return (
+            ", ".join(expressions),
+            ", ".join(expressions.values()),
+            parameters | self._times(),
+        )
 
     def _row_of(self, claim: Claim) -> tuple[int, int | None, float] | None:
-        """Return number, token and seconds left of a claim that has a row of its own."""
+        """Return the number, token and seconds left of a claim's own row.
+
+        Return None if it has none.
+        """
         left = self.dialect.seconds_until("end_time")
-        sql = self._text(f"SELECT id, version, {left} FROM {{claims}} WHERE owner = %(owner)s")
+        sql = self._text(
+            f"SELECT id, version, {left} FROM {{claims}} WHERE owner = %(owner)s"
+        )
         for number, version, seconds in self._rows(sql, {"owner": claim.owner}):
             return number, version, float(seconds)
         return None
 
     def _has_the_key(self, claim: Claim) -> bool:
-        """Look whether the key was given to a claim, though another transaction has the lock row."""
-        sql = self._text(f"SELECT 1 FROM {{locks}} WHERE {KEY} AND owner = %(owner)s AND NOT {FREE_BY_CLOCK}")
-        return bool(self._rows(sql, {"key": claim.key, "owner": claim.owner, **self._times()}))
+        """Return whether a claim was granted the key.
 
-    def _tell(self, rows: str, parameters: Mapping[str, Any], channel: str, *, reserved: bool = False) -> None:
-        """Tell the processes whose claims were granted, when this step is committed."""
+        This also works while another transaction has locked the lock row.
+        """
+        sql = self._text(
+            f"SELECT 1 FROM {{locks}} WHERE {KEY} AND owner = %(owner)s AND NOT"
+            f" {FREE_BY_CLOCK}"
+        )
+        return bool(
+            self._rows(sql, {"key": claim.key, "owner": claim.owner, **self._times()})
+        )
+
+    def _tell(
+        self,
+        rows: str,
+        parameters: Mapping[str, Any],
+        channel: str,
+        *,
+        reserved: bool = False,
+    ) -> None:
+        """Notify the processes of granted claims when this step commits."""
         if not channel:
             return
         server = self.dialect.server or "''"
-        # What is part of a caller's transaction may be undone yet: then the claim has to ask.
+        # A grant in the caller's transaction may still be undone, so the claim has to
+        # retry.
         reserved = reserved or bool(self.connection.savepoint_ids)
-        sql = self._text(f"SELECT owner, {'NULL' if reserved else 'version'}, {{ends}}, {server} FROM {{{rows}")
+        sql = self._text(
+            f"SELECT owner, {'NULL' if reserved else 'version'}, {{ends}}, {server}"
+            f" FROM {{{rows}"
+        )
         granted = self._rows(sql, {**parameters, "channel": channel})
         messages = [_message(owner, token, ends) for owner, token, ends, _ in granted]
         if self.connection.vendor == "postgresql" and not is_near(channel, ""):
-            # With the commit.
+            # PostgreSQL sends the notification with the commit.
             self._notify(channel, messages)
         elif granted:
             wake = partial(self._wake, channel, messages, granted[0][3])
@@ -1012,12 +1454,22 @@ class Line(Statements):
 
     def _notify(self, channel: str, messages: Sequence[str]) -> None:
         if messages and not channel.endswith(ALONE):
-            sql = "SELECT pg_notify(%(channel)s, message) FROM unnest(%(messages)s::text[]) AS message"
-            self._run(self._by_cursor, sql, {"channel": channel, "messages": list(messages)})
+            sql = (
+                "SELECT pg_notify(%(channel)s, message) FROM"
+                " unnest(%(messages)s::text[]) AS message"
+            )
+            self._run(
+                self._by_cursor, sql, {"channel": channel, "messages": list(messages)}
+            )
 
     def _wake(self, channel: str, messages: Sequence[str], server: str) -> None:
-        """Tell a process what became of its claims; one that is not told looks by itself, some time later."""
-        if (is_near(channel, server) and tell(channel, messages)) or channel.endswith(ALONE):
+        """Notify a process of its granted claims.
+
+        If the notification is lost, the process polls some time later.
+        """
+        if (is_near(channel, server) and tell(channel, messages)) or channel.endswith(
+            ALONE
+        ):
             return
         if not self.dialect.wake:
             with suppress(LockBackendError):
@@ -1031,24 +1483,26 @@ class Line(Statements):
 
     def _not_woken(self, error: Error) -> None:
         (number,) = error.args[:1] or (0,)
-        # A connection that was lost the next statement will find.
+        # A lost connection is found by the next statement.
         refused = number not in NOBODY_THERE and number < 2000
         if refused and not self._refused:
             self._refused = True
             logger.warning(
-                "Those who wait for a lock have to look whether it is their turn, since database %r refuses"
-                " KILL QUERY, which ends their sleep: %s",
+                "Those who wait for a lock have to look whether it is their turn, since"
+                " database %r refuses KILL QUERY, which ends their sleep: %s",
                 self.database,
                 error,
             )
 
     # Steps.
 
-    def _packet(self, sql: str, parameters: Mapping[str, Any], *, often: bool = True) -> Any:
-        """
-        Send what is a step in one trip; ``often`` says whether to prepare it where the engine does.
+    def _packet(
+        self, sql: str, parameters: Mapping[str, Any], *, often: bool = True
+    ) -> Any:
+        """Send a step in one round trip.
 
-        Return the last rows that it gave, or None where the row is locked.
+        ``often`` says whether to prepare the statement on engines that do so. Return
+        the rows of the last result, or None if the row is locked.
         """
 
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
@@ -1058,14 +1512,14 @@ class Line(Statements):
                     return execute(connection, in_transaction, sql, parameters).rows
                 except DatabaseError:
                     if connection.vendor == "mysql":
-                        # It begins a transaction.
+                        # The failed statement may have begun a transaction.
                         with connection.cursor() as cursor:
                             cursor.execute("ROLLBACK")
                     raise
             except Error:
                 raise
             except BaseException:
-                # Interrupted, perhaps before it was rolled back.
+                # The statement was interrupted, perhaps before the rollback.
                 if not in_transaction:
                     self.dialect.break_off(connection)
                 raise
@@ -1084,13 +1538,16 @@ class Line(Statements):
         waits: bool = False,
         looks: int = CONTENTION_TRIES,
     ) -> T:
-        """
-        Do one step: lock the row of a key and call ``work`` with it, in a transaction.
+        """Execute a step: lock a key's row and call ``work``, in a transaction.
 
-        It is called with None when another transaction has the row, and still had after so many ``looks``; where the
-        step ``waits``, and the engine can do that for a bounded time, it has waited for its turn before. ``busy``
-        answers where that time was over, where
-        SQLite's one writer was not to be had in time, or another transaction kept a claim that the step writes.
+        ``work`` receives the locked row. It receives None if another transaction has
+        locked the row, and still had after ``looks`` attempts. With ``waits``, the step
+        first waits in the engine's own queue of the row, if the engine can limit that
+        time.
+
+        ``busy`` provides the result if that time has passed, or if SQLite's single
+        writer stays busy. It also does so if another transaction has locked a claim
+        that the step writes.
         """
         connection = self.connection
         ours = not self.in_transaction()
@@ -1100,32 +1557,57 @@ class Line(Statements):
             session = connection.connection
             try:
                 with self._briefly(), transaction.atomic(using=self.database):
-                    locking = self.dialect.for_update_in_turn if waits else self.dialect.for_update
-                    return work(self._lock(key, locking, patiently=looked < looks, bounded=ours))
+                    locking = (
+                        self.dialect.for_update_in_turn
+                        if waits
+                        else self.dialect.for_update
+                    )
+                    return work(
+                        self._lock(key, locking, patiently=looked < looks, bounded=ours)
+                    )
             except _AbsentError:
                 self._create(key)
             except _LockedError:
                 looked += 2
                 time.sleep(random.uniform(0, 0.0005 * looked**2))  # noqa: S311 (jitter)
+            except TableLockedError:
+                raise
             except (Error, LockBackendError) as trouble:
-                error = trouble.__cause__ if isinstance(trouble, LockBackendError) else trouble
+                error = (
+                    trouble.__cause__
+                    if isinstance(trouble, LockBackendError)
+                    else trouble
+                )
                 if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
                     raise
-                if is_under_way(connection.connection) and (interrupt := self._hidden_by(error, handled)):
+                if is_under_way(connection.connection) and (
+                    interrupt := self._hidden_by(error, handled)
+                ):
                     self.dialect.break_off(connection)
                     raise interrupt from None
                 if isinstance(error, DatabaseError):
                     if self.dialect.is_locked(error):
-                        # It was waited for already.
+                        # The statement has already waited for the lock.
                         return busy()
                     if self._again(error, tries):
                         tries += 1
                         continue
-                # PostgreSQL ends a session that was idle in its transaction for too long by an InternalError.
+                if not reconnected and self._is_left_read_only(connection, error):
+                    connection.close()
+                    reconnected = True
+                    continue
+                # If a session was idle in a transaction for too long, PostgreSQL ends
+                # it with an InternalError.
                 lost = isinstance(error, (OperationalError, InterfaceError))
                 self._drop_half_made(connection)
-                if not reconnected and (lost or (connection.connection is not None and not connection.is_usable())):
-                    # Where it was lost in the middle of a transaction, Django has connected anew already.
+                if not reconnected and (
+                    lost
+                    or (
+                        connection.connection is not None and not connection.is_usable()
+                    )
+                ):
+                    # If the connection was lost within a transaction, Django has
+                    # already reconnected.
                     anew = session is None or connection.connection is not session
                     if anew or not connection.is_usable():
                         if not anew:
@@ -1134,11 +1616,14 @@ class Line(Statements):
                         continue
                 raise self._failure(error) from error
 
-    def _hidden_by(self, error: BaseException | None, handled: BaseException | None) -> BaseException | None:
-        """
-        Return what interrupted a COMMIT: Django, tidying up while that is on its way, fails with an error of its own.
+    def _hidden_by(
+        self, error: BaseException | None, handled: BaseException | None
+    ) -> BaseException | None:
+        """Return the exception that interrupted a COMMIT, or None.
 
-        ``handled`` is what the caller was handling before, which is in the context of every error.
+        Django cleans up while the COMMIT is still running. This fails with an error of
+        its own, which hides the interrupt. ``handled`` is the exception that the caller
+        was already handling. It is in the context of every error.
         """
         connection: Any = self.connection
         while error is not None and error is not handled:
@@ -1147,21 +1632,51 @@ class Line(Statements):
             error = error.__context__
         return None
 
-    def _lock(self, key: str, locking: str, *, patiently: bool, bounded: bool) -> Head | None:
+    def _lock(
+        self, key: str, locking: str, *, patiently: bool, bounded: bool
+    ) -> Head | None:
         dialect = self.dialect
         parameters = {"key": key, **self._times()}
         if dialect.one_writer:
-            # The first statement writes, since a transaction that has only read cannot always go on to write.
-            self._count(self._text(f"UPDATE {{locks}} SET waiters = waiters WHERE {KEY}"), parameters)
-        # A process that is stopped in the middle of a step must not keep the key for long, nor one that waits for it.
+            # The first statement writes, because a transaction that has only read
+            # cannot always continue with a write.
+            self._count(
+                self._text(f"UPDATE {{locks}} SET waiters = waiters WHERE {KEY}"),
+                parameters,
+            )
+        # A process that is stopped in the middle of a step must not keep the key for
+        # long. Neither must a process that waits for the row.
         bound = f", {dialect.bound}" if bounded and dialect.bound else ""
         sql = (
-            f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK} THEN 1 ELSE 0 END,"
-            f" {dialect.next_version()}, {dialect.ticks}{bound} FROM {{locks}} WHERE {KEY}{locking}"
+            f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK}"
+            f" THEN 1 ELSE 0 END, {dialect.next_version()}, {dialect.ticks}{bound} FROM"
+            f" {{locks}} WHERE {KEY}{locking}"
         )
-        for status, owner, version, waiters, shares, free, token, ticks, *_ in self._rows(self._text(sql), parameters):
-            return Head(key, status, owner, version, waiters, shares, bool(free), int(token), int(ticks) / MICROSECONDS)
-        if not self._rows(self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters):
+        for (
+            status,
+            owner,
+            version,
+            waiters,
+            shares,
+            free,
+            token,
+            ticks,
+            *_,
+        ) in self._rows(self._text(sql), parameters):
+            return Head(
+                key,
+                status,
+                owner,
+                version,
+                waiters,
+                shares,
+                bool(free),
+                int(token),
+                int(ticks) / MICROSECONDS,
+            )
+        if not self._rows(
+            self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters
+        ):
             raise _AbsentError
         if patiently:
             raise _LockedError
@@ -1170,22 +1685,30 @@ class Line(Statements):
     def _create(self, key: str) -> None:
         raise NotImplementedError
 
+    def in_transactions(
+        self, rows: Sequence[Any], table: str = "{locks}", primary: str = "key_resource"
+    ) -> frozenset[Any]:
+        raise NotImplementedError
+
     def holder(self, key: str) -> Holder | None:
         raise NotImplementedError
 
 
 def _message(owner: str, token: int | None, ends: int) -> str:
-    """Return what is told of a grant: without a token, that the claim has to ask."""
+    """Return the text of a notification of a grant.
+
+    Without a token, the claim has to retry.
+    """
     return owner if token is None else f"{owner} {token} {ends}"
 
 
 class _LockedError(Exception):
-    """Another transaction has the lock row at this moment."""
+    """A lock row that another transaction has locked at this moment."""
 
 
 class _StaleError(Exception):
-    """The last holder never came back, and the claim does not take over from it."""
+    """A stale key whose claim must not take it over."""
 
 
 class _AbsentError(Exception):
-    """There is no lock row."""
+    """A key without a lock row."""

@@ -1,10 +1,13 @@
-"""
-How a process is told of its turn by another one on its machine: by a datagram, past the server.
+"""Notifications between processes on one host, sent as datagrams.
 
-A datagram wakes one thread. The server wakes all that listen whenever one of them is meant (PostgreSQL), or is asked
-once more by who was woken (MariaDB), or is a file (SQLite). What is told is what a NOTIFY says, once it is committed.
-Any user of the machine can send one; what counts is signed with the project's SECRET_KEY. One that is lost costs a
-look, as a NOTIFY does.
+A datagram does not pass through the server, and wakes exactly one thread. Through the
+server a wake-up costs more. PostgreSQL wakes all listeners whenever one of them is
+notified. MariaDB receives another query from the process that was woken. SQLite is a
+file and cannot notify.
+
+A datagram has the same content as a NOTIFY, and is sent after the commit. Any user of
+the host can send one, so it must be signed with the project's SECRET_KEY. A lost
+datagram costs one poll, like a lost NOTIFY.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ from django.utils.encoding import force_bytes
 from dlocks.forks import in_child
 from dlocks.polling import ready
 
-# Stands in a channel's name before what tells the server, ...
+# Precedes the tag of the server in the name of a channel.
 TAG = "@"
-# ... and at the end of one on which nobody else tells.
+# The end of a channel that can only be notified by datagrams.
 ALONE = "-"
 
-# How many messages one datagram has at most: the system keeps some ten datagrams for who does not read, so what is told
-# at the same time is told together. How many bytes they are, and how many datagrams are read in one go.
+# Maximum number of messages per datagram, of bytes per datagram, and of datagrams per
+# read. The system queues about ten datagrams for a process that does not read.
+# Simultaneous messages are therefore sent in one datagram.
 TOGETHER = 500
 LONGEST = 65_536
 AT_ONCE = 100
@@ -42,11 +46,11 @@ AT_ONCE = 100
 
 @cache
 def near() -> str:
-    """
-    Return the nine characters with which the channels of all begin that this process can tell; nothing where it cannot.
+    """Return the nine characters with which channels on this host begin.
 
-    They have the same SECRET_KEY and the same network namespace, whoever their user is: on Linux it has sockets that
-    are names without files.
+    They are equal for processes with the same SECRET_KEY and the same network
+    namespace, even for different users. Linux has sockets in this namespace whose names
+    are not files. The result is empty if this process cannot send datagrams.
     """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -54,12 +58,17 @@ def near() -> str:
         key = _key()
     except (OSError, ImproperlyConfigured):
         return ""
-    return hashlib.blake2b(f"{machine} {namespace}".encode(), key=key).hexdigest()[:8] + "_"
+    return (
+        hashlib.blake2b(f"{machine} {namespace}".encode(), key=key).hexdigest()[:8]
+        + "_"
+    )
 
 
 @cache
 def _key() -> bytes:
-    return hashlib.sha256(b"dlocks.neighbours" + force_bytes(settings.SECRET_KEY)).digest()
+    return hashlib.sha256(
+        b"dlocks.neighbours" + force_bytes(settings.SECRET_KEY)
+    ).digest()
 
 
 def _signed(messages: Sequence[str]) -> bytes:
@@ -73,42 +82,57 @@ def _signature(text: str) -> str:
 
 @lru_cache
 def tag(server: str) -> str:
-    """Return what tells those who ask one server, where there may be several for the same table."""
+    """Return the tag that identifies a server among several with the same table.
+
+    It is empty if there can be only one.
+    """
     return hashlib.sha256(server.encode()).hexdigest()[:8] if server else ""
 
 
 def is_near(channel: str, server: str) -> bool:
-    """Tell whether a channel is that of a neighbour who asks the same server."""
-    return bool(near()) and channel.startswith(near()) and channel.partition(TAG)[2].rstrip(ALONE) == tag(server)
+    """Return whether a channel is on the same host and uses the same server."""
+    return (
+        bool(near())
+        and channel.startswith(near())
+        and channel.partition(TAG)[2].rstrip(ALONE) == tag(server)
+    )
 
 
 class Door:
-    """Where this process is told by its neighbours, on one channel."""
+    """The socket on which this process receives datagrams for one channel."""
 
     def __init__(self, channel: str, bound: socket.socket) -> None:
         self.channel = channel
-        # The bare number: who ends while it is open is not warned.
+        # Only the file descriptor is kept, so that a process that ends with an open
+        # socket gets no ResourceWarning.
         self._number = bound.detach()
         self._identity = self._identified()
         _doors.add(self)
 
     @classmethod
     def open(cls, channel: str) -> Door | None:
-        """Return the door of a channel; None where there is no telling."""
+        """Open the socket of a channel, or return None if that is not possible."""
         if near():
-            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
+            with (
+                suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound,
+            ):
                 bound.setblocking(False)
                 bound.bind(f"\0{near()}{channel}")
                 return cls(channel, bound)
         return None
 
     def fileno(self) -> int:
-        """Return its number; -1 when it is closed."""
+        """Return the file descriptor, or -1 if it is closed."""
         return self._number
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still there: who closes all there is, as daemons do, leaves its number to another file."""
+        """Return whether the socket is still open.
+
+        A process that closes all its files, as daemons do, may reuse the descriptor for
+        another file.
+        """
         with suppress(OSError):
             if self._number >= 0 and self._identified() == self._identity:
                 return True
@@ -126,13 +150,17 @@ class Door:
         return self.read() if ready(self._number, timeout=timeout) else []
 
     def read(self) -> list[str]:
-        """Return what was told since the last time."""
+        """Return the messages that have arrived since the last call."""
         told: list[str] = []
         if not self.is_open:
             return told
         with suppress(OSError):
             for _ in range(AT_ONCE):
-                signature, _, text = os.read(self._number, LONGEST).decode("ascii", "replace").partition("\n")
+                signature, _, text = (
+                    os.read(self._number, LONGEST)
+                    .decode("ascii", "replace")
+                    .partition("\n")
+                )
                 if hmac.compare_digest(signature.encode(), _signature(text).encode()):
                     told += text.split("\n")
         return told
@@ -147,12 +175,16 @@ class Door:
 
 
 def tell(channel: str, messages: Sequence[str]) -> bool:
-    """Tell a neighbour, on its channel; return False where nobody is there, or has not listened for long."""
+    """Send messages to a process on the same host, on its channel.
+
+    Return False if no process listens, or if it has not read for a long time.
+    """
     try:
         for start in range(0, len(messages), TOGETHER):
             datagram = _signed(messages[start : start + TOGETHER])
             _sender().sendto(datagram, "\0" + channel.partition(TAG)[0])
-        # Who is told is woken on this processor, as if this thread went to sleep now: it would wait until it does.
+        # The kernel places the receiver on this processor, as if this thread were about
+        # to sleep. Without the yield, the receiver would wait until this thread sleeps.
         os.sched_yield()
     except OSError:
         return False
@@ -171,7 +203,8 @@ _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    # They are the parent's: nobody should be told by them when that has ended.
+    # The sockets belong to the parent. Through a child's copies, they would still
+    # accept datagrams after the parent has ended.
     for one in list(_doors):
         one.close()
 

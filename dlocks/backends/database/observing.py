@@ -1,4 +1,4 @@
-"""What a process has seen of rows that others hold: how it knows that a holder is gone without trusting any clock."""
+"""Detection of dead holders without trusting any wall clock."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Hashable
 
 from dlocks import clock
 
-# Rows that a process remembers. One that it forgot is watched anew.
+# Rows that a process remembers. A forgotten row is observed from the start again.
 REMEMBERED = 10_000
 
 
 class Observations:
-    """
-    Since when each row is as it was seen, by this process's own monotonic clock.
+    """How long each row has been unchanged, by this process's monotonic clock.
 
-    A holder writes its row anew at each renewal, and trusts in it for its ttl, counted from before it asked for that.
-    So a row that has been the same for longer belongs to nobody, whatever the database's clock says. This needs clocks
-    that run at the same rate, and no clocks that show the same time.
+    A holder changes its row at each renewal. It trusts its lease for the ttl, counted
+    from before it sent the renewal. A row that has not changed for longer therefore has
+    no live holder, whatever the database's clock says. This requires clocks that run at
+    the same rate, not clocks that show the same time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -24,16 +24,16 @@ class Observations:
         self._seen: dict[Hashable, tuple[Hashable, float]] = {}
 
     def note(self, row: Hashable, state: Hashable, asked_at: float) -> float:
-        """
-        Note the state in which a row was found, asked for at that moment; return for how long it has to be watched yet.
+        """Record the state of a row, and return the seconds still to observe it.
 
-        Zero or less: it has been so for long enough.
+        ``asked_at`` is the time at which the row was requested. The result is zero or
+        negative if the row has been unchanged for long enough.
         """
         known, since = self._seen.get(row, (None, 0.0))
         if known != state:
             if len(self._seen) >= REMEMBERED:
                 self._seen.clear()
-            # It may have been written a moment before the answer came.
+            # The row may have been written a moment before the reply arrived.
             since = clock.now()
             self._seen[row] = state, since
         return since + self.seconds - asked_at

@@ -1,13 +1,13 @@
-"""
-Locks in Redis: one server, a cluster, or what the Sentinels say is the master.
+"""The Redis backend, for one server, a cluster, or Sentinels.
 
-A key is the owner of its hold under a time to live. Each step is one script inside of Redis, which compares the owner
-first; see ``scripts``. Who waits stands in line there, is handed the key by the script that gives it back, and is told
-on its process's channel.
+A key's value in Redis is the owner of its hold, and it has a time to live. Each step is
+one script inside Redis, which compares the owner first (see ``scripts``). The queue is
+in Redis as well. The script that releases a key also grants it to the first waiter, and
+notifies the channel of its process.
 
-Redis forgets what it was not told to keep. After a restart without its data, or a failover to a replica that lagged,
-a key that is held is free for somebody else, and tokens grow only as far as the servers' clocks do
-(``supports_fencing`` is False).
+Redis may lose data. After a restart without its data, or a failover to a replica that
+lagged, another caller can acquire a key that is held. Tokens then grow only as far as
+the servers' clocks do (``supports_fencing`` is False).
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from typing import Any, ClassVar
 try:
     import redis
 except ImportError as error:
-    raise ImportError("redis-py is not installed: pip install 'dlocks[redis]'") from error
+    raise ImportError(
+        "redis-py is not installed: pip install 'dlocks[redis]'"
+    ) from error
 
-from dlocks.backends.base import KEPT_FOR, BaseBackend, Claim, Grant, Holder, Listener, Message, Place, seconds
+from dlocks.backends.base import KEPT_FOR, BaseBackend, Listener
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connecting import Address, client
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.forks import in_child
+from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
 
 MICROSECONDS = 1_000_000
 
 logger = logging.getLogger("dlocks")
 
-# redis-py's own base class does not cover the errors of a cluster.
+# redis-py's own base class does not include the errors of a cluster.
 TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
-# What goes for all keys of a node, or of the cluster. A slot that is just moving, say, is the trouble of its own keys.
+# Errors that apply to every key of a node or of the cluster. Other errors, for example
+# while a slot is moving, apply only to their own keys.
 SILENT = (
     redis.ConnectionError,
     redis.TimeoutError,
@@ -51,13 +55,15 @@ OF_A_SLOT = redis.exceptions.SlotNotCoveredError
 
 
 class RedisBackend(BaseBackend):
-    """
-    Keeps locks in Redis.
+    """A backend that keeps locks in Redis.
 
-    ``url`` is ``redis://user:password@host:port/database``, or ``rediss://`` for TLS, or ``unix://``. With
-    ``cluster=True`` it is one node of a cluster. With ``sentinels``, URLs of theirs, its host is the name by which they
-    know the master. Redis has ``socket_timeout`` seconds to connect, and as many to answer. One that forgets at a
-    restart what it has granted grants nothing for ``settle`` seconds after it: as long as the longest ttl in use.
+    ``url`` is ``redis://user:password@host:port/database``, ``rediss://`` for TLS, or
+    ``unix://``. With ``cluster=True`` it is one node of a cluster. With ``sentinels``,
+    a list of their URLs, its host is the name under which they know the master.
+
+    Connecting and each reply may take ``socket_timeout`` seconds. Nothing is granted in
+    the first ``settle`` seconds after Redis has started. If Redis forgets its data at a
+    restart, set ``settle`` to the longest ttl in use.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -77,12 +83,18 @@ class RedisBackend(BaseBackend):
     ) -> None:
         super().__init__(alias, **options)
         if not isinstance(cluster, bool):
-            raise TypeError(f"cluster must be True or False, not {type(cluster).__name__}")
+            raise TypeError(
+                f"cluster must be True or False, not {type(cluster).__name__}"
+            )
         if isinstance(sentinels, str) or not isinstance(sentinels, Sequence):
             raise TypeError("sentinels must be a list of URLs")
         if cluster and sentinels:
             raise ValueError("A cluster has no sentinels: choose one of them")
         self._address = Address("url", url)
+        if (cluster or sentinels) and "path" in self._address.keywords:
+            raise ValueError(
+                "url must name a host, not a socket, with cluster or sentinels"
+            )
         if cluster and self._address.keywords.get("db"):
             raise ValueError("A cluster has only database 0")
         self._sentinels = [Address("sentinels", sentinel) for sentinel in sentinels]
@@ -98,10 +110,12 @@ class RedisBackend(BaseBackend):
 
     @property
     def identity(self) -> str:
-        # Sentinels everywhere call their master "mymaster".
-        return " ".join(["redis", str(self._address), *sorted(map(str, self._sentinels))])
+        # Sentinels usually call their master "mymaster", so they are included.
+        return " ".join(
+            ["redis", str(self._address), *sorted(map(str, self._sentinels))]
+        )
 
-    # The waist.
+    # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
         answer = self._run(
@@ -119,20 +133,29 @@ class RedisBackend(BaseBackend):
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if answer == "young":
             raise LockBackendError(
-                f"DLOCKS[{self.alias!r}]: Redis at {self._address} was started less than {self.settle:g} s ago, and "
-                "may have forgotten who holds what."
+                f"DLOCKS[{self.alias!r}]: Redis at {self._address} was started less"
+                f" than {self.settle:g} s ago, and may have forgotten who holds what."
             )
         token, takeover = answer
         return Grant(int(token), takeover=bool(takeover))
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        calls = [(claim.key, claim.owner, (_milliseconds(claim.ttl),)) for claim in claims]
+        calls = [
+            (claim.key, claim.owner, (_milliseconds(claim.ttl),)) for claim in claims
+        ]
         answers = self._run_all(scripts.RENEW, calls)
         for claim, answer in zip(claims, answers, strict=True):
-            if isinstance(answer, redis.ResponseError) and not isinstance(answer, OF_A_SLOT):
-                logger.warning("DLOCKS[%r]: %r could not be renewed: %s", self.alias, claim.key, answer)
+            if isinstance(answer, redis.ResponseError) and not isinstance(
+                answer, OF_A_SLOT
+            ):
+                logger.warning(
+                    "DLOCKS[%r]: %r could not be renewed: %s",
+                    self.alias,
+                    claim.key,
+                    answer,
+                )
         return {
-            # What could not be asked for has what it had.
+            # A claim that could not be renewed keeps its remaining lease.
             claim.owner: 0.0 if isinstance(renewed, Exception) else claim.ttl
             for claim, renewed in zip(claims, answers, strict=True)
             if renewed
@@ -145,12 +168,15 @@ class RedisBackend(BaseBackend):
         arguments = "F" if failed else "S", _milliseconds(keep) if keep else 0
         sent: list[Claim] = []
         released = bool(self._run(scripts.RELEASE, claim, *arguments, sent=sent))
-        # Of the first the reply was lost, and the key may be somebody else's since.
+        # The reply to the first request was lost. It may have released the key, which
+        # another claim may hold by now.
         return released or len(sent) > 1
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         ttl, ip = _milliseconds(successor.ttl), successor.owner_ip or ""
-        token = self._run(scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip)
+        token = self._run(
+            scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip
+        )
         return None if token is None else Grant(int(token))
 
     def holder(self, key: str) -> Holder | None:
@@ -163,34 +189,46 @@ class RedisBackend(BaseBackend):
             key=key,
             holder=holder,
             owner_ip=ip or None,
-            since=datetime.fromtimestamp(int(since) / MICROSECONDS, UTC) if int(since) else None,
+            since=(
+                datetime.fromtimestamp(int(since) / MICROSECONDS, UTC)
+                if int(since)
+                else None
+            ),
             remaining=remaining,
             token=int(token),
             count=int(count),
             stale=status == "P" and remaining <= 0,
         )
 
-    # The line.
+    # The queue.
 
-    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+    def queue(
+        self, claim: Claim, channel: str = "", number: int | None = None
+    ) -> Place | None:
         waits = {
             "holder": claim.holder,
             "ip": claim.owner_ip or "",
             "takeover": claim.takeover,
-            # What the line gives is a short lease, for the keeper to renew.
+            # The queue grants a short lease, which the keeper renews.
             "patience": _milliseconds(min(claim.ttl, KEPT_FOR)),
             "channel": channel,
         }
-        place, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), "" if number is None else number)
+        place, *now = self._run(
+            scripts.QUEUE, claim, json.dumps(waits), "" if number is None else number
+        )
         if place == "ask":
             return Place(ask=True)
         return Place(number=int(place), clock=int(now[0]) / MICROSECONDS)
 
-    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+    def look(
+        self, claims: Sequence[Claim], *, heard: bool = True
+    ) -> Mapping[str, Place]:
         calls = [(claim.key, claim.owner, (int(heard),)) for claim in claims]
         answers = self._run_all(scripts.LOOK, calls)
         return {
-            claim.owner: Place(ahead=1) if isinstance(found, Exception) else _place(found)
+            claim.owner: (
+                Place(ahead=1) if isinstance(found, Exception) else _place(found)
+            )
             for claim, found in zip(claims, answers, strict=True)
             if found
         }
@@ -202,29 +240,41 @@ class RedisBackend(BaseBackend):
         return int(self._run_all(scripts.WAITING, [(key, "", ())])[0])
 
     def listen(self, channel: str) -> RedisListener:
-        listener: RedisListener = self._asked(lambda client: self._listener(client, channel))
+        listener: RedisListener = self._asked(
+            lambda client: self._listener(client, channel)
+        )
         return listener
 
     def _listener(self, client: Any, channel: str) -> RedisListener:
         return RedisListener(client, channel, self.socket_timeout, self._failure)
 
-    # Asking.
+    # Requests.
 
-    def _run(self, script: scripts.Script, claim: Claim, *arguments: Any, sent: list[Claim] | None = None) -> Any:
-        """Run a script for a claim; ``sent`` gets one more each time that it is sent."""
+    def _run(
+        self,
+        script: scripts.Script,
+        claim: Claim,
+        *arguments: Any,
+        sent: list[Claim] | None = None,
+    ) -> Any:
+        """Run a script for a claim, and append the claim to ``sent`` per request."""
 
         def run(client: Any) -> Any:
             if sent is not None:
                 sent.append(claim)
-            return _evaluate(client, script, self._words(claim.key, claim.owner, arguments))
+            return _evaluate(
+                client, script, self._words(claim.key, claim.owner, arguments)
+            )
 
         return self._asked(run)
 
-    def _run_all(self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]) -> list[Any]:
-        """
-        Run a script for each key, owner and arguments: in one trip, but on a cluster.
+    def _run_all(
+        self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]
+    ) -> list[Any]:
+        """Run a script for each key, owner and arguments.
 
-        Where some could not be answered, their answers are errors; where none could be, that is raised.
+        This takes one round trip, except on a cluster. If some calls fail, their errors
+        are in the result. If all fail, the first error is raised.
         """
         words = [self._words(*call) for call in calls]
 
@@ -233,21 +283,30 @@ class RedisBackend(BaseBackend):
                 return _evaluate_each(client, script, words)
             first: Any
             try:
-                # The first one sees to it that the script is there.
+                # The first call makes sure that the script is loaded.
                 first = _evaluate(client, script, words[0])
             except redis.ResponseError as error:
                 first = error
             with client.pipeline(transaction=False) as pipeline:
                 for these in words[1:]:
                     pipeline.evalsha(script.sha, *these)
-                return _unless_all_failed([first, *pipeline.execute(raise_on_error=False)])
+                return _unless_all_failed(
+                    [first, *pipeline.execute(raise_on_error=False)]
+                )
 
         return list(self._asked(run)) if words else []
 
     def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
         name = name_of(key)
         names = name, f"{name}:last", f"{name}:line", f"{name}:claims", f"{name}:gone"
-        return len(names), *names, _milliseconds(self.grace) if self.grace else 0, self.settle, owner, *arguments
+        return (
+            len(names),
+            *names,
+            _milliseconds(self.grace) if self.grace else 0,
+            self.settle,
+            owner,
+            *arguments,
+        )
 
     def _asked(self, work: Callable[[Any], Any]) -> Any:
         for last in (False, True):
@@ -256,7 +315,8 @@ class RedisBackend(BaseBackend):
             except redis.TimeoutError as error:
                 raise self._failure(error) from error
             except redis.ConnectionError as error:
-                # One that was open may have been cut since it was used last; every script may be sent again.
+                # An open connection may have been cut since its last use. Every script
+                # may be sent again.
                 if last or isinstance(error, redis.AuthenticationError):
                     raise self._failure(error) from error
             except TROUBLE as error:
@@ -268,32 +328,46 @@ class RedisBackend(BaseBackend):
             with self._making:
                 if self._client is None:
                     self._client = client(
-                        self._address, cluster=self._cluster, sentinels=self._sentinels, timeout=self.socket_timeout
+                        self._address,
+                        cluster=self._cluster,
+                        sentinels=self._sentinels,
+                        timeout=self.socket_timeout,
                     )
         return self._client
 
     def _failure(self, error: Exception) -> LockBackendError:
         who = "the Redis cluster" if self._cluster else "Redis"
-        where = f"{self._address.host!r} of the Sentinels" if self._sentinels else str(self._address)
-        return LockBackendError(f"DLOCKS[{self.alias!r}]: {who} at {where} could not be asked: {error}")
+        where = (
+            f"{self._address.host!r} of the Sentinels"
+            if self._sentinels
+            else str(self._address)
+        )
+        return LockBackendError(
+            f"DLOCKS[{self.alias!r}]: {who} at {where} could not be asked: {error}"
+        )
 
     def _forked(self) -> None:
         if self._client is not None:
-            # Another thread of the parent may have been inside of it, and have had what it guards itself with.
+            # Another thread of the parent may have used the client during the fork. Its
+            # locks may then be held in the child.
             _inherited.append(self._client)
         self._reset()
 
 
 class RedisListener(Listener):
-    """Hears what is told on one channel."""
+    """A listener that receives the notifications of one channel."""
 
     def __init__(
-        self, client: Any, channel: str, timeout: float, failure: Callable[[Exception], LockBackendError]
+        self,
+        client: Any,
+        channel: str,
+        timeout: float,
+        failure: Callable[[Exception], LockBackendError],
     ) -> None:
         self._failure = failure
         self._told = client.pubsub()
         self._told.subscribe(channel)
-        # The answer, after which nothing that is told is missed.
+        # No notification that is sent after this confirmation is missed.
         if self._told.get_message(timeout=timeout) is None:
             self.close()
             raise redis.TimeoutError("Timeout subscribing")
@@ -303,10 +377,15 @@ class RedisListener(Listener):
         try:
             told = self._told.get_message(timeout=timeout)
             while told is not None:
-                # Where the connection was lost, the answer to a new subscription too.
+                # After a reconnect, the confirmation of the new subscription arrives as
+                # well.
                 if told["type"] == "message":
                     owner, token, ends = told["data"].split()
-                    messages.append(Message(owner=owner, token=int(token), ends=int(ends) / MICROSECONDS))
+                    messages.append(
+                        Message(
+                            owner=owner, token=int(token), ends=int(ends) / MICROSECONDS
+                        )
+                    )
                 told = self._told.get_message(timeout=0)
         except TROUBLE as error:
             raise self._failure(error) from error
@@ -318,7 +397,10 @@ class RedisListener(Listener):
 
 
 def name_of(key: str) -> str:
-    """Return the name of a key in Redis; in braces, so that a cluster has all that begins with it in one place."""
+    """Return the name of a key in Redis.
+
+    The braces are a hash tag. A cluster stores all names with the same tag in one slot.
+    """
     return "dlocks:{" + key.replace("%", "%25").replace("}", "%7D") + "}"
 
 
@@ -326,14 +408,19 @@ def _evaluate(client: Any, script: scripts.Script, words: Sequence[Any]) -> Any:
     try:
         return client.evalsha(script.sha, *words)
     except redis.exceptions.NoScriptError:
-        # To send it is to load it.
+        # EVAL also loads the script.
         return client.eval(script.text, *words)
 
 
-def _evaluate_each(client: Any, script: scripts.Script, words: Sequence[Sequence[Any]]) -> list[Any]:
-    """Run a script for each on its node of a cluster; raise only where no node gave an answer."""
+def _evaluate_each(
+    client: Any, script: scripts.Script, words: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """Run a script for each call on its node of a cluster.
+
+    Raise an error only if all calls fail.
+    """
     answers: list[Any] = []
-    # A node that is silent is waited for once.
+    # Time out on a silent node only once.
     silent: dict[Any, Exception] = {}
     for these in words:
         node = None
@@ -341,7 +428,11 @@ def _evaluate_each(client: Any, script: scripts.Script, words: Sequence[Sequence
             node = client.get_node_from_key(these[1])
             answers.append(silent.get(node) or _evaluate(client, script, these))
         except TROUBLE as error:
-            if node is not None and isinstance(error, SILENT) and not isinstance(error, OF_A_SLOT):
+            if (
+                node is not None
+                and isinstance(error, SILENT)
+                and not isinstance(error, OF_A_SLOT)
+            ):
                 silent[node] = error
             answers.append(error)
     return _unless_all_failed(answers)
@@ -369,12 +460,13 @@ def _place(found: Sequence[Any]) -> Place:
 
 
 def _milliseconds(value: float) -> int:
-    # Rather one more than one less.
+    # Round up, so that no duration gets shorter.
     return max(1, math.ceil(value * 1000))
 
 
 _backends: weakref.WeakSet[RedisBackend] = weakref.WeakSet()
-# The parent's clients: to collect them is to close them, which may wait for what they guard themselves with, for ever.
+# The parent's clients. Collecting one would close it, which may block forever on one of
+# its locks.
 _inherited: list[Any] = []
 
 

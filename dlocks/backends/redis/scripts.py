@@ -1,14 +1,17 @@
-"""
-What runs inside of Redis: each step on a key is one script, since between two commands anything may happen.
+"""The Lua scripts that run inside Redis, one for each step on a key.
 
-A key is five names in Redis, all of one slot:
+A step is one script because other commands could run between two commands.
 
-* the lock: the owner, with a time to live of the ttl and the grace. Taken by ``SET … NX PX``;
-* ``:last``: what is known of the last grant. It outlives the lock, for its token and for who never came back;
-* ``:line``: the owners of the claims in line, by number;
-* ``:claims``: for each of those what the line has to know to grant it the key, and until when it counts as heard of;
-* ``:gone``: the claims that were given up before they had the key, and when: a request of theirs that was held up on
-  its way comes to nothing.
+A key has five names in Redis, all in one slot:
+
+* the lock: the owner, with a time to live of ttl and grace. It is set by ``SET NX PX``;
+* ``:last``: the last grant. It outlives the lock, for its token and to detect holders
+  that never released the key;
+* ``:line``: the owners of the queued claims, by position;
+* ``:claims``: for each queued claim the data that a grant needs, and when its heartbeat
+  expires;
+* ``:gone``: the claims that were cancelled before they were granted, and when. A
+  delayed request of such a claim has no effect.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from dataclasses import dataclass, field
 
 from dlocks.backends.base import HEARD_FOR
 
-# For so many seconds a key that was given back is remembered: its token grows from then on by the clock alone.
+# Seconds for which a released key is remembered. Afterwards its token grows by the
+# clock alone.
 REMEMBERED_FOR = 86400
-# What was given up is remembered for so many seconds: longer than a request is on its way.
+# Seconds for which a cancelled claim is remembered. No request is delayed for longer.
 GONE_FOR = 60
-# Claims in line that were not heard of for so many seconds are forgotten, not only passed over.
+# Seconds after its last heartbeat has expired until a waiter is removed from the queue.
+# Until then it is only skipped.
 FORGOTTEN_AFTER = 10
 
 _COMMON = f"""
@@ -35,14 +40,15 @@ local function text(number)
   return string.format('%.0f', number)
 end
 
--- Whether the lease stands: what comes after it is the grace.
+-- Whether the lease is live. The key of Redis outlives it by the grace.
 local function holds(owner)
   return redis.call('GET', lock) == owner and redis.call('PTTL', lock) > grace
 end
 
 local function write(owner, holder, ip, ttl)
   local token = math.max(now, (tonumber(redis.call('HGET', last, 'token')) or 0) + 1)
-  redis.call('HSET', last, 'token', text(token), 'status', 'P', 'owner', owner, 'holder', holder, 'ip', ip,
+  redis.call('HSET', last, 'token', text(token), 'status', 'P', 'owner', owner,
+        'holder', holder, 'ip', ip,
     'since', text(now), 'ends', text(now + ttl * 1000), 'count', 1)
   redis.call('PERSIST', last)
   return text(token)
@@ -59,7 +65,7 @@ local function stand_down(owner)
   return redis.call('ZREM', line, owner) == 1
 end
 
--- The first in line that was heard of. Those who were silent for long are forgotten.
+-- The first claim in the queue with a recent heartbeat. Old claims are deleted.
 local function first()
   local place = 0
   while true do
@@ -67,32 +73,39 @@ local function first()
     if not owner then return nil end
     local until_then = tonumber(redis.call('HGET', claims, 'heard:' .. owner)) or 0
     if until_then > now then return owner end
-    if until_then + {FORGOTTEN_AFTER * 1_000_000} < now then stand_down(owner) else place = place + 1 end
+    if until_then + {FORGOTTEN_AFTER * 1_000_000} < now then
+            stand_down(owner)
+        else
+            place = place + 1
+        end
   end
 end
 
--- Whether it was started so short a time ago that what it may have forgotten may still be held.
+-- Whether the server started so recently that a lock it may have lost in a restart may
+-- still be held.
 local function is_young()
   if settle == 0 then return false end
-  return tonumber(string.match(redis.call('INFO', 'server'), 'uptime_in_seconds:(%d+)')) <= settle
+  local info = redis.call('INFO', 'server')
+    return tonumber(string.match(info, 'uptime_in_seconds:(%d+)')) <= settle
 end
 
 local function is_stale()
   return redis.call('HGET', last, 'status') == 'P'
 end
 
--- Grant the key, which is free, to the first in line.
+-- Grant the free key to the first claim in the queue.
 local function move_on()
   local owner = first()
   if not owner or is_young() then return end
   local claim = cjson.decode(redis.call('HGET', claims, owner))
-  -- One that does not take over has to be told so, and asks.
+  -- A claim that does not take over has to ask, and gets the reason.
   if is_stale() and not claim.takeover then return end
   local token = write(owner, claim.holder, claim.ip, claim.patience)
   redis.call('SET', lock, owner, 'PX', claim.patience + grace)
   stand_down(owner)
   if claim.channel ~= '' then
-    redis.call('PUBLISH', claim.channel, owner .. ' ' .. token .. ' ' .. text(now + claim.patience * 1000))
+    redis.call('PUBLISH', claim.channel,
+        owner .. ' ' .. token .. ' ' .. text(now + claim.patience * 1000))
   end
 end
 """
@@ -104,14 +117,16 @@ class Script:
     sha: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode()).hexdigest())  # noqa: S324 (Redis's own name)
+        object.__setattr__(self, "sha", hashlib.sha1(self.text.encode()).hexdigest())  # noqa: S324 (Redis names scripts by it)
 
 
-# ttl, holder, ip, takeover, fair → token and whether it is a takeover; 'stale' or 'young'; nothing where it is busy.
+# ttl, holder, ip, takeover, fair → token and whether it is a takeover; 'stale' or
+# 'young'; nothing if the key is held.
 ACQUIRE = Script(
     _COMMON
     + """
-local ttl, holder, ip, takeover, fair = tonumber(ARGV[4]), ARGV[5], ARGV[6], ARGV[7] == '1', ARGV[8] == '1'
+local ttl, holder, ip = tonumber(ARGV[4]), ARGV[5], ARGV[6]
+local takeover, fair = ARGV[7] == '1', ARGV[8] == '1'
 local current = redis.call('GET', lock)
 if current == me then
   redis.call('PEXPIRE', lock, ttl + grace)
@@ -135,7 +150,7 @@ return {write(me, holder, ip, ttl), stale and 1 or 0}
 """
 )
 
-# ttl → 1 where it is still held.
+# ttl → 1 if the claim is still held.
 RENEW = Script(
     _COMMON
     + """
@@ -146,7 +161,7 @@ return 1
 """
 )
 
-# count → 1 where it is still held.
+# count → 1 if the claim is still held.
 RECOUNT = Script(
     _COMMON
     + """
@@ -156,13 +171,13 @@ return 1
 """
 )
 
-# status, keep → 1 where the claim had the key.
+# status, keep → 1 if the claim held the key.
 RELEASE = Script(
     _COMMON
     + """
 stand_down(me)
 local current = redis.call('GET', lock)
--- It ran out, but nobody has taken it over.
+-- The lease has expired, but no other caller has taken the key over.
 local late = not current and is_stale() and redis.call('HGET', last, 'owner') == me
 if current ~= me and not late then
   redis.call('ZREMRANGEBYSCORE', gone, '-inf', text(now - """
@@ -190,7 +205,8 @@ return 1
 """
 )
 
-# successor, ttl, holder, ip → the new token, or nothing where the claim has the key no more.
+# successor, ttl, holder, ip → the new token, or nothing if the claim no longer holds
+# the key.
 EXCHANGE = Script(
     _COMMON
     + """
@@ -202,13 +218,13 @@ return write(successor, ARGV[6], ARGV[7], ttl)
 """
 )
 
-# claim as JSON, number or nothing → 'ask', or the number and the clock.
+# claim as JSON, position or nothing → 'ask', or the position and the clock.
 QUEUE = Script(
     _COMMON
     + """
 local current = redis.call('GET', lock)
 if current == me then return {'ask'} end
--- It comes late, and was given up already.
+-- The request is late: the claim is cancelled already.
 if redis.call('ZSCORE', gone, me) then return {'ask'} end
 local number = redis.call('ZSCORE', line, me)
 if not number then
@@ -227,14 +243,17 @@ return {text(tonumber(number)), text(now)}
 """
 )
 
-# whether it is heard of → 'granted', token, milliseconds left; 'place', how many are ahead, number, milliseconds
-# until something may change, clock, whether to ask; nothing where it has no place.
+# whether this is a heartbeat → 'granted', token, milliseconds left; 'place', number of
+# claims ahead, position, milliseconds until something may change, clock, whether to
+# retry; nothing if the claim is not queued.
 LOOK = Script(
     _COMMON
     + """
 local function granted()
   if not holds(me) then return nil end
-  return {'granted', redis.call('HGET', last, 'token'), redis.call('PTTL', lock) - grace}
+  return {
+        'granted', redis.call('HGET', last, 'token'), redis.call('PTTL', lock) - grace
+    }
 end
 local mine = granted()
 if mine then return mine end
@@ -249,31 +268,37 @@ if left < 0 then
   if mine then return mine end
   if is_stale() and redis.call('EXISTS', lock) == 0 then ask = 1 end
 end
-return {'place', redis.call('ZRANK', line, me), text(tonumber(number)), left, text(now), ask}
+return {
+    'place', redis.call('ZRANK', line, me), text(tonumber(number)), left, text(now), ask
+}
 """
 )
 
-# → how many claims in line were heard of.
+# → the number of queued claims with a live heartbeat.
 WAITING = Script(
     _COMMON
     + """
 local waiting = 0
 for _, owner in ipairs(redis.call('ZRANGE', line, 0, -1)) do
-  if (tonumber(redis.call('HGET', claims, 'heard:' .. owner)) or 0) > now then waiting = waiting + 1 end
+  local heard = tonumber(redis.call('HGET', claims, 'heard:' .. owner)) or 0
+    if heard > now then waiting = waiting + 1 end
 end
 return waiting
 """
 )
 
-# → holder, ip, since, token, count, microseconds left, status; nothing where the key is free.
+# → holder, ip, since, token, count, microseconds left, status; nothing if the key is
+# free.
 HOLDER = Script(
     _COMMON
     + """
-local row = redis.call('HMGET', last, 'holder', 'ip', 'since', 'token', 'count', 'ends', 'status')
+local row = redis.call(
+    'HMGET', last, 'holder', 'ip', 'since', 'token', 'count', 'ends', 'status'
+)
 local taken = redis.call('EXISTS', lock) == 1
 if not row[7] then
   if not taken then return false end
-  -- Who had it was forgotten, or never written: somebody else's name in Redis.
+  -- The holder is unknown: its data are lost, or another program uses this name.
   return {'', '', '0', '0', 0, redis.call('PTTL', lock) * 1000, 'P'}
 end
 if row[7] ~= 'P' and not taken then return false end
@@ -282,7 +307,7 @@ return row
 """
 )
 
-# → 1 where nobody stands in the way any more.
+# → 1 if no holder or waiter is in the way any more.
 MOVE_ON = Script(
     _COMMON
     + """

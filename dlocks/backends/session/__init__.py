@@ -1,18 +1,23 @@
-"""
-Locks of the database's sessions: ``pg_advisory_lock`` on PostgreSQL, ``GET_LOCK`` on MariaDB and MySQL.
+"""Session locks: ``pg_advisory_lock`` or, on MariaDB and MySQL, ``GET_LOCK``.
 
-There is no row and no table. A lock belongs to a session of the server and ends with it: a process that dies frees its
-locks at once. One private connection for each process carries all that was free when it was asked for, and is pinged
-for all of it together. Who waits stands in the engine's own queue: that needs a session for each key that is waited
-for, which then carries the hold as well, since a session cannot give a lock to another. There is a bounded number of
-those; whoever finds none free has the key tried for a few times a second, and stands in line for the next session.
+There is no row and no table. A lock belongs to a session of the server and ends with
+it, so a process that dies frees its locks at once.
 
-The engine does not know about keys, only about numbers or short names: 64 bits of the SHA-256 of the prefix and the
-key on PostgreSQL, 192 bits of that of the database's name and the key elsewhere. Two keys of which these are equal
-would exclude each other, which nobody could notice, and nobody has to fear: it never lets two in.
+Each process has one private connection for all keys that were free when they were
+acquired. One ping covers all of them. Waiters queue in the engine. This requires one
+session for each key with waiters. That session then carries the hold as well, since a
+session cannot transfer a lock to another. The number of these sessions is limited. A
+waiter without one waits for the next free session, and its key is tried a few times a
+second meanwhile.
 
-Tokens are the microseconds of the server's clock, drawn after the grant. They grow as long as that clock does not step
-back between two holds of a key, and only so long: nothing remembers them (``supports_fencing`` is False).
+The engine does not know keys, only numbers or short names. They are 64 bits of the
+SHA-256 of the prefix and the key on PostgreSQL, and 192 bits of the SHA-256 of the
+database's name and the key elsewhere. Two keys with equal bits would exclude each
+other. This could not be noticed, but it is harmless, as it never admits two holders.
+
+Tokens are the microseconds of the server's clock after the grant. They grow only if
+that clock does not step back between two holds of a key, since they are not stored
+(``supports_fencing`` is False).
 """
 
 from __future__ import annotations
@@ -35,44 +40,63 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Claim, Grant, Holder, Listener, Message, Place, seconds
+from dlocks.backends.base import BaseBackend, Listener
 from dlocks.backends.database.statements import Statements
+from dlocks.backends.session.checks import check_session
 from dlocks.backends.session.sessions import PATIENCE, Entry, Session
-from dlocks.backends.session.wires import Row, SessionDiedError, Wire, connect, wire_class
+from dlocks.backends.session.wires import (
+    Row,
+    SessionDiedError,
+    Wire,
+    connect,
+    wire_class,
+)
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
+from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
 
 logger = logging.getLogger("dlocks")
 
-# How long one renewal waits for the answers to its pings: there are other backends to renew.
+# Seconds for which one renewal waits for the replies to its pings. Other backends have
+# to be renewed as well.
 PING_PATIENCE = 0.25
 CANCEL_PATIENCE = 5.0
-# How often a key is tried for whose waiter has no session to wait on.
+# Seconds between two attempts to acquire a key whose waiter has no session.
 POLL_EVERY = 0.1
-# Keys that are tried in one look.
+# Number of keys that one poll tries to acquire.
 TRIED_AT_ONCE = 32
-# How long no session is opened after that has failed.
+# Seconds for which no session is opened for waiters after a failure.
 REFUSED_FOR = 1.0
-# How long a thread waits for the answer of a session before it looks what else there is.
+# Seconds for which a thread waits for the reply of a session before it checks for other
+# work.
 WAIT_AT_ONCE = 0.5
-# Who comes to the end of the engine's queue sooner has not waited there.
+# Seconds. After a shorter wait, the engine's queue was empty.
 AT_ONCE = 0.001
-# Keys that a process remembers as crowded.
+# Number of contended keys that a process remembers.
 CROWDED_AT_MOST = 10_000
-# These selectors notice what is registered while they wait; another one, as on Windows, waits for so long at a time.
-NOTICING = tuple(getattr(selectors, name) for name in ("EpollSelector", "KqueueSelector") if hasattr(selectors, name))
+# These selectors notice a socket that is registered while they wait. Any other one, for
+# example on Windows, waits for ``WAIT_UNNOTICED`` seconds at a time.
+NOTICING = tuple(
+    getattr(selectors, name)
+    for name in ("EpollSelector", "KqueueSelector")
+    if hasattr(selectors, name)
+)
 WAIT_UNNOTICED = 0.05
 
 
 class SessionBackend(Statements, BaseBackend):
-    """
-    Session locks of ``database``, an alias of DATABASES.
+    """A backend that uses the session locks of a database server.
 
-    ``ttl`` is for how long a connection that gives no answer is trusted, and after how long a silence the server ends
-    the session: a process that is stopped, or whose host has vanished, keeps others out for no longer. ``ping`` is how
-    often, in seconds, the connections are asked whether they still stand; ``waiting`` how many connections this process
-    has at most for keys that it waits for; ``linger`` for how many seconds one stays open that carries nothing.
-    ``session_pooling`` says that a pooler in between keeps sessions; any other is refused.
+    ``database`` is an alias of DATABASES.
+
+    ``ttl`` is the number of seconds for which a connection without a reply is trusted.
+    The server ends the session after the same time without a statement. A process that
+    is stopped, or whose host has vanished, blocks others for no longer.
+
+    ``ping`` is the number of seconds between two checks of the connections. ``waiting``
+    is the largest number of connections of this process for keys with waiters. A
+    connection without claims is closed after ``linger`` seconds. ``session_pooling``
+    states that a pooler in between keeps sessions. Every other pooler is refused.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -95,10 +119,16 @@ class SessionBackend(Statements, BaseBackend):
         **options: Any,
     ) -> None:
         super().__init__(alias, **options)
+        if not isinstance(database, str):
+            raise TypeError(f"database must be an alias of DATABASES, not {database!r}")
         if isinstance(waiting, bool) or not isinstance(waiting, int) or waiting < 0:
-            raise ValueError(f"waiting must be a number of connections, 0 or more, not {waiting!r}")
+            raise ValueError(
+                f"waiting must be a number of connections, 0 or more, not {waiting!r}"
+            )
         if not isinstance(session_pooling, bool):
-            raise TypeError(f"session_pooling must be True or False, not {session_pooling!r}")
+            raise TypeError(
+                f"session_pooling must be True or False, not {session_pooling!r}"
+            )
         self.database = database
         self.renew_every = seconds("ping", ping, above_zero=True)
         self.linger = seconds("linger", linger)
@@ -108,17 +138,20 @@ class SessionBackend(Statements, BaseBackend):
         _backends.add(self)
 
     def _reset(self) -> None:
-        # Guards all of these, and what is on each session; never held while the server is asked.
-        # Entered in the condition's place: in C, so that a signal in the middle of it leaves nothing taken.
+        # Guards all of these attributes and the claims of each session. It is never
+        # held during a request. Code enters this mutex instead of the condition: it is
+        # implemented in C, so a signal cannot leave it locked.
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)
         self._entries: dict[str, Entry] = {}
         self._kept: list[Entry] = []
-        # The one that never waits, those that may, and those of them that carry nothing.
+        # The session that never waits, the sessions for waiters, and those of them
+        # without a claim.
         self._main: Session | None = None
         self._queueing: set[Session] = set()
         self._free: list[Session] = []
-        # Claims without a session to wait on, by name; and the one of each name that has one.
+        # By name, the claims without a session to wait on, and the one claim that has a
+        # session.
         self._line: dict[str | int, deque[Entry]] = {}
         self._foremost: dict[str | int, Entry] = {}
         self._crowded: dict[str, None] = {}
@@ -146,7 +179,7 @@ class SessionBackend(Statements, BaseBackend):
     def identity(self) -> str:
         return f"sessions of database {self.database}"
 
-    # The waist.
+    # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
         if claim.scope == "transaction":
@@ -159,7 +192,7 @@ class SessionBackend(Statements, BaseBackend):
             try:
                 return self._try(Entry(claim, self._name(claim.key)), session)
             except SessionDiedError as error:
-                # It stood idle, and the server has ended it meanwhile.
+                # The session was idle, and the server has ended it meanwhile.
                 self._bury(session, error)
                 if reconnected:
                     raise self._failed(error) from error
@@ -168,12 +201,19 @@ class SessionBackend(Statements, BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         entries = {claim.owner: self._entries.get(claim.owner) for claim in claims}
         sent = clock.now()
-        self._ping({entry.session for entry in entries.values() if entry and entry.session})
+        self._ping(
+            {entry.session for entry in entries.values() if entry and entry.session}
+        )
         left: dict[str, float] = {}
         with self._mutex:
             for claim in claims:
                 entry = self._entries.get(claim.owner)
-                if entry is None or entry.token is None or entry.session is None or entry.ends_at <= sent:
+                if (
+                    entry is None
+                    or entry.token is None
+                    or entry.session is None
+                    or entry.ends_at <= sent
+                ):
                     continue
                 sure_until = self._sure_until(entry, entry.session, claim.ttl)
                 entry.ends_at = max(entry.ends_at, sure_until)
@@ -197,13 +237,13 @@ class SessionBackend(Statements, BaseBackend):
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if claim.scope == "transaction":
-            # It ends with the transaction.
+            # The lock ends with the transaction.
             return True
         with self._mutex:
             entry = self._entries.get(claim.owner)
             if entry is None:
                 return False
-            # From here on nobody else puts it anywhere.
+            # From here on, no other thread may assign it to a session.
             entry.leaving = not (keep and entry.token is not None)
             if entry.session is None:
                 self._forget(entry)
@@ -217,7 +257,8 @@ class SessionBackend(Statements, BaseBackend):
         if entry.waiting:
             self._cancel(entry)
             return False
-        # One that nobody renewed may be on its way to the next: then it is not this release that gives it back.
+        # The maintenance thread releases an expired lease. The key may then already
+        # have the next holder, so this call does not count as the release.
         return self._give_back(entry) and entry.ends_at != -math.inf
 
     def holder(self, key: str) -> Holder | None:
@@ -232,7 +273,11 @@ class SessionBackend(Statements, BaseBackend):
             return None
         return Holder(
             key=key,
-            holder=f"{row[0] or 'a session'} (session {row[2]})" if self.connection.vendor == "postgresql" else row[0],
+            holder=(
+                f"{row[0] or 'a session'} (session {row[2]})"
+                if self.connection.vendor == "postgresql"
+                else row[0]
+            ),
             owner_ip=self._address(row[1]),
             since=None,
             remaining=float("inf"),
@@ -256,28 +301,30 @@ class SessionBackend(Statements, BaseBackend):
 
     @staticmethod
     def _address(host: str | None) -> str | None:
-        # MariaDB tells the port too.
+        # MariaDB includes the port.
         return host.rpartition(":")[0] if host and host.count(":") == 1 else host
 
     def transaction_refused(self) -> str | None:
         if not self.connection.in_atomic_block:
             return (
-                f"Autocommit is switched off on {self.database!r}, and Django does not tell when such a transaction "
-                "ends. Use 'with atomic()', or scope='lease'."
+                f"Autocommit is switched off on {self.database!r}, and Django does not"
+                " tell when such a transaction ends. Use 'with atomic()', or"
+                " scope='lease'."
             )
         return None
 
     def check(self) -> list[Any]:
-        from dlocks.checks import check_session_backend
-
-        return check_session_backend(self)
+        return check_session(self.alias, self.database)
 
     def try_session(self) -> None:
-        """Raise ImproperlyConfigured where the database has no sessions to rely on."""
+        """Raise ImproperlyConfigured if the database has no reliable sessions."""
         self._open().wire.close()
 
     def disconnect(self) -> None:
-        """Close all sessions of this process, and with them give back all that is held or waited for."""
+        """Close all sessions of this process.
+
+        This releases its holds and cancels its waiters.
+        """
         with self._mutex:
             sessions = list(self._sessions())
         for session in sessions:
@@ -286,43 +333,57 @@ class SessionBackend(Statements, BaseBackend):
             self._entries.clear()
             self._line.clear()
 
-    # In the caller's transaction.
+    # Locks in the caller's transaction.
 
     def in_transaction(self, connection: Any = None) -> bool:
-        # Elsewhere than on PostgreSQL nothing of this backend ever is part of a transaction.
+        # Only on PostgreSQL can a lock be part of a transaction.
         return self._kind.in_transactions and super().in_transaction(connection)
 
     def _acquire_in_transaction(self, claim: Claim) -> Grant | None:
         ticks = self.dialect.ticks
-        committed = "current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')"
-        sql = f"SELECT CASE WHEN NOT {committed} THEN -1 WHEN pg_try_advisory_xact_lock(%(name)s) THEN {ticks} END"
+        committed = (
+            "current_setting('transaction_isolation') IN ('read committed', 'read"
+            " uncommitted')"
+        )
+        sql = (
+            f"SELECT CASE WHEN NOT {committed} THEN -1 WHEN"
+            f" pg_try_advisory_xact_lock(%(name)s) THEN {ticks} END"
+        )
         ((token,),) = self._rows(sql, {"name": self._name(claim.key)})
         if token == -1:
             raise RuntimeError(
-                f"{claim.key!r} cannot be locked in this transaction: on database {self.database!r} its isolation level"
-                " is above READ COMMITTED, so its snapshot may be older than the lock and would not show what the last"
-                " holder did. Take the lock before the transaction begins, or run it at READ COMMITTED."
+                f"{claim.key!r} cannot be locked in this transaction: on database"
+                f" {self.database!r} its isolation level is above READ COMMITTED, so"
+                " its snapshot may be older than the lock and would not show what the"
+                " last holder did. Take the lock before the transaction begins, or run"
+                " it at READ COMMITTED."
             )
         return None if token is None else Grant(token)
 
     def _held_by_transaction(self, claim: Claim) -> tuple[str, dict[str, Any]]:
         sql = (
-            "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid ="
-            " pg_backend_pid() AND (classid::bigint << 32 | objid::bigint) = %(name)s"
+            "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND"
+            " granted AND pid = pg_backend_pid() AND (classid::bigint << 32 |"
+            " objid::bigint) = %(name)s"
         )
         return sql, {"name": self._name(claim.key)}
 
-    # Asking for a key.
+    # Acquiring and releasing.
 
     def _name(self, key: str) -> str | int:
         if self._kind.shares:
-            return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
-        # GET_LOCK's names are one space for the whole server, and not told apart by case.
+            return int.from_bytes(
+                hashlib.sha256(key.encode()).digest()[:8], "big", signed=True
+            )
+        # The names of GET_LOCK are case-insensitive, and shared by all databases of a
+        # server.
         database = str(self.connection.settings_dict["NAME"])
-        return "dlocks:" + hashlib.sha256(f"{database}\0{key}".encode()).hexdigest()[:48]
+        return (
+            "dlocks:" + hashlib.sha256(f"{database}\0{key}".encode()).hexdigest()[:48]
+        )
 
     def _try(self, entry: Entry, session: Session) -> Grant | None:
-        """Ask for the key, without waiting, for a claim that shall be on this session."""
+        """Request the key for a claim on this session, without queueing."""
         with self._mutex:
             if not self._reserve(entry, session):
                 self._crowd(entry.claim.key)
@@ -331,7 +392,8 @@ class SessionBackend(Statements, BaseBackend):
         try:
             grant = self._ask_for(entry, session)
         except LockBackendError:
-            # Where it was merely slow the answer may come yet; then it is given back.
+            # If the server is only slow, the reply may still arrive. The key is
+            # released then.
             self._forget_if_refused(entry)
             raise
         if grant is None:
@@ -341,28 +403,36 @@ class SessionBackend(Statements, BaseBackend):
         return grant
 
     def _reserve(self, entry: Entry, session: Session) -> bool:
-        """Put a claim on a session, for which it will be asked; return False where another is in its way there."""
+        """Assign a claim to a session, before the request is sent.
+
+        Return False if another claim on that session excludes it.
+        """
         claim = entry.claim
         if session.dead:
             raise SessionDiedError("it was closed")
         if not session.admits(claim, entry.name):
             return False
-        # To a session that has the key the server would give it again, whoever waits.
+        # The server would grant the lock again to a session that holds it, even ahead
+        # of waiters. A shared claim therefore joins the lock of a shared claim on the
+        # same session.
         entry.joins = claim.shared and any(
             other.claim.shared and other.token is not None and not other.leaving
             for other in session.at.get(entry.name, ())
         )
         entry.counted = not entry.joins
         session.add(entry)
-        # It ends by itself if it is never asked for, which may take that long; or if the answer is never seen.
+        # The claim ends by itself if it is not sent within this time, or if its reply
+        # is never read.
         entry.ends_at = clock.now() + max(claim.ttl, PATIENCE)
         return True
 
     def _ask_for(self, entry: Entry, session: Session) -> Grant | None:
         self._allow_idle(session, entry.claim)
-        statement = "join" if entry.joins else "try shared" if entry.claim.shared else "try"
+        statement = (
+            "join" if entry.joins else "try shared" if entry.claim.shared else "try"
+        )
         with session.mutex:
-            # Whoever gives it up says so before he has the session.
+            # A caller that cancels the claim marks it before it uses the session.
             if not entry.leaving:
                 entry.asked, entry.asked_at = True, clock.now()
                 entry.ends_at = entry.asked_at + entry.claim.ttl
@@ -372,12 +442,19 @@ class SessionBackend(Statements, BaseBackend):
                     entry.asked = session.is_asked
                     raise
             elif entry.ends_at == -math.inf:
-                raise LockBackendError(f"The session for locks was not to be had for {PATIENCE:g} s.")
+                raise LockBackendError(
+                    f"The session for locks was not to be had for {PATIENCE:g} s."
+                )
         return None if entry.token is None else Grant(entry.token)
 
     def _forget_if_refused(self, entry: Entry) -> None:
         with self._mutex:
-            if not entry.asked and entry.token is None and not entry.leaving and not entry.joins:
+            if (
+                not entry.asked
+                and entry.token is None
+                and not entry.leaving
+                and not entry.joins
+            ):
                 self._forget(entry)
 
     def _answered(self, entry: Entry, row: Row | None) -> None:
@@ -387,26 +464,29 @@ class SessionBackend(Statements, BaseBackend):
                 self._granted(entry, row)
 
     def _take_back(self, entry: Entry) -> None:
-        """Forget a claim that was not granted."""
+        """Discard a claim that was not granted."""
         with self._mutex:
             if not (entry.joins and entry.counted):
                 self._forget(entry)
                 return
-        # The share that it would have stood on was given back meanwhile, and is its own now.
+        # The claim whose lock it joined was released meanwhile, so this claim owns the
+        # lock now.
         self._give_back(entry)
 
     def _granted(self, entry: Entry, row: Row) -> None:
-        """Note a grant; the mutex is held."""
+        """Record a grant; the caller holds the mutex."""
         entry.token = int(row[0])
         entry.since = time.time()
-        # For whoever comes for it; for how long it is certain is another matter.
+        # The time in which the grant has to be collected. ``_sure_until()`` returns the
+        # time for which the lock is certain.
         entry.ends_at = clock.now() + entry.claim.ttl
         self._tend_from(entry)
 
     @staticmethod
     def _sure_until(entry: Entry, session: Session, ttl: float) -> float:
-        """Return until when the server does not take a claim's key away, for all that is known here."""
-        # It counts its patience from what it heard last, and its answer to that may have been read much later.
+        """Return until when the server certainly keeps the lock of a claim."""
+        # The server counts its idle timeout from the last statement that it received.
+        # The reply to that statement may have been read much later.
         return max(entry.asked_at, session.stood_at) + ttl
 
     def _acquire_again(self, entry: Entry) -> Grant | None:
@@ -415,20 +495,29 @@ class SessionBackend(Statements, BaseBackend):
             self._settle(session)
         if entry.waiting or session is None:
             return None
-        if entry.token is not None and self._sure_until(entry, session, claim.ttl) - clock.now() < claim.ttl / 3:
-            # It has waited for long.
+        if (
+            entry.token is not None
+            and self._sure_until(entry, session, claim.ttl) - clock.now()
+            < claim.ttl / 3
+        ):
+            # The claim has waited for a long time.
             try:
                 self._ask_whether_it_stands(session)
             except SessionDiedError as error:
                 self._bury(session, error)
         with self._mutex:
             now = clock.now()
-            stands = self._entries.get(claim.owner) is entry and not entry.leaving and entry.ends_at > now
+            stands = (
+                self._entries.get(claim.owner) is entry
+                and not entry.leaving
+                and entry.ends_at > now
+            )
             if entry.token is not None and stands:
                 sure_until = self._sure_until(entry, session, claim.ttl)
                 entry.ends_at = max(entry.ends_at, sure_until)
                 return Grant(entry.token, sure_until - now)
-        # Asked before, and the answer was not seen, or nobody has come for it in time: it is asked for again.
+        # The claim was requested before. Either its reply was not read, or its grant
+        # was not collected in time. It is requested again.
         self._give_back(entry)
         return self.acquire(claim)
 
@@ -439,13 +528,13 @@ class SessionBackend(Statements, BaseBackend):
             return False
         try:
             if entry.token is None:
-                # Perhaps the answer was not seen.
+                # The reply may not have been read.
                 session.settle_in_time()
             if self._is_engine_s(entry, session):
                 with session.mutex:
                     if session.is_asked:
-                        # It may have been asked before, and be answered late: asked twice, it would free another's
-                        # share.
+                        # The release may have been sent already, and its reply may come
+                        # late. A second release could free the lock of another claim.
                         session.settle_in_time()
                     if entry.freed is None:
                         statement = "free shared" if entry.claim.shared else "free"
@@ -458,13 +547,20 @@ class SessionBackend(Statements, BaseBackend):
         return entry.freed is not False and entry.token is not None
 
     def _is_engine_s(self, entry: Entry, session: Session) -> bool:
-        """Return whether the engine has to be told that a claim is given back; or else forget it, here and now."""
+        """Return whether the engine has to release the lock of a claim.
+
+        Otherwise the claim is forgotten at once.
+        """
         with self._mutex:
             if entry.claim.shared and not entry.freeing:
-                others = [one for one in session.at.get(entry.name, ()) if not one.counted and not one.leaving]
+                others = [
+                    one
+                    for one in session.at.get(entry.name, ())
+                    if not one.counted and not one.leaving
+                ]
                 has_count = entry.counted and (entry.token is not None or entry.joins)
                 if has_count and others:
-                    # There is a share that stands on it.
+                    # Another claim has joined this lock, and owns it from now on.
                     entry.counted, others[0].counted = False, True
                 if not has_count or others:
                     self._forget(entry)
@@ -474,16 +570,17 @@ class SessionBackend(Statements, BaseBackend):
 
     def _freed(self, entry: Entry, row: Row | None) -> None:
         if row is None and entry.session is not None:
-            # By an administrator, say: before it had freed the key, or after.
+            # The statement was cancelled, for example by an administrator, before or
+            # after it freed the key.
             self._make_sure_of_nothing(entry, entry.session)
         with self._mutex:
             entry.freed = row is None or (row[0] is not None and bool(int(row[0])))
             self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
-        """Take a claim out of all tables; the mutex is held."""
+        """Remove a claim from all tables; the caller holds the mutex."""
         if entry.gone:
-            # Its owner, and its session, may be another one's by now.
+            # Its owner and its session may belong to another claim by now.
             return
         entry.gone = True
         self._entries.pop(entry.claim.owner, None)
@@ -498,17 +595,22 @@ class SessionBackend(Statements, BaseBackend):
             del self._foremost[entry.name]
         if (session := entry.session) is not None:
             session.remove(entry)
-            if session in self._queueing and not session.at and not session.dead and session not in self._free:
+            if (
+                session in self._queueing
+                and not session.at
+                and not session.dead
+                and session not in self._free
+            ):
                 self._free.append(session)
 
     def _allow_idle(self, session: Session, claim: Claim) -> None:
-        """See to it that the server does not end the session before the claim's ttl is over."""
+        """Ensure that the server does not end the session within the claim's ttl."""
         if session.wire.idle < (needed := claim.ttl + self.grace):
             with session.mutex:
                 session.ask("idle", session.wire.idle_setting(needed))  # type: ignore[attr-defined]
                 session.wire.idle = needed
 
-    # Waiting, in the engine's queue.
+    # Waiting in the engine's queue.
 
     def crowded(self, key: str) -> bool:
         return key in self._crowded
@@ -518,7 +620,9 @@ class SessionBackend(Statements, BaseBackend):
             self._crowded.clear()
         self._crowded[key] = None
 
-    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+    def queue(
+        self, claim: Claim, channel: str = "", number: int | None = None
+    ) -> Place | None:
         if claim.scope != "lease" or claim.beside or not self.places:
             return None
         with self._mutex:
@@ -541,14 +645,18 @@ class SessionBackend(Statements, BaseBackend):
         if entry is None or session is None:
             return False
         try:
-            session.settle(WAIT_AT_ONCE if timeout is None else min(timeout, WAIT_AT_ONCE))
+            session.settle(
+                WAIT_AT_ONCE if timeout is None else min(timeout, WAIT_AT_ONCE)
+            )
         except SessionDiedError as error:
             self._bury(session, error)
         if self._line:
             self._advance()
         return True
 
-    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
+    def look(
+        self, claims: Sequence[Claim], *, heard: bool = True
+    ) -> Mapping[str, Place]:
         places = {}
         self._advance()
         self._poll()
@@ -560,11 +668,13 @@ class SessionBackend(Statements, BaseBackend):
             if entry is None:
                 continue
             if entry.token is not None:
-                # For how long it is told to whoever asks.
+                # The claim gets its lease when it is acquired again.
                 places[claim.owner] = Place(grant=Grant(entry.token))
             else:
                 polled = entry.session is None and entry.name not in self._foremost
-                places[claim.owner] = Place(number=1, soon=POLL_EVERY if polled else float("inf"))
+                places[claim.owner] = Place(
+                    number=1, soon=POLL_EVERY if polled else float("inf")
+                )
         return places
 
     def move_on(self, key: str) -> bool:
@@ -580,21 +690,29 @@ class SessionBackend(Statements, BaseBackend):
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """Return what tells which of the sessions that wait have been answered."""
+        """Return the selector that reports replies to waiting sessions."""
         with self._mutex:
             if self._selector is None:
                 self._selector = selectors.DefaultSelector()
             return self._selector
 
     def answered(self, session: Session) -> Iterable[Message]:
-        """Note what a session in the engine's queue was answered, and tell whose turn it is."""
+        """Read the reply of a session in the engine's queue.
+
+        Yield a message for each claim that was granted.
+        """
         if not session.mutex.acquire(blocking=False):
-            # Somebody else sees to it.
+            # Another thread reads the reply.
             time.sleep(0.001)
             return
         try:
             with self._mutex:
-                owners = [entry.claim.owner for entries in session.at.values() for entry in entries if entry.waiting]
+                owners = [
+                    entry.claim.owner
+                    for entries in session.at.values()
+                    for entry in entries
+                    if entry.waiting
+                ]
             self._settle(session)
         finally:
             session.mutex.release()
@@ -606,16 +724,26 @@ class SessionBackend(Statements, BaseBackend):
             self._advance()
 
     def _advance(self, *, connecting: bool = True) -> None:
-        """Send those into the engine's queue who are the first of this process for their key, while there is place."""
+        """Send the first local waiter of each key to the engine's queue.
+
+        Each needs a free session. With ``connecting``, new ones are opened up to the
+        limit.
+        """
         while True:
             with self._mutex:
-                name = next((name for name in self._line if name not in self._foremost), None)
+                name = next(
+                    (name for name in self._line if name not in self._foremost), None
+                )
                 if name is None:
                     return
                 session = self._free.pop() if self._free else None
                 if session is None:
                     full = len(self._queueing) + self._reserved >= self.places
-                    if full or not connecting or clock.now() < self._refused_at + REFUSED_FOR:
+                    if (
+                        full
+                        or not connecting
+                        or clock.now() < self._refused_at + REFUSED_FOR
+                    ):
                         return
                     self._reserved += 1
                 entry = self._line[name].popleft()
@@ -651,10 +779,12 @@ class SessionBackend(Statements, BaseBackend):
                     session.add(entry)
                 entry.asked_at = clock.now()
                 if session.is_asked:
-                    # Just now, whether it stands.
+                    # A ping is under way.
                     session.settle_in_time()
                 session.start(
-                    "wait shared" if entry.claim.shared else "wait", entry.name, partial(self._turn_came, entry)
+                    "wait shared" if entry.claim.shared else "wait",
+                    entry.name,
+                    partial(self._turn_came, entry),
                 )
                 if entry.watched:
                     self._watch(entry, session)
@@ -667,7 +797,10 @@ class SessionBackend(Statements, BaseBackend):
                 raise
 
     def _step_back(self, entry: Entry) -> None:
-        """Put a claim back to where it was before it was to be sent; the mutex is held."""
+        """Put a claim back to the front of the local queue.
+
+        The caller holds the mutex.
+        """
         if self._foremost.get(entry.name) is entry:
             del self._foremost[entry.name]
         if not entry.gone:
@@ -679,11 +812,14 @@ class SessionBackend(Statements, BaseBackend):
                 selector = self.selector
                 there = selector.get_map().get(session.wire.number)
                 if there is not None and there.data is not session:
-                    # Of a session whose connection was lost, which nobody has noticed yet.
+                    # The descriptor is still registered for a session whose lost
+                    # connection has not been noticed.
                     selector.unregister(session.wire.number)
                     there = None
                 if there is None:
-                    selector.register(session.wire.number, selectors.EVENT_READ, session)
+                    selector.register(
+                        session.wire.number, selectors.EVENT_READ, session
+                    )
 
     def _turn_came(self, entry: Entry, row: Row | None) -> None:
         session = entry.session
@@ -694,7 +830,8 @@ class SessionBackend(Statements, BaseBackend):
         if row is None and session is not None:
             self._make_sure_of_nothing(entry, session)
         elif session is not None and clock.now() - entry.asked_at >= session.wire.idle:
-            # A process that was stopped may read a grant whose session has been ended since, for its silence.
+            # After a pause, a process may read a grant although the server has since
+            # ended the session as idle.
             try:
                 self._ask_whether_it_stands(session)
             except LockBackendError as error:
@@ -707,14 +844,19 @@ class SessionBackend(Statements, BaseBackend):
                 self._forget(entry)
                 return
             if clock.now() - entry.asked_at < AT_ONCE:
-                # Nobody was in the way.
+                # The queue was empty.
                 self._crowded.pop(entry.claim.key, None)
             self._granted(entry, row)
 
     def _make_sure_of_nothing(self, entry: Entry, session: Session) -> None:
-        """Give back a key whose statement was cancelled: the engine may have given it, or not freed it, before that."""
+        """Free a key after its statement was cancelled.
+
+        The engine may have granted the key before that, or may not have freed it.
+        """
         try:
-            answer = session.ask("free shared" if entry.claim.shared else "free", entry.name)
+            answer = session.ask(
+                "free shared" if entry.claim.shared else "free", entry.name
+            )
         except LockBackendError as error:
             raise SessionDiedError(str(error)) from error
         if answer is None:
@@ -729,7 +871,10 @@ class SessionBackend(Statements, BaseBackend):
                 self._selector.unregister(session.wire.number)
 
     def _settle(self, session: Session) -> None:
-        """Read the answer of a session, if it is there and nobody else waits for it."""
+        """Read the reply of a session if it has arrived.
+
+        Do nothing if another thread waits for it.
+        """
         if not session.mutex.acquire(blocking=False):
             return
         try:
@@ -740,7 +885,7 @@ class SessionBackend(Statements, BaseBackend):
             session.mutex.release()
 
     def _cancel(self, entry: Entry) -> None:
-        """Leave the engine's queue; what was granted meanwhile is given back."""
+        """Leave the engine's queue, and release a key that was granted meanwhile."""
         session = entry.session
         if session is None:
             return
@@ -752,15 +897,16 @@ class SessionBackend(Statements, BaseBackend):
                     row = self._ask_main("cancel", session.wire.identity)
                     if row is not None and row[0] == "0":
                         raise SessionDiedError("the server does not know it any more")
-                    # Its other holds are lost with it, so a server that is merely busy gets its time.
+                    # Closing the session would lose its other holds, so a busy server
+                    # gets some time.
                     if not session.settle(CANCEL_PATIENCE):
                         raise SessionDiedError("it did not answer to being cancelled")
         except (SessionDiedError, LockBackendError) as error:
             self._bury(session, error)
             return
         if entry.token is not None and late:
-            # The cancellation may still be on its way, and must not meet a statement of whoever has the session next.
-            # So nobody has it next: the key is given back with it.
+            # The cancellation may still be on its way, and would hit the next statement
+            # of this session. So the session is closed, which releases the key.
             self._bury(session)
         elif entry.token is not None:
             self._give_back(entry)
@@ -768,21 +914,29 @@ class SessionBackend(Statements, BaseBackend):
             self._advance(connecting=False)
 
     def _poll(self) -> None:
-        """Try for the keys whose waiters have no session to wait on."""
+        """Try to acquire the keys whose waiters have no session."""
         now = clock.now()
         with self._mutex:
             if not self._line or now < self._polled_at + POLL_EVERY * 0.9:
                 return
             self._polled_at = now
-            tried = [entries[0] for name, entries in self._line.items() if name not in self._foremost][:TRIED_AT_ONCE]
+            tried = [
+                entries[0]
+                for name, entries in self._line.items()
+                if name not in self._foremost
+            ][:TRIED_AT_ONCE]
             for entry in tried:
-                # Others first the next time.
+                # Begin with other keys the next time.
                 self._line[entry.name] = self._line.pop(entry.name)
         for entry in tried:
             main = self._main_session()
             try:
-                # Where one can share the key, the next one can too.
-                while self._try_in_line(entry, main) and entry.claim.shared and (line := self._line.get(entry.name)):
+                # After a shared claim was granted, the next one can share the key too.
+                while (
+                    self._try_in_line(entry, main)
+                    and entry.claim.shared
+                    and (line := self._line.get(entry.name))
+                ):
                     entry = line[0]
             except SessionDiedError as error:
                 self._bury(main, error)
@@ -796,7 +950,7 @@ class SessionBackend(Statements, BaseBackend):
             line = self._line.get(entry.name)
             if not line or line[0] is not entry or not self._reserve(entry, main):
                 return False
-            # Nobody else sends it anywhere meanwhile.
+            # No other thread may send it meanwhile.
             entry.waiting = False
             line.popleft()
             if not line:
@@ -813,7 +967,7 @@ class SessionBackend(Statements, BaseBackend):
     def _back_to_line(self, entry: Entry, main: Session) -> None:
         with self._mutex:
             if entry.gone or entry.leaving or entry.asked or entry.token is not None:
-                # Whoever gives it up sees to all of that.
+                # The caller that cancels the claim handles all of these cases.
                 return
             if not (entry.joins and entry.counted):
                 main.remove(entry)
@@ -821,7 +975,7 @@ class SessionBackend(Statements, BaseBackend):
                 entry.joins, entry.counted = False, True
                 self._line.setdefault(entry.name, deque()).appendleft(entry)
                 return
-        # Not without giving back what has become its own meanwhile.
+        # The claim owns a lock by now, which has to be released first.
         self._give_back(entry)
 
     # Sessions.
@@ -847,7 +1001,11 @@ class SessionBackend(Statements, BaseBackend):
 
     def _open(self) -> Session:
         name = f"dlocks {socket.gethostname()}:{os.getpid()}"
-        return Session(connect(self.database, name, self.ttl + self.grace, pooled=self.session_pooling))
+        return Session(
+            connect(
+                self.database, name, self.ttl + self.grace, pooled=self.session_pooling
+            )
+        )
 
     def _ask_main(self, statement: str, value: Any) -> Row | None:
         for reconnected in (False, True):
@@ -861,7 +1019,10 @@ class SessionBackend(Statements, BaseBackend):
         raise AssertionError("unreachable")
 
     def _ping(self, sessions: Iterable[Session]) -> None:
-        """Ask all sessions at once whether they stand, and note which answer, if need be the next time."""
+        """Ping all sessions at once, and record which of them reply.
+
+        A late reply is recorded by the next ping.
+        """
         until = clock.now() + PING_PATIENCE
         asked = []
         for session in sessions:
@@ -870,7 +1031,9 @@ class SessionBackend(Statements, BaseBackend):
             try:
                 session.pinged_at = clock.now()
                 if session.settle():
-                    session.start("ping", 0, partial(self._check_ping, session, session.pinged_at))
+                    session.start(
+                        "ping", 0, partial(self._check_ping, session, session.pinged_at)
+                    )
                 asked.append(session)
             except SessionDiedError as error:
                 self._bury(session, error)
@@ -899,7 +1062,10 @@ class SessionBackend(Statements, BaseBackend):
         session.stood_at = max(session.stood_at, sent)
 
     def _bury(self, session: Session, error: BaseException | None = None) -> None:
-        """Close a session, and forget all that it carried: its holds are lost, its waiters ask again."""
+        """Close a session, and forget its claims.
+
+        Its holds are lost, and its waiters retry.
+        """
         with self._mutex:
             session.dead = True
             if session is self._main:
@@ -911,24 +1077,41 @@ class SessionBackend(Statements, BaseBackend):
             for entry in entries:
                 self._forget(entry)
         if error is not None and entries:
-            logger.warning("A session of database %r with %d locks is gone: %s", self.database, len(entries), error)
+            logger.warning(
+                "A session of database %r with %d locks is gone: %s",
+                self.database,
+                len(entries),
+                error,
+            )
         with session.mutex:
             self._unregister(session)
             session.wire.close()
-        lost = [entry.claim.owner for entry in entries if entry.token is not None and not entry.leaving]
+        lost = [
+            entry.claim.owner
+            for entry in entries
+            if entry.token is not None and not entry.leaving
+        ]
         if lost:
-            # Not all are renewed, and would learn of it by that.
-            self.tell_lost(lost, "its session of the database has ended")
+            # Holds that are not renewed would not notice the loss.
+            self.runtime.on_lost(lost, "its session of the database has ended")
 
     def _failed(self, error: Exception) -> LockBackendError:
-        return LockBackendError(f"Database {self.database!r} could not be asked about a lock: {error}")
+        return LockBackendError(
+            f"Database {self.database!r} could not be asked about a lock: {error}"
+        )
 
-    # What nobody else does in time.
+    # Background maintenance.
 
     def _tend_from(self, entry: Entry | None) -> None:
-        """See to it that an entry is given back at its end, and idle sessions are closed; the mutex is held."""
+        """Ensure that the maintenance thread runs and handles an entry in time.
+
+        It releases entries at their end, and closes idle sessions. The caller holds the
+        mutex.
+        """
         if self._tender is None or not self._tender.is_alive():
-            self._tender = threading.Thread(target=self._tend, name="dlocks-sessions", daemon=True)
+            self._tender = threading.Thread(
+                target=self._tend, name="dlocks-sessions", daemon=True
+            )
             self._tender.start()
         if entry is not None and entry.ends_at < self._tends_at:
             self._changed.notify()
@@ -944,18 +1127,38 @@ class SessionBackend(Statements, BaseBackend):
                 due = [(entry.ends_at + self.grace, entry) for entry in held]
                 due += [(entry.ends_at, entry) for entry in self._kept]
                 over = [entry for end, entry in due if end <= now]
-                idle = [one for one in self._sessions() if not one.at and now >= one.idle_since + self.linger]
+                idle = [
+                    one
+                    for one in self._sessions()
+                    if not one.at and now >= one.idle_since + self.linger
+                ]
                 for entry in over:
-                    # From here on it is not renewed any more.
+                    # From here on, it is not renewed any more.
                     entry.ends_at = -math.inf
-                # Those that nobody renews, the others are asked more often than that.
-                silent = [one for one in self._sessions() if one.carries and now >= self._asked_by(one)]
+                # Sessions without renewals. All others are pinged more often.
+                silent = [
+                    one
+                    for one in self._sessions()
+                    if one.carries and now >= self._asked_by(one)
+                ]
                 if not over and not idle and not silent:
-                    # Sessions that carry nothing are looked for now and then, so that to give back tells nobody.
-                    self._tends_at = min([end for end, _ in due], default=now + self.linger)
-                    self._tends_at = min(self._tends_at, now + max(self.linger, 0.05) / 2)
+                    # Idle sessions are checked periodically, so a release need not wake
+                    # this thread.
                     self._tends_at = min(
-                        [self._tends_at, *(self._asked_by(one) for one in self._sessions() if one.carries)]
+                        [end for end, _ in due], default=now + self.linger
+                    )
+                    self._tends_at = min(
+                        self._tends_at, now + max(self.linger, 0.05) / 2
+                    )
+                    self._tends_at = min(
+                        [
+                            self._tends_at,
+                            *(
+                                self._asked_by(one)
+                                for one in self._sessions()
+                                if one.carries
+                            ),
+                        ]
                     )
                     self._changed.wait(self._tends_at - now)
             for entry in over:
@@ -963,11 +1166,11 @@ class SessionBackend(Statements, BaseBackend):
             for session in idle:
                 self._close_idle(session)
             self._ping(silent)
-            # A reference kept over the pause would keep them alive.
+            # A reference that is kept during the wait would keep these objects alive.
             del over, idle, silent, held, due
 
     def _asked_by(self, session: Session) -> float:
-        """Return when a session that carries something is asked whether it stands, if nobody else has asked by then."""
+        """Return when a session with holds is pinged, unless it was pinged before."""
         return session.pinged_at + 1.2 * self.renew_every
 
     def _end(self, entry: Entry) -> None:
@@ -987,13 +1190,13 @@ class SessionBackend(Statements, BaseBackend):
                 elif session in self._free:
                     self._free.remove(session)
                 else:
-                    # Somebody has just taken it.
+                    # Another thread has just taken it.
                     return
                 self._queueing.discard(session)
                 session.dead = True
             session.wire.close()
 
-    # A child process has nothing of this.
+    # Forks.
 
     def _forked(self) -> None:
         for session in self._sessions():
@@ -1004,7 +1207,7 @@ class SessionBackend(Statements, BaseBackend):
 
 
 class Grants(Listener):
-    """Hears from the sessions of a process that stand in the engine's queue."""
+    """A listener on the sessions of a process in the engine's queue."""
 
     def __init__(self, backend: SessionBackend) -> None:
         self._backend = backend
@@ -1014,7 +1217,7 @@ class Grants(Listener):
         if not isinstance(selector, NOTICING):
             timeout = min(timeout, WAIT_UNNOTICED)
             if not selector.get_map():
-                # To select from nothing is an error on Windows.
+                # ``select()`` without sockets is an error on Windows.
                 time.sleep(timeout)
                 return ()
         messages: list[Message] = []
@@ -1026,16 +1229,16 @@ class Grants(Listener):
         return None
 
     def close(self) -> None:
-        """Do nothing: the sessions are the backend's."""
+        """Do nothing, since the sessions belong to the backend."""
 
 
 _backends: weakref.WeakSet[SessionBackend] = weakref.WeakSet()
-# The parent's sessions: to collect them could say good-bye to the server in the parent's name.
+# The parent's sessions. Collecting one could end the parent's session on the server.
 _inherited: list[Any] = []
 
 
 def _at_exit() -> None:
-    # What still carries a hold is the keeper's to give back.
+    # Sessions with holds stay open, since the keeper releases these holds.
     for backend in list(_backends):
         for session in backend._sessions():
             backend._close_idle(session)

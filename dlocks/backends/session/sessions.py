@@ -1,4 +1,4 @@
-"""A session that many threads use, and the claims that are on it."""
+"""A server session that is used by many threads, and its claims."""
 
 from __future__ import annotations
 
@@ -8,56 +8,64 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlocks import clock
-from dlocks.backends.base import Claim
 from dlocks.backends.session.wires import Row, SessionDiedError, Wire
 from dlocks.exceptions import LockBackendError
+from dlocks.values import Claim
 
-# How long a server may take to answer what it need not wait for.
+# Seconds for the reply to a statement that does not wait for a lock.
 PATIENCE = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A claim that has a key, or asks or waits for it."""
+    """A claim that holds a key, requests it or waits for it."""
 
     claim: Claim
     name: str | int
-    # Where it is held or waited for; None while it has no session to wait on.
+    # The session on which it is held or waited for. None while it waits without a
+    # session.
     session: Session | None = None
     token: int | None = None
     waiting: bool = False
     count: int = 1
-    # Whether the engine has counted it; a share may stand on another's of the same session.
+    # Whether it owns a lock in the engine. A shared claim may instead join the lock of
+    # another claim on the same session.
     counted: bool = True
-    # Whether it was asked for as one that stands on another's, whose count may be its own since.
+    # Whether it was requested to join the lock of another claim. It may own that lock
+    # by now.
     joins: bool = False
-    # When the question was sent by which it was granted, and when that was, by the calendar.
+    # When the request that was granted was sent, and the time of day of the grant.
     asked_at: float = 0.0
     since: float = 0.0
-    # When it is given back, if nobody renews it.
+    # When it is released if it is not renewed.
     ends_at: float = float("inf")
-    # Whether the thread that watches the sessions tells of its turn.
+    # Whether the thread that watches the sessions reports its turn.
     watched: bool = False
-    # Given back, but its key stays taken until the end.
+    # Released, but its key stays taken until ``ends_at``.
     kept: bool = False
-    # Whether it is being given back, or given up: nothing more is asked for it, and no other share stands on it.
+    # Whether it is being released or cancelled. No more requests are sent for it, and
+    # no other shared claim may join its lock.
     leaving: bool = False
-    # Whether it is the engine that is told so, from when on nobody takes its count over; and what that has answered.
+    # Whether the engine is to release its lock, which no other claim may take over from
+    # then on. ``freed`` is the engine's reply.
     freeing: bool = False
     freed: bool | None = None
-    # Whether a question for it is on its way, to which the answer has not been seen.
+    # Whether a request for it was sent whose reply has not been read.
     asked: bool = False
-    # Given up before it was sent.
+    # Removed from all tables.
     gone: bool = False
 
 
 class Session:
-    """
-    Carries claims; the engine does not tell apart those of one session, so it is told here who excludes whom.
+    """A server session, and the claims on it.
 
-    At most one statement is under way. One that waits in the engine's queue leaves the session to nobody else until
-    it is answered; then ``on_answer`` is called, in whichever thread sees the answer first. Whoever has ``mutex`` may
-    read and write the session; ``at`` is guarded by the backend.
+    The engine does not distinguish the claims of one session, so this class decides
+    which of them exclude each other.
+
+    At most one statement is under way. A statement that waits in the engine's queue
+    occupies the session until its reply arrives. Then ``on_answer`` is called in the
+    thread that reads the reply first. Only the thread that holds ``mutex`` may read and
+    write the session. ``at`` is guarded by the backend.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -66,14 +74,22 @@ class Session:
         self.dead = False
         self.at: dict[str | int, list[Entry]] = {}
         self.idle_since = clock.now()
-        # When it was last asked whether it stands, and when that was asked which it has answered.
+        # When the last ping was sent, and when the last ping with a reply was sent.
         self.pinged_at = self.stood_at = clock.now()
         self._under_way = False
         self._on_answer: Callable[[Row | None], None] | None = None
         self._row: Row | None = None
 
-    def ask(self, statement: str, value: Any = 0, on_answer: Callable[[Row | None], None] | None = None) -> Row | None:
-        """Send a statement and return the first row of its answer; ``on_answer`` is told even if that comes late."""
+    def ask(
+        self,
+        statement: str,
+        value: Any = 0,
+        on_answer: Callable[[Row | None], None] | None = None,
+    ) -> Row | None:
+        """Send a statement and return the first row of its reply.
+
+        ``on_answer`` is called even if the reply comes late.
+        """
         with self.mutex:
             if self._under_way:
                 self.settle_in_time()
@@ -82,12 +98,19 @@ class Session:
             return self._row
 
     def settle_in_time(self, *, here: bool = False) -> None:
-        """Wait for the answer under way, if any; raise LockBackendError when it does not come."""
-        if not self.settle(PATIENCE, here=here):
-            raise LockBackendError(f"The session for locks has not answered for {PATIENCE:g} s.")
+        """Wait for the reply under way, if any.
 
-    def start(self, statement: str, value: Any, on_answer: Callable[[Row | None], None] | None) -> None:
-        """Send a statement without waiting for its answer."""
+        Raise LockBackendError if it does not arrive in time.
+        """
+        if not self.settle(PATIENCE, here=here):
+            raise LockBackendError(
+                f"The session for locks has not answered for {PATIENCE:g} s."
+            )
+
+    def start(
+        self, statement: str, value: Any, on_answer: Callable[[Row | None], None] | None
+    ) -> None:
+        """Send a statement without waiting for its reply."""
         with self.mutex:
             if self.dead:
                 raise SessionDiedError("it was closed")
@@ -96,15 +119,16 @@ class Session:
             try:
                 self.wire.send(statement, value)
             except BaseException:
-                # Nobody knows what of it was sent, so no answer would be anybody's.
+                # An unknown part of the statement was sent, so a reply could not be
+                # attributed.
                 self.dead = True
                 raise
 
     def settle(self, timeout: float = 0.0, *, here: bool = False) -> bool:
-        """
-        Wait for the answer under way, if any, so many seconds at most; return whether nothing is under way.
+        """Wait up to ``timeout`` seconds for the reply under way, if any.
 
-        A refusal is the session's end, unless whoever has asked is ``here`` to be told.
+        Return whether nothing is under way. An error of the server ends the session,
+        unless the sender is ``here`` to receive it.
         """
         with self.mutex:
             if not self._under_way:
@@ -125,26 +149,36 @@ class Session:
                 try:
                     on_answer(self._row)
                 except SessionDiedError:
-                    # Before anybody else can send what would be granted to nobody.
+                    # Another thread could otherwise send a request whose grant would be
+                    # lost.
                     self.dead = True
                     raise
             return True
 
     @property
     def is_asked(self) -> bool:
-        """Whether there is an answer still to come."""
+        """Whether a reply is still to come."""
         return self._under_way
 
     @property
     def carries(self) -> bool:
-        """Whether somebody believes to hold what is on it."""
-        return any(entry.token is not None for entries in list(self.at.values()) for entry in list(entries))
+        """Whether a claim on this session was granted."""
+        return any(
+            entry.token is not None
+            for entries in list(self.at.values())
+            for entry in list(entries)
+        )
 
     def admits(self, claim: Claim, name: str | int) -> bool:
-        """Return whether nobody on this session has the name in the claim's way; the server tells about the others."""
+        """Return whether no claim on this session excludes the given claim.
+
+        The server checks the claims on other sessions.
+        """
         for entry in self.at.get(name, ()):
             other = entry.claim
-            if not claim.shared or not (other.shared or (other.owner == claim.beside and not entry.kept)):
+            if not claim.shared or not (
+                other.shared or (other.owner == claim.beside and not entry.kept)
+            ):
                 return False
         return True
 

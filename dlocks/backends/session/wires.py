@@ -1,8 +1,8 @@
-"""
-One session of a database server as its driver gives it: a statement is sent, and later its answer is there.
+"""Database sessions that send a statement and read its reply later.
 
-The drivers are used below Django's cursors, since an answer that has not come must not block a thread: a statement
-that waits in the engine's own queue is sent, and the socket tells when it has been answered.
+The drivers are used below Django's cursors, since a missing reply must not block a
+thread. A statement that waits in the engine's own queue is sent, and its socket becomes
+readable when the reply arrives.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -20,76 +21,87 @@ from django.db.utils import Error
 
 from dlocks.exceptions import LockBackendError
 from dlocks.polling import readable, ready
+from dlocks.pools import unpooled
 
-# The first row of an answer.
+# The first row of a reply.
 Row = list[Any]
 
-# For so many seconds, at most, a session may be idle: more than the servers' settings hold is for ever to them.
+# Maximum idle timeout of a session in seconds. Larger values exceed the range of the
+# servers' settings.
 LONGEST_IDLE = 86400 * 20
 
 
 class SessionDiedError(Exception):
-    """The session is no more, and all that it held."""
+    """A session that has ended, and its locks with it."""
 
 
 class Wire:
-    """
-    One engine's session. ``name`` is shown to people who look at the server's sessions, where it has a place for it.
+    """A server session of one engine.
 
-    ``idle`` is after how many seconds of silence the server shall end the session, and with it what it holds.
+    ``name`` is shown in the server's list of sessions, if that list has a place for it.
+    After ``idle`` seconds without a statement, the server ends the session and frees
+    its locks.
     """
 
-    # Whether locks can be shared, and whether one can belong to a transaction.
+    # Whether locks can be shared, and whether a lock can belong to a transaction.
     shares: ClassVar[bool]
     in_transactions: ClassVar[bool]
-    # By name, each with one value sent along. Those that try, wait, or join one who has a share, return the token,
-    # drawn after the grant.
-    statements: ClassVar[dict[str, str]]
-    # The server's number of the session.
+    # The SQL by name, each with one parameter. The statements that try, wait or join
+    # return the token, which is drawn after the grant.
+    statements: Mapping[str, str]
+    # The number of the session on the server.
     pid: int
 
-    # What the connection was told, at its start, that this number is: a pooler makes one up.
+    # The number that was reported when the connection was opened. A pooler invents one.
     told: int
 
-    # What another session cancels its statement by: the number alone is somebody else's on another server, and on this
-    # one after a restart. Where the answer is 0 the server knows no such session.
+    # The value with which another session cancels its statement. The number alone is
+    # ambiguous, since another server may use it, and so may this one after a restart.
+    # The reply 0 means that the server does not know the session.
     identity: str
 
     def __init__(self, wrapper: BaseDatabaseWrapper, idle: float) -> None:
         self.wrapper = wrapper
         self.raw: Any = wrapper.connection
         self.idle = idle
-        # A proxy may answer by itself what it knows word for word; so it is asked for a sum.
+        # A proxy may answer queries by itself that it knows literally, so this query
+        # contains a sum.
         self.identify()
-        # The driver does not tell any more when the connection is lost.
+        # The driver does not return it any more after the connection is lost.
         self.number = self.fileno()
         self._await = readable(self.number)
 
     def identify(self) -> None:
-        """Set ``pid`` and ``told``, and change nothing: the session may be somebody else's the next time."""
+        """Set ``pid`` and ``told`` without changing the session.
+
+        Behind a pooler, another client may use the session next.
+        """
         raise NotImplementedError
 
     def begin(self, name: str) -> None:
-        """Prepare the session for its work."""
+        """Configure the session for locks."""
         raise NotImplementedError
 
     def fileno(self) -> int:
         raise NotImplementedError
 
     def send(self, statement: str, value: Any) -> None:
-        """Send a statement; raise SessionDiedError when that was not possible."""
+        """Send a statement, or raise SessionDiedError if that is not possible."""
         raise NotImplementedError
 
     def answered(self) -> bool:
-        """Return, without waiting, whether the answer is there as a whole, once something has come."""
+        """Return whether the complete reply has arrived, without waiting.
+
+        It is called after some data has arrived.
+        """
         raise NotImplementedError
 
     def answer(self) -> Row | None:
-        """Return the first row; None where the statement was cancelled."""
+        """Return the first row, or None if the statement was cancelled."""
         raise NotImplementedError
 
     def wait(self, timeout: float) -> bool:
-        """Wait so many seconds at most; return whether the answer is there."""
+        """Wait up to ``timeout`` seconds, and return whether the reply is there."""
         while self._await(timeout=timeout):
             if self.answered():
                 return True
@@ -100,7 +112,10 @@ class Wire:
             self.wrapper.close()
 
     def abandon(self) -> None:
-        """In a child process: have nothing more to do with the parent's session, and keep its number occupied."""
+        """Detach from the parent's session in a child process.
+
+        The file descriptor stays open, so that its number is not used again.
+        """
         with suppress(Exception):
             nowhere = os.open(os.devnull, os.O_RDWR)
             os.dup2(nowhere, self.fileno())
@@ -119,70 +134,96 @@ class PostgreSQLWire(Wire):
     _TICKS = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
     _IDENTITY = "concat(pid, ' ', extract(epoch FROM backend_start))"
     _THIS = (
-        "locktype = 'advisory' AND objsubid = 1 AND database = (SELECT oid FROM pg_database WHERE datname ="
-        " current_database()) AND (classid::bigint << 32 | objid::bigint) = $1::bigint"
+        "locktype = 'advisory' AND objsubid = 1 AND database = (SELECT oid FROM"
+        " pg_database WHERE datname = current_database()) AND (classid::bigint << 32 |"
+        " objid::bigint) = $1::bigint"
     )
 
     statements = {
         "try": f"SELECT CASE WHEN pg_try_advisory_lock($1::bigint) THEN {_TICKS} END",
-        "try shared": f"SELECT CASE WHEN pg_try_advisory_lock_shared($1::bigint) THEN {_TICKS} END",
-        # CASE has an order: first the lock, then the clock.
-        "wait": f"SELECT CASE WHEN pg_advisory_lock($1::bigint) IS NOT NULL THEN {_TICKS} END",
-        "wait shared": f"SELECT CASE WHEN pg_advisory_lock_shared($1::bigint) IS NOT NULL THEN {_TICKS} END",
+        "try shared": (
+            "SELECT CASE WHEN pg_try_advisory_lock_shared($1::bigint) THEN"
+            f" {_TICKS} END"
+        ),
+        # CASE evaluates in order, so the clock is read after the grant.
+        "wait": (
+            "SELECT CASE WHEN pg_advisory_lock($1::bigint) IS NOT NULL THEN"
+            f" {_TICKS} END"
+        ),
+        "wait shared": (
+            "SELECT CASE WHEN pg_advisory_lock_shared($1::bigint) IS NOT NULL THEN"
+            f" {_TICKS} END"
+        ),
         "join": (
-            f"SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {_THIS}) AND EXISTS"
-            f" (SELECT FROM pg_locks WHERE granted AND pid = pg_backend_pid() AND {_THIS}) THEN {_TICKS} END"
+            "SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND"
+            f" {_THIS}) AND EXISTS (SELECT FROM pg_locks WHERE granted AND pid ="
+            f" pg_backend_pid() AND {_THIS}) THEN {_TICKS} END"
         ),
         "free": "SELECT pg_advisory_unlock($1::bigint)::int",
         "free shared": "SELECT pg_advisory_unlock_shared($1::bigint)::int",
         "cancel": (
-            "SELECT COUNT(pg_cancel_backend(pid)) FROM pg_stat_get_activity(split_part($1, ' ', 1)::int)"
-            f" WHERE {_IDENTITY} = $1 AND backend_start IS NOT NULL"
+            "SELECT COUNT(pg_cancel_backend(pid)) FROM"
+            f" pg_stat_get_activity(split_part($1, ' ', 1)::int) WHERE {_IDENTITY} = $1"
+            " AND backend_start IS NOT NULL"
         ),
         "ping": "SELECT pg_backend_pid() + 0 * $1::bigint",
         "idle": "SELECT set_config('idle_session_timeout', $1::bigint::text, false)",
         "holder": (
-            "SELECT application_name, host(client_addr), pid FROM pg_locks JOIN pg_stat_activity USING (pid)"
-            f" WHERE granted AND {_THIS} ORDER BY mode, pid LIMIT 1"
+            "SELECT application_name, host(client_addr), pid FROM pg_locks JOIN"
+            f" pg_stat_activity USING (pid) WHERE granted AND {_THIS} ORDER BY mode,"
+            " pid LIMIT 1"
         ),
         "waiting": f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {_THIS}",
     }
 
     def identify(self) -> None:
         if not hasattr(self.raw, "pgconn"):
-            raise ImproperlyConfigured("Session locks on PostgreSQL need psycopg 3: install dlocks[postgresql].")
+            raise ImproperlyConfigured(
+                "Session locks on PostgreSQL need psycopg 3: install"
+                " dlocks[postgresql]."
+            )
         from psycopg import pq
 
-        # As numbers: to look for one in a set of those costs more than all else that is read of an answer.
-        self._failures = (int(pq.ExecStatus.FATAL_ERROR), int(pq.ExecStatus.BAD_RESPONSE))
+        # Integers, because finding an enum member in a set takes longer than reading
+        # the rest of a reply.
+        self._failures = (
+            int(pq.ExecStatus.FATAL_ERROR),
+            int(pq.ExecStatus.BAD_RESPONSE),
+        )
         self.pgconn = self.raw.pgconn
         self.pid, self.identity = self.first_row(
-            f"SELECT pg_backend_pid() + 0, (SELECT {self._IDENTITY} FROM pg_stat_get_activity(pg_backend_pid()))"
+            f"SELECT pg_backend_pid() + 0, (SELECT {self._IDENTITY} FROM"
+            " pg_stat_get_activity(pg_backend_pid()))"
         )
         self.told = int(self.pgconn.backend_pid)
 
     def begin(self, name: str) -> None:
-        # All in one trip; later nothing may wait for an answer.
-        prepare = "; ".join(f'PREPARE "{name}" (text) AS {sql}' for name, sql in self.statements.items())
+        # All statements in one round trip, since later no thread may block on a reply.
+        prepare = "; ".join(
+            f'PREPARE "{name}" (text) AS {sql}' for name, sql in self.statements.items()
+        )
         try:
             self._check(self.pgconn.exec_(prepare.encode()))
         except (self.raw_errors, SessionDiedError) as error:
             raise LockBackendError(
-                f"No session on database {self.wrapper.alias!r} for locks: {str(error).strip()}"
+                f"No session on database {self.wrapper.alias!r} for locks:"
+                f" {str(error).strip()}"
             ) from error
         if self.first_row("SELECT pg_is_in_recovery()")[0]:
-            # Perhaps only for now: there is a failover.
+            # This may be temporary, as after a failover.
             raise LockBackendError(
-                f"The server of database {self.wrapper.alias!r} is a standby, whose session locks nobody else sees: let"
-                " this alias of DATABASES connect to the primary (target_session_attrs=read-write)."
+                f"The server of database {self.wrapper.alias!r} is a standby, whose"
+                " session locks nobody else sees: let this alias of DATABASES connect"
+                " to the primary (target_session_attrs=read-write)."
             )
-        # The project's limits are for its own statements. The server looks whether the client of one that waits is
-        # still there, since a dead one's place would only be found out when its turn has come.
+        # The project's timeouts are meant for its own statements. The server checks
+        # whether the client of a waiting statement is still connected. Otherwise a dead
+        # client would keep its position until its turn comes.
         self.first_row(
             "SELECT set_config('application_name', %s, false),"
-            " set_config('statement_timeout', '0', false), set_config('lock_timeout', '0', false),"
-            " set_config('client_connection_check_interval', '1000', false),"
-            " set_config('idle_session_timeout', %s, false)",
+            " set_config('statement_timeout', '0', false), set_config('lock_timeout',"
+            " '0', false), set_config('client_connection_check_interval', '1000',"
+            " false), set_config('idle_session_timeout', %s, false)",
             name[:63],
             str(self.idle_setting(self.idle)),
         )
@@ -227,7 +268,7 @@ class PostgreSQLWire(Wire):
         return [None if value is None else value.decode() for value in values]
 
     def _check(self, result: Any) -> Any:
-        """Return the result, None when the statement was cancelled, or raise."""
+        """Return the result, None if the statement was cancelled, or raise."""
         if result.status not in self._failures:
             return result
         from psycopg import pq
@@ -236,12 +277,21 @@ class PostgreSQLWire(Wire):
         if state == b"57014":
             return None
         message = result.error_message.decode(errors="replace").strip()
-        if self.pgconn.status != pq.ConnStatus.OK or state is None or state.startswith((b"57P", b"08", b"26")):
+        if (
+            self.pgconn.status != pq.ConnStatus.OK
+            or state is None
+            or state.startswith((b"57P", b"08", b"26"))
+        ):
             raise SessionDiedError(message)
-        raise LockBackendError(f"Database {self.wrapper.alias!r} refused a statement of a lock: {message}")
+        raise LockBackendError(
+            f"Database {self.wrapper.alias!r} refused a statement of a lock: {message}"
+        )
 
     def _last_words(self) -> str:
-        return " ".join(result.error_message.decode(errors="replace").strip() for result in self._results)
+        return " ".join(
+            result.error_message.decode(errors="replace").strip()
+            for result in self._results
+        )
 
     @property
     def raw_errors(self) -> Any:
@@ -250,34 +300,43 @@ class PostgreSQLWire(Wire):
         return psycopg.Error
 
 
-# A statement that was cancelled; a session that the server has ended, by whichever way.
+# Error codes of a cancelled statement, and of a session that the server has ended in
+# any way.
 INTERRUPTED = 1317
 ENDED = {1053, 1927, 3169, 4031}
+
+
+# The table exists since MySQL 8.0.22, and is empty if the performance schema is off.
+_HAS_PROCESSLIST = (
+    "SELECT @@performance_schema AND EXISTS (SELECT 1 FROM information_schema.tables"
+    " WHERE table_schema = 'performance_schema' AND table_name = 'processlist')"
+)
 
 
 class MySQLWire(Wire):
     shares = False
     in_transactions = False
 
-    # SYSDATE() is the clock at the moment itself; UTC_TIMESTAMP() would be that at which the waiting began.
+    # SYSDATE() is the current time. UTC_TIMESTAMP() would be the time at which the wait
+    # began.
     _TICKS = "CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
 
     statements = {
         "try": f"SELECT IF(GET_LOCK('{{0}}', 0) = 1, {_TICKS}, NULL)",
-        # A year: for ever is not known to MariaDB.
+        # One year in seconds. MariaDB does not support an unlimited wait.
         "wait": f"SELECT IF(GET_LOCK('{{0}}', 31536000) = 1, {_TICKS}, NULL)",
         "free": "SELECT RELEASE_LOCK('{0}')",
-        # Of nobody where that lock is not known.
+        # No session is interrupted if the lock is unknown.
         "cancel": "KILL QUERY IS_USED_LOCK('{0}')",
         "ping": "SELECT CONNECTION_ID() + 0",
         "idle": "SET SESSION wait_timeout = {0}",
         "holder": (
-            "SELECT CONCAT('session ', id, ' of ', user), host, id FROM information_schema.processlist"
-            " WHERE id = IS_USED_LOCK('{0}')"
+            "SELECT CONCAT('session ', id, ' of ', user), host, id FROM"
+            " information_schema.processlist WHERE id = IS_USED_LOCK('{0}')"
         ),
         "waiting": (
-            "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User lock'"
-            " AND info LIKE 'SELECT IF(GET_LOCK(\\'{0}\\', 3%'"
+            "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User"
+            " lock' AND info LIKE 'SELECT IF(GET_LOCK(\\'{0}\\', 3%'"
         ),
     }
 
@@ -286,29 +345,46 @@ class MySQLWire(Wire):
         self.told = int(self.raw.thread_id())
 
     def begin(self, name: str) -> None:
-        version, before, _, after = self.first_row("SELECT VERSION(), SYSDATE(6), SLEEP(0.001), SYSDATE(6)")
+        version, before, _, after = self.first_row(
+            "SELECT VERSION(), SYSDATE(6), SLEEP(0.001), SYSDATE(6)"
+        )
         if before == after:
             raise ImproperlyConfigured(
-                f"The server of database {self.wrapper.alias!r} runs with sysdate-is-now: the token of a lock that was"
-                " waited for would be older than its grant. Switch that off, or use"
+                f"The server of database {self.wrapper.alias!r} runs with"
+                " sysdate-is-now: the token of a lock that was waited for would be"
+                " older than its grant. Switch that off, or use"
                 " dlocks.backends.database.PessimisticBackend."
             )
         with self.wrapper.cursor() as cursor:
-            # Elsewhere there is no such variable.
-            cursor.execute("SHOW VARIABLES WHERE Variable_name = 'wsrep_on' AND Value = 'ON'")
+            # This query also works on servers without the variable.
+            cursor.execute(
+                "SHOW VARIABLES WHERE Variable_name = 'wsrep_on' AND Value = 'ON'"
+            )
             replicated = cursor.fetchall()
         if replicated:
             raise ImproperlyConfigured(
-                f"The server of database {self.wrapper.alias!r} is a node of a Galera cluster, and GET_LOCK is known to"
-                " one node only: two nodes would give one lock to two. Use"
+                f"The server of database {self.wrapper.alias!r} is a node of a Galera"
+                " cluster, and GET_LOCK is known to one node only: two nodes would"
+                " give one lock to two. Use"
                 " dlocks.backends.database.PessimisticBackend."
             )
-        endless = "max_statement_time" if "mariadb" in version.lower() else "max_execution_time"
+        is_mariadb = "mariadb" in version.lower()
+        if not is_mariadb and self.first_row(_HAS_PROCESSLIST) == [1]:
+            # MySQL will remove the table from information_schema, and warns of each use
+            # (error 1287).
+            self.statements = {
+                name: statement.replace(
+                    "information_schema.processlist", "performance_schema.processlist"
+                )
+                for name, statement in self.statements.items()
+            }
+        endless = "max_statement_time" if is_mariadb else "max_execution_time"
         self.identity = f"dlocks session {secrets.token_hex(8)}"
         self.first_row("SELECT GET_LOCK(%s, 0)", self.identity)
         with self.wrapper.cursor() as cursor:
             cursor.execute(
-                f"SET SESSION time_zone = '+00:00', {endless} = 0, wait_timeout = {self.idle_setting(self.idle)}"
+                f"SET SESSION time_zone = '+00:00', {endless} = 0, wait_timeout ="
+                f" {self.idle_setting(self.idle)}"
             )
 
     @staticmethod
@@ -320,12 +396,14 @@ class MySQLWire(Wire):
 
     def send(self, statement: str, value: Any) -> None:
         try:
-            self.raw.send_query(self.statements[statement].replace("{0}", str(value)).encode())
+            self.raw.send_query(
+                self.statements[statement].replace("{0}", str(value)).encode()
+            )
         except self.raw_errors as error:
             raise SessionDiedError(str(error)) from error
 
     def answered(self) -> bool:
-        # Answers are a single packet.
+        # A reply is a single packet.
         return True
 
     def answer(self) -> Row | None:
@@ -338,11 +416,20 @@ class MySQLWire(Wire):
                 return None
             if 2000 <= number < 3000 or number in ENDED:
                 raise SessionDiedError(str(error)) from error
-            raise LockBackendError(f"Database {self.wrapper.alias!r} refused a statement of a lock: {error}") from error
+            raise LockBackendError(
+                f"Database {self.wrapper.alias!r} refused a statement of a lock:"
+                f" {error}"
+            ) from error
         if result is None:
             return None
         row = next(iter(result.fetch_row(1, 0)), None)
-        return None if row is None else [value.decode() if isinstance(value, bytes) else value for value in row]
+        return (
+            None
+            if row is None
+            else [
+                value.decode() if isinstance(value, bytes) else value for value in row
+            ]
+        )
 
     @property
     def raw_errors(self) -> Any:
@@ -355,21 +442,25 @@ WIRES: dict[str, type[Wire]] = {"postgresql": PostgreSQLWire, "mysql": MySQLWire
 
 
 def wire_class(database: str) -> type[Wire]:
-    """Return the class for a database's engine, or raise ImproperlyConfigured where it has no session locks."""
+    """Return the class for the engine of a database.
+
+    Raise ImproperlyConfigured if the engine has no session locks.
+    """
     vendor = connections[database].vendor
     if vendor not in WIRES:
         raise ImproperlyConfigured(
-            f"Session locks need PostgreSQL, MariaDB or MySQL; database {database!r} is {vendor}, which has none. Use"
+            f"Session locks need PostgreSQL, MariaDB or MySQL; database {database!r} is"
+            f" {vendor}, which has none. Use"
             " dlocks.backends.database.PessimisticBackend."
         )
     return WIRES[vendor]
 
 
 def connect(database: str, name: str, idle: float, *, pooled: bool) -> Wire:
-    """
-    Open a session that belongs to nobody else: to no thread, and to no pool.
+    """Open a session that no other thread and no pool uses.
 
-    ``pooled`` says that a pooler in between keeps sessions; that is tried, any other pooler is refused.
+    ``pooled`` states that a pooler in between keeps sessions. This is tested. Every
+    other pooler is refused.
     """
     wire = _wire(database, idle)
     try:
@@ -378,7 +469,9 @@ def connect(database: str, name: str, idle: float, *, pooled: bool) -> Wire:
         wire.begin(name)
     except Error as error:
         wire.close()
-        raise LockBackendError(f"No session on database {database!r} for locks: {error}") from error
+        raise LockBackendError(
+            f"No session on database {database!r} for locks: {error}"
+        ) from error
     except BaseException:
         wire.close()
         raise
@@ -387,35 +480,44 @@ def connect(database: str, name: str, idle: float, *, pooled: bool) -> Wire:
 
 def _wire(database: str, idle: float) -> Wire:
     kind = wire_class(database)
-    wrapper = connections[database].copy()
-    wrapper.settings_dict["OPTIONS"].pop("pool", None)
+    wrapper = unpooled(connections[database])
     wrapper.inc_thread_sharing()
     try:
         wrapper.ensure_connection()
         return kind(wrapper, idle)
     except Error as error:
         wrapper.close()
-        raise LockBackendError(f"No session on database {database!r} for locks: {error}") from error
+        raise LockBackendError(
+            f"No session on database {database!r} for locks: {error}"
+        ) from error
     except BaseException:
         wrapper.close()
         raise
 
 
 def _refuse_pooler(database: str, wire: Wire, *, pooled: bool) -> None:
-    """Raise unless the pooler in between is said to keep sessions, and does not give this one to somebody else."""
+    """Raise ImproperlyConfigured unless the pooler keeps sessions.
+
+    ``pooled`` must state this, and a second connection must get another session.
+    """
     if not pooled:
         raise ImproperlyConfigured(
-            f"Database {database!r} is behind a pooler (the session is {wire.pid}, and the connection says"
-            f" {wire.told}). A session lock needs a session of its own for as long as it is held: a pooler that hands"
-            " sessions out for each transaction or statement would give one lock to several. Let this alias of"
-            " DATABASES connect to the server itself, or use dlocks.backends.database.PessimisticBackend. If the"
-            " pooler keeps sessions (pool_mode = session), say so by OPTIONS['session_pooling'] = True."
+            f"Database {database!r} is behind a pooler (the session is {wire.pid}, and"
+            f" the connection says {wire.told}). A session lock needs a session of its"
+            " own for as long as it is held: a pooler that hands sessions out for each"
+            " transaction or statement would give one lock to several. Let this alias"
+            " of DATABASES connect to the server itself, or use"
+            " dlocks.backends.database.PessimisticBackend. If the pooler keeps"
+            " sessions (pool_mode = session), say so by OPTIONS['session_pooling'] ="
+            " True."
         )
     other = _wire(database, wire.idle)
     other.close()
     if other.pid == wire.pid:
         raise ImproperlyConfigured(
-            f"OPTIONS['session_pooling'] says that the pooler before database {database!r} keeps sessions, but it has"
-            f" given the session {wire.pid} to two connections at a time. Set its pool_mode to session, let this alias"
-            " of DATABASES connect to the server itself, or use dlocks.backends.database.PessimisticBackend."
+            "OPTIONS['session_pooling'] says that the pooler before database"
+            f" {database!r} keeps sessions, but it has given the session {wire.pid} to"
+            " two connections at a time. Set its pool_mode to session, let this alias"
+            " of DATABASES connect to the server itself, or use"
+            " dlocks.backends.database.PessimisticBackend."
         )

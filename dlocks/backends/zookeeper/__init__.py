@@ -1,18 +1,22 @@
-"""
-Locks in a ZooKeeper ensemble: a line of ephemeral nodes before each key, which end with the session of their process.
+"""Locks in a ZooKeeper ensemble, with a queue of ephemeral nodes per key.
 
-Every claim is a node under its key's, numbered by the servers in the order of arrival; the first has the key. Who waits
-watches one node only, the last that is in its way, so that a release wakes one waiter. The name of a node tells whose
-it is, by which a claim is found again when the reply to its creation was lost.
+Every claim is a node under the node of its key. The servers number these nodes in the
+order of arrival, and the first one holds the key. A waiter watches only one node, the
+last one in its way, so that a release wakes one waiter. The name of a node identifies
+its claim. If the reply to its creation is lost, the claim finds its node again by this
+name.
 
-A process has one session for all its claims. The servers end it when they have heard nothing of the process for
-``session_timeout``: the lease of a hold is that of the session, and is counted here from when the leader of the
-ensemble was last heard of. An answer that is lost says nothing about the session; that it has ended only the servers
-can say, and then all holds of it are lost at once.
+A process has one session for all of its claims. The servers end it if they have
+received nothing from the process for ``session_timeout``. The lease of a hold is that
+of the session, and is counted here from the last contact with the leader of the
+ensemble. A lost reply says nothing about the session. Only the servers can report its
+end, and then all of its holds are lost at once.
 
-Tokens are the number of the transaction that created the node (``czxid``), counted from that of the root's own, and
-from the moment at which the root was made, in microseconds: they grow for an ensemble that is built anew too, as long
-as its leaders change less often than once an hour and a quarter on average, by which those numbers grow as much.
+A token is the number of the transaction that created the node (``czxid``). It is
+counted from the transaction that created the root, and starts at the time of that
+transaction in microseconds. Tokens therefore also grow when an ensemble is set up
+again, as long as its leader changes less often than every hour and a quarter on
+average. Each change of the leader increases the number by that much.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, BaseBackend, Claim, Grant, Holder, Listener, Message, Place, seconds
+from dlocks.backends.base import HEARD_FOR, BaseBackend, Listener
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import (
     BadVersionError,
@@ -47,22 +51,24 @@ from dlocks.backends.zookeeper.ensemble import (
 from dlocks.backends.zookeeper.tickets import Line, Ticket, name_for, node_of
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
+from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
 
 logger = logging.getLogger("dlocks")
 
-# How long the keeper, and those who wait, wait for an answer before they look what else there is.
+# Seconds for which the keeper and the waiters wait for a reply before they check for
+# other work.
 SOON = 1.0
-# How long those who wait are kept from the news that the ensemble cannot be asked.
+# Seconds without a reply of the ensemble after which waiters report the error.
 PATIENCE = 10.0
-# How long a thread waits for its turn before it looks for itself.
+# Seconds for which a thread waits for its turn before it polls.
 LOOK_EVERY = 5.0
-# The share of the session's timeout after which it is asked again whether the session stands.
+# Fraction of the session timeout after which the session is checked again.
 ASKED_AGAIN = 1 / 8
-# Keys that a process remembers as crowded.
+# Number of contended keys that a process remembers.
 CROWDED_AT_MOST = 10_000
-# How long a session stays open that has nothing.
+# Seconds for which a session without claims stays open.
 LINGER = 10.0
-# How often the thread that tends looks when there is something to tend.
+# Seconds between two passes of the maintenance thread while there is work.
 TEND_EVERY = 0.5
 
 
@@ -71,31 +77,33 @@ class Entry:
     """A claim that has a node, or may have one."""
 
     claim: Claim
-    # The node of its key.
+    # The path of its key's node.
     parent: str
-    # The token of the hold beside which it is taken, and which ticket is that one's.
+    # The token of the hold to which it is added, and the identity of that hold's
+    # ticket.
     beside: tuple[int, tuple[int, str]] | None = None
-    # What its own node is found by. Not the owner: whoever may look at the nodes must not have that capability.
+    # Identifies its node. The owner is a secret that proves the hold, so a client that
+    # can read the nodes must not see it.
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
     ticket: Ticket | None = None
-    # The token that it will have.
+    # The token that it gets with its grant.
     number: int = 0
     token: int | None = None
     waiting: bool = False
-    # Whether the thread that listens tells of its turn.
+    # Whether the listening thread reports its turn.
     told: bool = False
-    # Given back, but its key stays taken until the end.
+    # Released, but its key stays taken until ``ends_at``.
     kept: bool = False
-    # It is being given back since its time was over: nothing that is answered from here on makes it go on.
+    # It is being released because its time is over. A later reply does not revive it.
     ending: bool = False
-    # In no table any more: its node is gone, or will be.
+    # Removed from all tables. Its node is deleted, or will be.
     gone: bool = False
     count: int = 1
     since: float = 0.0
     ends_at: float = math.inf
     heard_at: float = 0.0
     ahead: int = 0
-    # The node that is watched, and whether something has become of it.
+    # The node that it watches, and the event that is set when that node changes.
     watched: str = ""
     stirred: threading.Event = field(default_factory=threading.Event)
     failing_since: float | None = None
@@ -106,13 +114,17 @@ class Entry:
 
 
 class ZooKeeperBackend(BaseBackend):
-    """
-    Locks in the ZooKeeper ensemble of ``hosts``, such as ``"zk1:2181,zk2:2181,zk3:2181"``, in nodes under ``root``.
+    """A backend that keeps locks in a ZooKeeper ensemble.
 
-    ``session_timeout`` is after how many seconds of silence the servers end the session of a process, and give its
-    keys to others; they may set bounds to it. ``connect_timeout`` is for how many seconds a question waits for an
-    answer before that is LockBackendError. ``auth`` is ``"user:password"``; with it, only those who have it may touch
-    the nodes. ``client`` has more keywords for kazoo's client, such as those for TLS.
+    ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
+    under ``root``.
+
+    After ``session_timeout`` seconds of silence, the servers end the session of a
+    process and its keys become free. The servers may limit this value. A request waits
+    for its reply for ``connect_timeout`` seconds, and then raises LockBackendError.
+    ``auth`` is ``"user:password"``. With it, only clients with these credentials may
+    access the nodes. ``client`` contains further keyword arguments for kazoo's client,
+    for example for TLS.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -135,30 +147,45 @@ class ZooKeeperBackend(BaseBackend):
     ) -> None:
         super().__init__(alias, **options)
         if not isinstance(hosts, str):
-            if not isinstance(hosts, Sequence) or not all(isinstance(host, str) for host in hosts):
+            if not isinstance(hosts, Sequence) or not all(
+                isinstance(host, str) for host in hosts
+            ):
                 raise TypeError("hosts must be a string, or a list of strings")
             hosts = ",".join(hosts)
         if "/" in hosts or "@" in hosts:
-            raise ValueError("hosts must be like 'zk1:2181,zk2:2181': a path is the option root, a password is auth")
+            raise ValueError(
+                "hosts must be like 'zk1:2181,zk2:2181': a path is the option root, a"
+                " password is auth"
+            )
         try:
             collect_hosts(hosts)
         except ValueError as error:
-            raise ValueError(f"hosts must be like 'zk1:2181,zk2:2181', not {hosts!r}: {error}") from None
+            raise ValueError(
+                f"hosts must be like 'zk1:2181,zk2:2181', not {hosts!r}: {error}"
+            ) from None
         if not isinstance(root, str) or not _is_path(root):
-            raise ValueError(f"root must be a path like '/dlocks', and not '/' or below '/zookeeper', not {root!r}")
-        if auth is not None and (not isinstance(auth, str) or not all(auth.partition(":"))):
+            raise ValueError(
+                "root must be a path like '/dlocks', and not '/' or below"
+                f" '/zookeeper', not {root!r}"
+            )
+        if auth is not None and (
+            not isinstance(auth, str) or not all(auth.partition(":"))
+        ):
             raise ValueError("auth must be like 'user:password'")
         if client is not None and not isinstance(client, Mapping):
             raise TypeError("client must be a dictionary of keywords for KazooClient")
         if unknown := set(client or {}) - zookeeper.KEYWORDS:
             raise ValueError(
-                f"client has unknown {', '.join(sorted(unknown))}; it takes {', '.join(sorted(zookeeper.KEYWORDS))}"
+                f"client has unknown {', '.join(sorted(map(str, unknown)))}; it takes "
+                f"{', '.join(sorted(zookeeper.KEYWORDS))}"
             )
         self.root = root
         self.ensemble = Ensemble(
             alias,
             hosts,
-            session_timeout=seconds("session_timeout", session_timeout, above_zero=True),
+            session_timeout=seconds(
+                "session_timeout", session_timeout, above_zero=True
+            ),
             patience=seconds("connect_timeout", connect_timeout, above_zero=True),
             auth=auth,
             client=dict(client or {}),
@@ -168,18 +195,20 @@ class ZooKeeperBackend(BaseBackend):
         _backends.add(self)
 
     def _reset(self) -> None:
-        # Guards these; never held while the servers are asked.
-        # Entered in the condition's place: in C, so that a signal in the middle of it leaves nothing taken.
+        # Guards these attributes. It is never held during a request. Code enters this
+        # mutex instead of the condition: it is implemented in C, so a signal cannot
+        # leave it locked.
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)
         self._entries: dict[str, Entry] = {}
         self._kept: list[Entry] = []
-        # Those whose node may still be there, or come to be, though nobody wants it; and until when.
+        # Unwanted claims whose node may still exist or may still be created, and until
+        # when.
         self._orphans: dict[Entry, float] = {}
         self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        # From where tokens are counted.
+        # The offset of the tokens.
         self._base: int | None = None
-        # Keys that somebody else had when they were last asked for.
+        # Keys that another claim held at the last attempt.
         self._crowded: dict[str, None] = {}
         self._tender: threading.Thread | None = None
         self._tends_at = 0.0
@@ -194,14 +223,16 @@ class ZooKeeperBackend(BaseBackend):
     def renew_every(self) -> float:  # type: ignore[override]
         return self.ensemble.session_timeout * ASKED_AGAIN
 
-    # The waist.
+    # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
         if entry is not None and (entry.waiting or entry.ending):
             return None
         if entry is not None and entry.token is not None:
-            certain = self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
+            certain = (
+                self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
+            )
             if not certain and not self.recount(claim, entry.count):
                 return self.acquire(claim)
         else:
@@ -210,7 +241,7 @@ class ZooKeeperBackend(BaseBackend):
                 if claim.key in self._crowded and self._is_busy(entry):
                     return None
             if not self._join(entry):
-                # The session ended just then; the next one has not.
+                # The session has just ended. Retry in the next one.
                 return self.acquire(claim)
             if entry.token is not None:
                 self._crowded.pop(claim.key, None)
@@ -223,14 +254,20 @@ class ZooKeeperBackend(BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         now = clock.now()
         with self._mutex:
-            held = {claim.owner: (claim, entry) for claim in claims if (entry := self._held(claim)) is not None}
+            held = {
+                claim.owner: (claim, entry)
+                for claim in claims
+                if (entry := self._held(claim)) is not None
+            }
         if not held:
             return {}
         asked = list(held.values())
         try:
-            stats = self.ensemble.ask(*(zookeeper.exists(entry.path) for _, entry in asked), patience=SOON / 2)
+            stats = self.ensemble.ask(
+                *(zookeeper.exists(entry.path) for _, entry in asked), patience=SOON / 2
+            )
         except LockBackendError as error:
-            # Unknown; what is left of the leases is certain all the same.
+            # The result is unknown, but the rest of each lease is certain.
             if not is_unanswered(error) or self.ensemble.certain_until <= now:
                 raise
         else:
@@ -270,7 +307,11 @@ class ZooKeeperBackend(BaseBackend):
                 self._kept.append(entry)
                 self._tend_from(entry)
                 return True
-        freed = self._leave(entry, had=True) if entry.token is not None else self._leave(entry, patience=SOON)
+        freed = (
+            self._leave(entry, had=True)
+            if entry.token is not None
+            else self._leave(entry, patience=SOON)
+        )
         self._close_at_exit()
         return freed
 
@@ -281,7 +322,9 @@ class ZooKeeperBackend(BaseBackend):
                     return self._own_holder(entry)
             if any(entry.ticket == ticket for entry in list(self._kept)):
                 continue
-            (answer,) = self.ensemble.ask(zookeeper.read(f"{self._parent(key)}/{ticket.name}"))
+            (answer,) = self.ensemble.ask(
+                zookeeper.read(f"{self._parent(key)}/{ticket.name}")
+            )
             if not isinstance(answer, ZookeeperError):
                 data, stat = answer
                 return self._holder(key, data, stat)
@@ -318,10 +361,13 @@ class ZooKeeperBackend(BaseBackend):
         )
 
     def disconnect(self) -> None:
-        """Close the session of this process, and with it give back all that is held or waited for."""
+        """Close the session of this process.
+
+        This releases its holds and cancels its waiters.
+        """
         self._session_ended(tell=False)
         self.ensemble.close()
-        # Who asked meanwhile may have found it in the session that has ended.
+        # Another thread may meanwhile have read it in the session that has ended.
         self._base = None
 
     # Claims and their nodes.
@@ -330,9 +376,17 @@ class ZooKeeperBackend(BaseBackend):
         return f"{self.root}/{node_of(key)}"
 
     def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
-        entry = Entry(claim, self._parent(claim.key), waiting=waiting, heard_at=clock.now())
-        beside = self._entries.get(claim.beside) if claim.beside and not waiting else None
-        if beside is not None and beside.ticket is not None and beside.token is not None:
+        entry = Entry(
+            claim, self._parent(claim.key), waiting=waiting, heard_at=clock.now()
+        )
+        beside = (
+            self._entries.get(claim.beside) if claim.beside and not waiting else None
+        )
+        if (
+            beside is not None
+            and beside.ticket is not None
+            and beside.token is not None
+        ):
             entry.beside = beside.token, beside.ticket.identity
         return entry
 
@@ -341,7 +395,10 @@ class ZooKeeperBackend(BaseBackend):
         return None if entry is None or entry.token is None or entry.ending else entry
 
     def _grant(self, entry: Entry) -> Grant | None:
-        """Return what a claim has, or None where it has nothing: not its turn yet, or nothing left of it."""
+        """Return the grant of a claim, or None if it has no lease.
+
+        It may still be waiting, or its lease may have ended.
+        """
         now = clock.now()
         with self._mutex:
             left = self.ensemble.certain_until - now
@@ -359,20 +416,25 @@ class ZooKeeperBackend(BaseBackend):
         return _line(names)
 
     def _is_busy(self, entry: Entry) -> bool:
-        """Return whether somebody has the key, or stands in line for it, without leaving anything behind."""
+        """Return whether other claims are in the way, without creating a node."""
         tickets = self._line(entry.parent).tickets
         if entry.beside is not None:
             return not any(ticket.identity == entry.beside[1] for ticket in tickets)
         return any(not (ticket.shared and entry.claim.shared) for ticket in tickets)
 
     def _join(self, entry: Entry, patience: float | None = None) -> bool:
-        """Make the node of a claim, or find the one that was made, and see how it stands; return False if gone."""
+        """Create the node of a claim, or find it, and update the claim's state.
+
+        Return False if it is gone.
+        """
         with self._mutex:
-            # Asked for before, and the answer was not seen.
+            # The node was requested before, and the reply was not read.
             unsure = self._entries.get(entry.claim.owner) is entry
             self._entries[entry.claim.owner] = entry
             self._tend_from(entry)
-        until = time.monotonic() + (self.ensemble.patience if patience is None else patience)
+        until = clock.real_now() + (
+            self.ensemble.patience if patience is None else patience
+        )
         line: Line | None = None
         while entry.ticket is None and not entry.gone:
             try:
@@ -386,22 +448,34 @@ class ZooKeeperBackend(BaseBackend):
                     line = self._make(entry)
                     unsure = False
             except LockBackendError as error:
-                if not is_unanswered(error) or time.monotonic() >= until:
+                if not is_unanswered(error) or clock.real_now() >= until:
                     raise
         self._see([entry], patience, {} if line is None else {entry.parent: line})
         if entry.gone:
-            # Should it have been made in the next session.
+            # The node may have been created in the next session.
             self._orphan(entry)
         return not entry.gone
 
     def _make(self, entry: Entry) -> Line | None:
-        """Make the node of a claim and return the line that it is in then, or only that of its key."""
+        """Create the node of a claim, and return the queue that contains it.
+
+        Return None if only the node of its key was created.
+        """
         claim = entry.claim
-        name = name_for(entry.mark, shared=claim.shared, beside=entry.beside and entry.beside[1])
-        data = json.dumps({"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting})
-        request = zookeeper.create(f"{entry.parent}/{name}", data.encode(), self.ensemble.acl, in_line=True)
+        name = name_for(
+            entry.mark, shared=claim.shared, beside=entry.beside and entry.beside[1]
+        )
+        data = json.dumps(
+            {"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting}
+        )
+        request = zookeeper.create(
+            f"{entry.parent}/{name}", data.encode(), self.ensemble.acl, in_line=True
+        )
         answer, names, root = self.ensemble.ask(
-            request, zookeeper.children(entry.parent), zookeeper.read(self.root), once=True
+            request,
+            zookeeper.children(entry.parent),
+            zookeeper.read(self.root),
+            once=True,
         )
         if isinstance(answer, NoNodeError):
             self._make_parent(entry.parent, claim.key)
@@ -411,29 +485,41 @@ class ZooKeeperBackend(BaseBackend):
         return _line(names)
 
     def _find(self, entry: Entry) -> None:
-        """Look for the node of a claim whose creation was not answered."""
+        """Find the node of a claim if the reply to its creation was lost."""
         if (ticket := self._line(entry.parent).marked(entry.mark)) is not None:
-            stat, root = self.ensemble.ask(zookeeper.exists(f"{entry.parent}/{ticket.name}"), zookeeper.read(self.root))
+            stat, root = self.ensemble.ask(
+                zookeeper.exists(f"{entry.parent}/{ticket.name}"),
+                zookeeper.read(self.root),
+            )
             if stat is not None:
                 self._note(entry, ticket.name, stat, root)
 
     def _note(self, entry: Entry, name: str, stat: Any, root: Any) -> None:
         if isinstance(root, ZookeeperError) or root[0] != str(self._base).encode():
-            # Somebody has deleted the root, and another process has made it anew.
+            # The root was deleted, and another process has created it again.
             self._base = None
         entry.number = self._token(stat.czxid)
         (entry.ticket,) = Line([name]).tickets
 
     def _make_parent(self, parent: str, key: str) -> None:
-        """Make the node of a key; the servers delete it some time after it was last used."""
-        (answer,) = self.ensemble.ask(zookeeper.create_container(parent, key.encode(), self.ensemble.acl))
+        """Create the node of a key.
+
+        The servers delete it some time after its last use.
+        """
+        (answer,) = self.ensemble.ask(
+            zookeeper.create_container(parent, key.encode(), self.ensemble.acl)
+        )
         if isinstance(answer, NoNodeError):
             self._base = self._find_base()
         elif not isinstance(answer, NodeExistsError):
             _ok(answer)
 
     def _find_base(self) -> int:
-        """Return from where tokens are counted, such that those of the root's own transaction are the moment of it."""
+        """Return the number that turns a transaction number into a token.
+
+        The token of the transaction that created the root is the time of that
+        transaction.
+        """
         for number in range(2, self.root.count("/") + 1):
             above = "/".join(self.root.split("/")[:number])
             self.ensemble.ask(zookeeper.create(above, b"", zookeeper.OPEN_ACL_UNSAFE))
@@ -443,28 +529,40 @@ class ZooKeeperBackend(BaseBackend):
             data, stat = _ok(answer)
             if data:
                 break
-            # Where somebody has deleted the root, the tokens of before are known here.
+            # After a deletion of the root, this process still knows the earlier tokens.
             base = max(time.time_ns() // 1000 - stat.czxid, self._base or 0)
-            (answer,) = self.ensemble.ask(zookeeper.write(self.root, str(base).encode(), stat.version))
+            (answer,) = self.ensemble.ask(
+                zookeeper.write(self.root, str(base).encode(), stat.version)
+            )
             if not isinstance(answer, BadVersionError):
                 _ok(answer)
         if not data.isdigit():
-            raise LockBackendError(f"{self.ensemble} has something else in {self.root}: choose another 'root'.")
+            raise LockBackendError(
+                f"{self.ensemble} has something else in {self.root}: choose another"
+                " 'root'."
+            )
         return int(data)
 
     def _token(self, zxid: int) -> int:
-        # Another thread may forget it meanwhile.
+        # Another thread may reset it meanwhile.
         if (base := self._base) is None:
             base = self._base = self._find_base()
         return base + zxid
 
-    def _leave(self, entry: Entry, *, patience: float | None = None, had: bool | None = None) -> bool:
-        """Take the node of a claim away; return whether the claim had the key, which is looked for where unknown."""
-        until = time.monotonic() + (self.ensemble.patience if patience is None else patience)
+    def _leave(
+        self, entry: Entry, *, patience: float | None = None, had: bool | None = None
+    ) -> bool:
+        """Delete the node of a claim, and return whether the claim held the key.
+
+        If ``had`` is None, this is determined from the queue.
+        """
+        until = clock.real_now() + (
+            self.ensemble.patience if patience is None else patience
+        )
         sent = False
         try:
             while not entry.gone:
-                left = max(0.0, until - time.monotonic())
+                left = max(0.0, until - clock.real_now())
                 try:
                     if had is None or entry.ticket is None:
                         line = self._line(entry.parent, left)
@@ -473,16 +571,19 @@ class ZooKeeperBackend(BaseBackend):
                     if entry.ticket is None:
                         return False
                     again, sent = sent, True
-                    (answer,) = self.ensemble.ask(zookeeper.delete(entry.path), patience=left, once=True)
+                    (answer,) = self.ensemble.ask(
+                        zookeeper.delete(entry.path), patience=left, once=True
+                    )
                     if isinstance(answer, NoNodeError):
-                        # Perhaps by the one before, of which the answer was lost.
+                        # The previous request may have deleted it, and its reply was
+                        # lost.
                         return had and again
                     _ok(answer)
                     return had
                 except LockBackendError as error:
-                    if not is_unanswered(error) or time.monotonic() >= until:
+                    if not is_unanswered(error) or clock.real_now() >= until:
                         raise
-            # The session has ended, and the node with it.
+            # The session has ended, and with it the node.
             return False
         except BaseException:
             self._orphan(entry)
@@ -497,7 +598,7 @@ class ZooKeeperBackend(BaseBackend):
             self._tend_from(entry)
 
     def _forget(self, entry: Entry) -> None:
-        """Take a claim out of all tables; the mutex is held."""
+        """Remove a claim from all tables; the caller holds the mutex."""
         if self._entries.get(entry.claim.owner) is entry:
             del self._entries[entry.claim.owner]
         if entry in self._kept:
@@ -506,7 +607,7 @@ class ZooKeeperBackend(BaseBackend):
         entry.stirred.set()
         self._used_at = clock.now()
 
-    # Waiting, each for the one before it.
+    # Waiting in the queue.
 
     def crowded(self, key: str) -> bool:
         return key in self._crowded
@@ -516,7 +617,9 @@ class ZooKeeperBackend(BaseBackend):
             self._crowded.clear()
         self._crowded[key] = None
 
-    def queue(self, claim: Claim, channel: str = "", number: int | None = None) -> Place | None:
+    def queue(
+        self, claim: Claim, channel: str = "", number: int | None = None
+    ) -> Place | None:
         if claim.scope != "lease":
             return None
         entry = self._entries.get(claim.owner)
@@ -526,14 +629,20 @@ class ZooKeeperBackend(BaseBackend):
             entry = self._entry(claim, waiting=True)
         entry.told = entry.told or bool(channel)
         if entry.ticket is None:
-            # Those who have lost their place have others beside them, who must be heard of meanwhile.
+            # A claim that has lost its position is not alone in its thread. The other
+            # waiters need their heartbeats meanwhile.
             self._join(entry, None if number is None else SOON)
         if entry.token is not None:
             if number is None:
                 self._crowded.pop(claim.key, None)
             return Place(grant=self._grant(entry), ask=True, here=not channel)
         self._crowd(claim.key)
-        return Place(ask=entry.gone, ahead=entry.ahead, number=None if entry.gone else 1, here=not channel)
+        return Place(
+            ask=entry.gone,
+            ahead=entry.ahead,
+            number=None if entry.gone else 1,
+            here=not channel,
+        )
 
     def wait(self, claim: Claim, timeout: float | None) -> bool:
         entry = self._entries.get(claim.owner)
@@ -541,32 +650,46 @@ class ZooKeeperBackend(BaseBackend):
             return False
         entry.heard_at = math.inf
         try:
-            entry.stirred.wait(LOOK_EVERY if timeout is None else min(timeout, LOOK_EVERY))
+            entry.stirred.wait(
+                LOOK_EVERY if timeout is None else min(timeout, LOOK_EVERY)
+            )
             if entry.gone:
                 return False
             try:
                 self._see([entry], SOON)
                 entry.failing_since = None
             except LockBackendError as error:
-                # Unknown is not lost: it keeps its place while the session may stand.
+                # An unknown state is not a loss. The claim keeps its position while the
+                # session may exist.
                 entry.stirred.set()
                 entry.failing_since = entry.failing_since or clock.now()
-                if not is_unanswered(error) or clock.now() - entry.failing_since >= PATIENCE:
+                if (
+                    not is_unanswered(error)
+                    or clock.now() - entry.failing_since >= PATIENCE
+                ):
                     raise
             return not entry.gone
         finally:
             entry.heard_at = clock.now()
 
-    def look(self, claims: Sequence[Claim], *, heard: bool = True) -> Mapping[str, Place]:
-        entries = [entry for claim in claims if (entry := self._entries.get(claim.owner)) is not None]
+    def look(
+        self, claims: Sequence[Claim], *, heard: bool = True
+    ) -> Mapping[str, Place]:
+        entries = [
+            entry
+            for claim in claims
+            if (entry := self._entries.get(claim.owner)) is not None
+        ]
         for entry in entries:
             entry.heard_at = clock.now()
         self._see(entries, SOON)
         return {
-            # Where nothing is certain to be left of what it has, it asks.
-            entry.claim.owner: Place(number=1, ahead=entry.ahead)
-            if entry.token is None
-            else Place(grant=self._grant(entry), ask=True)
+            # A claim without a certain lease has to retry.
+            entry.claim.owner: (
+                Place(number=1, ahead=entry.ahead)
+                if entry.token is None
+                else Place(grant=self._grant(entry), ask=True)
+            )
             for entry in entries
             if not (entry.gone or entry.ending)
         }
@@ -582,7 +705,10 @@ class ZooKeeperBackend(BaseBackend):
         return Turns(self)
 
     def turns(self, timeout: float) -> list[Message]:
-        """Wait for those who are told on a channel, so many seconds at most; return whose turn has come."""
+        """Wait up to ``timeout`` seconds for events of waiters with a channel.
+
+        Return a message for each claim that was granted.
+        """
         entries = []
         try:
             entries.append(self._turns.get(timeout=timeout))
@@ -593,24 +719,44 @@ class ZooKeeperBackend(BaseBackend):
         for entry in entries:
             entry.heard_at = clock.now()
         self._see(entries, SOON)
-        return [Message(owner=entry.claim.owner) for entry in entries if entry.token is not None]
+        return [
+            Message(owner=entry.claim.owner)
+            for entry in entries
+            if entry.token is not None
+        ]
 
     def _see(
-        self, entries: Iterable[Entry], patience: float | None = None, known: Mapping[str, Line] | None = None
+        self,
+        entries: Iterable[Entry],
+        patience: float | None = None,
+        known: Mapping[str, Line] | None = None,
     ) -> None:
-        """Look how claims stand that have no key yet, and have each of them watch the last one in its way."""
+        """Update the state of claims that were not granted yet.
+
+        Each of them then watches the last node in its way.
+        """
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
             for entry in pending:
                 entry.stirred.clear()
             lines, known = dict(known or {}), None
             if parents := list({entry.parent for entry in pending} - lines.keys()):
-                answers = self.ensemble.ask(*map(zookeeper.children, parents), patience=patience)
-                lines |= {parent: _line(names) for parent, names in zip(parents, answers, strict=True)}
-            watching = [entry for entry in pending if self._stand(entry, lines[entry.parent])]
+                answers = self.ensemble.ask(
+                    *map(zookeeper.children, parents), patience=patience
+                )
+                lines |= {
+                    parent: _line(names)
+                    for parent, names in zip(parents, answers, strict=True)
+                }
+            watching = [
+                entry for entry in pending if self._stand(entry, lines[entry.parent])
+            ]
             if not watching:
                 return
-            reads = [zookeeper.read(f"{one.parent}/{one.watched}", partial(self._stir, one)) for one in watching]
+            reads = [
+                zookeeper.read(f"{one.parent}/{one.watched}", partial(self._stir, one))
+                for one in watching
+            ]
             try:
                 answers = self.ensemble.ask(*reads, patience=patience)
             except BaseException:
@@ -620,26 +766,30 @@ class ZooKeeperBackend(BaseBackend):
             pending = set()
             for entry, answer in zip(watching, answers, strict=True):
                 if isinstance(answer, ZookeeperError):
-                    # It went meanwhile.
+                    # The node was deleted meanwhile.
                     entry.watched = ""
                     pending.add(entry)
 
     def _stand(self, entry: Entry, line: Line) -> bool:
-        """Note how a claim stands in a line; return whether it has to watch another node than it does."""
+        """Update a claim from its queue; return whether it must watch another node."""
         with self._mutex:
             if entry.gone or entry.ending:
                 return False
             place = line.place(entry.ticket)
             if entry.ticket is None or place is None:
-                # Somebody has taken it away.
+                # Another client has deleted the node.
                 self._forget(entry)
                 return False
             in_the_way = line.in_the_way(entry.ticket)
-            if entry.beside is not None and all(ticket.identity != entry.beside[1] for ticket in line.tickets):
-                # The hold beside which it is to be has been taken away, and somebody else may have come since.
+            if entry.beside is not None and all(
+                ticket.identity != entry.beside[1] for ticket in line.tickets
+            ):
+                # The hold to which it is added was deleted, and another claim may have
+                # held the key since.
                 return False
             if in_the_way is None:
-                # Beside a hold of the same caller, it has the token of that one: others may have come in between.
+                # A claim that is added to a hold of the same caller gets that hold's
+                # token, since other claims may have arrived in between.
                 entry.token = entry.number if entry.beside is None else entry.beside[0]
                 entry.waiting, entry.since, entry.watched = False, time.time(), ""
                 entry.ends_at = clock.now() + entry.claim.ttl
@@ -652,7 +802,8 @@ class ZooKeeperBackend(BaseBackend):
             return True
 
     def _stir(self, entry: Entry, event: Any) -> None:
-        # In kazoo's own thread: the node that was watched has gone, or the connection.
+        # This runs in kazoo's own thread, when the watched node or the connection is
+        # gone.
         if entry.gone:
             return
         entry.watched = ""
@@ -661,29 +812,43 @@ class ZooKeeperBackend(BaseBackend):
             self._turns.put(entry)
 
     def _session_ended(self, *, tell: bool = True) -> None:
-        """Forget all that the session had: its holds are lost, and those who waited stand in line anew."""
+        """Forget all claims of the session.
+
+        Its holds are lost, and its waiters rejoin the queue.
+        """
         with self._mutex:
             entries = [*self._entries.values(), *self._kept]
-            lost = [entry.claim.owner for entry in entries if entry.token is not None and not entry.kept]
+            lost = [
+                entry.claim.owner
+                for entry in entries
+                if entry.token is not None and not entry.kept
+            ]
             for entry in entries:
                 self._forget(entry)
             self._orphans.clear()
             self._base = None
         if lost and tell:
             logger.warning(
-                "The session of DLOCKS[%r] with its ZooKeeper has ended, with %d locks", self.alias, len(lost)
+                "The session of DLOCKS[%r] with its ZooKeeper has ended, with %d locks",
+                self.alias,
+                len(lost),
             )
-            self.tell_lost(lost, "its session with ZooKeeper has ended")
+            self.runtime.on_lost(lost, "its session with ZooKeeper has ended")
 
-    # What nobody else does in time.
+    # Background maintenance.
 
     def _tend_from(self, entry: Entry) -> None:
-        """See to it that an entry is given back at its end; the mutex is held."""
+        """Ensure that the maintenance thread releases an entry at its end.
+
+        The caller holds the mutex.
+        """
         self._used_at = clock.now()
         if self._exiting:
             return
         if self._tender is None or not self._tender.is_alive():
-            self._tender = threading.Thread(target=self._tend, name="dlocks-zookeeper", daemon=True)
+            self._tender = threading.Thread(
+                target=self._tend, name="dlocks-zookeeper", daemon=True
+            )
             self._tender.start()
         elif entry.ends_at < self._tends_at:
             self._changed.notify()
@@ -695,23 +860,27 @@ class ZooKeeperBackend(BaseBackend):
                 tended = [*self._entries.values(), *self._kept]
                 if not tended and not self._orphans and now >= self._used_at + LINGER:
                     self._tender = None
-                    # Whoever comes from here on makes a session of its own.
+                    # A later claim opens a session of its own.
                     client = self.ensemble.detach()
-                    # Nor is it known what becomes of the ensemble without one.
+                    # The ensemble may be replaced while there is no session.
                     self._base = None
                     break
                 if now > self._tends_at + HEARD_FOR / 2:
-                    # This process was stopped: those who wait could not be heard of.
+                    # This process was stopped, so its waiters could not send
+                    # heartbeats.
                     for entry in tended:
                         entry.heard_at = max(entry.heard_at, now)
                 over = [entry for entry in tended if self._ends(entry) <= now]
                 orphans = list(self._orphans)
                 if not over and not orphans:
-                    self._tends_at = min([self._ends(entry) for entry in tended], default=now + LINGER)
+                    self._tends_at = min(
+                        [self._ends(entry) for entry in tended], default=now + LINGER
+                    )
                     self._tends_at = max(now, min(self._tends_at, now + TEND_EVERY))
                     self._changed.wait(self._tends_at - now)
                 else:
-                    # From here on too it is told from this whether this process was stopped.
+                    # The next pass detects from this time whether the process was
+                    # stopped.
                     self._tends_at = now + TEND_EVERY if orphans else now
             for entry in over:
                 self._end(entry)
@@ -719,7 +888,7 @@ class ZooKeeperBackend(BaseBackend):
                 self._bury(entry)
             if orphans:
                 time.sleep(TEND_EVERY)
-            # A reference kept over the pause would keep them alive.
+            # A reference that is kept during the pause would keep these objects alive.
             del over, orphans, tended
             entry = None  # type: ignore[assignment]
         zookeeper.end(client)
@@ -736,30 +905,35 @@ class ZooKeeperBackend(BaseBackend):
     def _end(self, entry: Entry) -> None:
         with self._mutex:
             if entry.gone or self._ends(entry) > clock.now():
-                # Renewed or granted meanwhile, as this process goes on that was stopped.
+                # It was renewed or granted meanwhile, since the process has continued
+                # after a stop.
                 return
             entry.ending = True
         try:
             self._leave(entry, patience=SOON, had=True)
         except LockBackendError as error:
-            logger.warning("A claim on %r could not be taken back yet: %s", entry.claim.key, error)
+            logger.warning(
+                "A claim on %r could not be taken back yet: %s", entry.claim.key, error
+            )
 
     def _bury(self, entry: Entry) -> None:
-        """Take away the node that a claim may have left behind."""
+        """Delete the node that a claim may have left behind."""
         try:
             if (found := self._line(entry.parent, SOON).marked(entry.mark)) is not None:
-                self.ensemble.ask(zookeeper.delete(f"{entry.parent}/{found.name}"), patience=SOON)
+                self.ensemble.ask(
+                    zookeeper.delete(f"{entry.parent}/{found.name}"), patience=SOON
+                )
         except LockBackendError:
             return
         with self._mutex:
-            # Where there is none yet, it may be on its way still.
+            # If there is no node, its creation may still be on its way.
             if found is not None or clock.now() >= self._orphans.get(entry, 0.0):
                 self._orphans.pop(entry, None)
 
-    # The end of the process, and its forks.
+    # The end of the process, and forks.
 
     def _at_exit(self) -> None:
-        # What still has a hold is the keeper's to give back.
+        # The keeper releases the remaining holds.
         self._exiting = True
         self._close_at_exit()
 
@@ -773,7 +947,7 @@ class ZooKeeperBackend(BaseBackend):
 
 
 class Turns(Listener):
-    """Hears whose turn has come."""
+    """A listener for claims whose turn has come."""
 
     def __init__(self, backend: ZooKeeperBackend) -> None:
         self._backend = backend
@@ -782,7 +956,7 @@ class Turns(Listener):
         return self._backend.turns(timeout)
 
     def close(self) -> None:
-        """Do nothing: the session is the backend's."""
+        """Do nothing, since the session belongs to the backend."""
 
 
 def _line(names: Any) -> Line:
@@ -791,7 +965,9 @@ def _line(names: Any) -> Line:
 
 def _ok(answer: Any) -> Any:
     if isinstance(answer, ZookeeperError):
-        raise LockBackendError(f"ZooKeeper refused a lock: {type(answer).__name__}.") from answer
+        raise LockBackendError(
+            f"ZooKeeper refused a lock: {type(answer).__name__}."
+        ) from answer
     return answer
 
 

@@ -1,12 +1,15 @@
-"""The session of this process with a ZooKeeper ensemble: made when first needed, and asked in bounded time."""
+"""The session of this process with a ZooKeeper ensemble.
+
+It is opened when it is first needed, and every request has a time limit.
+"""
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,38 +39,74 @@ try:
     from kazoo.retry import KazooRetry
     from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 except ImportError as error:
-    raise ImportError("ZooKeeperBackend needs kazoo: pip install 'dlocks[zookeeper]'") from error
+    raise ImportError(
+        "ZooKeeperBackend needs kazoo: pip install 'dlocks[zookeeper]'"
+    ) from error
 
-# Those that the backend means by its own words.
-__all__ = ["OPEN_ACL_UNSAFE", "BadVersionError", "NoNodeError", "NodeExistsError", "ZookeeperError", "collect_hosts"]
+# Names that the backend imports from this module.
+__all__ = [
+    "OPEN_ACL_UNSAFE",
+    "BadVersionError",
+    "NoNodeError",
+    "NodeExistsError",
+    "ZookeeperError",
+    "collect_hosts",
+]
 
-# Answers that say nothing about the question: it may have been done or not.
-UNANSWERED = (ConnectionLoss, SessionExpiredError, OperationTimeoutError, SessionMovedError, KazooTimeoutError)
+# Errors that leave the result of a request unknown.
+UNANSWERED = (
+    ConnectionLoss,
+    SessionExpiredError,
+    OperationTimeoutError,
+    SessionMovedError,
+    KazooTimeoutError,
+)
 REFUSED = (NoAuthError, AuthFailedError, InvalidACLError)
 
-# A server that has lost its leader goes on answering for a while, and tells the leader of its clients only now and
-# then: so much of the session's timeout is certain from when the leader was heard of.
+# Fraction of the session timeout for which the session is certain after a contact with
+# the leader. A server that has lost its leader keeps answering for a while, and it
+# reports its clients to the leader only at intervals.
 CERTAIN = 2 / 3
 
-# How long a connection is waited for, however long a session lasts: a server that starts may take one on which it never
-# says anything, and those who wait would be told that it cannot be asked when it has long been there.
+# Maximum seconds for a connection attempt, however long the session timeout is. A
+# starting server may accept a connection and never answer on it. Waiters would then
+# report it as unavailable long after it has started.
 LONGEST = 3.0
 
-# What kazoo's client may be told besides.
+# Keyword arguments for kazoo's client that a project may set.
 KEYWORDS = frozenset(inspect.signature(KazooClient).parameters) - {
-    "hosts", "timeout", "client_id", "handler", "auth_data", "default_acl", "read_only", "kwargs",
+    "hosts", "timeout", "client_id", "handler", "auth_data", "default_acl", "read_only",
+    "kwargs",
 }  # fmt: skip
+
+# The types of the arguments that kazoo does not check before it connects.
+KINDS: dict[str, tuple[type, ...]] = {
+    "logger": (logging.Logger, logging.LoggerAdapter),
+    "sasl_options": (dict,),
+    "connection_retry": (dict, KazooRetry),
+    "command_retry": (dict, KazooRetry),
+    **dict.fromkeys(("keyfile", "keyfile_password", "certfile", "ca"), (str,)),
+    **dict.fromkeys(
+        ("randomize_hosts", "use_ssl", "verify_certs", "check_hostname"), (bool,)
+    ),
+}
 
 Request = Callable[[Any], Any]
 
 
 def is_unanswered(error: LockBackendError) -> bool:
-    """Return whether nobody knows if it was done, and it may be asked again; or else it was refused."""
+    """Return whether the result of a request is unknown, so it may be retried.
+
+    Otherwise the request was refused.
+    """
     return isinstance(error.__cause__, UNANSWERED)
 
 
 class Secret(str):
-    """What is told to the server, and to nobody else: kazoo writes its requests into its log."""
+    """Credentials for the server that are hidden in logs.
+
+    kazoo logs its requests.
+    """
 
     __slots__ = ()
 
@@ -78,13 +117,19 @@ class Secret(str):
 
 
 class CreateContainer(Create2):  # type: ignore[misc]
-    """The request for a node that the server deletes some time after its last child has gone; kazoo has none."""
+    """A request for a node that ends some time after its last child.
+
+    kazoo does not have this request.
+    """
 
     type = 19
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
-    """kazoo's threads, which do not spend the time of a session on one host that gives no answer."""
+    """kazoo's threads, with a time limit for each connection attempt.
+
+    A host that does not answer must not use up the time of a session.
+    """
 
     def __init__(self, longest: float) -> None:
         super().__init__()
@@ -96,10 +141,11 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
 
 class Ensemble:
-    """
-    ``ask()`` sends requests over the session. ``on_lost`` is called when the session has ended, and all of it with it.
+    """The session with one ensemble.
 
-    ``certain_until`` is until when the servers keep the session for certain, whatever happens to this process.
+    ``ask()`` sends requests in the session. ``on_lost`` is called when the session has
+    ended, and with it all of its nodes. The servers certainly keep the session until
+    ``certain_until``, whatever happens to this process.
     """
 
     def __init__(
@@ -123,13 +169,24 @@ class Ensemble:
         self._on_lost = on_lost
         self._inherited: list[Any] = []
         self.reset()
+        for option, value in client.items():
+            if value is not None and not isinstance(value, KINDS.get(option, object)):
+                raise TypeError(f"client has a {type(value).__name__} for {option}")
+        try:
+            # kazoo checks the values only when a client is created.
+            self._make()
+        except Exception as error:
+            raise ValueError(
+                f"client has a value that kazoo does not take: {error}"
+            ) from error
 
     def reset(self) -> None:
-        """Know of no session."""
+        """Forget the session."""
         self._client: Any = None
         self._live = threading.Event()
         self._mutex = threading.Lock()
-        # What the servers have granted, and how many sessions there were.
+        # The session timeout that the servers have granted, and the number of sessions
+        # so far.
         self.session_timeout = self._asked_for
         self.number = 0
         self.certain_until = -math.inf
@@ -138,38 +195,57 @@ class Ensemble:
     def is_open(self) -> bool:
         return self._client is not None
 
-    def ask(self, *requests: Request, patience: float | None = None, once: bool = False) -> list[Any]:
-        """
-        Send requests together; return the answers in their order, of those that were refused the ZookeeperError.
+    def ask(
+        self, *requests: Request, patience: float | None = None, once: bool = False
+    ) -> list[Any]:
+        """Send requests together, and return their answers in order.
 
-        A sync goes before them: by it the leader says that the session stands, and the server that answers what
-        follows is not behind. Wait for the session, and ask again where the answer was lost, for ``patience`` seconds
-        at most; where it may not be asked twice, ``once``. Raise LockBackendError when there was none, and when these
-        credentials may not ask that.
+        The answer to a refused request is its ZookeeperError. A sync precedes the
+        requests. It makes the leader confirm the session, and ensures that the server
+        is up to date when it answers.
+
+        Wait for the session, and retry after a lost answer, for up to ``patience``
+        seconds. With ``once``, the requests are not sent twice. Raise LockBackendError
+        if there is no answer, or if these credentials do not permit a request.
         """
-        until = time.monotonic() + (self.patience if patience is None else patience)
+        until = clock.real_now() + (self.patience if patience is None else patience)
         while True:
             client = self._connected(until)
             number, sent = self.number, clock.now()
-            answers = [self._answer(result, until) for result in [request(client) for request in (_sync, *requests)]]
-            trouble = next((one for one in answers if isinstance(one, UNANSWERED)), None)
+            answers = [
+                self._answer(result, until)
+                for result in [request(client) for request in (_sync, *requests)]
+            ]
+            trouble = next(
+                (one for one in answers if isinstance(one, UNANSWERED)), None
+            )
             if trouble is None:
                 break
-            if once or isinstance(trouble, KazooTimeoutError) or time.monotonic() >= until:
+            if (
+                once
+                or isinstance(trouble, KazooTimeoutError)
+                or clock.real_now() >= until
+            ):
                 raise self._unanswered(trouble) from trouble
-        if (refused := next((one for one in answers if isinstance(one, REFUSED)), None)) is not None:
-            raise LockBackendError(f"{self} refuses a lock to these credentials: {_said(refused)}.") from refused
+        if (
+            refused := next((one for one in answers if isinstance(one, REFUSED)), None)
+        ) is not None:
+            raise LockBackendError(
+                f"{self} refuses a lock to these credentials: {_said(refused)}."
+            ) from refused
         with self._mutex:
             if self.number == number:
-                self.certain_until = max(self.certain_until, sent + self.session_timeout * CERTAIN)
+                self.certain_until = max(
+                    self.certain_until, sent + self.session_timeout * CERTAIN
+                )
         return answers[1:]
 
     def close(self) -> None:
-        """End the session, and with it all that it has."""
+        """End the session, and with it all of its nodes."""
         end(self.detach())
 
     def detach(self) -> Any:
-        """Know of no session any more, and return the client of the one that there was."""
+        """Forget the session, and return its client."""
         with self._mutex:
             client, self._client = self._client, None
             self.number += 1
@@ -177,37 +253,45 @@ class Ensemble:
             return client
 
     def abandon(self) -> None:
-        """Know nothing of the session of the process that this one is a fork of, and leave it to that one."""
+        """Forget the session of the parent process, and leave it open."""
         if self._client is not None:
-            # To collect it could close what is the parent's.
+            # Collecting the client could close the parent's session.
             self._inherited.append(self._client)
         self.reset()
 
-    # Inside.
+    # Internal methods.
 
     def _connected(self, until: float) -> Any:
         while True:
             with self._mutex:
                 client = self._client or self._start()
                 live = self._live
-            if live.wait(max(0.0, min(until - time.monotonic(), 0.1))):
+            if live.wait(max(0.0, min(until - clock.real_now(), 0.1))):
                 return client
             state = client.client_state
             if state == KeeperState.AUTH_FAILED:
                 self.close()
                 raise LockBackendError(f"{self} refuses the credentials.")
-            if time.monotonic() >= until:
+            if clock.real_now() >= until:
                 if state == KeeperState.CLOSED:
-                    # Its thread has failed, and would not connect any more.
+                    # Its thread has failed, and does not connect any more.
                     self.close()
                 raise self._unanswered(None) from ConnectionLoss()
 
-    def _start(self) -> Any:
-        longest = min(min(self.patience, self._asked_for / 3) / len(self.hosts), LONGEST)
+    def _make(self) -> tuple[Any, float]:
+        """Return an unconnected client, and its time limit for one server."""
+        longest = min(
+            min(self.patience, self._asked_for / 3) / len(self.hosts), LONGEST
+        )
         handler = Handler(longest)
         client = KazooClient(
             **{
-                "connection_retry": KazooRetry(max_tries=-1, delay=0.05, max_delay=1.0, sleep_func=handler.sleep_func),
+                "connection_retry": KazooRetry(
+                    max_tries=-1,
+                    delay=0.05,
+                    max_delay=1.0,
+                    sleep_func=handler.sleep_func,
+                ),
                 **self._more,
                 "hosts": ",".join(self.hosts),
                 "timeout": self._asked_for,
@@ -215,28 +299,36 @@ class Ensemble:
                 "auth_data": [("digest", self._auth)] if self._auth else None,
             }
         )
+        return client, longest
+
+    def _start(self) -> Any:
+        client, longest = self._make()
+        handler = client.handler
         invoke = client._connection._invoke
 
         def hear(timeout: float, request: Any, xid: int | None = None) -> Any:
-            # Nor on one that takes the connection and says no more, as one that starts may. A new session takes longer,
-            # since most of the servers have to agree to it.
+            # A starting server may accept a connection and then send nothing. A new
+            # session takes longer, since most of the servers have to agree to it.
             at_most = longest if client._session_id else self.patience / len(self.hosts)
             answer = invoke(min(timeout, at_most), request, xid)
             if isinstance(request, Connect) and answer[0].time_out > 0:
-                # Perhaps not what was asked for; kazoo does not tell.
+                # The granted timeout may differ from the requested one, and kazoo does
+                # not report it.
                 self.session_timeout = answer[0].time_out / 1000
             return answer
 
         client._connection._invoke = hear
         client.add_listener(lambda state: self._heard(client, state))
         self._live = client.start_async()
-        # kazoo would end its threads before the keeper gives back what this process holds.
+        # kazoo would end its threads before the keeper releases the holds of this
+        # process.
         atexit.unregister(handler.stop)
         self._client = client
         return client
 
     def _heard(self, client: Any, state: str) -> None:
-        # In kazoo's own thread. A connection that is lost (SUSPENDED) says nothing about the session.
+        # This runs in kazoo's own thread. A lost connection (SUSPENDED) says nothing
+        # about the session.
         if state != KazooState.LOST:
             return
         with self._mutex:
@@ -248,14 +340,18 @@ class Ensemble:
 
     def _answer(self, result: Any, until: float) -> Any:
         try:
-            return result.get(timeout=max(0.001, until - time.monotonic()))
+            return result.get(timeout=max(0.001, until - clock.real_now()))
         except (ZookeeperError, KazooTimeoutError) as error:
             return error
         except KazooException as error:
             return ConnectionLoss(str(error))
 
     def _unanswered(self, error: BaseException | None) -> LockBackendError:
-        what = "it cannot be reached, or has no majority of its servers" if error is None else _said(error)
+        what = (
+            "it cannot be reached, or has no majority of its servers"
+            if error is None
+            else _said(error)
+        )
         return LockBackendError(f"{self} could not be asked about a lock: {what}.")
 
     def __str__(self) -> str:
@@ -276,11 +372,11 @@ def end(client: Any) -> None:
     try:
         client.stop()
         client.close()
-    except Exception as error:  # noqa: BLE001 (the servers end the session by themselves)
+    except Exception as error:  # noqa: BLE001 (the servers end the session anyway)
         client.logger.warning("A session could not be ended: %s", error)
 
 
-# The requests.
+# Requests.
 
 
 def _sync(client: Any) -> Any:
@@ -292,7 +388,7 @@ def children(path: str) -> Request:
 
 
 def read(path: str, watch: Callable[[Any], object] | None = None) -> Request:
-    # Not exists(), which would leave a watch for ever on a node that has gone.
+    # exists() would leave a permanent watch on a node that is gone.
     return lambda client: client.get_async(path, watch)
 
 
@@ -308,8 +404,13 @@ def write(path: str, data: bytes, version: int) -> Request:
     return lambda client: client.set_async(path, data, version)
 
 
-def create(path: str, data: bytes, acl: Sequence[Any], *, in_line: bool = False) -> Request:
-    """Make a node: one that stays; or one ``in_line``, which ends with the session."""
+def create(
+    path: str, data: bytes, acl: Sequence[Any], *, in_line: bool = False
+) -> Request:
+    """Return a request that creates a node.
+
+    The node is permanent. With ``in_line``, it is numbered and ends with the session.
+    """
     return lambda client: client.create_async(
         path, data, acl=acl, ephemeral=in_line, sequence=in_line, include_data=True
     )

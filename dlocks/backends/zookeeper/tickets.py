@@ -1,4 +1,4 @@
-"""The nodes in line before a key, as their names tell: in which order they stand, and who is in whose way."""
+"""The queue of a key, in the order that the names of its nodes define."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from urllib.parse import quote
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """
-    A node in line. ``number`` is the server's, in the order of arrival, anew where the key's node was deleted.
+    """A node in the queue.
 
-    ``beside`` are the number and the mark of the same caller's exclusive ticket, right behind which it stands.
+    The server assigns ``number`` in the order of arrival. Its counter starts again if
+    the node of the key was deleted.
+
+    ``beside`` contains the number and the mark of the same caller's exclusive ticket.
+    This ticket is placed directly behind it.
     """
 
     name: str
@@ -28,26 +31,35 @@ class Ticket:
 
 
 def node_of(key: str) -> str:
-    """Return the name of a key's own node: one for each key, and readable."""
-    # A dot alone would be a relative path.
+    """Return the name of a key's own node, which is unique and readable."""
+    # A name of dots would be a relative path.
     return quote(key, safe="") if key.strip(".") else key.replace(".", "%2E")
 
 
 def name_for(mark: str, *, shared: bool, beside: tuple[int, str] | None = None) -> str:
-    """Return the name of a claim's node, to which the server adds the number."""
+    """Return the name of a claim's node, to which the server adds a number."""
     place = "" if beside is None else "{}-{}".format(*beside)
     return f"{mark}.{'shared' if shared else 'alone'}.{place}."
 
 
 class Line:
-    """The tickets before one key, as they stand in line; nodes that are no tickets are nobody's."""
+    """The tickets of one key, in the order of the queue.
+
+    Nodes that are not tickets are ignored.
+    """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         found = [ticket for name in names if (ticket := _read(name))]
         first = _rank(found[0]) if found else 0
-        self.tickets = sorted(found, key=lambda ticket: (_since(first, _rank(ticket)), _since(first, ticket.number)))
+        self.tickets = sorted(
+            found,
+            key=lambda ticket: (
+                _since(first, _rank(ticket)),
+                _since(first, ticket.number),
+            ),
+        )
         self._places = {ticket.name: place for place, ticket in enumerate(self.tickets)}
-        # Of each, the last one before it that wants the key alone.
+        # For each ticket, the last exclusive ticket before it.
         self._alone: list[Ticket | None] = []
         alone = None
         for ticket in self.tickets:
@@ -56,19 +68,21 @@ class Line:
 
     @property
     def granted(self) -> list[Ticket]:
-        """Those that have the key: the foremost."""
-        return list(takewhile(lambda ticket: self.in_the_way(ticket) is None, self.tickets))
+        """The tickets at the front, which hold the key."""
+        return list(
+            takewhile(lambda ticket: self.in_the_way(ticket) is None, self.tickets)
+        )
 
     def marked(self, mark: str) -> Ticket | None:
-        """Return the ticket with this mark."""
+        """Return the ticket with this mark, or None."""
         return next((ticket for ticket in self.tickets if ticket.mark == mark), None)
 
     def place(self, ticket: Ticket | None) -> int | None:
-        """Return how many stand before a ticket, or None where it is not in line."""
+        """Return the number of tickets before this one, or None if it is absent."""
         return None if ticket is None else self._places.get(ticket.name)
 
     def in_the_way(self, ticket: Ticket) -> Ticket | None:
-        """Return the last one before a ticket that keeps it from having the key."""
+        """Return the last earlier ticket that excludes this one, or None."""
         place = self._places[ticket.name]
         if not ticket.shared:
             return self.tickets[place - 1] if place else None
@@ -81,7 +95,13 @@ def _read(name: str) -> Ticket | None:
         case [mark, ("shared" | "alone") as kind, beside, number]:
             try:
                 place, _, other = beside.rpartition("-")
-                return Ticket(name, mark, kind == "shared", int(number), (int(place), other) if beside else None)
+                return Ticket(
+                    name,
+                    mark,
+                    kind == "shared",
+                    int(number),
+                    (int(place), other) if beside else None,
+                )
             except ValueError:
                 return None
     return None
@@ -92,5 +112,5 @@ def _rank(ticket: Ticket) -> int:
 
 
 def _since(first: int, number: int) -> int:
-    # The server counts in 32 bits, and goes on below zero when they are used up.
+    # The server's counter has 32 bits, and wraps around to negative numbers.
     return (number - first + 2**31) % 2**32

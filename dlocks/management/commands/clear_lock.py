@@ -1,4 +1,4 @@
-"""``manage.py clear_lock``: make one key free, whoever has it."""
+"""``manage.py clear_lock``: free one key, whatever its holder."""
 
 from __future__ import annotations
 
@@ -19,32 +19,54 @@ from dlocks.oversight import (
     describe,
     end_share,
     in_row,
-    printable,
+    in_transaction,
+    is_kept,
     reason_of,
     shares,
     shown,
     state_of,
 )
+from dlocks.text import printable
 
-# Shares that are shown where there are more.
+# Shared holds that are shown.
 SHOWN = 100
 
 FENCED_OFF = "is fenced off, and is told at its next renewal that the lock is lost"
 
 
 class Command(LockCommand):
-    help = "Takes a key, or shares of it, from its holder, if that is still the one that was shown; the line moves on."
+    help = (
+        "Takes a key, or shares of it, from its holder, if that is still the one that"
+        " was shown; the line moves on."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument("key", metavar="KEY", help="The key, as the application names it.")
-        shares = parser.add_mutually_exclusive_group()
-        shares.add_argument("--share", type=int, metavar="TOKEN", help="End the one share that has this token.")
-        shares.add_argument("--all-shares", action="store_true", help="End all shares that there are now.")
-        parser.add_argument("--yes", action="store_true", help="Do not ask.")
-        parser.add_argument("--stale-only", action="store_true", help="Refuse to clear a lock or share that is held.")
         parser.add_argument(
-            "--reason", metavar="TEXT", help="Why, for the log; has to be given where a lock or share is held."
+            "key", metavar="KEY", help="The key, as the application names it."
+        )
+        shares = parser.add_mutually_exclusive_group()
+        shares.add_argument(
+            "--share",
+            type=int,
+            metavar="TOKEN",
+            help="End the one share that has this token.",
+        )
+        shares.add_argument(
+            "--all-shares",
+            action="store_true",
+            help="End all shares that there are now.",
+        )
+        parser.add_argument("--yes", action="store_true", help="Do not ask.")
+        parser.add_argument(
+            "--stale-only",
+            action="store_true",
+            help="Refuse to clear a lock or share that is held.",
+        )
+        parser.add_argument(
+            "--reason",
+            metavar="TEXT",
+            help="Why, for the log; has to be given where a lock or share is held.",
         )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
@@ -69,10 +91,12 @@ class Command(LockCommand):
         if not in_row(lock):
             self._write_shares(name, shares(backend, [lock.pk])[:SHOWN])
             raise CommandError(
-                f"{name} is shared: pass --share TOKEN to end one share, or --all-shares to end all. "
-                "Nothing is changed."
+                f"{name} is shared: pass --share TOKEN to end one share, or"
+                " --all-shares to end all. Nothing is changed."
             )
         self.stdout.write(f"{name} is {_state(lock)}.")
+        if is_kept(lock):
+            raise CommandError(f"{name} is not cleared ({in_transaction()}).")
         if options["stale_only"] and lock.state != LockState.STALE:
             raise CommandError(f"{name} is not stale: nothing is changed.")
         held = lock.state == LockState.HELD
@@ -80,28 +104,42 @@ class Command(LockCommand):
         if not options["yes"]:
             self._ask(f"Clear {name}?", held=held)
         try:
-            # What became held while somebody was asked is not taken without a reason.
-            lost = clear(backend, lock.pk, lock.version, stale_only=options["stale_only"] or options["reason"] is None)
+            # A lock that became held during the confirmation is not cleared without a
+            # reason.
+            lost = clear(
+                backend,
+                lock.pk,
+                lock.version,
+                stale_only=options["stale_only"] or options["reason"] is None,
+            )
         except NotCleared as why:
             now = "" if why.lock is None else f" Now it is {_state(why.lock)}."
             raise CommandError(f"{name} is not cleared ({why}).{now}") from None
         self._audit(backend, "lock", lock.pk, lost, options["reason"])
-        self.stdout.write(self._now(backend, lock.pk, name) + f" Its former holder {FENCED_OFF}.")
+        self.stdout.write(
+            self._now(backend, lock.pk, name) + f" Its former holder {FENCED_OFF}."
+        )
 
-    def _end_shares(self, backend: DatabaseBackend, lock: Shown, name: str, **options: Any) -> None:
+    def _end_shares(
+        self, backend: DatabaseBackend, lock: Shown, name: str, **options: Any
+    ) -> None:
         found = shares(backend, [lock.pk])
         if (token := options["share"]) is not None:
             found = found.filter(version=token) if abs(token) < 2**63 else found.none()
         if options["stale_only"]:
-            # By what was shown: only these are ended.
+            # Filter by the state that is shown. Only these shared holds are ended.
             found = found.filter(state=ClaimState.STALE)
         chosen = list(found)
         if not chosen:
             which = "a stale share" if options["stale_only"] else "a share"
             with_token = "" if token is None else f" with token {token}"
-            raise CommandError(f"{name} has not {which}{with_token}: nothing is changed.")
+            raise CommandError(
+                f"{name} has not {which}{with_token}: nothing is changed."
+            )
         self._write_shares(name, chosen)
-        held = any(share.state == ClaimState.HELD for share in chosen)
+        held = any(
+            share.state == ClaimState.HELD and not is_kept(share) for share in chosen
+        )
         self._refuse_without_reason(name, held, options["reason"])
         if not options["yes"]:
             number = "this share" if len(chosen) == 1 else f"these {len(chosen)} shares"
@@ -117,7 +155,11 @@ class Command(LockCommand):
                 self._audit(backend, "share", lock.pk, lost, options["reason"])
         if ended := len(chosen) - len(refused):
             number = "1 share is" if ended == 1 else f"{ended} shares are"
-            whose = f"Its former holder {FENCED_OFF}" if ended == 1 else "Their former holders are fenced off"
+            whose = (
+                f"Its former holder {FENCED_OFF}"
+                if ended == 1
+                else "Their former holders are fenced off"
+            )
             self.stdout.write(self.style.SUCCESS(f"{number} ended.") + f" {whose}.")
         if refused:
             raise CommandError(f"{name}: {'; '.join(refused)}.")
@@ -125,11 +167,18 @@ class Command(LockCommand):
     def _refuse_without_reason(self, name: str, held: bool, reason: str | None) -> None:
         if held and reason is None:
             raise CommandError(
-                f"{name} is held: pass --reason TEXT to take it by force; the reason is kept in the log. "
-                "Nothing is changed."
+                f"{name} is held: pass --reason TEXT to take it by force; the reason is"
+                " kept in the log. Nothing is changed."
             )
 
-    def _audit(self, backend: DatabaseBackend, kind: str, key: str, lost: Shown, reason: str | None) -> None:
+    def _audit(
+        self,
+        backend: DatabaseBackend,
+        kind: str,
+        key: str,
+        lost: Shown,
+        reason: str | None,
+    ) -> None:
         stale = lost.state in {LockState.STALE, ClaimState.STALE}
         audit.taken(
             "clear" if stale else "force_release",
@@ -147,7 +196,9 @@ class Command(LockCommand):
     def _write_shares(self, name: str, found: Any) -> None:
         self.stdout.write(f"{name} is shared:")
         for share in found:
-            self.stdout.write(f"    {share.state}: {describe(share)} (token {share.version})")
+            self.stdout.write(
+                f"    {share.state}: {describe(share)} (token {share.version})"
+            )
 
     def _now(self, backend: DatabaseBackend, key: str, name: str) -> str:
         lock = shown(backend, key)
@@ -157,7 +208,10 @@ class Command(LockCommand):
 
     def _ask(self, question: str, *, held: bool) -> None:
         if not sys.stdin.isatty():
-            raise CommandError("There is nobody to ask: pass --yes to clear unasked. Nothing is changed.")
+            raise CommandError(
+                "There is nobody to ask: pass --yes to clear unasked. Nothing is"
+                " changed."
+            )
         warning = "Its holder may still be at work. " if held else ""
         try:
             answer = input(f"{warning}{question} [y/N] ")

@@ -1,4 +1,4 @@
-"""``manage.py list_locks``: who has which lock."""
+"""``manage.py list_locks``: list the locks and their holders."""
 
 from __future__ import annotations
 
@@ -11,45 +11,73 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from dlocks.backends.base import UNLIMITED
 from dlocks.backends.database import DatabaseBackend
 from dlocks.management.base import LockCommand
 from dlocks.models import ClaimState, LockState
 from dlocks.oversight import (
     Shown,
-    duration,
     heard_of,
     in_row,
+    is_kept,
     mode,
-    moment,
     pages,
-    printable,
     state_of,
     time_left,
     with_claims,
 )
+from dlocks.text import duration, moment, printable
+from dlocks.values import UNLIMITED
 
-COLUMNS = ("KEY", "STATE", "HOLDER", "IP", "BEGIN", "AGE", "LEFT", "COUNT", "WAITING", "TOKEN")
+COLUMNS = (
+    "KEY",
+    "STATE",
+    "HOLDER",
+    "IP",
+    "BEGIN",
+    "AGE",
+    "LEFT",
+    "COUNT",
+    "WAITING",
+    "TOKEN",
+)
 NUMBERS = {"AGE", "LEFT", "COUNT", "WAITING", "TOKEN"}
-# What is longer than this is not cut off, but does not widen its column either.
+# Characters to which a column grows. Longer values are not cut off.
 WIDEST = 60
 
 
 class Command(LockCommand):
-    help = "Lists the locks that are held, shared or stale, by the database's clock, with their holders."
+    help = (
+        "Lists the locks that are held, shared or stale, by the database's clock, with"
+        " their holders."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         states = parser.add_mutually_exclusive_group()
-        states.add_argument("--held", action="store_true", help="Only locks that are held or shared.")
-        states.add_argument("--stale", action="store_true", help="Only locks whose holder never came back.")
-        states.add_argument("--all", action="store_true", help="Free ones too, with their last holder.")
+        states.add_argument(
+            "--held", action="store_true", help="Only locks that are held or shared."
+        )
+        states.add_argument(
+            "--stale",
+            action="store_true",
+            help="Only locks whose holder never came back.",
+        )
+        states.add_argument(
+            "--all", action="store_true", help="Free ones too, with their last holder."
+        )
         parser.add_argument(
             "--waiting",
             action="store_true",
-            help="Behind each lock those who share it and those who wait for it; also free ones that are waited for.",
+            help=(
+                "Behind each lock those who share it and those who wait for it; also"
+                " free ones that are waited for."
+            ),
         )
-        parser.add_argument("--json", action="store_true", help="A JSON array, with seconds and UTC times.")
+        parser.add_argument(
+            "--json",
+            action="store_true",
+            help="A JSON array, with seconds and UTC times.",
+        )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
         states = [LockState.HELD, LockState.SHARED, LockState.STALE]
@@ -62,25 +90,38 @@ class Command(LockCommand):
         waiting = options["waiting"]
         write = self._write_json if options["json"] else self._write_table
         chosen = options["held"] or options["stale"]
-        found = pages(backend, states, waited_for=True) if waiting and not chosen else pages(backend, states)
+        found = (
+            pages(backend, states, waited_for=True)
+            if waiting and not chosen
+            else pages(backend, states)
+        )
         try:
             write(backend, found, waiting)
         except BrokenPipeError:
-            # "| head" has seen enough; nothing is left for the interpreter to flush into the closed pipe.
+            # The reader of the pipe, for example ``head``, has closed it. Redirect
+            # stdout, so that the interpreter does not flush into the closed pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def _write_table(self, backend: DatabaseBackend, locks: Iterable[list[Shown]], waiting: bool) -> None:
+    def _write_table(
+        self, backend: DatabaseBackend, locks: Iterable[list[Shown]], waiting: bool
+    ) -> None:
         widths: list[int] = []
         for page in locks:
             rows = [self._cells(lock, backend.prefix) for lock in page]
             first = not widths
             widths = [
                 max(width, *(min(_width(cell), WIDEST) for cell in cells))
-                for width, cells in zip(widths or [0] * len(COLUMNS), zip(COLUMNS, *rows, strict=True), strict=True)
+                for width, cells in zip(
+                    widths or [0] * len(COLUMNS),
+                    zip(COLUMNS, *rows, strict=True),
+                    strict=True,
+                )
             ]
             if first:
                 self._write_row(COLUMNS, widths)
-            behind = with_claims(backend, page) if waiting else ((lock, []) for lock in page)
+            behind = (
+                with_claims(backend, page) if waiting else ((lock, []) for lock in page)
+            )
             for row, (_, claims) in zip(rows, behind, strict=True):
                 self._write_row(row, widths)
                 self._write_claims(claims)
@@ -93,13 +134,19 @@ class Command(LockCommand):
     def _write_claims(self, claims: list[Shown]) -> None:
         for share in claims:
             if share.version is not None:
-                self.stdout.write(f"    {_who(share)}, {mode(share)}, {time_left(share)} (token {share.version})")
+                self.stdout.write(
+                    f"    {_who(share)}, {mode(share)}, {time_left(share)} (token"
+                    f" {share.version})"
+                )
         for place, claim in _in_line(claims):
             silent = "" if claim.state == ClaimState.WAITING else f", {heard_of(claim)}"
-            self.stdout.write(f"    {'-' if place is None else place}. {_who(claim)}, {mode(claim)}{silent}")
+            self.stdout.write(
+                f"    {'-' if place is None else place}. {_who(claim)},"
+                f" {mode(claim)}{silent}"
+            )
 
     def _cells(self, lock: Shown, prefix: str) -> tuple[str, ...]:
-        # The row of a shared key tells only who had it last alone.
+        # The row of a shared key describes only its last exclusive holder.
         alone = in_row(lock)
         taken = alone and lock.state != LockState.FREE
         return (
@@ -108,21 +155,37 @@ class Command(LockCommand):
             (alone and printable(lock.holder)) or "-",
             (alone and lock.owner_ip) or "-",
             "-" if not alone or lock.begin_time is None else moment(lock.begin_time),
-            "-" if not taken or lock.seconds_held is None else duration(lock.seconds_held),
-            duration(lock.seconds_left) if taken else "-",
+            (
+                "-"
+                if not taken or lock.seconds_held is None
+                else duration(lock.seconds_held)
+            ),
+            duration(lock.seconds_left) if taken and not is_kept(lock) else "-",
             str(lock.hold_count),
             str(lock.waiting),
             str(lock.version),
         )
 
-    def _write_json(self, backend: DatabaseBackend, locks: Iterable[list[Shown]], waiting: bool) -> None:
+    def _write_json(
+        self, backend: DatabaseBackend, locks: Iterable[list[Shown]], waiting: bool
+    ) -> None:
         before = "["
         for page in locks:
-            for lock, claims in with_claims(backend, page) if waiting else ((lock, None) for lock in page):
+            for lock, claims in (
+                with_claims(backend, page)
+                if waiting
+                else ((lock, None) for lock in page)
+            ):
                 fields = self._fields(lock, backend.prefix)
                 if claims is not None:
-                    fields["shared_by"] = [_share_fields(share) for share in claims if share.version is not None]
-                    fields["line"] = [_line_fields(place, claim) for place, claim in _in_line(claims)]
+                    fields["shared_by"] = [
+                        _share_fields(share)
+                        for share in claims
+                        if share.version is not None
+                    ]
+                    fields["line"] = [
+                        _line_fields(place, claim) for place, claim in _in_line(claims)
+                    ]
                 self.stdout.write(before + json.dumps(fields), ending="")
                 before = ",\n "
         self.stdout.write("[]" if before == "[" else "]")
@@ -136,10 +199,18 @@ class Command(LockCommand):
             "status": lock.status,
             "holder": lock.holder if alone else "",
             "owner_ip": lock.owner_ip if alone else None,
-            "begin_time": lock.begin_time.isoformat() if alone and lock.begin_time else None,
+            "begin_time": (
+                lock.begin_time.isoformat() if alone and lock.begin_time else None
+            ),
             "end_time": lock.end_time.isoformat(),
-            "seconds_held": round(lock.seconds_held, 3) if taken and lock.seconds_held is not None else None,
-            "seconds_left": round(lock.seconds_left, 3) if taken else None,
+            "seconds_held": (
+                round(lock.seconds_held, 3)
+                if taken and lock.seconds_held is not None
+                else None
+            ),
+            "seconds_left": (
+                round(lock.seconds_left, 3) if taken and not is_kept(lock) else None
+            ),
             "hold_count": lock.hold_count,
             "waiting": lock.waiting,
             "sharing": lock.sharing,
@@ -148,7 +219,7 @@ class Command(LockCommand):
 
 
 def _in_line(claims: list[Shown]) -> Iterator[tuple[int | None, Shown]]:
-    """Yield those who wait, with their places; one that is not heard of has none."""
+    """Yield queued claims with their positions, or None without a heartbeat."""
     place = 0
     for claim in claims:
         if claim.version is None:
@@ -168,7 +239,9 @@ def _claim_fields(claim: Shown) -> dict[str, Any]:
         "owner_ip": claim.owner_ip,
         "begin_time": claim.begin_time.isoformat(),
         "mode": "shared" if claim.shared else "exclusive",
-        "permits": claim.permits if claim.shared and claim.permits != UNLIMITED else None,
+        "permits": (
+            claim.permits if claim.shared and claim.permits != UNLIMITED else None
+        ),
     }
 
 
@@ -177,14 +250,18 @@ def _share_fields(share: Shown) -> dict[str, Any]:
         **_claim_fields(share),
         "end_time": share.end_time.isoformat(),
         "seconds_held": round(share.seconds_held, 3),
-        "seconds_left": round(share.seconds_left, 3),
+        "seconds_left": None if is_kept(share) else round(share.seconds_left, 3),
         "hold_count": share.hold_count,
         "token": share.version,
     }
 
 
 def _line_fields(place: int | None, claim: Shown) -> dict[str, Any]:
-    return {"place": place, **_claim_fields(claim), "seconds_waited": round(claim.seconds_held, 3)}
+    return {
+        "place": place,
+        **_claim_fields(claim),
+        "seconds_waited": round(claim.seconds_held, 3),
+    }
 
 
 def _aligned(column: str, cell: str, width: int) -> str:
@@ -193,12 +270,14 @@ def _aligned(column: str, cell: str, width: int) -> str:
 
 
 def _width(text: str) -> int:
-    """Return how many columns of a terminal the text takes."""
+    """Return the number of terminal columns that the text occupies."""
     return sum(
-        0
-        if unicodedata.category(character) in {"Mn", "Me", "Cf"}
-        else 2
-        if unicodedata.east_asian_width(character) in {"W", "F"}
-        else 1
+        (
+            0
+            if unicodedata.category(character) in {"Mn", "Me", "Cf"}
+            else 2
+            if unicodedata.east_asian_width(character) in {"W", "F"}
+            else 1
+        )
         for character in text
     )

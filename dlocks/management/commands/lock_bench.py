@@ -1,4 +1,7 @@
-"""``manage.py lock_bench``: what locks cost where this project runs, each alias of DLOCKS beside the others."""
+"""``manage.py lock_bench``: compare the cost of all DLOCKS aliases.
+
+It measures them on this project's own servers.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,21 @@ from django.db.utils import Error
 
 import dlocks
 from dlocks.bench.crew import Crew, CrewError
-from dlocks.bench.measuring import NotMeasured, Plan, alone, purge, serve, together, why_not_together
+from dlocks.bench.measuring import (
+    NotMeasured,
+    Plan,
+    alone,
+    purge,
+    serve,
+    together,
+    why_not_together,
+)
 from dlocks.bench.picture import Chart, draw, number_of
 from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError
 
 COLUMNS = [
-    # Two lines of heading, which figure it is, and a unit smaller than the figure's.
+    # Two header lines, and the part and the name of the figure.
     ("TAKE", "p50 µs", "alone", "take_p50_us"),
     ("", "p95 µs", "alone", "take_p95_us"),
     ("GIVE", "p50 µs", "alone", "give_p50_us"),
@@ -44,24 +56,38 @@ COLUMNS = [
 
 class Command(BaseCommand):
     help = (
-        "Measures the locks of every alias of DLOCKS, or of those named, on the servers that it has: taking and giving "
-        "back alone, and by several processes that want the same key. Its keys are its own."
+        "Measures the locks of every alias of DLOCKS, or of those named, on the servers"
+        " that it has: taking and giving back alone, and by several processes that want"
+        " the same key. Its keys are its own."
     )
-    # An alias that is not in order is told, and the others are measured.
+    # A misconfigured alias is reported, and the others are measured.
     requires_system_checks = []
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--using", nargs="+", action="extend", metavar="ALIAS", help="Aliases of the DLOCKS setting. Default: all."
+            "--using",
+            nargs="+",
+            action="extend",
+            metavar="ALIAS",
+            help="Aliases of the DLOCKS setting. Default: all.",
         )
         parser.add_argument(
-            "--seconds", type=_number(float, 0.1, 3600), default=3.0, help="How long each measurement takes (3)."
+            "--seconds",
+            type=_number(float, 0.1, 3600),
+            default=3.0,
+            help="How long each measurement takes (3).",
         )
         parser.add_argument(
-            "--processes", type=_number(int, 2, 256), default=8, help="How many processes want the key (8)."
+            "--processes",
+            type=_number(int, 2, 256),
+            default=8,
+            help="How many processes want the key (8).",
         )
         parser.add_argument(
-            "--hold-ms", type=_number(float, 0, 60_000), default=1.0, help="How long each holds it, in ms (1)."
+            "--hold-ms",
+            type=_number(float, 0, 60_000),
+            default=1.0,
+            help="How long each holds it, in ms (1).",
         )
         parser.add_argument("--json", metavar="FILE", help="Write all figures as JSON.")
         parser.add_argument("--svg", metavar="FILE", help="Write a picture of them.")
@@ -70,12 +96,13 @@ class Command(BaseCommand):
         aliases = list(dict.fromkeys(options["using"] or backends))
         if unknown := [alias for alias in aliases if alias not in list(backends)]:
             raise CommandError(
-                f"DLOCKS has no alias {unknown[0]!r}; it has {', '.join(map(repr, backends))}. Nothing is measured."
+                f"DLOCKS has no alias {unknown[0]!r}; it has"
+                f" {', '.join(map(repr, backends))}. Nothing is measured."
             )
         if not os.environ.get(ENVIRONMENT_VARIABLE):
             raise CommandError(
-                f"lock_bench starts processes, which find the settings by {ENVIRONMENT_VARIABLE}: set it, or pass "
-                "--settings."
+                "lock_bench starts processes, which find the settings by"
+                f" {ENVIRONMENT_VARIABLE}: set it, or pass --settings."
             )
         for option in ("json", "svg"):
             _check_writable(option, options[option])
@@ -93,21 +120,39 @@ class Command(BaseCommand):
         self._write_table(results)
         run = _described(results, options)
         if options["json"]:
-            Path(options["json"]).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+            Path(options["json"]).write_text(
+                json.dumps(run, indent=1) + "\n", encoding="utf-8"
+            )
         if options["svg"]:
             Path(options["svg"]).write_text(_picture(run), encoding="utf-8")
         self._tell_what_is_wrong(results)
 
-    def _measure(self, results: dict[str, dict[str, Any]], keys: dict[str, str], options: dict[str, Any]) -> None:
+    def _measure(
+        self,
+        results: dict[str, dict[str, Any]],
+        keys: dict[str, str],
+        options: dict[str, Any],
+    ) -> None:
         for alias, result in results.items():
             try:
-                result["backend"] = f"{type(backends[alias]).__module__}.{type(backends[alias]).__name__}"
+                result["backend"] = (
+                    f"{type(backends[alias]).__module__}.{type(backends[alias]).__name__}"
+                )
             except ImproperlyConfigured as error:
                 result["error"] = str(error)
-        steps = [(alias, name) for name in ("alone", "together") for alias in results if "error" not in results[alias]]
+        steps = [
+            (alias, name)
+            for name in ("alone", "together")
+            for alias in results
+            if "error" not in results[alias]
+        ]
         if not steps:
             return
-        seconds, processes, hold = options["seconds"], options["processes"], options["hold_ms"] / 1000
+        seconds, processes, hold = (
+            options["seconds"],
+            options["processes"],
+            options["hold_ms"] / 1000,
+        )
         self._progress(options, f"{processes} processes start …")
         with Crew(processes, serve) as crew:
             for done, (alias, name) in enumerate(steps):
@@ -118,14 +163,25 @@ class Command(BaseCommand):
                 told = f"[{done + 1}/{len(steps)}] {alias}, {what}"
                 try:
                     if name == "alone":
-                        result[name] = alone(crew, Plan(alias, keys[alias], 0.0), seconds)
-                        self._progress(options, f"{told}: {number_of(result[name]['pair_p50_us'])} µs")
+                        result[name] = alone(
+                            crew, Plan(alias, keys[alias], 0.0), seconds
+                        )
+                        self._progress(
+                            options,
+                            f"{told}: {number_of(result[name]['pair_p50_us'])} µs",
+                        )
                     elif (why := why_not_together(backends[alias])) is not None:
                         result["note"] = why
                         self._progress(options, f"{told}: not measured, since it {why}")
                     else:
-                        result[name] = together(crew, Plan(alias, keys[alias], hold), seconds)
-                        self._progress(options, f"{told}: {number_of(result[name]['grants_per_s'])} grants/s")
+                        result[name] = together(
+                            crew, Plan(alias, keys[alias], hold), seconds
+                        )
+                        self._progress(
+                            options,
+                            f"{told}: {number_of(result[name]['grants_per_s'])}"
+                            " grants/s",
+                        )
                 except NotMeasured as error:
                     result["error"] = str(error)
                     self._progress(options, f"{told}: {error}")
@@ -137,19 +193,27 @@ class Command(BaseCommand):
 
     def _purge(self, keys: dict[str, str]) -> None:
         for alias, key in keys.items():
-            # One that is not in order has no rows; its error is told already.
+            # A misconfigured alias has no rows, and its error has been reported.
             with suppress(ImproperlyConfigured):
                 backend = backends[alias]
                 try:
                     purge(backend, key)
-                except Error as error:
-                    self.stderr.write(f"{alias}: the rows of {key!r} may be left: {' '.join(str(error).split())}")
+                except (Error, LockBackendError) as error:
+                    self.stderr.write(
+                        f"{alias}: the rows of {key!r} may be left:"
+                        f" {' '.join(str(error).split())}"
+                    )
 
     def _write_table(self, results: dict[str, dict[str, Any]]) -> None:
-        lines = [["ALIAS", *(head for head, *_ in COLUMNS)], ["", *(unit for _, unit, *_ in COLUMNS)]]
+        lines = [
+            ["ALIAS", *(head for head, *_ in COLUMNS)],
+            ["", *(unit for _, unit, *_ in COLUMNS)],
+        ]
         for alias, result in results.items():
             cells = [result.get(part, {}).get(figure) for *_, part, figure in COLUMNS]
-            lines.append([alias, *("–" if cell is None else number_of(cell) for cell in cells)])
+            lines.append(
+                [alias, *("–" if cell is None else number_of(cell) for cell in cells)]
+            )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         self.stdout.write()
         for line in lines:
@@ -165,7 +229,10 @@ class Command(BaseCommand):
         for alias, result in results.items():
             if overlaps := result.get("together", {}).get("overlaps"):
                 wrong += 1
-                self.stderr.write(f"{alias}: a key was granted {overlaps} times while somebody had it.")
+                self.stderr.write(
+                    f"{alias}: a key was granted {overlaps} times while somebody"
+                    " had it."
+                )
             if "note" in result:
                 self.stdout.write(f"{alias}: {result['note']}.")
             if "error" in result:
@@ -175,7 +242,9 @@ class Command(BaseCommand):
             raise CommandError(f"{wrong} of {len(results)} aliases failed; see above.")
 
 
-def _described(results: dict[str, dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+def _described(
+    results: dict[str, dict[str, Any]], options: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "dlocks": dlocks.__version__,
@@ -197,24 +266,55 @@ def _picture(run: dict[str, Any]) -> str:
         return Chart(
             title,
             note,
-            [(alias, result.get(part, {}).get(figure)) for alias, result in run["aliases"].items()],
+            [
+                (alias, result.get(part, {}).get(figure))
+                for alias, result in run["aliases"].items()
+            ],
         )
 
     return draw(
         "dlocks: the aliases side by side",
-        f"{run['when']} · dlocks {run['dlocks']}, Python {run['python']}, {run['system']}, {run['cores']} cores",
+        f"{run['when']} · dlocks {run['dlocks']}, Python {run['python']},"
+        f" {run['system']}, {run['cores']} cores",
         [
-            chart("Take and give back, alone", "p50, µs · less is better", "alone", "pair_p50_us"),
-            chart("Grants per second", f"{several} · more is better", "together", "grants_per_s"),
-            chart("Wait, p99", f"ms, {several} · less is better", "together", "wait_p99_ms"),
-            chart("Hand-over, p50", "ms from one holder to the next · less is better", "together", "handover_p50_ms"),
-            chart("Fairness", "Jain's index · 1: all got equally many", "together", "jain"),
+            chart(
+                "Take and give back, alone",
+                "p50, µs · less is better",
+                "alone",
+                "pair_p50_us",
+            ),
+            chart(
+                "Grants per second",
+                f"{several} · more is better",
+                "together",
+                "grants_per_s",
+            ),
+            chart(
+                "Wait, p99",
+                f"ms, {several} · less is better",
+                "together",
+                "wait_p99_ms",
+            ),
+            chart(
+                "Hand-over, p50",
+                "ms from one holder to the next · less is better",
+                "together",
+                "handover_p50_ms",
+            ),
+            chart(
+                "Fairness", "Jain's index · 1: all got equally many", "together", "jain"
+            ),
         ],
     )
 
 
-def _number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
-    """Return what makes a number between the two of an argument, or says why it cannot."""
+def _number(
+    kind: Callable[[str], Any], least: float, most: float
+) -> Callable[[str], Any]:
+    """Return a function that parses an argument as a number within limits.
+
+    It raises ArgumentTypeError for other arguments.
+    """
 
     def number(text: str) -> Any:
         try:
@@ -224,7 +324,9 @@ def _number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[
                 f"{text!r} is not a {'whole number' if kind is int else 'number'}."
             ) from None
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least:g} and {most:g}.")
+            raise argparse.ArgumentTypeError(
+                f"{text} is not between {least:g} and {most:g}."
+            )
         return value
 
     return number
@@ -235,11 +337,13 @@ def _check_writable(option: str, name: str | None) -> None:
         return
     path = Path(name)
     try:
-        # Now, not after minutes of work.
+        # Fail now instead of after minutes of measuring.
         is_new = not path.exists()
         with path.open("a"):
             pass
         if is_new:
             path.unlink()
     except OSError as error:
-        raise CommandError(f"--{option}: {name!r} cannot be written: {error.strerror}.") from error
+        raise CommandError(
+            f"--{option}: {name!r} cannot be written: {error.strerror}."
+        ) from error

@@ -1,4 +1,4 @@
-"""``manage.py reap_locks``: see to what was left behind, for cron."""
+"""``manage.py reap_locks``: clear stale locks and old records, for cron."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
-from dlocks.backends.base import seconds
 from dlocks.backends.database import DatabaseBackend
 from dlocks.management.base import LockCommand
+from dlocks.values import seconds
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Command(LockCommand):
     help = (
-        "Makes stale locks and shares free, forgets dead claims in line and the history of long ago, and with "
-        "--idle-for deletes the rows of keys that are not used any more."
+        "Makes stale locks and shares free, forgets dead claims in line and the history"
+        " of long ago, and with --idle-for deletes the rows of keys that are not used"
+        " any more."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
-            "--idle-for", metavar="DURATION", help="Also delete rows that have been free so long: 90s, 15m, 12h, 30d."
+            "--idle-for",
+            metavar="DURATION",
+            help="Also delete rows that have been free so long: 90s, 15m, 12h, 30d.",
         )
         parser.add_argument(
             "--history-for",
             metavar="DURATION",
             default="30d",
-            help="Delete the records of holds that ended longer ago. Default: %(default)s.",
+            help=(
+                "Delete the records of holds that ended longer ago. Default:"
+                " %(default)s."
+            ),
         )
         parser.add_argument("--dry-run", action="store_true", help="Only count.")
 
@@ -42,20 +48,28 @@ class Command(LockCommand):
         told = []
         freed = deleted = forgotten = 0
         try:
-            # Deleting comes first, so that a dry run counts the same rows. By batches, each of which is committed.
+            # Deletion comes first, so that a dry run counts the same rows. Each batch
+            # is its own committed transaction.
             if idle is not None:
                 for number in backend.purge(idle, dry_run=dry_run):
                     deleted += number
-                told.append(f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted")
+                told.append(
+                    f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted"
+                )
             for number in backend.reap(dry_run=dry_run):
                 freed += number
-            told.insert(0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}made free")
+            told.insert(
+                0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}made free"
+            )
             for number in backend.forget(history_for, dry_run=dry_run):
                 forgotten += number
             if forgotten or backend.history:
-                told.append(f"{forgotten} record{'' if forgotten == 1 else 's'} of the history {will}deleted")
+                told.append(
+                    f"{forgotten} record{'' if forgotten == 1 else 's'} of the history"
+                    f" {will}deleted"
+                )
         finally:
-            # Also of what was done before something failed.
+            # The log also records what was done before an error.
             if (freed or deleted or forgotten) and not dry_run:
                 audit.reaped(
                     freed=freed,
@@ -72,7 +86,9 @@ class Command(LockCommand):
 def _seconds(option: str, duration: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(duration), re.ASCII)
     if match is None:
-        raise CommandError(f"{option} takes a duration such as 90s, 15m, 12h or 30d, not {duration!r}.")
+        raise CommandError(
+            f"{option} takes a duration such as 90s, 15m, 12h or 30d, not {duration!r}."
+        )
     try:
         return seconds(option, float(match[1]) * UNITS[match[2]])
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""``manage.py run_locked KEY -- command args…``: any command of the system, under a lock."""
+"""``manage.py run_locked KEY -- command args…``: run a program under a lock."""
 
 from __future__ import annotations
 
@@ -22,56 +22,95 @@ from dlocks.holds import Hold
 from dlocks.locks import Lock
 from dlocks.schedules import BUSY
 
-# As shells say it.
+# Exit statuses as shells use them.
 NOT_EXECUTABLE, NOT_FOUND, BY_SIGNAL = 126, 127, 128
 
-PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
-# What a terminal sends to the whole foreground group, so that the command has it without us.
+PASSED_ON = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+)
+# Signals that a terminal sends to the whole foreground process group. The command
+# receives them without our help.
 FROM_TERMINAL = {"SIGINT", "SIGQUIT"}
 
 
 class Command(BaseCommand):
     help = (
-        "Runs a command under a lock and exits with its status: 75 when the lock is busy, 128 + N when signal N ended "
-        "the command. When the lock is lost, the command is sent SIGTERM."
+        "Runs a command under a lock and exits with its status: 75 when the lock is"
+        " busy, 128 + N when signal N ended the command. When the lock is lost, the"
+        " command is sent SIGTERM."
     )
-    # It need not wait for what other apps check.
+    # The command does not depend on the checks of other apps.
     requires_system_checks = []
     stealth_options = ("command",)
 
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        usage = f"{os.path.basename(prog_name)} {subcommand} KEY [options] -- command [args …]"  # noqa: PTH119
+    def create_parser(
+        self, prog_name: str, subcommand: str, **kwargs: Any
+    ) -> CommandParser:
+        program = os.path.basename(prog_name)  # noqa: PTH119
+        usage = f"{program} {subcommand} KEY [options] -- command [args …]"
         return super().create_parser(prog_name, subcommand, usage=usage, **kwargs)
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("key", metavar="KEY", help="What is locked.")
         parser.add_argument(
-            "--using", default=DEFAULT_ALIAS, metavar="ALIAS", help="Alias of the DLOCKS setting. Default: %(default)s."
+            "--using",
+            default=DEFAULT_ALIAS,
+            metavar="ALIAS",
+            help="Alias of the DLOCKS setting. Default: %(default)s.",
         )
         parser.add_argument(
-            "--timeout", type=float, default=0.0, metavar="SECONDS", help="How long to wait for it. Default: not."
+            "--timeout",
+            type=float,
+            default=0.0,
+            metavar="SECONDS",
+            help="How long to wait for it. Default: not.",
         )
-        parser.add_argument("--ttl", type=float, metavar="SECONDS", help="How long it outlives a host that died.")
-        parser.add_argument("--max-hold", type=float, metavar="SECONDS", help="How long it is held at most.")
         parser.add_argument(
-            "--at-least", type=float, default=0.0, metavar="SECONDS", help="How long it stays taken at least."
+            "--ttl",
+            type=float,
+            metavar="SECONDS",
+            help="How long it outlives a host that died.",
+        )
+        parser.add_argument(
+            "--max-hold",
+            type=float,
+            metavar="SECONDS",
+            help="How long it is held at most.",
+        )
+        parser.add_argument(
+            "--min-hold",
+            type=float,
+            default=0.0,
+            metavar="SECONDS",
+            help="How long it stays taken at least.",
         )
 
     def run_from_argv(self, argv: list[str]) -> None:
-        # Before argparse, which would take the command's own "--" away.
+        # Split here, because argparse would remove the "--" of the command's own
+        # arguments.
         split = argv.index("--") if "--" in argv else len(argv)
         self._command = argv[split + 1 :]
         super().run_from_argv(argv[:split])
 
-    def handle(self, *args: Any, command: Sequence[str] | None = None, **options: Any) -> None:
+    def handle(
+        self, *args: Any, command: Sequence[str] | None = None, **options: Any
+    ) -> None:
         command = list(command or getattr(self, "_command", []))
         if not command:
-            raise CommandError("Say what to run, after '--': run_locked KEY -- command args")
+            raise CommandError(
+                "Say what to run, after '--': run_locked KEY -- command args"
+            )
         child = _Child(command)
         entered = False
         status = None
         try:
-            with _named(f"run_locked {shlex.join(command)}"), child.listening(), self._lock(child, options):
+            with (
+                _named(f"run_locked {shlex.join(command)}"),
+                child.listening(),
+                self._lock(child, options),
+            ):
                 entered = True
                 status = child.run()
         except LockTimeout as error:
@@ -81,28 +120,33 @@ class Command(BaseCommand):
         except LockBackendError as error:
             if status is None:
                 raise CommandError(str(error)) from error
-            # The command has ended all the same, and the lease will.
+            # The command has ended in any case, and the lease will expire.
             self.stderr.write(self.style.WARNING(str(error)))
         except LockError as error:
-            # Lost: no success, whatever the command thought of it.
+            # The lock was lost, so the run is no success, whatever the command's own
+            # status is.
             raise CommandError(str(error), returncode=status or 1) from error
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
         except (ValueError, RuntimeError) as error:
-            # What a backend refuses, as a key too long with its prefix.
+            # A backend refuses, for example, a key that is too long with its prefix.
             if entered:
                 raise
             raise CommandError(str(error)) from error
         except OSError as error:
             raise CommandError(
                 f"{command[0]!r} cannot be run: {error.strerror}",
-                returncode=NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE,
+                returncode=(
+                    NOT_FOUND
+                    if isinstance(error, FileNotFoundError)
+                    else NOT_EXECUTABLE
+                ),
             ) from error
         if status:
             sys.exit(status)
 
     def _lock(self, child: _Child, options: dict[str, Any]) -> Lock:
-        policy = {name: options[name] for name in ("timeout", "max_hold", "at_least")}
+        policy = {name: options[name] for name in ("timeout", "max_hold", "min_hold")}
         if options["ttl"] is not None:
             policy["ttl"] = options["ttl"]
         try:
@@ -119,19 +163,23 @@ class Command(BaseCommand):
 
 
 class _Child:
-    """The command, and the signals on their way to it."""
+    """The child process, and the signals for it."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        # Whether a signal means the command, not this process alone.
+        # Whether a signal is meant for the command rather than for this process alone.
         self._runs = False
-        # Appended to by handlers and by the keeper: a deque, since neither may wait for the other.
+        # Signal handlers and the keeper append to it. A deque needs no lock, for which
+        # either would have to wait.
         self._signals: deque[int] = deque()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch the signals, where they are not ignored: what is ignored here, the command shall ignore too."""
+        """Catch signals that are not ignored.
+
+        The command must also ignore those that this process ignores.
+        """
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in PASSED_ON:
@@ -144,20 +192,24 @@ class _Child:
                 signal.signal(number, handler)
 
     def run(self) -> int:
-        """Run the command to its end; return its exit status as shells tell it."""
+        """Run the command, and return its exit status as shells report it."""
         self._runs = True
         try:
-            # In this process group, so that it has the terminal.
-            self._process = subprocess.Popen(self._command)  # noqa: S603 (what the caller wants to be run)
+            # The command runs in this process group, so that it can use the terminal.
+            self._process = subprocess.Popen(self._command)  # noqa: S603 (the command of the caller)
             self._pass_on()
-            # By a thread: a signal that comes just before this one begins to wait for a process is not handled until
-            # then.
-            waiter = threading.Thread(target=self._process.wait, name="run_locked", daemon=True)
+            # Wait in another thread. A signal that arrives just before this thread
+            # starts waiting for a process would be handled only after the process has
+            # ended.
+            waiter = threading.Thread(
+                target=self._process.wait, name="run_locked", daemon=True
+            )
             waiter.start()
             while waiter.is_alive():
                 waiter.join(0.5)
         finally:
-            # Not as soon as it has ended: what another thread was sent before is handled when this one goes on.
+            # Reset only now. A signal sent to another thread before the end of the
+            # command is handled when this thread continues.
             self._runs = False
         status = self._process.wait()
         return BY_SIGNAL - status if status < 0 else status
@@ -168,7 +220,8 @@ class _Child:
 
     def _caught(self, number: int, frame: object) -> None:
         if not self._runs:
-            # There is no command yet, or no more: what goes on is the taking or the giving back of the lock.
+            # The command has not started yet, or has ended. The signal interrupts
+            # acquiring or releasing the lock.
             sys.exit(BY_SIGNAL + number)
         if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
             return
@@ -177,15 +230,19 @@ class _Child:
 
     def _pass_on(self) -> None:
         while self._process is not None and self._signals:
-            # The other thread may have taken the last one; the command may have ended.
+            # The other thread may have taken the last signal, and the command may have
+            # ended.
             with suppress(IndexError, ProcessLookupError):
                 self._process.send_signal(self._signals.popleft())
 
 
 def _in_foreground() -> bool:
-    """Return whether this process is in the foreground of its terminal, whose Ctrl-C the command has had itself."""
+    """Return whether this process is in the foreground of its terminal.
+
+    If so, the command has received a Ctrl-C itself.
+    """
     if not hasattr(os, "tcgetpgrp"):
-        # On Windows a Ctrl-C is for all of the console.
+        # On Windows, Ctrl-C is sent to all processes of the console.
         return True
     try:
         terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
@@ -201,7 +258,7 @@ def _in_foreground() -> bool:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give the thread a name, which the lock shows with its holder."""
+    """Name the thread, since the lock shows that name with its holder."""
     thread = threading.current_thread()
     before, thread.name = thread.name, name
     try:

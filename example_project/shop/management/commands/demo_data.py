@@ -1,4 +1,4 @@
-"""The command that fills the shelves and makes an administrator, for a look around."""
+"""A command that creates demo products and an administrator."""
 
 from django.conf import settings
 from django.contrib.auth import get_user_model
@@ -6,16 +6,28 @@ from django.core.management.base import BaseCommand, CommandError
 
 from example_project.shop.models import Product
 
-PRODUCTS = {"Espresso machine": 5, "Coffee mill": 12, "Moka pot": 30, "Cup": 100, "The last biscuit": 1}
+PRODUCTS = {
+    "Espresso machine": 5,
+    "Coffee mill": 12,
+    "Moka pot": 30,
+    "Cup": 100,
+    "The last biscuit": 1,
+}
 NAME = PASSWORD = "admin"  # noqa: S105 (for DEBUG only)
 
 
 class Command(BaseCommand):
-    help = "Fill the shop with products and make the superuser admin/admin. Only with DEBUG."
+    help = (
+        "Fill the shop with products and make the superuser admin/admin. Only with"
+        " DEBUG."
+    )
 
     def handle(self, *args, **options):
         if not settings.DEBUG:
-            raise CommandError("demo_data makes a superuser whose password everybody knows, so it needs DEBUG = True.")
+            raise CommandError(
+                "demo_data makes a superuser whose password everybody knows, so it"
+                " needs DEBUG = True."
+            )
         for name, stock in PRODUCTS.items():
             Product.objects.get_or_create(name=name, defaults={"stock": stock})
         users = get_user_model().objects
@@ -23,5 +35,8 @@ class Command(BaseCommand):
             users.create_superuser(NAME, password=PASSWORD)
         self.stdout.write(f"The shop has {Product.objects.count()} products.")
         self.stdout.write(
-            self.style.WARNING(f"Demo superuser: name {NAME!r}, password {PASSWORD!r}. For this machine only.")
+            self.style.WARNING(
+                f"Demo superuser: name {NAME!r}, password {PASSWORD!r}. For this"
+                " machine only."
+            )
         )

@@ -1,4 +1,4 @@
-"""The command that sells out a product to a crowd: without a lock, and with each of them."""
+"""A command that sells a product to many buyers, without and with each lock."""
 
 from __future__ import annotations
 
@@ -18,27 +18,52 @@ from example_project.shop.services import LOCKS
 
 class Command(BaseCommand):
     help = (
-        "Sell a stock to a crowd of buyers in several processes: without a lock, which sells more than there is, then "
-        "with each lock. The exit status is 0 when more than the stock was sold without a lock, and exactly the stock "
-        "with each."
+        "Sell a stock to a crowd of buyers in several processes: without a lock, which"
+        " sells more than there is, then with each lock. The exit status is 0 when more"
+        " than the stock was sold without a lock, and exactly the stock with each."
     )
 
     def add_arguments(self, parser):
-        parser.add_argument("--buyers", type=_number(2, 10_000), default=240, help="how many want one (240)")
-        parser.add_argument("--processes", type=_number(2, 64), default=8, help="how many processes they are in (8)")
-        parser.add_argument("--stock", type=_number(1, 9_999), default=100, help="how many there are (100)")
+        parser.add_argument(
+            "--buyers",
+            type=_number(2, 10_000),
+            default=240,
+            help="how many want one (240)",
+        )
+        parser.add_argument(
+            "--processes",
+            type=_number(2, 64),
+            default=8,
+            help="how many processes they are in (8)",
+        )
+        parser.add_argument(
+            "--stock",
+            type=_number(1, 9_999),
+            default=100,
+            help="how many there are (100)",
+        )
 
     def handle(self, *, buyers, processes, stock, **options):
         if buyers <= stock:
-            raise CommandError(f"--buyers ({buyers}) must be more than --stock ({stock}), or nobody goes without.")
+            raise CommandError(
+                f"--buyers ({buyers}) must be more than --stock ({stock}), or nobody"
+                " goes without."
+            )
         if processes > buyers:
-            raise CommandError(f"--processes ({processes}) cannot be more than --buyers ({buyers}).")
+            raise CommandError(
+                f"--processes ({processes}) cannot be more than --buyers ({buyers})."
+            )
         if Product._meta.db_table not in connection.introspection.table_names():
-            raise CommandError("The shop has no tables yet. Run 'manage.py migrate' first.")
+            raise CommandError(
+                "The shop has no tables yet. Run 'manage.py migrate' first."
+            )
         try:
             from rich.console import Console
         except ImportError as error:
-            raise CommandError("flash_sale draws with rich: pip install rich, or pip install --group demo.") from error
+            raise CommandError(
+                "flash_sale draws with rich: pip install rich, or pip install --group"
+                " demo."
+            ) from error
         console = Console(file=options.get("stdout") or sys.stdout, highlight=False)
         try:
             rounds = self._sell(console, buyers, processes, stock)
@@ -48,30 +73,49 @@ class Command(BaseCommand):
             console.print("Interrupted: the sale was broken off.", style="red")
             sys.exit(130)
         console.print(_table(rounds))
-        complaints = [complaint for one in rounds if (complaint := one.complaint) is not None]
+        complaints = [
+            complaint for one in rounds if (complaint := one.complaint) is not None
+        ]
         if complaints:
             console.print(f"FAILED: {'; '.join(complaints)}.", style="bold red")
             sys.exit(1)
         console.print(
-            f"All held: of a stock of {stock}, {rounds[0].sold} were sold without a lock, and exactly {stock} with "
-            "each lock and with the optimistic path on the row.",
+            f"All held: of a stock of {stock}, {rounds[0].sold} were sold without a"
+            f" lock, and exactly {stock} with each lock and with the optimistic path on"
+            " the row.",
             style="bold green",
         )
 
     def _sell(self, console, buyers, processes, stock):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
-        console.print(f"Flash sale: {stock} pieces, {buyers} buyers in {processes} processes.")
-        columns = [TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        console.print(
+            f"Flash sale: {stock} pieces, {buyers} buyers in {processes} processes."
+        )
+        columns = [
+            TextColumn("{task.description:<16}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        ]
         with ExitStack() as stack:
             with console.status("The processes start …"):
                 crowd = stack.enter_context(Crowd(processes))
             progress = stack.enter_context(Progress(*columns, console=console))
-            tasks = {lock: progress.add_task(TITLES[lock], total=buyers, start=False) for lock in LOCKS}
+            tasks = {
+                lock: progress.add_task(TITLES[lock], total=buyers, start=False)
+                for lock in LOCKS
+            }
 
             def tell(one: Round) -> None:
                 if one.served == 0:
-                    # Perhaps not for the first time.
+                    # This may be a further attempt.
                     progress.reset(tasks[one.lock])
                 progress.update(tasks[one.lock], completed=one.served)
 
@@ -88,7 +132,15 @@ def _table(rounds: list[Round]):
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("lock", no_wrap=True)
-    for heading in ("sold", "oversold", "refused", "conflicts\nretried", "waits", "sales per\nsecond", "seconds"):
+    for heading in (
+        "sold",
+        "oversold",
+        "refused",
+        "conflicts\nretried",
+        "waits",
+        "sales per\nsecond",
+        "seconds",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in rounds:
         wrong = "red" if one.oversold else None
@@ -107,15 +159,22 @@ def _table(rounds: list[Round]):
 
 
 def _number(least: int, most: int) -> Callable[[str], int]:
-    """Return what makes a whole number between the two of an argument, or says why it cannot."""
+    """Return a function that parses an argument as a whole number within limits.
+
+    It raises ArgumentTypeError for other arguments.
+    """
 
     def number(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number."
+            ) from None
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}.")
+            raise argparse.ArgumentTypeError(
+                f"{text} is not between {least} and {most}."
+            )
         return value
 
     return number

@@ -1,4 +1,7 @@
-"""The process behind the page of the flash sale: it resumes the lock that the page has taken, and sells."""
+"""The process that runs a flash sale for the page.
+
+It resumes the hold that the page has acquired, and sells.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from example_project.shop.crowd import Crowd, CrowdError
 from example_project.shop.models import FlashSale
 from example_project.shop.sale import Round, sell
 
-# How often the page is told, in seconds.
+# Seconds between two updates of the page.
 TELL_EVERY = 0.2
 
 
 class Command(BaseCommand):
-    help = "Hold the flash sale that the page has begun. The lock on it is read from the standard input."
+    help = (
+        "Hold the flash sale that the page has begun. The lock on it is read from the"
+        " standard input."
+    )
 
     def add_arguments(self, parser):
         parser.add_argument("sale", type=int)
@@ -32,7 +38,9 @@ class Command(BaseCommand):
             try:
                 self._sell(sale)
             except CrowdError as error:
-                sale.trouble = f"The sale was broken off. {str(error).strip().splitlines()[-1]}"
+                sale.trouble = (
+                    f"The sale was broken off. {str(error).strip().splitlines()[-1]}"
+                )
             except BaseException:
                 sale.trouble = "The sale was broken off."
                 raise
@@ -49,7 +57,7 @@ class Command(BaseCommand):
             if (now := time.monotonic()) >= told + TELL_EVERY:
                 told = now
                 sale.rounds = [*rounds, asdict(one)]
-                # A busy database hears of it next time.
+                # If the database is busy, the next update shows this progress.
                 with suppress(OperationalError):
                     sale.save(update_fields=["rounds"])
 

@@ -1,34 +1,40 @@
-"""PostgreSQL's prepared statements, for the few statements that a lock is made of: planned once, not each time."""
+"""Prepared statements on PostgreSQL, for the few statements of a lock.
+
+They are planned once instead of each time.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dlocks.backends.database.direct import TEXT_AT_MOST, Reply
+from dlocks import clock
 from dlocks.polling import readable, ready
+from dlocks.sql.direct import TEXT_AT_MOST, Reply
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
 
 logger = logging.getLogger("dlocks")
 
-# A statement is prepared when a session sends it for the fifth time: most sessions of a web site are shorter.
+# A statement is prepared when a session sends it for the fifth time. Most sessions of a
+# web site are shorter.
 PREPARED_AT = 5
 
-# How many statements a session keeps prepared. Those with lists in them are as many as the lists are long.
+# The number of statements that a session keeps prepared. A statement with a list is
+# another statement for each length of the list.
 PREPARED_AT_MOST = 100
 
-# For how many seconds a statement that was interrupted is waited for, and within them the cancelling of it.
+# Seconds to wait for the end of an interrupted statement, and within them for its
+# cancellation.
 PATIENCE = 5.0
 CANCEL_PATIENCE = 2.0
 
-# The types of PostgreSQL, by their numbers in its catalogue.
+# The OIDs of types in PostgreSQL's catalogue.
 BOOLEAN, BIGINT, SMALLINT, INTEGER, TEXT, DOUBLE, INET = 16, 20, 21, 23, 25, 701, 869
 _READ: dict[int, Callable[[bytes], Any]] = {
     BOOLEAN: b"t".__eq__,
@@ -42,7 +48,7 @@ _COLUMN_TYPES = {"owner_ip": INET, "ip": INET, "version": BIGINT, "number": BIGI
 
 
 class _Places(dict[str, str]):
-    """Numbers the parameters of a statement in the order in which they come up."""
+    """A mapping that numbers the parameters of a statement in the order of use."""
 
     def __missing__(self, name: str) -> str:
         self[name] = f"${len(self) + 1}"
@@ -50,7 +56,11 @@ class _Places(dict[str, str]):
 
 
 class _Statement:
-    """A statement by its name at the server, the names of its parameters, and how the columns are read, once known."""
+    """A prepared statement.
+
+    It has its name on the server, the names of its parameters and, once known, the
+    functions that read its columns.
+    """
 
     __slots__ = ("name", "names", "readers")
 
@@ -61,33 +71,41 @@ class _Statement:
 
 
 class PreparedStatements:
-    """
-    What is prepared in one session.
+    """The prepared statements of one session.
 
-    The statements go to libpq as they are, past Django's cursor, which writes the parameters into the text and can
-    prepare nothing: half the cost of a lock. So this is for where nobody looks on: see ``of()``.
+    The statements go to libpq directly, which halves the cost of a lock. Django's
+    cursor writes the parameters into the text and can prepare nothing. It must not be
+    instrumented, see ``nobody_looks_on()``.
     """
 
     def __init__(self, connection: Any) -> None:
         from psycopg import pq
 
-        # As numbers: to look for one in a set of those costs more than all else that is read of an answer.
-        self._tuples_ok, self._command_ok = int(pq.ExecStatus.TUPLES_OK), int(pq.ExecStatus.COMMAND_OK)
+        # These are numbers, since a lookup in a set of enum members costs more than the
+        # rest of reading a reply.
+        self._tuples_ok, self._command_ok = (
+            int(pq.ExecStatus.TUPLES_OK),
+            int(pq.ExecStatus.COMMAND_OK),
+        )
         self._pgconn: PGconn = connection.pgconn
         self._await_answer = readable(self._pgconn.socket)
         self._backend_pid: int = connection.info.backend_pid
-        # Whether the session is this process's own; None while that is not known.
+        # Whether the session belongs to this process alone. None if that is not known
+        # yet.
         self._own: bool | None = None
         self._uses: dict[str, int] = {}
         self._statements: dict[str, _Statement] = {}
 
     @classmethod
     def of(cls, wrapper: Any, *, through_a_pooler: bool) -> PreparedStatements | None:
-        """Return those of an open connection, or None where statements go by Django's cursor."""
+        """Return the prepared statements of an open connection, or None.
+
+        None means that statements have to use Django's cursor.
+        """
         connection = wrapper.connection
         found = _of_connection.get(connection)
         if found is None:
-            # psycopg 2 has no such thing.
+            # psycopg 2 has no ``pgconn``.
             if not hasattr(connection, "pgconn"):
                 return None
             found = _of_connection[connection] = cls(connection)
@@ -95,11 +113,14 @@ class PreparedStatements:
         return found if found._own is not False else None
 
     def execute(self, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
-        """Execute a statement, and return None where it has to be sent by the cursor instead."""
+        """Execute a statement, or return None if it has to use the cursor."""
         statement = self._statements.get(sql)
         if statement is None and (statement := self._prepare(sql, parameters)) is None:
             return None
-        values = [None if (value := parameters[name]) is None else str(value).encode() for name in statement.names]
+        values = [
+            None if (value := parameters[name]) is None else str(value).encode()
+            for name in statement.names
+        ]
         if b"\0" in b"".join(filter(None, values)):
             return None
         result = self._ask(self._pgconn.send_query_prepared, statement.name, values)
@@ -110,7 +131,11 @@ class PreparedStatements:
             return Reply([], 0)
         if (readers := statement.readers) is None:
             readers = statement.readers = _readers(result)
-        rows = [_row(result, 0, readers)] if number == 1 else [_row(result, row, readers) for row in range(number)]
+        rows = (
+            [_row(result, 0, readers)]
+            if number == 1
+            else [_row(result, row, readers) for row in range(number)]
+        )
         return Reply(rows, number)
 
     def _prepare(self, sql: str, parameters: Mapping[str, Any]) -> _Statement | None:
@@ -126,21 +151,30 @@ class PreparedStatements:
         if self._own is None:
             result = self._ask(self._pgconn.send_query, b"SELECT pg_backend_pid()")
             (pid,) = _row(result, 0, _readers(result))
-            # A pooler makes up the process id that it tells at the start, and the next statement may run elsewhere.
+            # A pooler invents the process id that it reports when a connection begins,
+            # and the next statement may run in another session.
             self._own = pid == self._backend_pid
             if not self._own:
                 return None
         places = _Places()
         text = (sql % places).encode()
-        types = [_COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in places]
-        # Named by what it says, so that the same name is nowhere another statement.
-        name = b"dlocks_" + hashlib.sha256(text + repr(types).encode()).hexdigest()[:32].encode()
+        types = [
+            _COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in places
+        ]
+        # The name is a hash of the statement, so it is never the name of another one.
+        name = (
+            b"dlocks_"
+            + hashlib.sha256(text + repr(types).encode()).hexdigest()[:32].encode()
+        )
         self._ask(self._pgconn.send_prepare, name, text, types)
         statement = self._statements[sql] = _Statement(name, tuple(places))
         return statement
 
     def _ask(self, send: Callable[..., None], *arguments: Any) -> PGresult:
-        """Send something, wait for the answer, and return it; raise the driver's error."""
+        """Send a request, wait for the reply, and return it.
+
+        Raise the driver's error if the request failed.
+        """
         pgconn = self._pgconn
         send(*arguments)
         while pgconn.flush():
@@ -174,27 +208,43 @@ class PreparedStatements:
 
 
 def _readers(result: PGresult) -> list[Callable[[bytes], Any]]:
-    return [_READ.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
+    return [
+        _READ.get(result.ftype(column), bytes.decode)
+        for column in range(result.nfields)
+    ]
 
 
-def _row(result: PGresult, row: int, readers: list[Callable[[bytes], Any]]) -> tuple[Any, ...]:
+def _row(
+    result: PGresult, row: int, readers: list[Callable[[bytes], Any]]
+) -> tuple[Any, ...]:
     value = result.get_value
-    return tuple([None if (one := value(row, column)) is None else read(one) for column, read in enumerate(readers)])
+    return tuple(
+        [
+            None if (one := value(row, column)) is None else read(one)
+            for column, read in enumerate(readers)
+        ]
+    )
 
 
 class NotPreparedError(Exception):
-    """The session has forgotten the statement, or has another of its name: it has not been executed."""
+    """A statement that is not prepared in the session, and was not executed.
+
+    The session has lost it, or has another statement of this name.
+    """
 
 
-# invalid_sql_statement_name, duplicate_prepared_statement, feature_not_supported (a plan whose result has changed)
+# invalid_sql_statement_name, duplicate_prepared_statement, feature_not_supported (a
+# plan whose result has changed)
 _FORGOTTEN = {"26000", "42P05", "0A000"}
 
-_of_connection: weakref.WeakKeyDictionary[Any, PreparedStatements] = weakref.WeakKeyDictionary()
+_of_connection: weakref.WeakKeyDictionary[Any, PreparedStatements] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def is_under_way(connection: Any) -> bool:
-    """Tell whether a connection of the driver's waits for the answer to a statement."""
-    # psycopg 2, which has no such thing, comes back from libpq only with the answer.
+    """Return whether a connection of the driver waits for a reply."""
+    # psycopg 2 has no ``pgconn``. It returns from libpq only with the reply.
     if (pgconn := getattr(connection, "pgconn", None)) is None:
         return False
     from psycopg import pq
@@ -203,24 +253,25 @@ def is_under_way(connection: Any) -> bool:
 
 
 def end_interrupted(connection: Any) -> None:
-    """
-    End a statement that was interrupted, and its session, with which nobody could go on.
+    """End an interrupted statement and its session, which is unusable.
 
-    A server that finds its client gone has executed what it was sent: a grant could be made after it was taken back in
-    another session. So the statement is cancelled, where that is possible in time, and its end waited for, whichever it
-    is, for ``PATIENCE`` at most. Another interrupt ends that at once. psycopg does so itself, but at a Ctrl-C only, and
-    for its own cursors.
+    A server whose client is gone still executes what it has received. So it could grant
+    a key after another session has released the claim. Therefore the statement is
+    cancelled, if that is possible in time. Its end is awaited in either case, for up to
+    ``PATIENCE`` seconds. Another interrupt ends the wait at once. psycopg does this
+    itself, but only at a Ctrl-C, and only for its own cursors.
     """
     from psycopg import Error, capabilities
 
     pgconn = connection.pgconn
-    deadline = time.monotonic() + PATIENCE
+    deadline = clock.real_now() + PATIENCE
     try:
         with suppress(Error):
-            # Of what was not sent to its end, the server commits nothing.
+            # The server commits nothing of a request that was not sent completely.
             if not pgconn.flush():
-                # A server that has not read the statement yet takes no notice; it will answer all the same. What libpq
-                # had for this before 17 knows no bound, and lets no other thread go on.
+                # A server that has not read the statement yet ignores the cancellation,
+                # and replies all the same. Before version 17, libpq can only cancel
+                # without a timeout, and blocks all other threads during that.
                 if capabilities.has_cancel_safe():
                     with suppress(Error):
                         connection.cancel_safe(timeout=CANCEL_PATIENCE)
@@ -232,11 +283,12 @@ def end_interrupted(connection: Any) -> None:
 def _await_end(pgconn: PGconn, deadline: float) -> None:
     while True:
         while pgconn.is_busy():
-            left = deadline - time.monotonic()
+            left = deadline - clock.real_now()
             if left <= 0:
                 logger.warning(
-                    "PostgreSQL has not ended a statement %g s after it was interrupted. A key that it takes yet"
-                    " is free again when the lease is over.",
+                    "PostgreSQL has not ended a statement %g s after it was"
+                    " interrupted. A key that it takes yet is free again when the lease"
+                    " is over.",
                     PATIENCE,
                 )
                 return

@@ -1,0 +1,85 @@
+"""The system check of the database of an alias."""
+
+from __future__ import annotations
+
+from django.core import checks
+from django.db import connections
+
+
+def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
+    """Check the settings of a backend's database, without a query."""
+    connection = connections[database]
+    options = connection.settings_dict["OPTIONS"]
+    if connection.vendor == "sqlite":
+        if connection.is_in_memory_db():  # type: ignore[attr-defined]
+            return [
+                checks.Warning(
+                    f"The locks of DLOCKS[{alias!r}] are in an in-memory SQLite"
+                    " database. Each connection has a database of its own, so the locks"
+                    " do not exclude callers in other threads and processes.",
+                    hint=(
+                        "Use a database in a file, or"
+                        " dlocks.backends.memory.MemoryBackend in tests."
+                    ),
+                    id="dlocks.W001",
+                )
+            ]
+        if str(options.get("transaction_mode", "")).upper() not in {
+            "IMMEDIATE",
+            "EXCLUSIVE",
+        }:
+            return [
+                checks.Warning(
+                    f"Transactions on the SQLite database {database!r} begin as"
+                    " readers, and fail at once with 'database is locked' when they"
+                    " come to write, as a lock inside of them does.",
+                    hint=(
+                        f"Set DATABASES[{database!r}]['OPTIONS']['transaction_mode'] ="
+                        " 'IMMEDIATE'."
+                    ),
+                    id="dlocks.W002",
+                )
+            ]
+    elif connection.vendor == "mysql":
+        level = options.get("isolation_level", "read committed")
+        if str(level).lower() != "read committed":
+            return [
+                checks.Warning(
+                    f"Transactions on database {database!r} run at"
+                    f" {level or 'the server default'}, where a snapshot older than the"
+                    " lock hides what its last holder did: locks inside transactions"
+                    " are refused.",
+                    hint=(
+                        f"Set DATABASES[{database!r}]['OPTIONS']['isolation_level'] ="
+                        " 'read committed'."
+                    ),
+                    id="dlocks.W003",
+                )
+            ]
+    elif connection.vendor == "postgresql":
+        # psycopg's numbers for READ UNCOMMITTED and READ COMMITTED. The server's
+        # default is READ COMMITTED.
+        if options.get("isolation_level") not in {None, 1, 2}:
+            return [
+                checks.Warning(
+                    f"Transactions on database {database!r} run at an isolation level"
+                    " above READ COMMITTED, where a snapshot older than the lock hides"
+                    " what its last holder did: locks inside transactions are"
+                    " refused.",
+                    hint=(
+                        "Leave out"
+                        f" DATABASES[{database!r}]['OPTIONS']['isolation_level']."
+                    ),
+                    id="dlocks.W003",
+                )
+            ]
+    else:
+        return [
+            checks.Error(
+                f"DLOCKS[{alias!r}] is on database {database!r} of the kind"
+                f" {connection.vendor!r}.",
+                hint="Use PostgreSQL, MariaDB, MySQL or SQLite.",
+                id="dlocks.E004",
+            )
+        ]
+    return []

@@ -1,0 +1,23 @@
+"""The system check of an alias with session locks."""
+
+from __future__ import annotations
+
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+
+from dlocks.backends.session.wires import wire_class
+
+
+def check_session(alias: str, database: str) -> list[checks.CheckMessage]:
+    """Check the settings of a session backend's database, without a query."""
+    try:
+        wire_class(database)
+    except ImproperlyConfigured as error:
+        return [
+            checks.Error(
+                f"DLOCKS[{alias!r}]: {error}",
+                hint="Choose another BACKEND, or another database.",
+                id="dlocks.E004",
+            )
+        ]
+    return []

@@ -1,0 +1,91 @@
+"""Responses that are rendered or streamed after their view has returned.
+
+The view's lock is held until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from asyncio import _get_running_loop
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from django.http import StreamingHttpResponse
+from django.template.response import SimpleTemplateResponse
+
+from dlocks.exceptions import LockError, LockLost
+from dlocks.holds import Hold
+from dlocks.keeper import keeper
+
+logger = logging.getLogger("dlocks")
+
+
+def hold_until_produced(hold: Hold, result: Any) -> None:
+    """Keep a view's hold until its response has been rendered or closed.
+
+    Other results change nothing. Neither does a hold in transaction scope, which the
+    database keeps until the transaction ends.
+    """
+    is_template = isinstance(result, SimpleTemplateResponse) and not result.is_rendered
+    if hold.scope == "transaction" or not (
+        is_template or isinstance(result, StreamingHttpResponse)
+    ):
+        return
+    # Middleware may return another response instead of this one. Then this one is
+    # neither rendered nor closed.
+    forgotten = weakref.finalize(result, _leave_later, hold)
+    # The keeper releases all holds at the end of the process.
+    forgotten.atexit = False
+    close = partial(_close, hold, forgotten)
+    result._resource_closers.append(close)
+    if is_template:
+        result.render = partial(_render, result, close, hold, forgotten)
+    hold.prolong()
+
+
+def _render(response: Any, close: Any, hold: Hold, forgotten: Any) -> Any:
+    # A cache pickles the response in a post-render callback, so this attribute must be
+    # removed first.
+    del response.render
+    with suppress(ValueError):
+        # A closed response has no closers any more.
+        response._resource_closers.remove(close)
+    try:
+        rendered = response.render()
+    except BaseException as error:
+        _leave(hold, forgotten, error)
+        raise
+    _leave(hold, forgotten)
+    return rendered
+
+
+def _close(hold: Hold, forgotten: Any) -> None:
+    try:
+        _leave(hold, forgotten)
+    except LockLost:
+        # The hold has logged it.
+        pass
+    except LockError as error:
+        # Django ignores errors of the closers.
+        logger.warning("%s", error)
+
+
+def _leave(hold: Hold, forgotten: Any, error: BaseException | None = None) -> None:
+    """Leave the hold, unless this response has already left it."""
+    if forgotten.detach() is None:
+        return
+    leave = partial(hold.leave, error)
+    # Django's asynchronous test client closes responses in the event loop.
+    leave() if _get_running_loop() is None else keeper.run(leave, hold.backend)
+
+
+def _leave_later(hold: Hold) -> None:
+    # Garbage collection runs in any thread at any moment, so it must not do I/O itself.
+    keeper.later(partial(_release, hold), 0.0, hold.backend)
+
+
+def _release(hold: Hold) -> None:
+    with suppress(LockLost):
+        hold.release(failed=True)

@@ -1,0 +1,1 @@
+"""The differences between the database engines and their drivers."""

@@ -1,0 +1,104 @@
+"""Text for people: holders, times, lengths of time and printable keys.
+
+``DLOCKS_SHOW_HOLDER`` controls the display of holders. Host, process, thread and IP
+reveal how a site is built. Pages and error messages may hide them. Logs, commands and
+attributes of errors never do.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from django.conf import settings
+from django.utils import timezone
+from django.utils.crypto import salted_hmac
+
+HASH = "hash"
+HIDDEN = "a hidden holder"
+
+# The number of holders that a message names at most.
+NAMED = 10
+
+
+def shows_holder() -> bool:
+    # Any other value, even a mistaken one, hides the holder.
+    return getattr(settings, "DLOCKS_SHOW_HOLDER", True) is True
+
+
+def shown_holder(name: str) -> str:
+    """Return a holder's name, a keyed hash of it, or a text that hides it."""
+    if shows_holder() or not name:
+        return name
+    if getattr(settings, "DLOCKS_SHOW_HOLDER", True) == HASH:
+        # Keyed, because hosts and processes are few enough to be guessed.
+        digest = salted_hmac("dlocks.privacy", name, algorithm="sha256").hexdigest()
+        return f"holder {digest[:10]}"
+    return HIDDEN
+
+
+def shown_address(ip: str | None) -> str | None:
+    return ip if shows_holder() else None
+
+
+def permits_taken(permits: int, sharers: Sequence[object], waiting: int) -> str:
+    """Return a phrase about a full semaphore, with its holders and waiters."""
+    taken = len(sharers)
+    if permits == 1:
+        number = "the only permit is taken"
+    elif taken >= permits:
+        number = f"all {permits} permits are taken"
+    else:
+        number = f"{taken} of {permits} permits {'is' if taken == 1 else 'are'} taken"
+    *first, last = [str(one) for one in sharers[:NAMED]] + (
+        [f"{taken - NAMED} more"] if taken > NAMED else []
+    )
+    by = f"{', '.join(first)} and {last}" if first else last
+    queue = (
+        f"; {waiting} {'is' if waiting == 1 else 'are'} waiting" if waiting > 0 else ""
+    )
+    return f"{number}, by {by}{queue}"
+
+
+def moment(value: Any) -> str:
+    """Return a moment in the current time zone, to the second."""
+    # The ``localtime`` of templates does not convert UTC if USE_TZ is off.
+    return timezone.localtime(value).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in its two largest units."""
+    if abs(seconds) < 10:
+        return f"{seconds:.1f}s"
+    sign, whole = "-" if seconds < 0 else "", round(abs(seconds))
+    for unit, size, smaller, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "m", 60),
+        ("m", 60, "s", 1),
+    ):
+        if whole >= size:
+            return f"{sign}{whole // size}{unit}{whole % size // part:02}{smaller}"
+    return f"{sign}{whole}s"
+
+
+def printable(text: str) -> str:
+    """Return the text with control and bidirectional characters escaped.
+
+    Such characters could act on a terminal or change the direction of writing.
+    """
+    return "".join(
+        character.encode("unicode_escape").decode() if _acts(character) else character
+        for character in text
+    )
+
+
+def _acts(character: str) -> bool:
+    return (
+        unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
+        or unicodedata.bidirectional(character) in _DIRECTIONS
+        or character in "\u061c\u200e\u200f"
+    )
+
+
+_DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}

@@ -1,0 +1,192 @@
+"""The values that backends take and return, and the check of durations."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Literal, NamedTuple
+
+from django.utils import timezone
+
+from dlocks.text import shown_address, shown_holder
+
+Scope = Literal["lease", "transaction"]
+
+# A number of seconds, or a timedelta. ``seconds()`` checks and converts it.
+Duration = float | timedelta
+
+KEY_LENGTH = 255
+
+# The permits of a shared claim without a limit.
+UNLIMITED = 2**31 - 1
+
+
+def new_owner() -> str:
+    """Return 128 random bits in hexadecimal, the secret identity of a claim.
+
+    Never show it in full.
+    """
+    return os.urandom(16).hex()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One attempt to acquire a key; after the grant, the proof of the hold.
+
+    ``key`` includes the prefix. A claim is exclusive or ``shared``. Up to ``permits``
+    shared claims, including this one, may hold the key at a time, as long as no
+    exclusive claim holds it. ``ttl`` is in seconds.
+    """
+
+    key: str
+    ttl: float
+    scope: Scope = "lease"
+    takeover: bool = True
+    # Whether it queues behind earlier waiters.
+    fair: bool = True
+    # Whether other claims may share the key, and the number of permits.
+    shared: bool = False
+    permits: int = UNLIMITED
+    # Whether it is renewed after its lease has expired, if no other caller has acquired
+    # the key since.
+    late: bool = False
+    # The owner of the same caller's exclusive hold. A shared claim is granted in
+    # addition to that hold.
+    beside: str = field(default="", repr=False)
+    holder: str = ""
+    owner_ip: str | None = None
+    owner: str = field(default_factory=new_owner, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The result of a claim that was granted.
+
+    ``token`` is larger than the token of every earlier grant of the key. ``lease`` is
+    in seconds from when the request was sent; ``None`` stands for the claim's ttl.
+    ``takeover`` is true if the previous holder never released the key.
+    """
+
+    token: int
+    lease: float | None = None
+    takeover: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The ticket of a claim in the queue.
+
+    Either the claim has a ``grant``, or it must retry by itself (``ask``), or ``ahead``
+    other claims come first. ``soon`` is the number of seconds after which the passing
+    of time alone may change the result. ``clock`` is the backend's clock in seconds at
+    its reply. ``number`` is the position, with which a claim that was skipped can
+    rejoin the queue. It is 0 if its turn has come.
+    """
+
+    grant: Grant | None = None
+    ask: bool = False
+    ahead: int = 0
+    soon: float = math.inf
+    clock: float = 0.0
+    number: int | None = None
+    # Whether the key may become free without a notification.
+    silent: bool = False
+    # Whether the caller's own thread can wait for the turn with ``wait()``, so that no
+    # other thread needs to poll.
+    here: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A notification to a listening process.
+
+    Either the claim of ``owner`` was granted until ``ends`` on the backend's clock, in
+    seconds, or the key named by ``free`` is free. Without a token, the claim has to
+    retry.
+    """
+
+    owner: str = ""
+    token: int | None = None
+    ends: float = 0.0
+    free: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A snapshot of the holder of a key, for people to read.
+
+    ``remaining`` is in seconds, and negative for a stale hold. The text of a holder
+    respects the setting ``DLOCKS_SHOW_HOLDER``, so it may be shown to any user. The
+    attributes contain everything.
+
+    A value that the backend does not know is ``None`` for ``since``, infinite for
+    ``remaining``, and 0 for ``token``. ``in_transaction`` is true if the lease has
+    expired but an open transaction still keeps the key.
+    """
+
+    key: str
+    holder: str
+    owner_ip: str | None
+    since: datetime | None
+    remaining: float
+    token: int
+    count: int
+    stale: bool
+    in_transaction: bool = False
+
+    def __str__(self) -> str:
+        who = shown_holder(self.holder) or "an unknown holder"
+        if ip := shown_address(self.owner_ip):
+            who += f" ({ip})"
+        if self.since is not None:
+            since = (
+                timezone.localtime(self.since)
+                if timezone.is_aware(self.since)
+                else self.since
+            )
+            who += f" since {since:%H:%M:%S}"
+        if self.in_transaction:
+            return f"{who}, in a transaction"
+        if self.remaining == math.inf:
+            return who
+        if self.stale:
+            return f"{who}, which ran out {-self.remaining:.1f} s ago"
+        return f"{who}, {self.remaining:.1f} s left"
+
+
+class Kept(NamedTuple):
+    """Expired leases that a transaction keeps.
+
+    Exclusive leases are given by key, shared ones by the id of the claim.
+    """
+
+    keys: frozenset[str] = frozenset()
+    shares: frozenset[int] = frozenset()
+
+
+def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
+    """Return a number or ``timedelta`` as seconds, or raise an error with ``name``."""
+    value = in_seconds(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name} must be a number of seconds or a timedelta, not"
+            f" {type(value).__name__}"
+        )
+    if not 0 <= value <= LONGEST or (above_zero and value == 0):
+        bound = "above 0" if above_zero else "0 or more"
+        raise ValueError(
+            f"{name} must be {bound} and at most {LONGEST:.0f} seconds, not {value!r}"
+        )
+    return float(value)
+
+
+def in_seconds(duration: Any) -> Any:
+    """Return the seconds of a ``timedelta``, and any other value unchanged."""
+    return duration.total_seconds() if isinstance(duration, timedelta) else duration
+
+
+# Ten years in seconds. A longer lease is a mistake, and this one is within the time
+# arithmetic of every engine.
+LONGEST = 10 * 365 * 86400.0

@@ -1,0 +1,63 @@
+"""Jobs of RQ: the recipe of docs/how-to/workers.md with a real worker.
+
+The worker runs on a real Redis.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from rq import Queue
+
+from dlocks import db_lock
+from tests import pages
+from tests.internals import HoldRecord
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_an_rq_job_releases_and_records_its_holds(redis_server, tmp_path):
+    """A job of RQ releases its locks and records them in the history.
+
+    Each job runs in its own process, which ends by os._exit(). ``dlocks.shutdown()`` is
+    called before that.
+    """
+    (recipe,) = pages.blocks("how-to/workers")
+    (tmp_path / "recipe.py").write_text(recipe)
+    url = f"redis://127.0.0.1:{redis_server.port}/7"
+    with Redis.from_url(url) as connection:
+        Queue("default", connection=connection).enqueue("tests.children.work")
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "rq.cli",
+                "worker",
+                "--burst",
+                "--url",
+                url,
+                "--worker-class",
+                "recipe.Worker",
+            ],
+            env={
+                **os.environ,
+                "DJANGO_SETTINGS_MODULE": "tests.settings",
+                "PYTHONPATH": f"{ROOT}:{tmp_path}",
+            },
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+    assert dict(HoldRecord.objects.values_list("key_resource", "ending")) == {
+        **{f"ended:{number}": "R" for number in range(6)},
+        "left": "F",
+    }
+    with db_lock("left", timeout=0):
+        pass

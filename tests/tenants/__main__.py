@@ -1,0 +1,373 @@
+"""Run scenarios by name and write their results as JSON.
+
+There is one name per line of input and one line of JSON per result. The argument
+selects the list of apps with dlocks: "shared", "both" or "tenants". Each process has
+its own database with the tenants acme and globex.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from io import StringIO
+
+import django
+import psycopg
+from django.conf import settings
+
+DATABASE = f"dlocks_tenants_{os.getpid()}"
+SERVER = {"host": "127.0.0.1", "port": os.environ["DLOCKS_TEST_PORT"], "user": "dlocks"}
+
+
+def of_tenant():
+    from django.db import connection
+
+    return f"{connection.schema_name}:"
+
+
+def configure(lists):
+    shared, tenants = (
+        ["django_tenants", "django.contrib.contenttypes", "tests.tenants"],
+        ["django.contrib.contenttypes"],
+    )
+    if lists in {"shared", "both"}:
+        shared.append("dlocks")
+    if lists in {"tenants", "both"}:
+        tenants.append("dlocks")
+    backend = "dlocks.backends.database.PessimisticBackend"
+    server = {
+        "NAME": DATABASE,
+        **{name.upper(): value for name, value in SERVER.items()},
+    }
+    settings.configure(
+        DATABASES={
+            "default": {"ENGINE": "django_tenants.postgresql_backend", **server},
+            "acme": {
+                "ENGINE": "django.db.backends.postgresql",
+                "OPTIONS": {"options": "-c search_path=acme"},
+                **server,
+            },
+        },
+        DATABASE_ROUTERS=["django_tenants.routers.TenantSyncRouter"],
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+        DLOCKS={
+            "default": {"BACKEND": backend, "OPTIONS": {"history": True}},
+            "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},
+            "insert": {"BACKEND": "dlocks.backends.database.InsertBackend"},
+            "tenant": {"BACKEND": backend, "OPTIONS": {"prefix": of_tenant}},
+        },
+        SECRET_KEY="tests",
+        SHARED_APPS=shared,
+        TENANT_APPS=tenants,
+        INSTALLED_APPS=[*shared, *(app for app in tenants if app not in shared)],
+        TENANT_MODEL="tenants.Client",
+        TENANT_DOMAIN_MODEL="tenants.Domain",
+        USE_TZ=True,
+    )
+    django.setup()
+
+
+def make_tenants():
+    from django.core.management import call_command
+    from django.db import connection
+
+    from tests.tenants.models import Client, Domain
+
+    with connection.schema_editor() as editor:
+        editor.create_model(Client)
+        editor.create_model(Domain)
+    call_command("migrate_schemas", shared=True, verbosity=0)
+    for name in ("acme", "globex"):
+        Client(schema_name=name, name=name).save(verbosity=0)
+
+
+# Scenarios.
+
+
+def tenant(name):
+    from django_tenants.utils import schema_context
+
+    return schema_context(name)
+
+
+def rows_of(schema):
+    """Return the keys in the table of a schema, or None if it has no table."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT to_regclass(%s) IS NULL", [f"{schema}.dlocks_resourcelock"]
+        )
+        if cursor.fetchone()[0]:
+            return None
+        cursor.execute(
+            f"SELECT key_resource FROM {schema}.dlocks_resourcelock ORDER BY 1"
+        )
+        return [key for (key,) in cursor.fetchall()]
+
+
+def refused():
+    from django.core.exceptions import ImproperlyConfigured
+
+    from dlocks import db_lock
+    from tests.internals import check_tables
+
+    said = []
+    for name in ("acme", "public"):
+        with tenant(name):
+            try:
+                db_lock("busy").acquire()
+            except ImproperlyConfigured as error:
+                said.append(str(error))
+    return said, [
+        (message.id, message.msg) for message in check_tables(databases=["default"])
+    ]
+
+
+def renewed_for_longer_than_its_ttl():
+    """Renew from a background thread, whose connection belongs to no tenant."""
+    from dlocks import db_lock
+
+    with tenant("acme"), db_lock("renewed", ttl=1) as hold:
+        threading.Event().wait(1.3)
+        hold.check()
+        hold.renew()
+        return hold.held
+
+
+def new_key_in_a_transaction():
+    from django.db import transaction
+
+    from dlocks import db_lock
+
+    granted = []
+    with tenant("acme"):
+        for using in ("default", "optimistic", "insert"):
+            with transaction.atomic(), db_lock(f"new:{using}", using=using) as hold:
+                granted.append(hold.scope)
+    return granted
+
+
+def every_kind():
+    """Use locks of each kind with each backend.
+
+    These are a lease, several keys, a semaphore, guarded commits, and a lock in
+    transaction scope.
+    """
+    from django.db import transaction
+
+    from dlocks import db_lock, db_semaphore
+
+    done = []
+    with tenant("globex"):
+        for using in ("default", "optimistic", "insert"):
+            with db_lock("a", "b", using=using) as both, both.atomic():
+                both.check()
+            with db_semaphore("permits", 2, using=using) as permit, permit.atomic():
+                permit.check()
+            with db_lock("guard", using=using) as hold, hold.atomic():
+                hold.renew()
+            with transaction.atomic():
+                db_lock("ends", using=using).acquire()
+            done.append(db_lock("ends", using=using).holder() is None)
+    return done
+
+
+def without_the_public_schema():
+    """Use a search path that has only the tenant's schema."""
+    from django.db import connection, transaction
+
+    from dlocks import db_lock
+    from tests.internals import ResourceLock
+
+    with tenant("acme"):
+        connection.set_schema("acme", include_public=False)
+        with (
+            db_lock("alone") as lease,
+            transaction.atomic(),
+            db_lock("alone too") as hold,
+        ):
+            lease.renew()
+            return hold.scope, ResourceLock.objects.filter(
+                pk="alone"
+            ).by_clock().with_line().get().state
+
+
+def guarded_on_another_alias():
+    """Guard on the alias acme, whose search path has only that schema."""
+    from dlocks import db_lock, db_semaphore
+
+    guarded = []
+    for lock in (db_lock("stock:7"), db_semaphore("permits", 2)):
+        with lock as hold, hold.atomic(using="acme"):
+            hold.check()
+            guarded.append(hold.key)
+    return guarded
+
+
+def handed_over_to_another_tenant():
+    """Queue a waiter in globex behind a holder in acme until the handover."""
+    from django.db import connection
+
+    from dlocks import db_lock
+
+    order, queued = [], threading.Event()
+
+    def wait():
+        with tenant("globex"):
+            queued.set()
+            with db_lock("shared", timeout=20) as hold:
+                order.append(("globex", hold.waited > 0, hold.takeover))
+        connection.close()
+
+    with tenant("acme"):
+        with db_lock("shared") as hold:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            queued.wait(20)
+            while not hold.queue_length():
+                threading.Event().wait(0.01)
+            order.append(("acme", False, hold.takeover))
+        waiter.join(20)
+    return order
+
+
+def seen_by_the_commands():
+    """List all locks of the database from any tenant.
+
+    reap_locks frees a stale lock of another tenant.
+    """
+    from django.core.management import call_command
+
+    from dlocks import db_lock
+    from tests.internals import backends
+
+    with tenant("globex"), db_lock("seen"):
+        with tenant("acme"):
+            out = StringIO()
+            call_command("list_locks", stdout=out)
+            listed = "seen" in out.getvalue()
+            holder = db_lock("seen").holder() is not None
+    with tenant("globex"):
+        db_lock("left", ttl=0.01, renew=False).acquire()
+    backends["default"].grace, grace = 0.0, backends["default"].grace
+    try:
+        with tenant("acme"):
+            while not (stale := db_lock("left").holder().stale):
+                threading.Event().wait(0.01)
+            call_command("reap_locks", stdout=StringIO())
+    finally:
+        backends["default"].grace = grace
+    with tenant("globex"):
+        return listed, holder, stale, db_lock("left").holder() is None
+
+
+def recorded():
+    """Write the history in a background thread and read it in a tenant."""
+    from dlocks import db_lock
+    from tests.internals import HoldRecord, history
+
+    with tenant("acme"):
+        with db_lock("recorded"):
+            pass
+        history.flush()
+        with tenant("globex"):
+            return HoldRecord.objects.filter(key_resource="recorded").count()
+
+
+def keys_of_each_tenant():
+    """Separate the keys of tenants by a prefix with the tenant's name.
+
+    Each tenant sees only its own keys.
+    """
+    from django.core.management import call_command
+
+    from dlocks import db_lock
+    from tests.internals import ResourceLock
+
+    lock = db_lock("nightly", using="tenant")
+    listed = []
+    with tenant("acme"), lock as first, tenant("globex"), lock as second:
+        keys = first.claim.key, second.claim.key
+        for name in ("acme", "globex", "public"):
+            with tenant(name):
+                out = StringIO()
+                call_command("list_locks", using="tenant", stdout=out)
+                listed.append(out.getvalue().count("nightly"))
+        locked = lock.locked()
+    with tenant("acme"):
+        locked = locked and not lock.locked()
+    return keys, listed, locked, ResourceLock.objects.filter(pk__in=keys).count()
+
+
+async def keys_of_each_tenant_in_a_coroutine():
+    """Use the tenant of Django's own thread in a coroutine.
+
+    A view behind a synchronous middleware does the same.
+    """
+    from asgiref.sync import sync_to_async
+    from django.db import connection
+
+    from dlocks import db_lock
+
+    await sync_to_async(lambda: connection.set_schema("acme"))()
+    lock = db_lock("nightly", using="tenant")
+    try:
+        async with lock as hold:
+            return hold.claim.key, await lock.alocked(), (await lock.aholder()).key
+    finally:
+        await sync_to_async(lambda: connection.set_schema_to_public())()
+
+
+def resumed_in_another_tenant():
+    """Resume a hold in another tenant, with the key that was granted."""
+    from dlocks import db_lock, resume_hold
+
+    with tenant("acme"):
+        text = db_lock("handed", using="tenant").acquire().detach()
+    with tenant("globex"), resume_hold(text) as hold:
+        return hold.claim.key
+
+
+def tables():
+    return {schema: rows_of(schema) for schema in ("public", "acme", "globex")}
+
+
+def call(name):
+    from asgiref.sync import async_to_sync
+
+    situation = globals()[name]
+    if name.endswith("coroutine"):
+        situation = async_to_sync(situation)
+    try:
+        return {"result": situation()}
+    except BaseException:
+        return {"error": traceback.format_exc()}
+
+
+def main():
+    # Other output must not be mixed with the results.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    with psycopg.connect(dbname="postgres", autocommit=True, **SERVER) as server:
+        server.execute(f"CREATE DATABASE {DATABASE}")
+    configure(sys.argv[1])
+    from django.db import connections
+
+    from tests.internals import history
+
+    try:
+        make_tenants()
+        for line in sys.stdin:
+            print(json.dumps(call(line.strip())), file=answers, flush=True)
+    finally:
+        history.flush()
+        connections.close_all()
+        with psycopg.connect(dbname="postgres", autocommit=True, **SERVER) as server:
+            server.execute(f"DROP DATABASE {DATABASE} WITH (FORCE)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+from django.db import models
+from django_tenants.models import DomainMixin, TenantMixin
+
+
+class Client(TenantMixin):
+    name = models.CharField(max_length=100)
+
+
+class Domain(DomainMixin):
+    pass

@@ -1,0 +1,211 @@
+"""The structure of the package: layers, import circles, sizes and words. Every list of
+exceptions may only shrink.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import dlocks
+
+pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dlocks"
+LIMIT_OF_LINES = 400
+# Formatted at 88 columns. The goal is 540,000 bytes.
+LIMIT_OF_BYTES = 1_064_000
+
+# Modules may import from their own layer and from those below. The longest prefix of a
+# module's name decides.
+LAYERS = {
+    0: ["audit", "clock", "exceptions", "keys", "text", "values", "version"],
+    1: [
+        # The interface is below its implementations.
+        "backends.base",
+        "connected", "coroutines", "forks", "greenlets", "keeper", "models", "polling",
+        "pools", "protocols", "signals", "sql", "transactions",
+        "waiting",
+    ],
+    2: ["backends"],
+    3: ["conf", "detach", "guard", "handover", "holds", "locks", "multi", "options"],
+    4: ["api", "asgi", "checks", "decorators", "election", "history", "kinds",
+        "oversight", "responses", "schedules", "telemetry"],
+    5: [
+        "", "admin", "apps", "bench", "control_room", "management", "migrations",
+        "optimistic", "pytest_plugin",
+        "testing",
+    ],
+}  # fmt: skip
+UPWARD_IMPORTS: set[tuple[str, str]] = set()
+# The sizes of the sets of modules that import each other, directly or not.
+CIRCLES: list[int] = []
+LARGE_FILES = {
+    "admin.py": 910,
+    "backends/base.py": 447,
+    "backends/database/__init__.py": 1219,
+    "backends/database/line.py": 1714,
+    "backends/database/statements.py": 610,
+    "backends/quorum.py": 552,
+    "backends/redis/__init__.py": 478,
+    "backends/session/__init__.py": 1255,
+    "backends/session/wires.py": 523,
+    "backends/zookeeper/__init__.py": 999,
+    "backends/zookeeper/ensemble.py": 425,
+    "control_room.py": 450,
+    "decorators.py": 481,
+    "election.py": 617,
+    "holds.py": 1020,
+    "keeper.py": 693,
+    "locks.py": 1110,
+    "models.py": 457,
+    "optimistic/fenced.py": 523,
+    "optimistic/versioned.py": 798,
+    "testing/contract.py": 784,
+    "sql/dialects.py": 911,
+    "waiting.py": 667,
+}
+# How often a phrase of the old style is still there, in the package, its tests and its
+# documentation.
+PHRASES = {
+    r"\bWho(ever)? (?!is\b|are\b)[a-z]": 98,
+    r"give[ns]? back|given back": 142,
+    r"\bfor ever\b": 37,
+    r"\banew\b": 61,
+    r"\bis told\b": 101,
+    r"so many seconds": 33,
+    r"stands? in line": 47,
+}
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports_of(path):
+    """Yield every module of the package that a file imports, those for type checkers
+    and inside functions included.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            found = name if name in MODULES else name.rpartition(".")[0]
+            if found in MODULES:
+                yield found
+
+
+IMPORTS = {name: set(imports_of(path)) - {name} for name, path in MODULES.items()}
+
+
+def layer_of(module):
+    name = module.removeprefix("dlocks").removeprefix(".")
+    known = {prefix: layer for layer, prefixes in LAYERS.items() for prefix in prefixes}
+    while name not in known:
+        name = name.rpartition(".")[0]
+    return known[name]
+
+
+def circles():
+    """Return the sets of modules that import each other, directly or not."""
+
+    def reachable(start):
+        seen, todo = set(), [start]
+        while todo:
+            for name in IMPORTS[todo.pop()] - seen:
+                seen.add(name)
+                todo.append(name)
+        return seen
+
+    reach = {name: reachable(name) for name in MODULES}
+    found = []
+    for name in sorted(MODULES):
+        circle = {other for other in reach[name] if name in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def test_imports_go_down_only():
+    """A reader can understand a layer without those above it."""
+    upward = {
+        (name, other)
+        for name, others in IMPORTS.items()
+        for other in others
+        if layer_of(other) > layer_of(name)
+    }
+
+    assert upward == UPWARD_IMPORTS
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    assert [len(circle) for circle in circles()] == CIRCLES
+
+
+def test_files_are_short():
+    """A file can be read in one go."""
+    lines = {
+        str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
+        for path in MODULES.values()
+    }
+    large = {name for name, number in lines.items() if number > LIMIT_OF_LINES}
+
+    assert large == set(LARGE_FILES)
+    assert {
+        name: number for name, number in LARGE_FILES.items() if lines[name] > number
+    } == {}
+
+
+def test_the_package_keeps_its_byte_budget():
+    size = sum(
+        path.stat().st_size
+        for path in PACKAGE.rglob("*")
+        if path.suffix in {".py", ".sql", ".lua"}
+    )
+
+    assert size <= LIMIT_OF_BYTES
+
+
+def test_internals_are_imported_in_one_place():
+    """A module can move, and one file of the tests follows."""
+    public = ("dlocks", "dlocks.optimistic", "dlocks.testing", "dlocks.asgi")
+    found = {
+        (str(path.relative_to(ROOT)), node.module)
+        for path in ROOT.glob("tests/**/*.py")
+        if path.name != "typed_usage.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dlocks")
+        if not f"{node.module}.".startswith(tuple(f"{name}." for name in public[1:]))
+        if node.module != "dlocks"
+        or {name.name for name in node.names} - {*dlocks.__all__, "optimistic"}
+    }
+
+    assert found == set()
+
+
+def test_phrases_of_the_old_style_become_fewer():
+    """Text is plain English."""
+    paths = [
+        path
+        for suffix in ("py", "md", "html", "sh")
+        for path in ROOT.glob(f"[!.]*/**/*.{suffix}")
+    ]
+    text = "\n".join(
+        path.read_text() for path in paths if path != Path(__file__).resolve()
+    )
+
+    found = {phrase: len(re.findall(phrase, text)) for phrase in PHRASES}
+
+    assert {
+        phrase: number for phrase, number in found.items() if number > PHRASES[phrase]
+    } == {}

@@ -1,0 +1,261 @@
+"""Guarded transactions at READ COMMITTED and REPEATABLE READ.
+
+The key has a busy queue, and other keys are in use.
+"""
+
+import threading
+import unittest
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import pytest
+from django.db import DatabaseError, connection, transaction
+from django.test import TestCase
+
+from dlocks import LockBackendError, LockTimeout, db_lock, db_rwlock, db_semaphore
+from tests import jobs, rows
+from tests.internals import LockClaim, backends
+from tests.models import Counter
+from tests.timing import in_time
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.engine("postgresql", "mariadb", "mysql"),
+]
+
+LOCKS = {
+    "lease": db_lock,
+    "read lock": lambda key: db_rwlock(key).read(),
+    "permit": lambda key: db_semaphore(key, 2),
+    "two leases": lambda key: db_lock(key, f"{key}:1"),
+}
+
+
+@contextmanager
+def repeatable_read(*, refuse_changes=False):
+    """Run the transactions of this thread at REPEATABLE READ.
+
+    With ``refuse_changes``, MariaDB behaves as MariaDB 11.6 does by default.
+    """
+    with jobs.isolated("REPEATABLE READ"):
+        if (
+            refuse_changes
+            and connection.vendor == "mysql"
+            and connection.mysql_is_mariadb
+        ):
+            with connection.cursor() as cursor:
+                cursor.execute("SET innodb_snapshot_isolation = ON")
+        yield
+
+
+def refuses_changes():
+    """Return whether the server refuses to lock a row changed since the snapshot."""
+    return connection.vendor == "postgresql" or connection.mysql_is_mariadb
+
+
+@pytest.fixture
+def stock():
+    return Counter.objects.create(name="stock", value=7)
+
+
+@pytest.fixture
+def renew_elsewhere(elsewhere):
+    """Return a function that renews a hold on another connection.
+
+    The renewal thread does the same.
+    """
+    return lambda hold: elsewhere(partial(backends["default"].renew, [hold.claim]))
+
+
+# Each turn has 50 guarded commits, so that the turns can run in parallel.
+@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.parametrize("kind", ["lease", "read lock"])
+def test_no_guard_fails_next_to_a_busy_queue(kind, turn, stock, threads):
+    """400 guarded commits at REPEATABLE READ succeed next to a busy queue.
+
+    Six threads join the queue of the key and time out.
+    """
+    guard_beside_a_busy_queue(
+        kind, stock, threads, times=50, refuse_changes=turn % 2 == 0
+    )
+
+
+@pytest.mark.parametrize("kind", ["permit", "two leases"])
+def test_no_other_kind_of_guard_fails_next_to_a_busy_queue(kind, stock, threads):
+    """The same holds for a permit and for a hold of several keys."""
+    guard_beside_a_busy_queue(kind, stock, threads, times=50, refuse_changes=True)
+
+
+def guard_beside_a_busy_queue(kind, stock, threads, *, times, refuse_changes):
+    stop = threading.Event()
+
+    def join_and_leave():
+        while not stop.is_set():
+            with pytest.raises(LockTimeout):
+                db_lock("stock", timeout=0.02).acquire()
+
+    failures = []
+    with repeatable_read(refuse_changes=refuse_changes), LOCKS[kind]("stock") as hold:
+        waiters = [threads(join_and_leave) for _ in range(6)]
+        try:
+            for number in range(times):
+                try:
+                    with hold.atomic():
+                        Counter.objects.filter(pk=stock.pk).update(value=number)
+                except LockBackendError as error:
+                    failures.append(str(error))
+        finally:
+            stop.set()
+        for waiter in waiters:
+            waiter.join()
+        assert not failures, f"{len(failures)} of {times} failed: {failures[0]}"
+        hold.check()
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"])
+@pytest.mark.parametrize("kind", ["lease", "read lock"])
+def test_a_guard_that_waits_for_its_row_delays_no_other_key(
+    kind, level, workers, threads
+):
+    """A guard that waits for its row delays no caller of the neighbouring keys.
+
+    Another session locks that row for 0.3 s.
+    """
+    locker, other = workers(2)
+    for key in ("stoca", "stocz"):
+        rows.free(key)
+    acquired, locked, inside, leave = (threading.Event() for _ in range(4))
+    tokens = []
+
+    def guard():
+        with LOCKS[kind]("stock") as hold, jobs.isolated(level):
+            connection.ensure_connection()
+            tokens.append(hold.token)
+            acquired.set()
+            assert locked.wait(20)
+            with hold.atomic():
+                inside.set()
+                assert leave.wait(60)
+
+    guarding = threads(guard)
+    try:
+        assert acquired.wait(20)
+        locker.start(
+            *(
+                (jobs.lock_row, "stock")
+                if kind == "lease"
+                else (jobs.lock_share, tokens[0])
+            )
+        )
+        assert locker.hear() == "locked"
+        locked.set()
+        assert not inside.wait(0.3)
+        locker.tell()
+        assert locker.hear() == "unlocked"
+        assert inside.wait(20)
+        other.start(jobs.use_keys, "stoca", "stocz", "stocj", "stocl", timeout=2.0)
+        # A wait for a gap lock would take 50 s.
+        took = other.hear(40)
+        in_time(max(took.values()), 2.0)
+    finally:
+        leave.set()
+    guarding.join()
+    assert not LockClaim.objects.exists()
+
+
+@pytest.mark.parametrize("kind", ["lease", "two leases"])
+def test_an_outermost_guard_restarts_after_a_conflict(
+    kind, stock, renew_elsewhere, monkeypatch
+):
+    """A row that changes after the snapshot costs another BEGIN.
+
+    The block runs once.
+    """
+    backend = backends["default"]
+    pin, pinned = backend.pin, []
+
+    def change_first(claim, database):
+        pinned.append(claim)
+        if len(pinned) == 1:
+            Counter.objects.get()
+            renew_elsewhere(hold.holds[0] if kind == "two leases" else hold)
+        return pin(claim, database)
+
+    ran = []
+    with repeatable_read(refuse_changes=True), LOCKS[kind]("stock") as hold:
+        with monkeypatch.context() as patched:
+            patched.setattr(backend, "pin", change_first)
+            with hold.atomic():
+                ran.append(Counter.objects.update(value=8))
+        assert ran == [1]
+        assert (
+            len(pinned) == 2 * len(getattr(hold, "holds", [hold])) + refuses_changes()
+        )
+        hold.check()
+        assert not hold.pinned
+    assert Counter.objects.get().value == 8
+
+
+def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_elsewhere):
+    """A guard in a transaction with a snapshot raises an error on a conflict.
+
+    The guard cannot restart the transaction. The error says so, and nothing is
+    committed.
+    """
+    with repeatable_read(refuse_changes=True), db_lock("stock") as hold:
+
+        def write():
+            with transaction.atomic():
+                assert Counter.objects.get().value == 7
+                Counter.objects.update(value=8)
+                renew_elsewhere(hold)
+                with hold.atomic():
+                    Counter.objects.update(value=9)
+
+        if refuses_changes():
+            with pytest.raises(
+                LockBackendError,
+                match="'stock' cannot guard .* Retry the transaction",
+            ):
+                write()
+            assert Counter.objects.get().value == 7
+        else:
+            write()
+            assert Counter.objects.get().value == 9
+        with hold.atomic():
+            Counter.objects.update(value=10)
+        hold.check()
+    assert Counter.objects.get().value == 10
+
+
+def test_no_write_after_a_conflict_is_committed_alone(stock, renew_elsewhere):
+    """After an ignored conflict the transaction commits completely or not at all."""
+    with repeatable_read(refuse_changes=True), db_lock("stock") as hold:
+        with transaction.atomic():
+            assert Counter.objects.get().value == 7
+            Counter.objects.update(value=11)
+            renew_elsewhere(hold)
+            with suppress(LockBackendError):
+                backends["default"].recount(hold.claim, 2)
+            with suppress(DatabaseError):
+                Counter.objects.create(name="price", value=22)
+    whole = not refuses_changes()
+    assert Counter.objects.get(name="stock").value == (11 if whole else 7)
+    assert Counter.objects.filter(name="price").exists() == whole
+
+
+def test_a_shared_hold_guards_within_a_test_case():
+    """The rows of a TestCase are in one transaction, invisible to others."""
+
+    class Guarded(TestCase):
+        def test_guard(self):
+            with db_rwlock("stock").read() as hold:
+                with hold.atomic():
+                    Counter.objects.create(name="stock", value=8)
+                hold.check()
+
+    result = unittest.TestResult()
+    with repeatable_read(refuse_changes=True):
+        unittest.TestSuite([Guarded("test_guard")]).run(result)
+    assert result.testsRun == 1
+    assert not result.errors, result.errors[0][1]

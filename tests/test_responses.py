@@ -1,0 +1,356 @@
+"""Locked views whose templates and streams are produced after they return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import io
+
+import pytest
+from asgiref.testing import ApplicationCommunicator
+from django.core.asgi import get_asgi_application
+from django.core.cache import cache
+from django.db import transaction
+from django.http import FileResponse, HttpResponse, StreamingHttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
+from django.test import AsyncClient, Client, RequestFactory, override_settings
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.utils.deprecation import MiddlewareMixin
+from django.views import View
+from django.views.decorators.cache import cache_page
+from django.views.generic import TemplateView
+
+from dlocks import LockLost, db_lock, locked_view
+from dlocks.testing import held_elsewhere, lose
+from tests.internals import keeper
+
+KEY = "order:7"
+REQUEST = RequestFactory().get("/")
+PAGE = engines["django"].from_string("{{ look }}")
+
+# Whether each part of a response found the key busy for another caller.
+seen: list[object] = []
+
+
+@pytest.fixture(autouse=True)
+def urls():
+    seen.clear()
+    cache.clear()
+    with override_settings(
+        ROOT_URLCONF=__name__, MIDDLEWARE=[f"{__name__}.AfterRendering"]
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def look(is_busy, monkeypatch):
+    """Let the parts of a response record whether the key is busy."""
+
+    def note(what):
+        seen.append((what, is_busy(KEY)))
+        return what
+
+    monkeypatch.setitem(globals(), "note", note)
+    return note
+
+
+def note(what):
+    raise AssertionError
+
+
+class AfterRendering(MiddlewareMixin):
+    """A middleware that acts when the response is rendered."""
+
+    def process_template_response(self, request, response):
+        if not response.is_rendered:
+            # The response does not come from a cache.
+            response.context_data["look"] = lambda: note("template")
+        response.add_post_render_callback(rendered)
+        return response
+
+
+def rendered(response):
+    seen.append(("callback", response.is_rendered))
+
+
+@locked_view(KEY)
+class Template(TemplateView):
+    def get(self, request):
+        note("view")
+        return TemplateResponse(request, PAGE, {})
+
+
+class Method(View):
+    @method_decorator(locked_view(KEY))
+    def get(self, request):
+        return TemplateResponse(request, PAGE, {})
+
+
+@locked_view(KEY)
+def template(request):
+    return TemplateResponse(request, PAGE, {})
+
+
+@locked_view(KEY)
+async def async_template(request):
+    return TemplateResponse(request, PAGE, {})
+
+
+@locked_view(KEY)
+class AsyncTemplate(View):
+    async def get(self, request):
+        return TemplateResponse(request, PAGE, {})
+
+
+@locked_view(KEY)
+def fails(request):
+    return TemplateResponse(request, PAGE, {"look": lambda: 1 / 0})
+
+
+@locked_view(KEY)
+def stream(request):
+    return StreamingHttpResponse(note(part) for part in ("one", "two"))
+
+
+async def parts():
+    for part in ("one", "two"):
+        yield await asyncio.to_thread(note, part)
+
+
+@locked_view(KEY)
+async def async_stream(request):
+    return StreamingHttpResponse(parts())
+
+
+@locked_view(KEY)
+async def endless_stream(request):
+    async def endless():
+        while True:
+            yield b"more"
+            await asyncio.Event().wait()
+
+    return StreamingHttpResponse(endless())
+
+
+urlpatterns = [
+    path("class/", Template.as_view()),
+    path("method/", Method.as_view()),
+    path("function/", template),
+    path("async/", async_template),
+    path("async-class/", AsyncTemplate.as_view()),
+    path("stream/", stream),
+    path("async-stream/", async_stream),
+    path("endless-stream/", endless_stream),
+    path("cached/", cache_page(60)(template)),
+    path("cached-inside/", locked_view(KEY)(cache_page(60)(template.__wrapped__))),
+]
+
+
+@pytest.mark.usefixtures("memory_locks")
+class TestTemplates:
+    @pytest.mark.parametrize(
+        "url", ["/class/", "/method/", "/function/", "/async/", "/async-class/"]
+    )
+    def test_a_lock_is_held_until_the_template_is_rendered(self, url, is_busy):
+        """The template is rendered under the view's lock.
+
+        The lock is free once the response is complete.
+        """
+        assert Client().get(url).content == b"template"
+        assert [one for one in seen if one[0] != "view"] == [
+            ("template", True),
+            ("callback", True),
+        ]
+        assert not is_busy(KEY)
+
+    @pytest.mark.parametrize(
+        "url", ["/class/", "/function/", "/async/", "/async-class/"]
+    )
+    async def test_an_async_client_gets_a_template_rendered_under_the_lock(self, url):
+        """An async handler renders in another thread, but still under the lock."""
+        response = await AsyncClient().get(url)
+        assert response.content == b"template"
+        assert ("template", True) in seen
+        assert not await db_lock(KEY).alocked()
+
+    async def test_a_template_may_be_rendered_in_an_event_loop(self):
+        """A test may call an async view and render its response itself.
+
+        The key is free afterwards.
+        """
+        response = await async_template(REQUEST)
+        assert await db_lock(KEY).alocked()
+        response.render()
+        assert not await db_lock(KEY).alocked()
+
+    def test_a_busy_view_still_answers_at_once(self):
+        with held_elsewhere(KEY):
+            assert Client().get("/class/").status_code == 409
+
+    def test_a_template_that_fails_leaves_the_key_free(self, is_busy):
+        """The error of the template is raised, and the key is free."""
+        response = fails(REQUEST)
+        assert is_busy(KEY)
+        with pytest.raises(ZeroDivisionError):
+            response.render()
+        assert not is_busy(KEY)
+
+    def test_a_lock_lost_before_rendering_is_an_error(self):
+        """LockLost is raised at the end of rendering, as at the end of a block."""
+        response = Template.as_view()(REQUEST)
+        lose(KEY)
+        with pytest.raises(LockLost):
+            response.render()
+
+    @pytest.mark.parametrize("url", ["/cached/", "/cached-inside/"])
+    def test_a_rendered_response_can_be_cached(self, url, is_busy):
+        """A cache pickles the response in a post-render callback."""
+        assert [Client().get(url).content for _ in range(2)] == [b"template"] * 2
+        assert seen.count(("template", True)) == 1
+        assert not is_busy(KEY)
+
+    def test_a_response_rendered_by_the_view_holds_nothing(self, is_busy):
+        """A view that renders its own response does not hold the key on return."""
+
+        @locked_view(KEY)
+        def view(request):
+            return TemplateResponse(request, PAGE, {"look": "done"}).render()
+
+        assert view(REQUEST).content == b"done"
+        assert not is_busy(KEY)
+
+    @pytest.mark.parametrize("view", [template, stream])
+    def test_a_response_that_is_never_sent_frees_the_key(self, view, is_busy):
+        """A middleware that sends another response does not leave the key held."""
+        response = view(REQUEST)
+        assert is_busy(KEY)
+        del response
+        gc.collect()
+        keeper.catch_up()
+        assert not is_busy(KEY)
+
+    def test_a_response_closed_unrendered_frees_the_key(self, is_busy):
+        response = template(REQUEST)
+        response.close()
+        assert not is_busy(KEY)
+        response.render()
+        assert not is_busy(KEY)
+
+
+@pytest.mark.usefixtures("memory_locks")
+class TestStreams:
+    def test_a_lock_is_held_until_the_stream_is_closed(self, is_busy):
+        """Each part of a stream is produced under the view's lock.
+
+        The lock is free when the response is closed.
+        """
+        response = Client().get("/stream/")
+        assert is_busy(KEY)
+        assert b"".join(response.streaming_content) == b"onetwo"
+        assert seen == [("one", True), ("two", True)]
+        assert not is_busy(KEY)
+
+    def test_a_stream_that_is_closed_early_frees_the_key(self, is_busy):
+        """A client that disconnects does not leave the key held."""
+        response = stream(REQUEST)
+        assert next(iter(response)) == b"one"
+        response.close()
+        assert not is_busy(KEY)
+
+    async def test_an_async_stream_holds_until_it_has_ended(self):
+        """An async iterator behaves in the same way."""
+        response = await AsyncClient().get("/async-stream/")
+        assert await db_lock(KEY).alocked()
+        assert (
+            b"".join([part async for part in response.streaming_content]) == b"onetwo"
+        )
+        assert seen == [("one", True), ("two", True)]
+        assert not await db_lock(KEY).alocked()
+
+    async def test_a_client_that_disconnects_frees_the_key(self):
+        """An ASGI server cancels the stream of a client that has disconnected.
+
+        The key is free afterwards.
+        """
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/endless-stream/",
+            "headers": [],
+            "query_string": b"",
+        }
+        communicator = ApplicationCommunicator(get_asgi_application(), scope)
+        await communicator.send_input({"type": "http.request"})
+        assert (await communicator.receive_output())["status"] == 200
+        assert (await communicator.receive_output())["body"] == b"more"
+        assert await db_lock(KEY).alocked()
+        await communicator.send_input({"type": "http.disconnect"})
+        with contextlib.suppress(asyncio.CancelledError):
+            await communicator.wait()
+        assert not await db_lock(KEY).alocked()
+
+    def test_a_file_is_sent_under_the_lock(self, is_busy):
+        """A FileResponse keeps its type, so a server may send it in its own way."""
+        view = locked_view(KEY)(
+            lambda request: FileResponse(io.BytesIO(b"invoice"), filename="invoice.txt")
+        )
+        response = view(REQUEST)
+        assert is_busy(KEY)
+        assert response.file_to_stream.read() == b"invoice"
+        response.close()
+        assert not is_busy(KEY)
+
+    def test_a_stream_outlives_the_block_around_its_view(self, is_busy):
+        """A block around the view and the stream do not end each other's hold."""
+        with db_lock(KEY):
+            response = stream(REQUEST)
+            response.close()
+            response.close()
+            assert is_busy(KEY)
+            response = stream(REQUEST)
+        assert is_busy(KEY)
+        response.close()
+        assert not is_busy(KEY)
+
+
+@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+class TestOnTheDatabase:
+    @pytest.mark.parametrize("url", ["/class/", "/async-class/"])
+    def test_a_lease_is_held_until_the_template_is_rendered(self, url, is_busy):
+        """Another caller can acquire the row only after the rendering."""
+        assert Client().get(url).content == b"template"
+        assert ("template", True) in seen
+        assert not is_busy(KEY)
+
+    def test_a_transaction_keeps_its_lock_only_until_its_end(self, is_busy):
+        """With ATOMIC_REQUESTS, the commit releases the lock.
+
+        Django renders the template after the commit.
+        """
+        with transaction.atomic():
+            response = template(REQUEST)
+        assert not is_busy(KEY)
+        response.context_data["look"] = "done"
+        assert response.render().content == b"done"
+
+    # On SQLite a lease cannot be acquired inside a transaction.
+    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    def test_a_lease_outlasts_the_transaction_of_the_view(self, is_busy):
+        """With ATOMIC_REQUESTS and ``scope="lease"``, the lock covers rendering."""
+        view = locked_view(KEY, scope="lease")(template.__wrapped__)
+        with transaction.atomic():
+            response = view(REQUEST)
+        response.context_data["look"] = lambda: note("template")
+        assert response.render().content == b"template"
+        assert seen == [("template", True)]
+        assert not is_busy(KEY)
+
+
+def test_a_plain_response_is_not_changed(memory_locks, is_busy):
+    """Other responses hold nothing beyond their view."""
+    response = locked_view(KEY)(lambda request: HttpResponse("done"))(REQUEST)
+    assert response._resource_closers == []
+    assert not is_busy(KEY)

@@ -1,0 +1,178 @@
+"""Locks use the real clock under freezegun and time-machine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import freezegun
+import pytest
+import time_machine
+from django.db import connection
+
+from dlocks import LockLost, LockTimeout, StaleVersion, db_lock, resume_hold
+from dlocks.optimistic import retry_on_conflict
+from tests import jobs
+from tests.internals import clock
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    # A loop that uses a stopped clock does not end by itself.
+    pytest.mark.timeout(30),
+]
+
+freeze = partial(freezegun.freeze_time, "2012-01-14 12:00")
+travel = partial(time_machine.travel, "2012-01-14 12:00 +0000", tick=False)
+
+DATABASE = ["default", "optimistic", "insert", "watching"] + ["session"] * (
+    connection.vendor != "sqlite"
+)
+IDS = {freeze: "freezegun", travel: "time-machine"}.get
+
+# The partial keeps the real function, while freezegun replaces the attributes of all
+# modules.
+monotonic = partial(time.monotonic)
+
+
+@contextmanager
+def lasting(shortest, longest=10.0):
+    began = monotonic()
+    yield
+    assert shortest <= monotonic() - began < longest
+
+
+@pytest.fixture
+def held_by_another_process(request, workers):
+    def hold(using):
+        (worker,) = workers(1)
+        worker.start(jobs.hold, "stock:7", using=using)
+        worker.hear()
+        request.addfinalizer(worker.hear)
+        request.addfinalizer(worker.tell)
+
+    return hold
+
+
+@pytest.mark.parametrize(
+    ("using", "stop"),
+    [*((using, freeze) for using in DATABASE), ("default", travel)],
+    ids=IDS,
+)
+def test_a_busy_key_times_out(using, stop, held_by_another_process):
+    """``timeout`` is real time."""
+    held_by_another_process(using)
+    with stop(), lasting(0.2), pytest.raises(LockTimeout):
+        db_lock("stock:7", using=using, timeout=0.2).acquire()
+
+
+@pytest.mark.parametrize(
+    ("using", "stop"),
+    [*((using, freeze) for using in (*DATABASE, "memory")), ("default", travel)],
+    ids=IDS,
+)
+async def test_a_busy_key_times_out_in_a_coroutine(using, stop):
+    """``timeout`` is real time, even if freezegun stops the event loop's clock."""
+    hold = await asyncio.create_task(db_lock("stock:7", using=using).aacquire())
+    with stop(), lasting(0.2), pytest.raises(LockTimeout):
+        await db_lock("stock:7", using=using, timeout=0.2).aacquire()
+    await hold.arelease()
+
+
+def test_a_busy_key_in_memory_times_out(threads):
+    """``timeout`` is real time for the memory backend too."""
+
+    def wait():
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", using="memory", timeout=0.2).acquire()
+
+    with freeze(), db_lock("stock:7", using="memory"), lasting(0.2):
+        threads(wait).join()
+
+
+@pytest.mark.parametrize("using", DATABASE)
+def test_a_waiter_is_served_while_the_clock_is_stopped(using, threads):
+    """A released key is handed over while the clock stands still."""
+    waiting = threading.Event()
+
+    def wait():
+        waiting.set()
+        with db_lock("stock:7", using=using, timeout=10) as hold:
+            return hold.held
+
+    with freeze(), lasting(0):
+        with db_lock("stock:7", using=using):
+            thread = threads(wait)
+            waiting.wait()
+        thread.join()
+    assert thread.results == [True]
+
+
+@pytest.mark.parametrize("using", ["brisk", "memory"])
+def test_leases_are_renewed_and_expire_by_the_real_clock(using):
+    """A lease is counted and renewed by the real clock."""
+    with freeze():
+        with db_lock("renewed", using=using, ttl=0.6) as hold:
+            with (
+                pytest.raises(LockLost),
+                db_lock("not renewed", using=using, ttl=0.6, renew=False) as other,
+            ):
+                while other.held:
+                    time.sleep(0.01)
+            time.sleep(0.1)
+            hold.check()
+
+
+def test_a_hold_can_be_handed_over_to_real_time():
+    """The remaining ``max_hold`` does not depend on the date of the test."""
+    with freeze():
+        text = db_lock("export:7", using="memory", max_hold=600).acquire().detach()
+    with resume_hold(text) as hold:
+        assert hold.lock.max_hold > 500
+
+
+async def test_a_coroutine_is_retried_while_the_clock_is_stopped():
+    """The pause between attempts ends although the loop's clock stands still."""
+    attempts = []
+
+    @retry_on_conflict(backoff=0.01)
+    async def write():
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise StaleVersion(object, pk=1, held=1, found=2)
+
+    with freeze(), lasting(0):
+        await write()
+    assert len(attempts) == 3
+
+
+async def test_a_timer_of_a_stopped_loop_can_be_cancelled():
+    """A wait that ends early leaves no thread behind."""
+    event = asyncio.Event()
+    with freeze():
+        asyncio.get_running_loop().call_soon(event.set)
+        await clock.wait_for(event, 60)
+    while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
+        await asyncio.sleep(0.01)
+
+
+def test_no_code_uses_a_clock_that_a_test_can_stop():
+    """All code of the package measures time with ``dlocks.clock``."""
+    stoppable = re.compile(
+        r"time\.(monotonic|perf_counter)|import .*\b(monotonic|perf_counter)\b"
+        r"|asyncio\.(sleep\((?!0\))|timeout\(|wait_for\()|timeout=[^)]*return_when|loop\.time\("
+    )
+    package = Path(clock.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        # The last two do not run under a project's stopped clock.
+        if path != package / "clock.py" and not {"bench", "testing"} & set(path.parts)
+        for line in path.read_text().splitlines()
+        if stoppable.search(line)
+    ]
+    assert found == []

@@ -1,0 +1,185 @@
+"""Tables that another session has locked: a lock raises an error soon.
+
+The caller does not wait until the tables are unlocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+from django.db import connection, transaction
+
+from dlocks import LockBackendError, db_lock, db_rwlock
+from tests import jobs
+from tests.internals import backends
+from tests.models import Place
+from tests.servers import PgBouncer
+from tests.settings import PORT
+from tests.timing import in_time
+
+pytestmark = [
+    pytest.mark.engine("postgresql", "mariadb", "mysql"),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
+
+LOCK_TABLE = {
+    "postgresql": "LOCK TABLE dlocks_resourcelock IN ACCESS EXCLUSIVE MODE",
+    "mysql": "LOCK TABLES dlocks_resourcelock WRITE, dlocks_lockclaim WRITE",
+}.get(connection.vendor, "")
+READ_LOCK = {
+    "postgresql": "LOCK TABLE dlocks_resourcelock, dlocks_lockclaim IN SHARE MODE",
+    "mysql": "FLUSH TABLES WITH READ LOCK",
+}.get(connection.vendor, "")
+SAYS = "a whole table of dlocks is locked"
+
+
+@pytest.fixture
+def table_locked(threads):
+    """Return a context manager in which another session has locked the tables.
+
+    Its argument is the statement that locks them.
+    """
+
+    @contextlib.contextmanager
+    def lock(statement):
+        locked, end = threading.Event(), threading.Event()
+
+        def keep():
+            begin = (
+                transaction.atomic()
+                if connection.vendor == "postgresql"
+                else contextlib.nullcontext()
+            )
+            with begin, connection.cursor() as cursor:
+                cursor.execute(statement)
+                locked.set()
+                end.wait(60)
+                if connection.vendor == "mysql":
+                    cursor.execute("UNLOCK TABLES")
+
+        keeper = threads(keep)
+        assert locked.wait(10)
+        try:
+            yield
+        finally:
+            end.set()
+            keeper.join(10)
+
+    return lock
+
+
+def session_settings():
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER"
+                " BY name"
+            )
+        else:
+            cursor.execute(
+                "SHOW SESSION VARIABLES WHERE Variable_name LIKE '%timeout%' OR"
+                " Variable_name LIKE '%safe%'"
+            )
+        return cursor.fetchall()
+
+
+@pytest.mark.parametrize(
+    "statement", [LOCK_TABLE, READ_LOCK], ids=["lock", "read-lock"]
+)
+@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+def test_a_locked_table_is_an_error_within_two_seconds(using, statement, table_locked):
+    """``timeout=0`` does not wait for a migration or a backup.
+
+    The error names the cause, and the session is unchanged.
+    """
+    for make in db_lock, lambda *args, **policy: db_rwlock(*args, **policy).read():
+        lock = make("stock:7", using=using, timeout=0)
+        lock.acquire().release()
+        session, before = connection.connection, session_settings()
+        with table_locked(statement):
+            began = time.monotonic()
+            with pytest.raises(LockBackendError, match=SAYS):
+                lock.acquire()
+            in_time(time.monotonic() - began, 2.0)
+        assert (connection.connection, session_settings()) == (session, before)
+        make("stock:7", using=using).acquire().release()
+        # A connection that is opened for its first statement is watched too.
+        connection.close()
+        with table_locked(statement), pytest.raises(LockBackendError, match=SAYS):
+            lock.acquire()
+
+
+@pytest.mark.parametrize(
+    "keys", [("stock:7",), ("stock:7", "stock:8")], ids=["one key", "two keys"]
+)
+def test_a_release_waits_for_the_end_of_a_table_lock(keys, table_locked, monkeypatch):
+    """The key is free after a migration, not only after the ttl."""
+    monkeypatch.setattr("dlocks.backends.database.watchdog.PATIENCE", 0.1)
+    acquired, release, errors = threading.Event(), threading.Event(), []
+
+    def work():
+        try:
+            with db_lock(*keys):
+                acquired.set()
+                release.wait()
+        except Exception as error:
+            errors.append(error)
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    acquired.wait()
+    with table_locked(LOCK_TABLE):
+        release.set()
+        thread.join(0.8)
+        assert thread.is_alive()
+    thread.join()
+    assert errors == []
+    db_lock(*keys, timeout=0).acquire().release()
+
+
+@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+def test_a_transaction_continues_without_the_lock(using, table_locked):
+    """A locked table costs the lock, but no write of the transaction."""
+    db_lock("stock:7", using=using).acquire().release()
+    with transaction.atomic():
+        Place.objects.create(name="before")
+        with table_locked(LOCK_TABLE):
+            began = time.monotonic()
+            with pytest.raises(LockBackendError, match=SAYS):
+                db_lock("stock:7", using=using, timeout=0).acquire()
+            in_time(time.monotonic() - began, 2.0)
+        Place.objects.create(name="after")
+    assert Place.objects.count() == 2
+
+
+@pytest.mark.engine("postgresql")
+def test_a_locked_table_is_an_error_behind_pgbouncer_too(doomed, table_locked):
+    """The pooler passes on the cancel request, and the session is unchanged."""
+    with PgBouncer(int(PORT)) as bouncer, db_lock("stock:7"):
+        asker = doomed(**bouncer.environment)
+        assert asker.call(jobs.try_and_time, "stock:7")[0] == "LockTimeout"
+        with table_locked(LOCK_TABLE):
+            error, took = asker.call(jobs.try_and_time, "stock:7")
+            assert error == "TableLockedError"
+            in_time(took, 2.0)
+        assert asker.call(jobs.try_and_time, "stock:7")[0] == "LockTimeout"
+        # A pooler that is stopped waits for its clients.
+        asker.kill()
+
+
+def test_a_statement_that_is_only_slow_is_not_cancelled(monkeypatch):
+    """A commit may wait for a standby.
+
+    Only a statement that waits for a locked table is cancelled.
+    """
+    monkeypatch.setattr("dlocks.backends.database.watchdog.PATIENCE", 0.05)
+    sleep = "pg_sleep(0.6)" if connection.vendor == "postgresql" else "SLEEP(0.6)"
+    assert (
+        len(backends["default"]._rows(f"SELECT {sleep}, 'dlocks_resourcelock'", {}))
+        == 1
+    )

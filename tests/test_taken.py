@@ -1,0 +1,209 @@
+"""LockLost names the person or caller that took the key, and when and why."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.db import transaction
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from dlocks import LockLost, db_lock, db_semaphore
+from dlocks.testing import expire
+from tests.faces import both_faces
+from tests.internals import backends, keeper
+
+LIST = "/admin/dlocks/resourcelock/"
+FORCE = {"action": "force_release", "reason": "deploy hung"}
+
+
+@pytest.fixture
+def anna(transactional_db):
+    """Return a function that forces a hold's release in the admin, as Anna."""
+
+    def force(hold):
+        client = Client()
+        client.force_login(User.objects.create_superuser("anna"))
+        data = {**FORCE, "_selected_action": [hold.key], "version": [str(hold.token)]}
+        response = client.post(LIST, data, follow=True)
+        assert response.status_code == 200
+        assert "was cleared" in response.content.decode()
+
+    return force
+
+
+@pytest.fixture(params=["default", "optimistic", "insert"])
+def using(request, transactional_db):
+    return request.param
+
+
+@both_faces
+async def test_a_forced_release_in_the_admin_is_explained(do, anna):
+    """LockLost names the user that forced the release, and the reason."""
+    hold = await do.ask(db_lock("stock:7"), "acquire")
+    await do.sync(anna, hold)
+    explained = (
+        r"^'stock:7' was lost by .*: anna wrote in the admin \d\.\d s ago: Forced"
+        r" .*Reason: deploy hung\.$"
+    )
+    with pytest.raises(LockLost, match=explained):
+        await do.ask(hold, "check")
+
+
+def test_a_renewal_and_the_end_of_a_block_explain_it_too(anna, caplog, until):
+    """A renewal logs the same text as the error at the end of the block."""
+    with (
+        pytest.raises(LockLost, match="anna wrote in the admin .*deploy hung"),
+        db_lock("stock:7") as hold,
+    ):
+        anna(hold)
+        with caplog.at_level(logging.WARNING, logger="dlocks"):
+            hold.renew_at = 0.0
+            keeper.look()
+            until(lambda: not hold.held)
+    assert "anna wrote in the admin" in caplog.text
+
+
+def test_a_forced_release_in_a_transaction_is_explained(anna):
+    """A guarded transaction raises the same error.
+
+    The caller can use its connection afterwards.
+    """
+    hold = db_lock("stock:7").acquire()
+    anna(hold)
+    with pytest.raises(LockLost, match="anna wrote in the admin"), hold.atomic():
+        pytest.fail("the transaction began")
+    assert User.objects.count() == 1
+
+
+def test_a_hidden_user_is_not_named(anna, settings):
+    """DLOCKS_SHOW_HOLDER hides the user and the reason as well as holders."""
+    settings.DLOCKS_SHOW_HOLDER = False
+    hold = db_lock("stock:7").acquire()
+    anna(hold)
+    with pytest.raises(
+        LockLost, match=r"it was released in the admin \d\.\d s ago"
+    ) as lost:
+        hold.check()
+    assert "anna" not in str(lost.value)
+    assert "deploy hung" not in str(lost.value)
+
+
+def test_the_forced_release_of_another_hold_explains_nothing(anna, elsewhere):
+    """An admin log entry about another holder of the key explains nothing here."""
+    hold = db_lock("stock:7").acquire()
+    expire(hold)
+    other = elsewhere(db_lock("stock:7").acquire)
+    anna(other)
+    with pytest.raises(LockLost) as lost:
+        hold.check()
+    assert "anna" not in str(lost.value)
+    assert "it was cleared, or released by force" in str(lost.value)
+    with pytest.raises(LockLost, match="anna wrote in the admin"):
+        elsewhere(other.check)
+
+
+def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
+    """``clear_lock`` writes its reason only to the audit log.
+
+    The error says so.
+    """
+    hold = db_lock("stock:7", using=using).acquire()
+    call_command("clear_lock", "stock:7", "--yes", "--reason", "tests")
+    with pytest.raises(
+        LockLost,
+        match=(
+            r"it was cleared, or released by force, \d\.\d s ago\. The log"
+            r" dlocks\.audit"
+        ),
+    ):
+        hold.check()
+
+
+@both_faces
+async def test_the_present_holder_is_named(do, using, elsewhere):
+    """The error names the present holder of the key, or the last one."""
+    lock = db_lock("stock:7", using=using)
+    hold = await do.ask(lock, "acquire")
+    await do.sync(expire, hold)
+    other = await do.sync(elsewhere, lock.acquire)
+    with pytest.raises(
+        LockLost,
+        match=f"no longer this hold's: it is held by {re.escape(other.claim.holder)}",
+    ):
+        await do.ask(hold, "check")
+    await do.sync(elsewhere, other.release)
+    again = await do.ask(lock, "acquire")
+    await do.sync(expire, again)
+    other = await do.sync(elsewhere, lock.acquire)
+    await do.sync(elsewhere, other.release)
+    # The insert backend deletes its rows on release.
+    had = (
+        rf": {re.escape(other.claim.holder)} has had it since, and released it \d\.\d s"
+        r" ago\.$"
+    )
+    with pytest.raises(
+        LockLost, match=r"no longer this hold's\.$" if using == "insert" else had
+    ):
+        await do.ask(again, "check")
+
+
+def test_the_holder_is_named_by_other_backends_too(memory_locks, elsewhere):
+    """Any backend that knows the holder names it."""
+    hold = db_lock("stock:7").acquire()
+    expire(hold)
+    other = elsewhere(db_lock("stock:7").acquire)
+    with pytest.raises(
+        LockLost, match=f"it is held by {re.escape(other.claim.holder)}"
+    ):
+        hold.check()
+
+
+def test_a_lost_permit_names_no_other_holder(transactional_db, elsewhere):
+    """Other holders of a semaphore have not taken this permit."""
+    hold, other = (
+        db_semaphore("api", 2).acquire(),
+        elsewhere(db_semaphore("api", 2).acquire),
+    )
+    call_command(
+        "clear_lock", "api", "--share", str(hold.token), "--yes", "--reason", "tests"
+    )
+    with pytest.raises(LockLost, match=r"no longer this hold's\.$"):
+        hold.check()
+    elsewhere(other.release)
+
+
+def test_a_failed_explanation_does_not_hide_the_loss(transactional_db, monkeypatch):
+    """LockLost is raised anyway, and a transaction around it continues."""
+    hold = db_lock("stock:7", scope="lease").acquire()
+    call_command("clear_lock", "stock:7", "--yes", "--reason", "tests")
+
+    def broken(self, *args):
+        self._rows("SELECT nothing FROM nowhere", {})
+
+    monkeypatch.setattr(type(backends["default"]), "taken_by", broken)
+    with transaction.atomic():
+        with pytest.raises(LockLost, match=r"no longer this hold's\.$"):
+            hold.check()
+        assert User.objects.count() == 0
+
+
+def test_an_intact_hold_costs_no_explanation(transactional_db, monkeypatch):
+    """An intact hold costs no extra statement, and a lost one two at most."""
+    from django.db import connection
+
+    hold = db_lock("stock:7").acquire()
+    backend = backends["default"]
+    with CaptureQueriesContext(connection) as queries:
+        assert backend.taken_by(hold.claim, hold.token, hold.age) is None
+    assert len(queries) == 2
+    monkeypatch.setattr(
+        type(backend), "taken_by", lambda *args: pytest.fail("asked who took it")
+    )
+    hold.check()
+    hold.renew()
+    hold.release()
