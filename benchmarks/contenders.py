@@ -141,8 +141,8 @@ def _far(database: str) -> type[Dlocks]:
     def start(self: Dlocks) -> None:
         from dlocks.backends.database import line, neighbours
 
-        elsewhere = f"{secrets.token_hex(4)}_"
-        neighbours.near = line.near = lambda: elsewhere  # type: ignore[assignment]
+        other_host = f"{secrets.token_hex(4)}_"
+        neighbours.near = line.near = lambda: other_host  # type: ignore[assignment]
         near.start(self)
 
     name, label = (

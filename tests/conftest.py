@@ -15,7 +15,7 @@ from django.db import OperationalError, connection, connections
 
 from tests import browser as chromium
 from tests.internals import DatabaseBackend, backends, holds_by_caller, keeper
-from tests.processes import Worker, whereabouts
+from tests.processes import Worker, stack_dumps
 from tests.settings import ENGINE
 from tests.timing import TooLateError, eventually, witness
 
@@ -117,7 +117,7 @@ def pytest_runtest_makereport(item, call):
     if (
         report.when == "call"
         and report.failed
-        and (lines := [*whereabouts(), *open_transactions()])
+        and (lines := [*stack_dumps(), *open_transactions()])
     ):
         report.sections.append(("Processes at work", "\n".join(lines)))
         _seen.extend(lines)
@@ -300,7 +300,7 @@ def doomed(transactional_db):
 
 
 @pytest.fixture
-def elsewhere():
+def in_other_thread():
     """Return a function that calls another one in a new thread.
 
     The thread has its own connection. The function returns the result of the call or
@@ -418,7 +418,7 @@ def browser(_chromium, live_server):
 
 
 @pytest.fixture
-def is_busy(elsewhere):
+def is_busy(in_other_thread):
     """Return a function that returns whether another caller finds the key held."""
 
     from dlocks import db_lock
@@ -430,6 +430,6 @@ def is_busy(elsewhere):
         return found is None
 
     def ask(key="stock:7", using="default"):
-        return elsewhere(attempt, key, using)
+        return in_other_thread(attempt, key, using)
 
     return ask

@@ -164,7 +164,7 @@ def _stacks(pid: int) -> Path:
     )
 
 
-def whereabouts() -> list[str]:
+def stack_dumps() -> list[str]:
     """Return the stacks of all threads of the processes at work.
 
     There is one line per thread, with its innermost call first.
@@ -211,7 +211,7 @@ class Pipe:
 def _serve(connection: Connection, environment: dict[str, str], far: bool) -> None:
     os.environ.update(environment, DJANGO_SETTINGS_MODULE="tests.settings")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # ``whereabouts()`` reads this file. It stays open for as long as the process lives.
+    # ``stack_dumps()`` reads this file. It stays open for as long as the process lives.
     faulthandler.register(signal.SIGUSR2, file=_stacks(os.getpid()).open("w"))
     import django
 
@@ -241,8 +241,8 @@ def go_far_away() -> None:
     """Make this process behave as if no other process were on the same host."""
     from tests.internals import line, neighbours
 
-    elsewhere = f"{secrets.token_hex(4)}_"
-    neighbours.near = line.near = lambda: elsewhere
+    other_host = f"{secrets.token_hex(4)}_"
+    neighbours.near = line.near = lambda: other_host
 
 
 def _read_settings_again() -> None:

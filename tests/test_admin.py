@@ -741,7 +741,7 @@ def test_with_atomic_requests(releaser, settings):
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_row_locked_by_a_transaction_blocks_no_page_or_action(boss, elsewhere):
+def test_a_row_locked_by_a_transaction_blocks_no_page_or_action(boss, in_other_thread):
     """Pages and actions answer at once while a transaction has the row locked.
 
     The message says why the lock was not cleared.
@@ -752,13 +752,15 @@ def test_a_row_locked_by_a_transaction_blocks_no_page_or_action(boss, elsewhere)
         ResourceLock.objects.select_for_update().get(pk="a")
         # The row counts as held, whatever its lease says.
         for address in (LIST, detail("a"), LIST + "?state=held&q=a"):
-            assert "a</bdi>" in page(elsewhere(boss.get, address))
-        assert "a</bdi>" not in page(elsewhere(boss.get, LIST + "?state=stale&q=a"))
-        text = told(elsewhere(act, boss, CLEAR, "a", "b"))
+            assert "a</bdi>" in page(in_other_thread(boss.get, address))
+        assert "a</bdi>" not in page(
+            in_other_thread(boss.get, LIST + "?state=stale&q=a")
+        )
+        text = told(in_other_thread(act, boss, CLEAR, "a", "b"))
         assert "1 lock was cleared: b" in text
         assert "1 lock was not cleared (in a transaction at this moment" in text
-        form = fields(elsewhere(act, boss, FORCE, "a"))
-        text = told(page(elsewhere(boss.post, LIST, form, follow=True)))
+        form = fields(in_other_thread(act, boss, FORCE, "a"))
+        text = told(page(in_other_thread(boss.post, LIST, form, follow=True)))
         assert "(in a transaction at this moment" in text
     assert rows.now("a").version == 1000
     assert "1 lock was cleared: a" in told(page(boss.post(LIST, form, follow=True)))

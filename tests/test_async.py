@@ -219,10 +219,12 @@ async def test_a_task_cancelled_during_a_block_leaves_nothing(
 @WHEN
 @pytest.mark.parametrize("using", ["default", "memory", *SESSION])
 async def test_a_task_cancelled_during_a_timeout_leaves_nothing(
-    using, when, elsewhere, nothing_left
+    using, when, in_other_thread, nothing_left
 ):
     lock = db_lock("stock:7", using=using, timeout=0.02)
-    holder = await asyncio.to_thread(elsewhere, db_lock("stock:7", using=using).acquire)
+    holder = await asyncio.to_thread(
+        in_other_thread, db_lock("stock:7", using=using).acquire
+    )
 
     async def case():
         with contextlib.suppress(LockTimeout):
@@ -556,7 +558,7 @@ async def test_each_of_two_generators_ends_its_own_block():
     assert not holds[1].held
 
 
-def test_generators_of_several_threads_end_their_own_blocks(elsewhere):
+def test_generators_of_several_threads_end_their_own_blocks(in_other_thread):
     permits = db_semaphore("downloads", 5, reentrant=False)
 
     def rows():
@@ -564,7 +566,7 @@ def test_generators_of_several_threads_end_their_own_blocks(elsewhere):
             yield hold
 
     begun = [rows() for _ in range(3)]
-    holds = [elsewhere(next, one) for one in begun]
+    holds = [in_other_thread(next, one) for one in begun]
     for number, one in enumerate(begun):
         one.close()
         assert [hold.held for hold in holds] == [other > number for other in range(3)]
@@ -591,7 +593,7 @@ async def test_sync_methods_are_refused_in_a_coroutine(using, keys):
     assert not await db_lock("stock:7", using=using).alocked()
 
 
-def test_a_generator_closed_by_another_thread_releases(elsewhere):
+def test_a_generator_closed_by_another_thread_releases(in_other_thread):
     def rows():
         with db_lock("stock:7", using="memory"):
             yield 1
@@ -599,7 +601,7 @@ def test_a_generator_closed_by_another_thread_releases(elsewhere):
 
     left = rows()
     next(left)
-    elsewhere(left.close)
+    in_other_thread(left.close)
     assert not db_lock("stock:7", using="memory").locked()
 
 

@@ -396,7 +396,7 @@ class TestClearLock:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_former_holder_is_fenced_off(elsewhere):
+def test_the_former_holder_is_fenced_off(in_other_thread):
     """The former holder can neither renew nor release, and raises ``LockLost``."""
     lock = db_lock("a", renew=False)
     hold = lock.acquire()
@@ -410,12 +410,12 @@ def test_the_former_holder_is_fenced_off(elsewhere):
         with db_lock("a", timeout=0) as next_hold:
             return next_hold.token
 
-    assert elsewhere(next_token) > version
+    assert in_other_thread(next_token) > version
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(elsewhere):
+def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(in_other_thread):
     """The commands never wait for a transaction that has the row locked.
 
     ``clear_lock`` says so, ``list_locks`` still lists the row, and ``reap_locks`` skips
@@ -425,10 +425,10 @@ def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(elsewhere):
     rows.stale("b")
     with transaction.atomic():
         ResourceLock.objects.select_for_update().get(pk="a")
-        message = elsewhere(refused, "clear_lock", "a", "--yes")
+        message = in_other_thread(refused, "clear_lock", "a", "--yes")
         assert "in a transaction at this moment" in message
-        assert elsewhere(lines, "list_locks") == ["a", "b"]
-        assert elsewhere(run, "reap_locks") == "1 stale lock made free.\n"
+        assert in_other_thread(lines, "list_locks") == ["a", "b"]
+        assert in_other_thread(run, "reap_locks") == "1 stale lock made free.\n"
     assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
 
 

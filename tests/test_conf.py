@@ -126,13 +126,13 @@ def test_an_unknown_alias_is_an_error_that_lists_the_known_ones():
 
 @dlocks(timeout=0.05, ttl=20)
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
-def test_settings_provide_defaults_for_locks(elsewhere):
+def test_settings_provide_defaults_for_locks(in_other_thread):
     from dlocks import LockTimeout
 
     with db_lock("stock:7") as hold:
         assert 10 < hold.remaining <= 20
         with pytest.raises(LockTimeout, match="within 0.05 s"):
-            elsewhere(db_lock("stock:7").acquire)
+            in_other_thread(db_lock("stock:7").acquire)
 
 
 # System checks.

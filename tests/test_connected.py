@@ -69,15 +69,15 @@ def test_the_fast_lookup_knows_the_storage_of_asgiref():
     assert connected._is_plain()
 
 
-def test_each_thread_has_its_own_connection(asgiref, elsewhere):
+def test_each_thread_has_its_own_connection(asgiref, in_other_thread):
     mine = agree()
-    assert elsewhere(agree) is not mine
+    assert in_other_thread(agree) is not mine
     assert agree() is mine
 
 
-def test_a_new_thread_has_no_connection(asgiref, elsewhere):
-    assert elsewhere(lambda: list(in_atomic_blocks())) == []
-    assert elsewhere(lambda: list(open_connections())) == []
+def test_a_new_thread_has_no_connection(asgiref, in_other_thread):
+    assert in_other_thread(lambda: list(in_atomic_blocks())) == []
+    assert in_other_thread(lambda: list(open_connections())) == []
 
 
 async def test_a_coroutine_has_its_own_connection(asgiref):
@@ -117,8 +117,8 @@ def test_a_deleted_connection_is_created_again(asgiref):
         connections["default"] = mine
 
 
-def test_connections_in_a_transaction_are_found(asgiref, elsewhere):
+def test_connections_in_a_transaction_are_found(asgiref, in_other_thread):
     with transaction.atomic():
         assert list(open_connections()) == [connections["default"]]
-        assert elsewhere(lambda: (agree(), list(open_connections()))[1]) == []
+        assert in_other_thread(lambda: (agree(), list(open_connections()))[1]) == []
     assert list(open_connections()) == []

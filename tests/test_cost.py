@@ -108,7 +108,7 @@ def test_an_optimistic_process_reads_an_unknown_key_first():
     hold.release()
 
 
-def test_waiting_optimistically_only_reads(elsewhere):
+def test_waiting_optimistically_only_reads(in_other_thread):
     with db_lock("stock:7", using="optimistic"):
 
         def wait():
@@ -117,8 +117,8 @@ def test_waiting_optimistically_only_reads(elsewhere):
                 assert db_lock("stock:7", using="optimistic").try_acquire() is None
             return [query["sql"].split()[0] for query in queries]
 
-        elsewhere(lambda: db_lock("stock:7", using="optimistic").try_acquire())
-        assert set(elsewhere(wait)) == {"SELECT"}
+        in_other_thread(lambda: db_lock("stock:7", using="optimistic").try_acquire())
+        assert set(in_other_thread(wait)) == {"SELECT"}
 
 
 def test_a_hundred_claims_are_renewed_in_one_statement(django_assert_num_queries):

@@ -90,16 +90,16 @@ def test_a_key_is_the_same_with_and_without_the_cursor(key):
     assert ResourceLock.objects.count() == 1
 
 
-def test_a_busy_key_is_busy_with_and_without_the_cursor(elsewhere):
+def test_a_busy_key_is_busy_with_and_without_the_cursor(in_other_thread):
     use()
-    held = elsewhere(db_lock("stock:7").acquire)
+    held = in_other_thread(db_lock("stock:7").acquire)
     for _ in range(OFTEN):
         assert db_lock("stock:7").try_acquire() is None
     with CaptureQueriesContext(connection):
         assert db_lock("stock:7").try_acquire() is None
     with pytest.raises(LockTimeout):
         db_lock("stock:7", timeout=0.01).acquire()
-    elsewhere(held.release)
+    in_other_thread(held.release)
 
 
 def test_djangos_query_tools_see_every_statement(by_cursor):
@@ -240,7 +240,7 @@ def test_unread_results_do_not_disturb_a_lock():
 
 
 @pytest.mark.engine("sqlite")
-def test_an_interrupt_leaves_no_unfinished_statement(elsewhere):
+def test_an_interrupt_leaves_no_unfinished_statement(in_other_thread):
     """An interrupt does not leave the write lock of SQLite behind.
 
     A caller may keep the exception, and with it the frames and their cursors.
@@ -274,7 +274,9 @@ def test_an_interrupt_leaves_no_unfinished_statement(elsewhere):
         return False
 
     while interrupt_at(len(kept)):
-        elsewhere(ResourceLock.objects.filter(pk="stock:7").update, holder="another")
+        in_other_thread(
+            ResourceLock.objects.filter(pk="stock:7").update, holder="another"
+        )
     assert len(kept) > 3
 
 

@@ -166,17 +166,19 @@ def test_the_example_of_the_index_page():
 
 
 @database
-def test_waiting(elsewhere, workers, until):
+def test_waiting(in_other_thread, workers, until):
     page = pages.run("how-to/waiting")
     assert page.ship(7) == "shipped after 0 s"
     assert page.report() == "built"
     assert page.refresh() == "refreshed"
     assert page.reindex(range(3)) == 3
     with db_lock("report"):
-        assert elsewhere(page.report) == "somebody else is at it"
+        assert in_other_thread(page.report) == "somebody else is at it"
     with db_lock("order:7"):
         page.db_lock = lambda key, timeout: db_lock(key, timeout=0)
-        assert re.fullmatch(r"not now: .* s left is at it", elsewhere(page.ship, 7))
+        assert re.fullmatch(
+            r"not now: .* s left is at it", in_other_thread(page.ship, 7)
+        )
 
 
 @database
@@ -203,7 +205,7 @@ def test_a_long_job_stops_for_a_waiter(workers, until):
 
 
 @database
-def test_sharing(elsewhere):
+def test_sharing(in_other_thread):
     page = pages.run("how-to/read-write-and-semaphore")
     assert page.search("lamp") == "found lamp"
     assert page.rebuild() == "rebuilt"
@@ -212,11 +214,11 @@ def test_sharing(elsewhere):
     assert page.print_two()
     assert not db_lock("printer").locked()
     with page.catalogue.read():
-        assert elsewhere(page.search, "lamp") == "found lamp"
+        assert in_other_thread(page.search, "lamp") == "found lamp"
 
 
 @database
-def test_keys_of_users(elsewhere):
+def test_keys_of_users(in_other_thread):
     page = pages.run("how-to/keys-of-users")
     ada = SimpleNamespace(pk=7)
     assert page.export(ada, "all: of it\n") == "all: of it\n is built"
@@ -330,7 +332,7 @@ async def test_coroutines():
 
 
 @database
-def test_seeing_and_clearing(elsewhere, caplog):
+def test_seeing_and_clearing(in_other_thread, caplog):
     page = pages.run("how-to/seeing-and-clearing")
     try:
         assert page.who() == "nobody"
@@ -339,7 +341,7 @@ def test_seeing_and_clearing(elsewhere, caplog):
                 r".*:\d+:MainThread \(.*\) since .*, [\d.]+ s left", page.who()
             )
             with pytest.raises(LockTimeout):
-                elsewhere(db_lock("stock:7", timeout=0).acquire)
+                in_other_thread(db_lock("stock:7", timeout=0).acquire)
             lose("stock:7")
         told = [
             record.getMessage() for record in caplog.records if record.name == "shop"
@@ -412,12 +414,12 @@ def evaluated(code):
 
 
 @database
-def test_coming_from_django_db_mutex(elsewhere):
+def test_coming_from_django_db_mutex(in_other_thread):
     page = pages.run("migrating/django-db-mutex")
     assert page.nightly(lambda: "built") == "built"
     assert page.nightly(lambda: lose("nightly-report")) == "done, but the lock was lost"
     with db_lock("nightly-report"):
-        assert elsewhere(page.nightly, lambda: "built").endswith(" is at it")
+        assert in_other_thread(page.nightly, lambda: "built").endswith(" is at it")
 
 
 @database
@@ -425,17 +427,17 @@ def test_coming_from_django_db_mutex(elsewhere):
     ("name", "report"),
     [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])],
 )
-def test_coming_from_advisory_locks(name, report, elsewhere):
+def test_coming_from_advisory_locks(name, report, in_other_thread):
     page = pages.run(name)
     function = getattr(page, "start_report", None) or page.report
     assert page.start(lambda: "ran") == "ran"
     assert function(*report) == "built"
     with db_lock("report"):
-        assert elsewhere(function, *report) is None
+        assert in_other_thread(function, *report) is None
 
 
 @database
-def test_coming_from_redis_py(monkeypatch, elsewhere):
+def test_coming_from_redis_py(monkeypatch, in_other_thread):
     page = pages.run("migrating/redis-py")
     assert page.work(lambda: None, lambda: "done") == "done"
     assert page.work(lambda: lose("stock:7"), lambda: "done") == "it was lost"
@@ -443,7 +445,9 @@ def test_coming_from_redis_py(monkeypatch, elsewhere):
         page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0)
     )
     with db_lock("stock:7"):
-        assert elsewhere(page.work, lambda: None, lambda: "done").endswith(" has it")
+        assert in_other_thread(page.work, lambda: None, lambda: "done").endswith(
+            " has it"
+        )
 
 
 def test_coming_from_shedlock(memory_locks):

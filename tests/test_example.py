@@ -89,14 +89,16 @@ def test_without_a_lock_the_last_item_is_sold_twice(last_one, meanwhile):
 
 
 @pytest.mark.parametrize("lock", ALIASES)
-def test_under_a_lock_no_other_buyer_interferes(last_one, meanwhile, elsewhere, lock):
+def test_under_a_lock_no_other_buyer_interferes(
+    last_one, meanwhile, in_other_thread, lock
+):
     def second():
         with pytest.raises(LockTimeout):
-            elsewhere(buy, last_one.pk, "second", lock, timeout=0)
+            in_other_thread(buy, last_one.pk, "second", lock, timeout=0)
 
     meanwhile(second)
     assert buy(last_one.pk, "first", lock).sold
-    assert not elsewhere(buy, last_one.pk, "second", lock, timeout=0).sold
+    assert not in_other_thread(buy, last_one.pk, "second", lock, timeout=0).sold
     assert list(last_one.sales.values_list("buyer", flat=True)) == ["first"]
 
 
@@ -150,8 +152,8 @@ def test_conflicts_are_retried_until_the_timeout(product, monkeypatch):
         buy(product.pk, "first", ROW, timeout=0.01)
 
 
-def test_a_purchase_reports_that_it_had_to_wait(product, elsewhere, until):
-    hold = elsewhere(db_lock(f"stock:{product.pk}").acquire)
+def test_a_purchase_reports_that_it_had_to_wait(product, in_other_thread, until):
+    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
 
     def release():
         try:
@@ -219,10 +221,10 @@ def test_sold_out(last_one, client):
 
 
 def test_a_customer_who_waits_too_long_gets_a_409(
-    product, client, elsewhere, monkeypatch
+    product, client, in_other_thread, monkeypatch
 ):
     monkeypatch.setattr(views, "PATIENCE", 0.05)
-    hold = elsewhere(db_lock(f"stock:{product.pk}").acquire)
+    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
     try:
         answer = client.post(f"/shop/products/{product.pk}/buy/")
     finally:

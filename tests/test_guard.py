@@ -54,7 +54,7 @@ def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row, elsewhere, using):
+def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row, in_other_thread, using):
     worker = doomed()
     worker.start(
         jobs.write_under,
@@ -105,7 +105,7 @@ def test_a_guarded_transaction_rolls_back_and_the_hold_remains(row, using):
     assert row() == 3
 
 
-def test_a_lost_hold_cannot_guard_a_transaction(row, using, elsewhere):
+def test_a_lost_hold_cannot_guard_a_transaction(row, using, in_other_thread):
     hold = db_lock("stock", using=using, renew=False).acquire()
     ResourceLock.objects.filter(pk="stock").update(
         owner="another", version=hold.token + 1
@@ -238,7 +238,7 @@ def test_a_hold_reported_as_lost_cannot_guard_a_free_key(row, using, until):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_guard_is_refused_without_autocommit(row, using, elsewhere):
+def test_a_guard_is_refused_without_autocommit(row, using, in_other_thread):
     hold = db_lock("stock", using=using).acquire()
     connection.set_autocommit(False)
     try:
@@ -249,7 +249,7 @@ def test_a_guard_is_refused_without_autocommit(row, using, elsewhere):
             ):
                 pass
             hold.release()
-        elsewhere(db_lock("stock", using=using, timeout=5).acquire).release()
+        in_other_thread(db_lock("stock", using=using, timeout=5).acquire).release()
     finally:
         connection.rollback()
         connection.set_autocommit(True)
@@ -275,14 +275,14 @@ def test_a_hold_of_a_transaction_can_guard(row, using):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_shared_hold_can_guard(row, elsewhere):
+def test_a_shared_hold_can_guard(row, in_other_thread):
     lock = db_rwlock("stock", ttl=1.5, timeout=0)
     with lock.read() as hold:
         with hold.atomic():
             # This is longer than its ttl and the grace together.
             time.sleep(2.5)
-            assert elsewhere(lock.write().try_acquire) is None
-        assert elsewhere(lock.write().try_acquire) is None
+            assert in_other_thread(lock.write().try_acquire) is None
+        assert in_other_thread(lock.write().try_acquire) is None
         hold.check()
 
 
@@ -569,7 +569,9 @@ def test_a_release_in_a_guard_lets_a_waiter_time_out(row, using, lock, workers, 
 @pytest.mark.parametrize(
     "keys", [("stock",), ("stock", "price")], ids=["one key", "several"]
 )
-def test_a_release_in_a_guard_does_not_change_its_commit(row, using, keys, elsewhere):
+def test_a_release_in_a_guard_does_not_change_its_commit(
+    row, using, keys, in_other_thread
+):
     with transaction.atomic():
         with (
             db_lock(*keys, using=using, scope="lease", release_at="exit") as hold,
@@ -577,9 +579,9 @@ def test_a_release_in_a_guard_does_not_change_its_commit(row, using, keys, elsew
         ):
             Counter.objects.update(value=3)
         assert as_ever()
-        assert elsewhere(db_lock(keys[-1], using=using).try_acquire) is None
+        assert in_other_thread(db_lock(keys[-1], using=using).try_acquire) is None
     assert row() == 3
-    elsewhere(db_lock(*keys, using=using, timeout=0).acquire).release()
+    in_other_thread(db_lock(*keys, using=using, timeout=0).acquire).release()
 
 
 def as_ever():

@@ -59,12 +59,14 @@ def stock():
 
 
 @pytest.fixture
-def renew_elsewhere(elsewhere):
+def renew_in_other_thread(in_other_thread):
     """Return a function that renews a hold on another connection.
 
     The renewal thread does the same.
     """
-    return lambda hold: elsewhere(partial(backends["default"].renew, [hold.claim]))
+    return lambda hold: in_other_thread(
+        partial(backends["default"].renew, [hold.claim])
+    )
 
 
 # Each turn has 50 guarded commits, so that the turns can run in parallel.
@@ -165,7 +167,7 @@ def test_a_guard_that_waits_for_its_row_delays_no_other_key(
 
 @pytest.mark.parametrize("kind", ["lease", "two leases"])
 def test_an_outermost_guard_restarts_after_a_conflict(
-    kind, stock, renew_elsewhere, monkeypatch
+    kind, stock, renew_in_other_thread, monkeypatch
 ):
     """A row that changes after the snapshot costs another BEGIN.
 
@@ -178,7 +180,7 @@ def test_an_outermost_guard_restarts_after_a_conflict(
         pinned.append(claim)
         if len(pinned) == 1:
             Counter.objects.get()
-            renew_elsewhere(hold.holds[0] if kind == "two leases" else hold)
+            renew_in_other_thread(hold.holds[0] if kind == "two leases" else hold)
         return pin(claim, database)
 
     ran = []
@@ -196,7 +198,7 @@ def test_an_outermost_guard_restarts_after_a_conflict(
     assert Counter.objects.get().value == 8
 
 
-def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_elsewhere):
+def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_in_other_thread):
     """A guard in a transaction with a snapshot raises an error on a conflict.
 
     The guard cannot restart the transaction. The error says so, and nothing is
@@ -208,7 +210,7 @@ def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_elsewhere):
             with transaction.atomic():
                 assert Counter.objects.get().value == 7
                 Counter.objects.update(value=8)
-                renew_elsewhere(hold)
+                renew_in_other_thread(hold)
                 with hold.atomic():
                     Counter.objects.update(value=9)
 
@@ -228,13 +230,13 @@ def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_elsewhere):
     assert Counter.objects.get().value == 10
 
 
-def test_no_write_after_a_conflict_is_committed_alone(stock, renew_elsewhere):
+def test_no_write_after_a_conflict_is_committed_alone(stock, renew_in_other_thread):
     """After an ignored conflict the transaction commits completely or not at all."""
     with repeatable_read(refuse_changes=True), db_lock("stock") as hold:
         with transaction.atomic():
             assert Counter.objects.get().value == 7
             Counter.objects.update(value=11)
-            renew_elsewhere(hold)
+            renew_in_other_thread(hold)
             with suppress(LockBackendError):
                 backends["default"].recount(hold.claim, 2)
             with suppress(DatabaseError):

@@ -412,7 +412,7 @@ def test_a_hold_with_equal_min_hold_and_max_hold_can_be_resumed():
     ResourceLock.objects.all().delete()
 
 
-def test_an_interrupted_handover_releases_the_hold(monkeypatch, elsewhere):
+def test_an_interrupted_handover_releases_the_hold(monkeypatch, in_other_thread):
     """No caller receives the text, so the hold is released."""
 
     def interrupted(*args, **options):
@@ -422,4 +422,4 @@ def test_an_interrupted_handover_releases_the_hold(monkeypatch, elsewhere):
     with pytest.raises(KeyboardInterrupt), db_lock("stock:7") as hold:
         hold.detach(within=300)
     monkeypatch.undo()
-    elsewhere(lambda: db_lock("stock:7", timeout=5).acquire().release())
+    in_other_thread(lambda: db_lock("stock:7", timeout=5).acquire().release())

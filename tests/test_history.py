@@ -57,7 +57,7 @@ def records(**conditions):
 # Records.
 
 
-def test_an_ended_hold_has_a_record(elsewhere):
+def test_an_ended_hold_has_a_record(in_other_thread):
     """A record has the key, the holder, both times and the wait.
 
     The times are those of the database's clock.

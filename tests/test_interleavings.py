@@ -113,7 +113,7 @@ def test_a_closed_connection_ends_its_holds():
 
 
 def test_entering_during_a_release_by_the_keeper_holds_the_key(
-    monkeypatch, elsewhere, until
+    monkeypatch, in_other_thread, until
 ):
     """A caller inside a block holds the key."""
     backend = backends["memory"]
@@ -140,7 +140,7 @@ def test_entering_during_a_release_by_the_keeper_holds_the_key(
             assert settled
             assert again is hold
             assert again.held
-            assert elsewhere(lock.try_acquire) is None
+            assert in_other_thread(lock.try_acquire) is None
     until(lambda: not hold.held)
 
 
@@ -206,10 +206,10 @@ def test_releasing_a_lost_hold_in_a_transaction_does_not_block(until):
 
 
 @SERVERS
-def test_a_hold_of_a_transaction_is_usable_only_in_its_thread(elsewhere):
+def test_a_hold_of_a_transaction_is_usable_only_in_its_thread(in_other_thread):
     with transaction.atomic(), db_lock("stock:7") as hold:
         with pytest.raises(RuntimeError, match="transaction of another thread"):
-            elsewhere(hold.check)
+            in_other_thread(hold.check)
         hold.check()
 
 
@@ -223,7 +223,7 @@ def test_a_lease_taken_first_in_a_transaction_takes_no_snapshot():
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
 
 
-def test_two_aliases_on_one_database_are_one_lock_to_a_caller(elsewhere):
+def test_two_aliases_on_one_database_are_one_lock_to_a_caller(in_other_thread):
     for block in (contextlib.nullcontext, transaction.atomic):
         with (
             block(),
@@ -268,7 +268,7 @@ def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, workers, until
 
 @pytest.mark.engine("postgresql")
 async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
-    monkeypatch, workers, elsewhere, until
+    monkeypatch, workers, in_other_thread, until
 ):
     """A process is notified of its turn and then pauses.
 
@@ -287,10 +287,10 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     first.start(jobs.hold, "stock:7")
     first.hear()
     task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())
-    while not elsewhere(backend.waiting, "stock:7"):
+    while not in_other_thread(backend.waiting, "stock:7"):
         await asyncio.sleep(0.01)
     second.start(jobs.hold, "stock:7", timeout=30)
-    until(lambda: elsewhere(backend.waiting, "stock:7") == 2)
+    until(lambda: in_other_thread(backend.waiting, "stock:7") == 2)
     # From here on the event loop is blocked. The queue thread has been notified and is
     # paused.
     going.clear()
@@ -303,7 +303,7 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
             await asyncio.shield(task)
     assert not task.done(), "held by two"
     # When the process continues, it gets its position back.
-    while not elsewhere(backend.waiting, "stock:7"):
+    while not in_other_thread(backend.waiting, "stock:7"):
         await asyncio.sleep(0.01)
     second.tell()
     assert second.hear() == "released"

@@ -139,7 +139,7 @@ def interrupt_everywhere(enter, is_free, *, step=1, kind=KeyboardInterrupt):
 
 
 @pytest.fixture
-def is_free(elsewhere):
+def is_free(in_other_thread):
     def ask(using="default"):
         def attempt():
             # An interrupted statement may still be running on the server.
@@ -147,7 +147,7 @@ def is_free(elsewhere):
                 return True
 
         try:
-            return elsewhere(attempt)
+            return in_other_thread(attempt)
         except LockError:
             return False
 

@@ -71,7 +71,7 @@ def turned_clock(monkeypatch):
 # Renewal.
 
 
-def test_a_lease_is_renewed_while_the_block_runs(until, elsewhere):
+def test_a_lease_is_renewed_while_the_block_runs(until, in_other_thread):
     with db_lock("stock:7", using="brisk") as hold:
         first = ResourceLock.objects.get(pk="stock:7").end_time
         until(
@@ -84,7 +84,7 @@ def test_a_lease_is_renewed_while_the_block_runs(until, elsewhere):
         )
         hold.check()
         assert hold.remaining > 0
-        assert elsewhere(db_lock("stock:7", using="brisk").try_acquire) is None
+        assert in_other_thread(db_lock("stock:7", using="brisk").try_acquire) is None
     assert state() == LockState.FREE
 
 
@@ -588,7 +588,9 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
         assert cursor.fetchone() == (0,)
 
 
-def test_a_paused_holder_knows_its_loss_when_it_continues(doomed, workers, elsewhere):
+def test_a_paused_holder_knows_its_loss_when_it_continues(
+    doomed, workers, in_other_thread
+):
     """A process pauses for longer than its ttl, and another one acquires the key.
 
     The first process knows this when it continues.

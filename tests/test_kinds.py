@@ -9,8 +9,8 @@ from django.db import transaction
 
 from dlocks import LockNotAwaitable, LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests import jobs
-from tests.faces import both_faces
 from tests.internals import LockClaim, ResourceLock, backends
+from tests.sync_and_async import sync_and_async
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -21,24 +21,25 @@ def using(request):
     return request.param
 
 
-def test_several_callers_read_at_the_same_time(using, elsewhere):
+def test_several_callers_read_at_the_same_time(using, in_other_thread):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read() as mine:
-        other = elsewhere(lock.read().acquire)
+        other = in_other_thread(lock.read().acquire)
         assert other.token > mine.token
-        elsewhere(other.release)
+        in_other_thread(other.release)
 
 
-def test_readers_and_writers_exclude_each_other(using, elsewhere):
+def test_readers_and_writers_exclude_each_other(using, in_other_thread):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read():
-        assert elsewhere(lock.write().try_acquire) is None
+        assert in_other_thread(lock.write().try_acquire) is None
         assert (
-            elsewhere(db_lock("catalogue", using=using, timeout=0).try_acquire) is None
+            in_other_thread(db_lock("catalogue", using=using, timeout=0).try_acquire)
+            is None
         )
     with lock.write() as mine:
-        assert elsewhere(lock.read().try_acquire) is None
-        assert elsewhere(lock.write().try_acquire) is None
+        assert in_other_thread(lock.read().try_acquire) is None
+        assert in_other_thread(lock.write().try_acquire) is None
     with lock.read() as later:
         assert later.token > mine.token
 
@@ -70,19 +71,19 @@ def test_a_reader_cannot_become_a_writer(using):
         pass
 
 
-def test_a_writer_may_read_and_downgrade(using, elsewhere):
+def test_a_writer_may_read_and_downgrade(using, in_other_thread):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     writing = lock.write().acquire()
     reading = lock.read().acquire()
     assert reading.token > writing.token
-    assert elsewhere(lock.read().try_acquire) is None
+    assert in_other_thread(lock.read().try_acquire) is None
     writing.release()
     reading.check()
-    other = elsewhere(lock.read().acquire)
-    assert elsewhere(lock.write().try_acquire) is None
-    elsewhere(other.release)
+    other = in_other_thread(lock.read().acquire)
+    assert in_other_thread(lock.write().try_acquire) is None
+    in_other_thread(other.release)
     reading.release()
-    assert elsewhere(lambda: lock.write().try_acquire().release()) is None
+    assert in_other_thread(lambda: lock.write().try_acquire().release()) is None
 
 
 def test_readers_queue_behind_a_waiting_writer(workers, until):
@@ -121,17 +122,17 @@ def test_queued_readers_acquire_together(workers, until):
     assert not LockClaim.objects.exists()
 
 
-def test_a_semaphore_grants_no_more_than_its_permits(using, elsewhere):
+def test_a_semaphore_grants_no_more_than_its_permits(using, in_other_thread):
     lock = db_semaphore("api", permits=2, using=using, timeout=0)
-    first, second = elsewhere(lock.acquire), elsewhere(lock.acquire)
+    first, second = in_other_thread(lock.acquire), in_other_thread(lock.acquire)
     assert first.token < second.token
     with pytest.raises(LockTimeout):
         lock.acquire()
-    elsewhere(first.release)
+    in_other_thread(first.release)
     with lock as third:
         assert third.token > second.token
-        assert elsewhere(lock.try_acquire) is None
-    elsewhere(second.release)
+        assert in_other_thread(lock.try_acquire) is None
+    in_other_thread(second.release)
 
 
 def message_of(error):
@@ -141,16 +142,16 @@ def message_of(error):
     )
 
 
-@both_faces
+@sync_and_async
 async def test_a_full_semaphore_names_all_of_its_holders(
-    do, using, elsewhere, threads, until
+    do, using, in_other_thread, threads, until
 ):
     """LockTimeout names the holders of all permits and counts the waiters.
 
     This includes a permit of the caller itself.
     """
     lock = db_semaphore("api", permits=2, using=using, reentrant=False, timeout=0)
-    mine, other = await do.ask(lock, "acquire"), elsewhere(lock.acquire)
+    mine, other = await do.ask(lock, "acquire"), in_other_thread(lock.acquire)
     names = f"{mine.claim.holder} and {other.claim.holder}"
     for timeout in (0, 0.1):
         with pytest.raises(LockTimeout) as full:
@@ -171,57 +172,57 @@ async def test_a_full_semaphore_names_all_of_its_holders(
                 == f"all 2 permits are taken, by {names}; {phrase}"
             )
     await do.ask(mine, "release")
-    elsewhere(other.release)
+    in_other_thread(other.release)
     for thread in waiting:
         thread.join(30)
-        elsewhere(thread.results[0].release)
+        in_other_thread(thread.results[0].release)
 
 
-def test_a_full_semaphore_names_at_most_ten_holders(elsewhere):
+def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread):
     """The message for one permit says "only", and at most ten holders are named."""
     with db_semaphore("api", permits=1, timeout=0) as hold:
         with pytest.raises(
             LockTimeout,
             match=rf": the only permit is taken, by {re.escape(hold.claim.holder)}",
         ):
-            elsewhere(db_semaphore("api", permits=1, timeout=0).acquire)
+            in_other_thread(db_semaphore("api", permits=1, timeout=0).acquire)
     many = [
         db_semaphore("api", permits=12, reentrant=False).acquire() for _ in range(12)
     ]
     with pytest.raises(
         LockTimeout, match=r": all 12 permits are taken, by .* and 2 more$"
     ) as full:
-        elsewhere(db_semaphore("api", permits=12, timeout=0).acquire)
+        in_other_thread(db_semaphore("api", permits=12, timeout=0).acquire)
     assert str(full.value).count(many[0].claim.holder) == 10
     for hold in many:
         hold.release()
 
 
-def test_a_semaphore_names_its_exclusive_holder(elsewhere):
+def test_a_semaphore_names_its_exclusive_holder(in_other_thread):
     """An exclusive holder is named as for any lock."""
     with db_lock("api") as hold:
         with pytest.raises(
             LockTimeout, match=f": held by {re.escape(hold.claim.holder)}"
         ):
-            elsewhere(db_semaphore("api", permits=2, timeout=0).acquire)
+            in_other_thread(db_semaphore("api", permits=2, timeout=0).acquire)
 
 
-def test_a_hidden_holder_of_a_permit_is_not_named(elsewhere, settings):
+def test_a_hidden_holder_of_a_permit_is_not_named(in_other_thread, settings):
     """``DLOCKS_SHOW_HOLDER`` applies to every holder."""
     settings.DLOCKS_SHOW_HOLDER = False
     with db_semaphore("api", permits=1, timeout=0) as hold:
         with pytest.raises(
             LockTimeout, match="taken, by a hidden holder since"
         ) as full:
-            elsewhere(db_semaphore("api", permits=1, timeout=0).acquire)
+            in_other_thread(db_semaphore("api", permits=1, timeout=0).acquire)
         assert hold.claim.holder not in str(full.value)
 
 
 @pytest.mark.engine("sqlite")
-def test_a_full_semaphore_in_a_transaction_names_its_holders(elsewhere):
+def test_a_full_semaphore_in_a_transaction_names_its_holders(in_other_thread):
     """On SQLite the error is the same inside a transaction, without a wait."""
     lock = db_semaphore("api", permits=2)
-    holds = [elsewhere(lock.acquire) for _ in range(2)]
+    holds = [in_other_thread(lock.acquire) for _ in range(2)]
     with (
         transaction.atomic(),
         pytest.raises(
@@ -230,7 +231,7 @@ def test_a_full_semaphore_in_a_transaction_names_its_holders(elsewhere):
     ):
         lock.acquire()
     for hold in holds:
-        elsewhere(hold.release)
+        in_other_thread(hold.release)
 
 
 def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
@@ -250,16 +251,21 @@ def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
         pass
 
 
-def test_changed_permits_bind_new_holders_at_once(elsewhere):
+def test_changed_permits_bind_new_holders_at_once(in_other_thread):
     holds = [
-        elsewhere(db_semaphore("api", permits=3, timeout=0).acquire) for _ in range(3)
+        in_other_thread(db_semaphore("api", permits=3, timeout=0).acquire)
+        for _ in range(3)
     ]
-    assert elsewhere(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
-    elsewhere(holds.pop().release)
-    assert elsewhere(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
-    more = elsewhere(db_semaphore("api", permits=4, timeout=0).acquire)
+    assert (
+        in_other_thread(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
+    )
+    in_other_thread(holds.pop().release)
+    assert (
+        in_other_thread(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
+    )
+    more = in_other_thread(db_semaphore("api", permits=4, timeout=0).acquire)
     for hold in [*holds, more]:
-        elsewhere(hold.release)
+        in_other_thread(hold.release)
 
 
 def test_reentering_takes_no_further_permit():
@@ -276,7 +282,7 @@ def test_reentering_takes_no_further_permit():
     second.release()
 
 
-def test_a_permit_can_be_reentered_next_to_another_one(elsewhere):
+def test_a_permit_can_be_reentered_next_to_another_one(in_other_thread):
     mine, another = (
         db_semaphore("pool", 2, timeout=0),
         db_semaphore("pool", 2, timeout=0, reentrant=False),
@@ -286,7 +292,7 @@ def test_a_permit_can_be_reentered_next_to_another_one(elsewhere):
             assert second is not hold
             with mine as again:
                 assert again is hold
-        other = elsewhere(db_semaphore("pool", 2, timeout=0).acquire)
+        other = in_other_thread(db_semaphore("pool", 2, timeout=0).acquire)
         with mine as again:
             assert again is hold
         other.release()
@@ -310,32 +316,32 @@ def test_a_permit_whose_holder_died_is_free_after_its_ttl(doomed, until):
         in_time(hold.waited, 5)
 
 
-def test_a_permit_is_renewed(elsewhere):
+def test_a_permit_is_renewed(in_other_thread):
     lock = db_semaphore("api", permits=1, ttl=3, timeout=0)
     with lock as hold:
         time.sleep(4.5)
         hold.check()
-        assert elsewhere(lock.try_acquire) is None
+        assert in_other_thread(lock.try_acquire) is None
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_shared_hold_in_a_transaction_lasts_until_its_end(elsewhere, until):
+def test_a_shared_hold_in_a_transaction_lasts_until_its_end(in_other_thread, until):
     lock = db_rwlock("catalogue", timeout=0)
     with transaction.atomic():
         with lock.read():
             pass
-        assert elsewhere(lock.write().try_acquire) is None
+        assert in_other_thread(lock.write().try_acquire) is None
     until(
         lambda: (
-            (hold := elsewhere(lock.write().try_acquire))
-            and (elsewhere(hold.release) or True)
+            (hold := in_other_thread(lock.write().try_acquire))
+            and (in_other_thread(hold.release) or True)
         )
     )
 
 
 @pytest.mark.engine("sqlite")
-def test_a_shared_hold_on_sqlite_belongs_to_its_transaction(elsewhere):
+def test_a_shared_hold_on_sqlite_belongs_to_its_transaction(in_other_thread):
     lock = db_rwlock("catalogue", timeout=0)
     with transaction.atomic(), lock.read() as hold:
         assert hold.scope == "transaction"
-    elsewhere(lambda: lock.write().acquire().release())
+    in_other_thread(lambda: lock.write().acquire().release())

@@ -255,11 +255,11 @@ def test_a_dead_waiter_is_skipped_within_three_seconds(using, doomed, in_line, u
 
 
 @FAMILY
-def test_a_shared_key_is_not_purged(using, elsewhere):
+def test_a_shared_key_is_not_purged(using, in_other_thread):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read() as hold:
         list(backends[using].purge(0))
-        assert elsewhere(lock.write().try_acquire) is None
+        assert in_other_thread(lock.write().try_acquire) is None
         hold.check()
 
 
@@ -297,12 +297,12 @@ def test_a_stale_holder_cannot_release_a_key_that_is_now_shared():
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_leased_key_with_waiters_is_an_error_in_sqlite_writes(
-    shared, workers, elsewhere
+    shared, workers, in_other_thread
 ):
     """A waiter in SQLite's only write transaction would block the release."""
     (other,) = workers(1)
     with db_lock("stock:7"), pytest.raises(LockTimeout):
-        elsewhere(lambda: db_lock("stock:7", timeout=0.2).acquire())
+        in_other_thread(lambda: db_lock("stock:7", timeout=0.2).acquire())
     other.start(jobs.hold, "stock:7")
     other.hear()
     started = time.monotonic()
@@ -341,7 +341,7 @@ def test_a_key_without_waiters_costs_one_statement_again(using, in_line, threads
 # Positions in the queue.
 
 
-def test_a_reused_queue_number_is_replaced(elsewhere):
+def test_a_reused_queue_number_is_replaced(in_other_thread):
     """A crash of the server may lose the last claim and its number."""
     backend = backends["default"]
     holder, first, second = claim(), claim(), claim()
@@ -522,7 +522,7 @@ def sessions():
     return found
 
 
-async def test_a_task_cancelled_at_any_point_leaves_the_queue(elsewhere):
+async def test_a_task_cancelled_at_any_point_leaves_the_queue(in_other_thread):
     """The task may be about to queue, waiting, or just granted the key."""
     holder = await db_lock("stock:7").aacquire()
     for pause in (0, 0, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1):
@@ -596,16 +596,16 @@ async def test_threads_and_tasks_of_a_process_share_one_queue(in_line):
     assert [name for name, _ in order] == list(range(6))
 
 
-def test_a_claim_that_times_out_leaves_the_queue(in_line, elsewhere):
+def test_a_claim_that_times_out_leaves_the_queue(in_line, in_other_thread):
     with db_lock("stock:7") as hold:
         with pytest.raises(LockTimeout, match="held by"):
-            elsewhere(db_lock("stock:7", timeout=0.1).acquire)
+            in_other_thread(db_lock("stock:7", timeout=0.1).acquire)
         assert hold.queue_length() == 0
         assert not LockClaim.objects.exists()
 
 
 @pytest.fixture
-def turn_comes_on_the_way(monkeypatch, elsewhere):
+def turn_comes_on_the_way(monkeypatch, in_other_thread):
     """Return a function that releases a hold just after a claim has queued.
 
     The thread of the claim does not know yet that the claim is in the queue.
@@ -624,7 +624,7 @@ def turn_comes_on_the_way(monkeypatch, elsewhere):
         def rows_after(sql, parameters):
             if sql.startswith("SELECT owner, id FROM"):
                 monkeypatch.setattr(backend, "_rows", rows)
-                elsewhere(held.release)
+                in_other_thread(held.release)
             return rows(sql, parameters)
 
         monkeypatch.setattr(backend, "_queue_together", queue_together)
@@ -662,10 +662,10 @@ def row_is_locked(workers, monkeypatch):
 @pytest.mark.parametrize("method", ["_queue", "acquire"])
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
 def test_a_granted_claim_leaves_the_queue(
-    scope, method, turn_comes_on_the_way, row_is_locked, threads, elsewhere
+    scope, method, turn_comes_on_the_way, row_is_locked, threads, in_other_thread
 ):
     """The row may be locked by others while the caller queues or acquires."""
-    turn_comes_on_the_way(elsewhere(db_lock("stock:7").acquire))
+    turn_comes_on_the_way(in_other_thread(db_lock("stock:7").acquire))
     row_is_locked(method)
 
     def wait():
@@ -683,12 +683,12 @@ def test_a_granted_claim_leaves_the_queue(
 @SERVERS
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
 def test_a_claim_of_unknown_position_leaves_the_queue(
-    scope, monkeypatch, elsewhere, threads
+    scope, monkeypatch, in_other_thread, threads
 ):
     """The caller never learns its position, and leaves the queue at its timeout."""
     backend = backends["default"]
     together = backend._queue_together
-    held = elsewhere(db_lock("stock:7").acquire)
+    held = in_other_thread(db_lock("stock:7").acquire)
 
     def put(batch):
         together(batch)
@@ -710,7 +710,7 @@ def test_a_claim_of_unknown_position_leaves_the_queue(
     monkeypatch.setattr(backend, "_queue", lambda *_: None)
     thread = threads(wait)
     thread.join(60)
-    elsewhere(held.release)
+    in_other_thread(held.release)
     assert thread.results == [0]
 
 
@@ -742,13 +742,13 @@ def test_a_timeout_does_not_wait_for_sqlites_writer(threads):
     "lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"]
 )
 def test_a_waiter_times_out_despite_sqlites_writer(
-    using, lock, in_line, elsewhere, threads
+    using, lock, in_line, in_other_thread, threads
 ):
     """The claim cannot be removed then.
 
     It has no heartbeat any more and is soon skipped.
     """
-    held = elsewhere(lock("stock:7", ttl=60, using=using).acquire)
+    held = in_other_thread(lock("stock:7", ttl=60, using=using).acquire)
 
     def wait():
         began = time.monotonic()
@@ -761,7 +761,7 @@ def test_a_waiter_times_out_despite_sqlites_writer(
     with transaction.atomic():
         ResourceLock.objects.filter(pk="other").update(version=1)
         thread.join(60)
-    elsewhere(held.release)
+    in_other_thread(held.release)
     # The claim has been removed or is skipped. It blocks no other caller.
     with db_lock("stock:7", timeout=30, using=using):
         pass
@@ -851,7 +851,9 @@ def test_a_connection_lost_before_autocommit_leaves_nothing(
 
 @FAMILY
 @pytest.mark.engine("mariadb", "mysql")
-def test_a_lease_is_released_after_a_failed_commit(using, lost_on_the_way, elsewhere):
+def test_a_lease_is_released_after_a_failed_commit(
+    using, lost_on_the_way, in_other_thread
+):
     """Django keeps the on-commit callbacks and the broken connection.
 
     It behaves as if the transaction never ended.
@@ -863,7 +865,9 @@ def test_a_lease_is_released_after_a_failed_commit(using, lost_on_the_way, elsew
     hold.check()
     hold.renew()
     hold.release()
-    elsewhere(lambda: db_lock("stock:7", using=using, timeout=0).acquire().release())
+    in_other_thread(
+        lambda: db_lock("stock:7", using=using, timeout=0).acquire().release()
+    )
 
 
 @pytest.mark.engine("mariadb", "mysql")
@@ -940,10 +944,10 @@ def test_an_interrupt_restores_the_busy_timeout_of_sqlite(monkeypatch):
 
 @SERVERS
 def test_an_interrupted_grant_is_released_in_its_transaction(
-    threads, elsewhere, monkeypatch
+    threads, in_other_thread, monkeypatch
 ):
     """A release outside the transaction would wait for the transaction's end."""
-    held = elsewhere(db_lock("stock:7").acquire)
+    held = in_other_thread(db_lock("stock:7").acquire)
     backend = backends["default"]
     hold = Attempt._hold
 
@@ -955,7 +959,7 @@ def test_an_interrupted_grant_is_released_in_its_transaction(
     def queue(*arguments):
         monkeypatch.undo()
         monkeypatch.setattr(Attempt, "_hold", interrupted)
-        elsewhere(held.release)
+        in_other_thread(held.release)
         return backend.queue(*arguments)
 
     monkeypatch.setattr(backend, "queue", queue)
@@ -1063,7 +1067,9 @@ def test_processes_are_served_in_the_order_of_arrival(using, workers, in_line):
 
 
 @FAMILY
-def test_only_an_unfair_claim_passes_the_queue(using, workers, in_line, elsewhere):
+def test_only_an_unfair_claim_passes_the_queue(
+    using, workers, in_line, in_other_thread
+):
     """A holder that releases and reacquires the key queues behind the waiters."""
     first, second = workers(2)
     hold = db_lock("stock:7", using=using).acquire()
@@ -1262,13 +1268,13 @@ def test_the_connection_for_waiting_closes_within_a_second(workers, in_line, unt
 
 
 def test_a_waiter_that_arrives_during_the_idle_close_is_served(
-    elsewhere, threads, until
+    in_other_thread, threads, until
 ):
     """The waiter comes shortly before or after half a second without waiters."""
     for number in range(6):
         hold = db_lock("stock:7").acquire()
         with contextlib.suppress(LockTimeout):
-            elsewhere(db_lock("stock:7", timeout=0.05).acquire)
+            in_other_thread(db_lock("stock:7", timeout=0.05).acquire)
         time.sleep(0.47 + 0.02 * number)
         thread = threads(
             lambda: db_lock("stock:7").acquire().release() or time.monotonic()
@@ -1345,7 +1351,7 @@ def test_a_fork_does_not_disturb_waiters(threads, in_line, outside_sqlite):
 @FAMILY
 @pytest.mark.parametrize("kind", ["reader", "permit"])
 def test_a_shared_hold_from_the_queue_works_like_any_other(
-    using, kind, in_line, threads, elsewhere
+    using, kind, in_line, threads, in_other_thread
 ):
     policy = {"using": using, "ttl": 4.0}
     lock = (
@@ -1373,7 +1379,9 @@ def test_a_shared_hold_from_the_queue_works_like_any_other(
     # This is longer than the short lease from the queue, and longer than the ttl.
     time.sleep(4.5)
     holds[0].check()
-    assert elsewhere(db_lock("stock:7", using=using, timeout=0).try_acquire) is None
+    assert (
+        in_other_thread(db_lock("stock:7", using=using, timeout=0).try_acquire) is None
+    )
     done.set()
     with db_lock("stock:7", using=using) as after:
         assert after.token > holds[0].token
@@ -1683,7 +1691,7 @@ def test_a_timeout_behind_a_transaction_is_not_granted_later(using, workers):
 
 @SERVERS
 def test_a_claim_cancelled_just_before_its_grant_is_skipped(
-    monkeypatch, elsewhere, is_busy
+    monkeypatch, in_other_thread, is_busy
 ):
     backend = backends["default"]
     mine = claim()
@@ -1692,7 +1700,7 @@ def test_a_claim_cancelled_just_before_its_grant_is_skipped(
     def leaves(key):
         live = in_line(key)
         # This step has locked the row, as another process could have.
-        assert elsewhere(backend.release, mine, failed=True) is False
+        assert in_other_thread(backend.release, mine, failed=True) is False
         return live
 
     hold = db_lock("stock:7").acquire()
@@ -2104,7 +2112,7 @@ async def test_a_coroutine_closed_while_it_waits_blocks_no_waiter(in_line):
     await sync_to_async(held.release)()
 
 
-def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, elsewhere, until):
+def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, in_other_thread, until):
     """A caller runs a loop until one result is there and ignores other tasks."""
 
     def leave_one_waiting():
@@ -2130,7 +2138,7 @@ def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, elsewhere, until):
 
     left: list[weakref.ref[asyncio.Task[Any]]] = []
     with db_lock("stock:7"):
-        elsewhere(leave_one_waiting)
+        in_other_thread(leave_one_waiting)
         in_line(0)
     # The task is removed from memory too. It cannot await anything then, which is no
     # error.

@@ -84,10 +84,10 @@ def test_a_key_that_is_not_a_string_is_a_type_error(key, django_assert_num_queri
         '"quoted"',
     ],
 )
-def test_keys_are_data(key, using, elsewhere):
+def test_keys_are_data(key, using, in_other_thread):
     with db_lock(key, using=using) as hold:
         assert hold.key == key
-        assert elsewhere(db_lock(key, using=using).try_acquire) is None
+        assert in_other_thread(db_lock(key, using=using).try_acquire) is None
         assert db_lock(key, using=using).holder().key == key
 
 
@@ -259,7 +259,7 @@ def test_each_hold_has_an_owner_and_a_larger_token_of_its_own():
     assert tokens == sorted(set(tokens))
 
 
-def test_the_owner_is_never_shown(caplog, elsewhere):
+def test_the_owner_is_never_shown(caplog, in_other_thread):
     caplog.set_level("DEBUG", "dlocks")
     with db_lock("stock:7") as hold:
         shown = [
@@ -269,7 +269,7 @@ def test_the_owner_is_never_shown(caplog, elsewhere):
             str(db_lock("stock:7").holder()),
         ]
         with pytest.raises(LockTimeout) as error:
-            elsewhere(db_lock("stock:7", timeout=0).acquire)
+            in_other_thread(db_lock("stock:7", timeout=0).acquire)
         shown.append(str(error.value))
     shown.append(caplog.text)
     assert "stock:7" in caplog.text
@@ -286,11 +286,11 @@ def test_the_status_shows_how_the_block_ended():
 
 
 @override_settings(USE_TZ=False, TIME_ZONE="Asia/Tokyo")
-def test_the_time_zone_of_the_settings_does_not_matter(elsewhere):
+def test_the_time_zone_of_the_settings_does_not_matter(in_other_thread):
     with db_lock("stock:7", ttl=20) as hold:
         assert hold.held
         assert 10 < row("stock:7").seconds_left < 20.001
-        assert elsewhere(db_lock("stock:7").try_acquire) is None
+        assert in_other_thread(db_lock("stock:7").try_acquire) is None
         since = db_lock("stock:7").holder().since
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {backends['default'].dialect.ticks}")
@@ -303,7 +303,9 @@ def test_the_time_zone_of_the_settings_does_not_matter(elsewhere):
 @pytest.mark.parametrize(
     ("zone", "offset"), [("Asia/Tokyo", "+09:00"), ("America/New_York", "-05:00")]
 )
-def test_the_time_zone_of_a_session_does_not_matter(using, zone, offset, elsewhere):
+def test_the_time_zone_of_a_session_does_not_matter(
+    using, zone, offset, in_other_thread
+):
     def attempt():
         with connection.cursor() as cursor:
             if connection.vendor == "postgresql":
@@ -313,11 +315,11 @@ def test_the_time_zone_of_a_session_does_not_matter(using, zone, offset, elsewhe
         return db_lock("stock:7", using=using).try_acquire()
 
     with db_lock("stock:7", using=using):
-        assert elsewhere(attempt) is None
+        assert in_other_thread(attempt) is None
     try:
         with attempt() as hold:
-            assert elsewhere(db_lock("stock:7", using=using).try_acquire) is None
-            assert not elsewhere(db_lock("stock:7", using=using).holder).stale
+            assert in_other_thread(db_lock("stock:7", using=using).try_acquire) is None
+            assert not in_other_thread(db_lock("stock:7", using=using).holder).stale
             assert hold.token == row("stock:7").version
             assert 20 < row("stock:7").seconds_left < 30.001
     finally:
@@ -329,9 +331,9 @@ def test_the_time_zone_of_a_session_does_not_matter(using, zone, offset, elsewhe
 
 
 @FAMILY
-def test_the_timeout_of_a_busy_key_names_its_holder(using, elsewhere):
+def test_the_timeout_of_a_busy_key_names_its_holder(using, in_other_thread):
     with db_lock("stock:7", using=using) as hold, pytest.raises(LockTimeout) as caught:
-        elsewhere(db_lock("stock:7", using=using, timeout=0.2).acquire)
+        in_other_thread(db_lock("stock:7", using=using, timeout=0.2).acquire)
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert (error.key, error.timeout, error.holder.token) == (
@@ -348,11 +350,11 @@ def test_the_timeout_of_a_busy_key_names_its_holder(using, elsewhere):
     )
 
 
-def test_a_timeout_of_zero_tries_once(elsewhere):
+def test_a_timeout_of_zero_tries_once(in_other_thread):
     with db_lock("stock:7"):
         with pytest.raises(LockTimeout, match="could not be acquired without waiting"):
-            elsewhere(db_lock("stock:7", timeout=0).acquire)
-        assert elsewhere(db_lock("stock:7").try_acquire) is None
+            in_other_thread(db_lock("stock:7", timeout=0).acquire)
+        assert in_other_thread(db_lock("stock:7").try_acquire) is None
 
 
 @FAMILY
@@ -388,32 +390,32 @@ def test_a_hold_has_the_duration_of_its_wait(workers, until):
     other.join()
 
 
-def test_locked_and_holder_do_not_acquire(elsewhere):
+def test_locked_and_holder_do_not_acquire(in_other_thread):
     lock = db_lock("stock:7")
     assert not lock.locked()
     assert lock.holder() is None
     with lock as hold:
-        assert elsewhere(lock.locked)
-        assert elsewhere(lock.holder).token == hold.token
+        assert in_other_thread(lock.locked)
+        assert in_other_thread(lock.holder).token == hold.token
     assert not lock.locked()
 
 
-def test_a_hold_of_try_acquire_ends_with_a_block_or_by_hand(elsewhere):
+def test_a_hold_of_try_acquire_ends_with_a_block_or_by_hand(in_other_thread):
     with db_lock("stock:7").try_acquire() as hold:
-        assert elsewhere(db_lock("stock:7").try_acquire) is None
+        assert in_other_thread(db_lock("stock:7").try_acquire) is None
     assert not hold.held
     hold = db_lock("stock:7").try_acquire()
-    elsewhere(hold.release)
+    in_other_thread(hold.release)
     assert not hold.held
     hold.release()
-    assert elsewhere(lambda: db_lock("stock:7").try_acquire().release()) is None
+    assert in_other_thread(lambda: db_lock("stock:7").try_acquire().release()) is None
 
 
 # Reentrance.
 
 
 @FAMILY
-def test_a_nested_entry_is_counted_in_the_row(using, elsewhere):
+def test_a_nested_entry_is_counted_in_the_row(using, in_other_thread):
     lock = db_lock("stock:7", using=using)
     with lock as outer:
         with lock as inner:
@@ -422,8 +424,8 @@ def test_a_nested_entry_is_counted_in_the_row(using, elsewhere):
             with db_lock("stock:7", using=using, ttl=5):
                 assert row("stock:7").hold_count == 3
         assert (outer.count, row("stock:7").hold_count) == (1, 1)
-        assert elsewhere(lock.try_acquire) is None
-    assert elsewhere(lambda: lock.try_acquire().release()) is None
+        assert in_other_thread(lock.try_acquire) is None
+    assert in_other_thread(lambda: lock.try_acquire().release()) is None
 
 
 @FAMILY
@@ -452,9 +454,9 @@ def test_not_reentrant_refuses_a_second_entry_at_once(django_assert_num_queries)
         db_lock("stock:7", reentrant=False).acquire()
 
 
-def test_another_thread_and_a_pool_thread_are_not_the_holder(elsewhere):
+def test_another_thread_and_a_pool_thread_are_not_the_holder(in_other_thread):
     with db_lock("stock:7"):
-        assert elsewhere(db_lock("stock:7").try_acquire) is None
+        assert in_other_thread(db_lock("stock:7").try_acquire) is None
         with ThreadPoolExecutor(1) as pool:
 
             def attempt():
@@ -539,7 +541,7 @@ async def test_a_cancelled_holder_releases_the_key():
     assert (await sync_to_async(row)("stock:7")).state == LockState.FREE
 
 
-def test_a_forked_child_holds_nothing(elsewhere):
+def test_a_forked_child_holds_nothing(in_other_thread):
     """It does not hold the lock, does not renew it, and cannot release it."""
     connection.ensure_connection()
     with db_lock("stock:7") as hold:
@@ -572,23 +574,23 @@ def test_a_forked_child_holds_nothing(elsewhere):
         hold.check()
 
 
-def test_a_block_that_ends_in_another_thread_releases(elsewhere, is_busy):
+def test_a_block_that_ends_in_another_thread_releases(in_other_thread, is_busy):
     """The block of a generator ends where the generator is closed or collected."""
     lock = db_lock("stock:7")
     hold = lock.__enter__()
-    elsewhere(lock.__exit__, None, None, None)
+    in_other_thread(lock.__exit__, None, None, None)
     assert not hold.held
     assert not is_busy()
 
 
 def test_an_ambiguous_exit_in_another_thread_raises(
-    elsewhere,
+    in_other_thread,
 ):
     lock = db_lock("stock:7")
     hold = lock.__enter__()
     assert lock.__enter__() is hold
     with pytest.raises(RuntimeError, match="in the thread or task in which it began"):
-        elsewhere(lock.__exit__, None, None, None)
+        in_other_thread(lock.__exit__, None, None, None)
     lock.__exit__(None, None, None)
     lock.__exit__(None, None, None)
     assert not hold.held
@@ -635,13 +637,13 @@ def test_without_takeover_a_stale_key_must_be_cleared(using, doomed):
 
 
 @FAMILY
-def test_min_hold_keeps_the_key_after_the_block(using, elsewhere, until):
+def test_min_hold_keeps_the_key_after_the_block(using, in_other_thread, until):
     began = time.monotonic()
     with db_lock("job", using=using, min_hold=2.0) as hold:
         pass
     took = time.monotonic() - began
     assert not hold.held
-    assert elsewhere(db_lock("job", using=using).try_acquire) is None
+    assert in_other_thread(db_lock("job", using=using).try_acquire) is None
     assert db_lock("job", using=using).locked()
     it = row("job")
     # SQLite's clock has a resolution of one millisecond.
@@ -651,7 +653,7 @@ def test_min_hold_keeps_the_key_after_the_block(using, elsewhere, until):
         <= 2.0 + took + 0.002
     )
     until(lambda: not db_lock("job", using=using).locked())
-    elsewhere(lambda: db_lock("job", using=using).try_acquire().release())
+    in_other_thread(lambda: db_lock("job", using=using).try_acquire().release())
 
 
 # Purging.
@@ -680,7 +682,7 @@ def test_clearing_fences_off_and_notifies_the_holder():
 # Signals.
 
 
-def test_signals_report_each_event(elsewhere):
+def test_signals_report_each_event(in_other_thread):
     told = []
 
     def listen(name, signal):
@@ -701,7 +703,7 @@ def test_signals_report_each_event(elsewhere):
         with lock as hold:
             with lock:
                 pass
-            elsewhere(lock.try_acquire)
+            in_other_thread(lock.try_acquire)
         with pytest.raises(LockLost), lock as second:
             backends["default"].clear("stock:7", second.token)
     finally:
@@ -743,13 +745,13 @@ class ToNowhere:
 
 @override_settings(DATABASE_ROUTERS=["tests.test_locks.ToNowhere"])
 @FAMILY
-def test_statements_go_to_the_writer_with_any_router(using, elsewhere):
+def test_statements_go_to_the_writer_with_any_router(using, in_other_thread):
     lock = db_lock("stock:7", using=using)
     with lock as hold, lock:
         assert lock.holder().token == hold.token
         hold.check()
         hold.renew()
-        assert elsewhere(lock.try_acquire) is None
+        assert in_other_thread(lock.try_acquire) is None
     backend = backends[using]
     list(backend.reap())
     list(backend.purge(0))

@@ -55,14 +55,14 @@ TTL = 0.3
 
 @FAMILY
 def test_a_key_released_just_then_is_not_taken_over(
-    using, elsewhere, monkeypatch, caplog
+    using, in_other_thread, monkeypatch, caplog
 ):
     """A key that is released just before it is acquired is not taken over.
 
     The row was expired when the next caller read it.
     """
     backend = backends[using]
-    hold = elsewhere(db_lock("stock:7", using=using).acquire)
+    hold = in_other_thread(db_lock("stock:7", using=using).acquire)
     expire(hold)
     look = backend._look
 
@@ -70,7 +70,7 @@ def test_a_key_released_just_then_is_not_taken_over(
         row = look(claim)
         if not hold._ended:
             assert row.stale
-            elsewhere(hold.release)
+            in_other_thread(hold.release)
         return row
 
     monkeypatch.setattr(backend, "_look", look_before_the_release)
@@ -81,9 +81,9 @@ def test_a_key_released_just_then_is_not_taken_over(
 
 
 @FAMILY
-def test_a_key_of_a_dead_holder_is_taken_over(using, elsewhere, caplog):
+def test_a_key_of_a_dead_holder_is_taken_over(using, in_other_thread, caplog):
     """Acquiring an expired, unreleased key is a takeover and logs a warning."""
-    expire(elsewhere(db_lock("stock:7", using=using).acquire))
+    expire(in_other_thread(db_lock("stock:7", using=using).acquire))
     with db_lock("stock:7", using=using) as hold:
         assert hold.takeover
     assert [
@@ -92,9 +92,9 @@ def test_a_key_of_a_dead_holder_is_taken_over(using, elsewhere, caplog):
 
 
 @FAMILY
-def test_one_of_several_keys_is_taken_over(using, elsewhere):
+def test_one_of_several_keys_is_taken_over(using, in_other_thread):
     """Of several keys acquired at once, only the expired one is taken over."""
-    expire(elsewhere(db_lock("stock:7", using=using).acquire))
+    expire(in_other_thread(db_lock("stock:7", using=using).acquire))
     with db_lock("stock:8", "stock:7", using=using) as hold:
         assert [one.takeover for one in hold.holds] == [True, False]
         assert hold.takeover
@@ -159,7 +159,7 @@ def test_a_transaction_longer_than_the_ttl_is_not_a_loss(lock, using, caplog):
     "lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"]
 )
 def test_a_lease_outlasts_a_long_transaction_of_another_thread(
-    lock, threads, elsewhere, until, caplog
+    lock, threads, in_other_thread, until, caplog
 ):
     """A long write transaction of another thread ends no lease.
 
@@ -180,7 +180,7 @@ def test_a_lease_outlasts_a_long_transaction_of_another_thread(
         thread.join(60)
         until(lambda: hold.held)
         hold.check()
-        assert elsewhere(lock("stock:7", using="brisk").try_acquire) is None
+        assert in_other_thread(lock("stock:7", using="brisk").try_acquire) is None
     assert lost == []
     assert not caplog.records
 
@@ -199,7 +199,9 @@ def test_a_lock_can_be_reentered_after_its_ttl(threads):
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize("using", ["brisk", "watching"])
-def test_a_key_acquired_by_another_caller_is_lost(using, threads, elsewhere, until):
+def test_a_key_acquired_by_another_caller_is_lost(
+    using, threads, in_other_thread, until
+):
     """The end of the block raises if another caller has acquired the key."""
     with pytest.raises(LockLost, match="'stock:7' was lost"):
         with db_lock("stock:7", using=using, ttl=TTL) as hold:
@@ -212,7 +214,9 @@ def test_a_key_acquired_by_another_caller_is_lost(using, threads, elsewhere, unt
             if using == "watching":
                 ResourceLock.objects.update(owner="another", version=hold.token + 1)
             else:
-                other = elsewhere(db_lock("stock:7", using=using, timeout=0).acquire)
+                other = in_other_thread(
+                    db_lock("stock:7", using=using, timeout=0).acquire
+                )
     if using == "brisk":
         other.check()
         other.release()
@@ -391,9 +395,9 @@ def test_a_shared_hold_that_a_transaction_keeps_is_busy(lock, guarded):
 
 @FAMILY
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
-def test_a_key_of_a_dead_holder_is_still_stale(using, scope, elsewhere, threads):
+def test_a_key_of_a_dead_holder_is_still_stale(using, scope, in_other_thread, threads):
     """Callers that check an unlocked expired row at once all get ``LockStale``."""
-    expire(elsewhere(db_lock("stock:7", using=using).acquire))
+    expire(in_other_thread(db_lock("stock:7", using=using).acquire))
     lock, start = (
         db_lock("stock:7", using=using, takeover=False, timeout=0),
         threading.Barrier(4),
@@ -481,13 +485,15 @@ def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, releaser, clear
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_listing_locks_in_a_transaction_locks_no_row(elsewhere):
+def test_listing_locks_in_a_transaction_locks_no_row(in_other_thread):
     """Listing locks inside a transaction locks no row.
 
     A stale row can be taken over before the transaction has ended.
     """
-    expire(elsewhere(db_lock("stock:7", using="brisk").acquire))
+    expire(in_other_thread(db_lock("stock:7", using="brisk").acquire))
     with transaction.atomic():
         assert [row["state"] for row in listed()] == ["stale"]
         assert db_lock("stock:7", using="brisk").holder().stale
-        assert elsewhere(db_lock("stock:7", using="brisk").try_acquire) is not None
+        assert (
+            in_other_thread(db_lock("stock:7", using="brisk").try_acquire) is not None
+        )

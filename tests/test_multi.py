@@ -54,11 +54,11 @@ def statements(work):
     ], result
 
 
-def lend(key, elsewhere, **policy):
+def lend(key, in_other_thread, **policy):
     """Acquire a key in another thread. Return a function that releases it."""
-    hold = elsewhere(db_lock(key, timeout=0, **policy).acquire)
+    hold = in_other_thread(db_lock(key, timeout=0, **policy).acquire)
     # Its thread has ended. The hold is not renewed, but lasts for its ttl.
-    return lambda: elsewhere(hold.release)
+    return lambda: in_other_thread(hold.release)
 
 
 # The lock object.
@@ -111,7 +111,7 @@ def test_a_hold_of_several_keys_has_a_repr_and_can_be_released():
 
 
 @ALL
-def test_all_keys_are_held_and_released(using, elsewhere):
+def test_all_keys_are_held_and_released(using, in_other_thread):
     lock = db_lock("a", "b", "c", using=using, timeout=0)
     for _ in range(2):
         began = clock.now()
@@ -122,7 +122,7 @@ def test_all_keys_are_held_and_released(using, elsewhere):
             assert list(hold.tokens) == ["a", "b", "c"]
             assert hold.token == max(hold.tokens.values())
             for key in lock.keys:
-                assert elsewhere(db_lock(key, using=using).try_acquire) is None
+                assert in_other_thread(db_lock(key, using=using).try_acquire) is None
             assert lock.locked()
             assert lock.holder().key == "a"
             hold.check()
@@ -131,7 +131,7 @@ def test_all_keys_are_held_and_released(using, elsewhere):
         assert hold.remaining == 0
         assert not lock.locked()
     for key in lock.keys:
-        elsewhere(
+        in_other_thread(
             lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
         )
 
@@ -151,8 +151,8 @@ def test_tokens_of_each_key_grow_from_hold_to_hold(using):
 
 @ALL
 @pytest.mark.parametrize("busy", ["a", "b", "c"])
-def test_if_one_key_is_busy_none_is_acquired(using, busy, elsewhere):
-    give_back = lend(busy, elsewhere, using=using)
+def test_if_one_key_is_busy_none_is_acquired(using, busy, in_other_thread):
+    give_back = lend(busy, in_other_thread, using=using)
     lock = db_lock("a", "b", "c", using=using, timeout=0)
     assert lock.try_acquire() is None
     with pytest.raises(LockTimeout) as raised:
@@ -160,7 +160,7 @@ def test_if_one_key_is_busy_none_is_acquired(using, busy, elsewhere):
     assert raised.value.key == busy
     assert repr(busy) in str(raised.value)
     for key in {"a", "b", "c"} - {busy}:
-        elsewhere(
+        in_other_thread(
             lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
         )
     give_back()
@@ -169,15 +169,15 @@ def test_if_one_key_is_busy_none_is_acquired(using, busy, elsewhere):
 
 
 @ALL
-def test_after_a_timeout_no_key_is_held(using, elsewhere):
-    give_back = lend("b", elsewhere, using=using)
+def test_after_a_timeout_no_key_is_held(using, in_other_thread):
+    give_back = lend("b", in_other_thread, using=using)
     started = time.monotonic()
     with pytest.raises(LockTimeout):
         db_lock("a", "b", "c", using=using, timeout=0.3).acquire()
     took = time.monotonic() - started
     assert took >= 0.3
     for key in "ac":
-        elsewhere(
+        in_other_thread(
             lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
         )
     assert not LockClaim.objects.exists()
@@ -185,12 +185,12 @@ def test_after_a_timeout_no_key_is_held(using, elsewhere):
     in_time(took, 2.0)
 
 
-def test_the_timeout_is_for_all_keys_together(elsewhere, monkeypatch):
+def test_the_timeout_is_for_all_keys_together(in_other_thread, monkeypatch):
     """Without a queue, the caller waits for each key separately."""
     with override_locks("memory"), frozen_clock():
         backend, returned = backends["default"], []
         acquire = backend.acquire
-        give_back_a, give_back_b = (lend(key, elsewhere) for key in "ab")
+        give_back_a, give_back_b = (lend(key, in_other_thread) for key in "ab")
         started = clock.now()
 
         def acquire_late(claim):
@@ -379,10 +379,10 @@ def test_a_waiter_for_one_of_the_keys_is_served(workers, until):
     assert token > hold.tokens["b"]
 
 
-def test_min_hold_keeps_each_key(elsewhere):
+def test_min_hold_keeps_each_key(in_other_thread):
     with db_lock("a", "b", min_hold=3.0):
         pass
-    assert elsewhere(db_lock("a").try_acquire) is None
+    assert in_other_thread(db_lock("a").try_acquire) is None
     with db_lock("a", "b", timeout=10) as hold:
         assert hold.waited > 0.1
 
@@ -412,7 +412,7 @@ def test_every_key_is_signalled():
     ]
 
 
-def test_a_key_released_by_a_timeout_is_signalled(elsewhere):
+def test_a_key_released_by_a_timeout_is_signalled(in_other_thread):
     heard = []
 
     def acquired(hold, **_):
@@ -421,7 +421,7 @@ def test_a_key_released_by_a_timeout_is_signalled(elsewhere):
     def released(hold, **_):
         heard.append(("released", hold.key))
 
-    give_back = lend("b", elsewhere, ttl=20)
+    give_back = lend("b", in_other_thread, ttl=20)
     lock_acquired.connect(acquired)
     lock_released.connect(released)
     try:
@@ -434,8 +434,8 @@ def test_a_key_released_by_a_timeout_is_signalled(elsewhere):
     assert heard == [("acquired", "a"), ("released", "a")]
 
 
-def test_keys_held_during_a_long_wait_are_renewed(elsewhere, until, threads):
-    give_back = lend("b", elsewhere, ttl=20)
+def test_keys_held_during_a_long_wait_are_renewed(in_other_thread, until, threads):
+    give_back = lend("b", in_other_thread, ttl=20)
 
     def wait():
         with db_lock("a", "b", ttl=2.4, timeout=20) as hold:
@@ -452,17 +452,19 @@ def test_keys_held_during_a_long_wait_are_renewed(elsewhere, until, threads):
 
 
 @FAMILY
-def test_several_keys_can_be_held_as_shared(using, elsewhere):
+def test_several_keys_can_be_held_as_shared(using, in_other_thread):
     readers = db_lock("a", "b", using=using, shared=True, timeout=0)
     with readers as hold:
-        other = elsewhere(readers.acquire)
+        other = in_other_thread(readers.acquire)
         assert (
-            elsewhere(db_rwlock("b", using=using, timeout=0).write().try_acquire)
+            in_other_thread(db_rwlock("b", using=using, timeout=0).write().try_acquire)
             is None
         )
         hold.check()
-        elsewhere(other.release)
-    elsewhere(lambda: db_lock("a", "b", using=using, timeout=0).acquire().release())
+        in_other_thread(other.release)
+    in_other_thread(
+        lambda: db_lock("a", "b", using=using, timeout=0).acquire().release()
+    )
 
 
 # Coroutines.
@@ -503,7 +505,9 @@ async def test_a_cancelled_wait_for_several_keys_leaves_nothing():
 
 @FAMILY
 @pytest.mark.parametrize("roll_back", [False, True])
-def test_in_a_transaction_all_keys_belong_to_it(using, roll_back, elsewhere, request):
+def test_in_a_transaction_all_keys_belong_to_it(
+    using, roll_back, in_other_thread, request
+):
     lock = db_lock("a", "b", "c", using=using, timeout=0)
     with lock:
         pass
@@ -515,28 +519,33 @@ def test_in_a_transaction_all_keys_belong_to_it(using, roll_back, elsewhere, req
         if connection.vendor != "sqlite":
             for key in lock.keys:
                 assert (
-                    elsewhere(db_lock(key, using=using, timeout=0).try_acquire) is None
+                    in_other_thread(db_lock(key, using=using, timeout=0).try_acquire)
+                    is None
                 ), "not before the commit"
         transaction.set_rollback(roll_back)
-    with elsewhere(lock.acquire) as again:
+    with in_other_thread(lock.acquire) as again:
         if not roll_back:
             assert all(again.tokens[key] > hold.tokens[key] for key in lock.keys)
 
 
 @pytest.mark.engine("postgresql")
 @IN_ONE
-def test_a_transaction_keeps_no_key_unless_it_acquires_all(using, elsewhere):
+def test_a_transaction_keeps_no_key_unless_it_acquires_all(using, in_other_thread):
     with db_lock("a", "b", "c", using=using):
         pass
-    give_back = lend("b", elsewhere, using=using)
+    give_back = lend("b", in_other_thread, using=using)
     with transaction.atomic():
         assert db_lock("b", "c", using=using).try_acquire() is None
-        elsewhere(lambda: db_lock("c", using=using, timeout=0).acquire().release())
+        in_other_thread(
+            lambda: db_lock("c", using=using, timeout=0).acquire().release()
+        )
     give_back()
 
 
 @FAMILY
-def test_a_lease_on_several_keys_lasts_to_the_transactions_end(using, elsewhere, until):
+def test_a_lease_on_several_keys_lasts_to_the_transactions_end(
+    using, in_other_thread, until
+):
     if connection.vendor == "sqlite":
         lock = db_lock("a", "b", using=using)
         with transaction.atomic(), pytest.raises(RuntimeError, match="one writer"):
@@ -548,18 +557,19 @@ def test_a_lease_on_several_keys_lasts_to_the_transactions_end(using, elsewhere,
     with transaction.atomic():
         with lock:
             pass
-        assert elsewhere(lock.try_acquire) is None
+        assert in_other_thread(lock.try_acquire) is None
         with lock as hold:
             assert hold.held
     until(
         lambda: (
-            (hold := elsewhere(lock.try_acquire)) and (elsewhere(hold.release) or True)
+            (hold := in_other_thread(lock.try_acquire))
+            and (in_other_thread(hold.release) or True)
         )
     )
 
 
 @FAMILY
-def test_a_lease_on_several_keys_can_be_used_in_a_transaction(using, elsewhere):
+def test_a_lease_on_several_keys_can_be_used_in_a_transaction(using, in_other_thread):
     with db_lock("a", "b", using=using, release_at="exit") as hold:
         with transaction.atomic():
             hold.check()
@@ -571,8 +581,8 @@ def test_a_lease_on_several_keys_can_be_used_in_a_transaction(using, elsewhere):
     with transaction.atomic():
         hold.release()
         if connection.vendor != "sqlite":
-            elsewhere(db_lock("b", "c", using=using, timeout=0).acquire).release()
-    elsewhere(db_lock("a", "b", using=using, timeout=0).acquire).release()
+            in_other_thread(db_lock("b", "c", using=using, timeout=0).acquire).release()
+    in_other_thread(db_lock("a", "b", using=using, timeout=0).acquire).release()
 
 
 @FAMILY
@@ -652,7 +662,7 @@ def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
 
 @pytest.mark.parametrize("using", ["memory", "default"])
 @leaves_no_handler
-def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, elsewhere):
+def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, in_other_thread):
     lock = db_lock("a", "b", using=using)
     with lock:
         pass
@@ -677,7 +687,7 @@ def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, elsewhere):
             break
         if interrupter.where in before_leaving:
             lock.__exit__(None, None, None)
-        assert elsewhere(free), (
+        assert in_other_thread(free), (
             f"held after an interrupt at {interrupter.where}, line {number}"
         )
         assert not [hold for hold in keeper.holds if hold.held], interrupter.where

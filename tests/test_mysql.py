@@ -282,7 +282,7 @@ def test_a_waiter_outwaits_max_execution_time(workers, threads, until):
 
 @pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize("using", ["optimistic", "insert"])
-def test_a_select_over_its_time_is_neither_grant_nor_contention(using, elsewhere):
+def test_a_select_over_its_time_is_neither_grant_nor_contention(using, in_other_thread):
     """The backend reads the row first, but another session has locked the table."""
     with db_lock("stock:7"):
         pass
@@ -296,9 +296,9 @@ def test_a_select_over_its_time_is_neither_grant_nor_contention(using, elsewhere
     with contextlib.closing(admin), admin.cursor() as cursor:
         cursor.execute("LOCK TABLES dlocks_resourcelock WRITE")
         with pytest.raises(LockBackendError, match="3024"):
-            elsewhere(db_lock("stock:7", using=using).try_acquire)
+            in_other_thread(db_lock("stock:7", using=using).try_acquire)
         cursor.execute("UNLOCK TABLES")
-    hold = elsewhere(db_lock("stock:7", using=using).try_acquire)
+    hold = in_other_thread(db_lock("stock:7", using=using).try_acquire)
     assert hold is not None
     hold.release()
 
@@ -309,7 +309,7 @@ def test_a_select_over_its_time_is_neither_grant_nor_contention(using, elsewhere
 @FAMILY
 @pytest.mark.parametrize("level", [None, "repeatable read"])
 def test_repeatable_read_refuses_locks_in_transactions_only(
-    using, level, monkeypatch, elsewhere, is_busy
+    using, level, monkeypatch, in_other_thread, is_busy
 ):
     """Django sets READ COMMITTED unless ``isolation_level`` names another level.
 
@@ -343,7 +343,7 @@ def test_repeatable_read_refuses_locks_in_transactions_only(
             for message in [*check_settings(), *check_tables(databases=["default"])]
         }
 
-    assert elsewhere(work) == {"dlocks.W003", "dlocks.W004"}
+    assert in_other_thread(work) == {"dlocks.W003", "dlocks.W004"}
     assert Group.objects.count() == 2
 
 

@@ -291,9 +291,9 @@ def test_the_same_host_means_the_same_network_namespace():
 
     assert near_of() == neighbours.near()
     if os.getuid() == 0:
-        elsewhere = near_of("unshare", "--net")
-        assert len(elsewhere) == len(neighbours.near())
-        assert elsewhere != neighbours.near()
+        in_other_namespace = near_of("unshare", "--net")
+        assert len(in_other_namespace) == len(neighbours.near())
+        assert in_other_namespace != neighbours.near()
 
 
 def test_without_proc_no_process_is_on_the_same_host(monkeypatch):

@@ -61,11 +61,13 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(using, fair, doome
 
 @pytest.mark.parametrize("using", KINDS)
 @pytest.mark.parametrize("fair", [True, False])
-def test_a_holder_expired_by_the_clock_still_excludes(using, fair, elsewhere, until):
+def test_a_holder_expired_by_the_clock_still_excludes(
+    using, fair, in_other_thread, until
+):
     with watched(using=using) as hold:
         ran_out()
         with pytest.raises(LockTimeout):
-            elsewhere(watched(using=using, fair=fair, timeout=2 * TTL).acquire)
+            in_other_thread(watched(using=using, fair=fair, timeout=2 * TTL).acquire)
         hold.check()
         hold.renew()
         hold.check()
@@ -167,11 +169,11 @@ def test_a_dead_reader_is_replaced_after_ttl_and_grace(doomed):
         assert time.monotonic() - began >= TTL + GRACE
 
 
-def test_a_reader_expired_by_the_clock_still_excludes(elsewhere):
+def test_a_reader_expired_by_the_clock_still_excludes(in_other_thread):
     with db_rwlock("stock:7", using="watching").read() as hold:
         ran_out(LockClaim)
         with pytest.raises(LockTimeout):
-            elsewhere(
+            in_other_thread(
                 db_rwlock("stock:7", using="watching", timeout=2 * TTL).write().acquire
             )
         hold.renew()

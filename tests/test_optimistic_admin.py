@@ -475,11 +475,12 @@ def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
     "postgresql", "mariadb", "mysql"
 )  # SQLite has one writer, which is the request itself by then.
 @pytest.mark.django_db(transaction=True)
-def test_the_admin_shows_a_change_just_before_its_write(boss, article, elsewhere):
+def test_the_admin_shows_a_change_just_before_its_write(boss, article, in_other_thread):
     url = f"{LIST}{article.pk}/change/"
     data = sent(page(boss.get(url)), title="yours")
     with before_the_write(
-        pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))
+        pre_save,
+        lambda: in_other_thread(lambda: Article.objects.update(title="theirs")),
     ):
         text = page(boss.post(url, data))
     assert cells(text) == [("Title", "yours", "theirs")]
@@ -490,10 +491,11 @@ def test_the_admin_shows_a_change_just_before_its_write(boss, article, elsewhere
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_the_list_shows_a_change_just_before_its_write(boss, article, elsewhere):
+def test_the_list_shows_a_change_just_before_its_write(boss, article, in_other_thread):
     data = sent(page(boss.get(LIST)), _save="Save", **{"form-0-title": "yours"})
     with before_the_write(
-        pre_save, lambda: elsewhere(lambda: Article.objects.update(title="theirs"))
+        pre_save,
+        lambda: in_other_thread(lambda: Article.objects.update(title="theirs")),
     ):
         text = page(boss.post(LIST, data))
     assert cells(text) == [("Title", "yours", "theirs")]
@@ -692,7 +694,7 @@ def test_the_admin_confirms_again_before_deleting_a_changed_row(boss, article):
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("deleted", [False, True])
 def test_a_row_changed_just_before_its_deletion_is_kept(
-    boss, article, elsewhere, deleted
+    boss, article, in_other_thread, deleted
 ):
     ((address, _status),) = boss.get(
         f"{LIST}{article.pk}/delete/", follow=True
@@ -703,7 +705,9 @@ def test_a_row_changed_just_before_its_deletion_is_kept(
 
     def looks_and_loses(objs, request):
         found = look(objs, request)
-        elsewhere(others.delete if deleted else lambda: others.update(title="theirs"))
+        in_other_thread(
+            others.delete if deleted else lambda: others.update(title="theirs")
+        )
         del admin_.get_deleted_objects
         return found
 

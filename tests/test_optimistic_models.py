@@ -691,7 +691,7 @@ def test_a_deleted_row_read_from_a_replica_is_not_recreated(article, settings):
     ],
     ids=["parent", "joined", "child"],
 )
-def test_a_version_filter_is_atomic_across_tables(rows, table, elsewhere):
+def test_a_version_filter_is_atomic_across_tables(rows, table, in_other_thread):
     owner = Counter.objects.create(name="o")
     model = rows().model
     field = "name" if model is Restaurant else "title"
@@ -701,7 +701,7 @@ def test_a_version_filter_is_atomic_across_tables(rows, table, elsewhere):
     def come_between(execute, sql, params, many, context):
         if sql.startswith("UPDATE") and not theirs:
             theirs.append(None)
-            theirs[0] = elsewhere(write_if_not_locked, model, field)
+            theirs[0] = in_other_thread(write_if_not_locked, model, field)
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(come_between):

@@ -109,7 +109,7 @@ def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_an_old_snapshot_does_not_hide_a_conflict(elsewhere):
+def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread):
     """At REPEATABLE READ the row still looks unchanged.
 
     The save compares with the current row of the database.
@@ -126,7 +126,7 @@ def test_an_old_snapshot_does_not_hide_a_conflict(elsewhere):
             with connection.cursor() as cursor:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         article = Article.objects.get()
-        elsewhere(lambda: Article.objects.update(title="meanwhile"))
+        in_other_thread(lambda: Article.objects.update(title="meanwhile"))
         assert Article.objects.get().version == 1
         article.save()
     assert is_conflict(caught.value)
@@ -155,7 +155,7 @@ def test_a_deadlock_is_retried(workers):
 
 @pytest.mark.engine("postgresql")
 @pytest.mark.django_db(transaction=True)
-def test_a_serialization_failure_is_retried(elsewhere):
+def test_a_serialization_failure_is_retried(in_other_thread):
     Counter.objects.create(name="a")
     runs = []
 
@@ -166,7 +166,7 @@ def test_a_serialization_failure_is_retried(elsewhere):
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         value = Counter.objects.get().value
         if len(runs) == 1:
-            elsewhere(lambda: Counter.objects.update(value=10))
+            in_other_thread(lambda: Counter.objects.update(value=10))
         Counter.objects.update(value=value + 1)
 
     add()
@@ -175,7 +175,7 @@ def test_a_serialization_failure_is_retried(elsewhere):
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_a_lock_wait_timeout_is_not_retried(elsewhere):
+def test_a_lock_wait_timeout_is_not_retried(in_other_thread):
     Counter.objects.create(name="a")
     runs = []
 
@@ -192,13 +192,13 @@ def test_a_lock_wait_timeout_is_not_retried(elsewhere):
     with transaction.atomic():
         Counter.objects.update(value=1)
         with pytest.raises(OperationalError):
-            elsewhere(wait)
+            in_other_thread(wait)
     assert len(runs) == 1
 
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.django_db(transaction=True)
-def test_an_old_snapshot_is_retried_on_sqlite(elsewhere):
+def test_an_old_snapshot_is_retried_on_sqlite(in_other_thread):
     Counter.objects.create(name="a")
     runs = []
     # Begin as a reader, as without the ``transaction_mode`` that dlocks recommends.
@@ -209,7 +209,7 @@ def test_an_old_snapshot_is_retried_on_sqlite(elsewhere):
         runs.append(1)
         value = Counter.objects.get().value
         if len(runs) == 1:
-            elsewhere(lambda: Counter.objects.update(value=10))
+            in_other_thread(lambda: Counter.objects.update(value=10))
         Counter.objects.update(value=value + 1)
 
     try:

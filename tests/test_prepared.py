@@ -285,9 +285,9 @@ def test_a_grant_pending_at_an_interrupt_is_released(interrupt, stopped, until, 
 
 @pytest.mark.parametrize("times", [PREPARED_AT + 3, 1])
 def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
-    interrupt, stopped, until, elsewhere, monkeypatch, times
+    interrupt, stopped, until, in_other_thread, monkeypatch, times
 ):
-    held = elsewhere(db_lock("stock:7").acquire)
+    held = in_other_thread(db_lock("stock:7").acquire)
     backend = backends["default"]
     for _ in range(times):
         with pytest.raises(LockTimeout):
@@ -303,7 +303,7 @@ def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
         db_lock("stock:7", timeout=30).acquire()
     until(lambda: is_over(pid))
     assert not LockClaim.objects.exists()
-    elsewhere(held.release)
+    in_other_thread(held.release)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def test_a_coroutine_job_in_a_transaction_keeps_min_hold():
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_job_interrupted_at_its_end_keeps_min_hold(together, monkeypatch, elsewhere):
+def test_a_job_interrupted_at_its_end_keeps_min_hold(
+    together, monkeypatch, in_other_thread
+):
     """The key is kept, however the job ends."""
     backend = backends["default"]
     release = backend.release
@@ -113,7 +115,7 @@ def test_a_job_interrupted_at_its_end_keeps_min_hold(together, monkeypatch, else
     with pytest.raises(KeyboardInterrupt), db_lock(*keys, min_hold=60):
         monkeypatch.setattr(backend, "release", interrupted)
     for key in keys:
-        assert elsewhere(db_lock(key).try_acquire) is None
+        assert in_other_thread(db_lock(key).try_acquire) is None
 
 
 @pytest.mark.django_db
@@ -166,7 +168,7 @@ def test_a_job_of_a_dead_node_keeps_min_hold(doomed, until, is_busy):
 
 @pytest.mark.usefixtures("memory_locks")
 def test_a_run_longer_than_at_most_does_not_block_the_next_one(
-    frozen_lock_clock, elsewhere
+    frozen_lock_clock, in_other_thread
 ):
     runs = []
 
@@ -176,9 +178,9 @@ def test_a_run_longer_than_at_most_does_not_block_the_next_one(
         if len(runs) == 1:
             for _ in range(59):
                 frozen_lock_clock.tick(10)
-            assert elsewhere(job) is None
+            assert in_other_thread(job) is None
             frozen_lock_clock.tick(10.6)
-            assert elsewhere(job) == "done"
+            assert in_other_thread(job) == "done"
         return "done"
 
     with pytest.raises(LockLost, match="max_hold of 600"):

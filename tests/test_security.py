@@ -532,7 +532,7 @@ class TestPurge:
             act(purger, PURGE, key, version=version)
         assert ResourceLock.objects.exists()
 
-    def test_the_token_after_a_purge_is_larger(self, purger, elsewhere):
+    def test_the_token_after_a_purge_is_larger(self, purger, in_other_thread):
         """A key whose row was deleted is still the same key."""
         rows.free("a", version=10**15)
         page(purger.post(LIST, fields(act(purger, PURGE, "a")), follow=True))
@@ -683,7 +683,7 @@ class TestHolders:
 @database
 class TestErrors:
     @pytest.mark.parametrize("shown", [True, False, "hash"])
-    def test_error_messages_hide_holders(self, settings, elsewhere, shown):
+    def test_error_messages_hide_holders(self, settings, in_other_thread, shown):
         """The text of an error has no more than the setting allows.
 
         Its attributes have all values.
@@ -691,7 +691,7 @@ class TestErrors:
         settings.DLOCKS_SHOW_HOLDER = shown
         with db_lock("a") as mine:
             with pytest.raises(LockTimeout) as busy:
-                elsewhere(db_lock("a", timeout=0).acquire)
+                in_other_thread(db_lock("a", timeout=0).acquire)
             with pytest.raises(LockLost) as lost:
                 lose("a")
                 mine.check()

@@ -186,12 +186,12 @@ def is_taken(key="stock:7"):
 # Exclusion.
 
 
-def test_two_threads_of_one_process_exclude_each_other(elsewhere):
+def test_two_threads_of_one_process_exclude_each_other(in_other_thread):
     """The engine itself would grant a session its own lock twice."""
     with lock():
-        assert elsewhere(lock(timeout=0).try_acquire) is None
+        assert in_other_thread(lock(timeout=0).try_acquire) is None
         assert len(own_sessions()) == 1
-    found = elsewhere(lock(timeout=0).try_acquire)
+    found = in_other_thread(lock(timeout=0).try_acquire)
     found.release()
 
 
@@ -355,7 +355,7 @@ def test_a_killed_waiter_does_not_block_the_next(doomed, workers, in_line):
 )
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_hold_with_an_ended_session_is_lost_within_a_second(
-    waited, policy, threads, in_line, elsewhere, until, backend, monkeypatch
+    waited, policy, threads, in_line, in_other_thread, until, backend, monkeypatch
 ):
     """The next ping detects it. Any thread sends one every half second."""
     told = []
@@ -367,7 +367,7 @@ def test_a_hold_with_an_ended_session_is_lost_within_a_second(
 
     ready = threading.Event()
     if waited:
-        first = elsewhere(lock().acquire)
+        first = in_other_thread(lock().acquire)
         threads(lambda: (in_line(1), first.release(), ready.set()))
     held = lock(on_lost=on_lost, **policy).acquire()
     if waited:
@@ -475,12 +475,12 @@ def test_a_free_key_is_not_busy_after_a_slow_request(backend, threads, until):
 
 
 def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
-    monkeypatch, backend, elsewhere
+    monkeypatch, backend, in_other_thread
 ):
     backend.places = 1
     with lock("stock:8"), contextlib.ExitStack() as blocked:
-        blocker = elsewhere(lock("stock:9").acquire)
-        blocked.callback(elsewhere, blocker.release)
+        blocker = in_other_thread(lock("stock:9").acquire)
+        blocked.callback(in_other_thread, blocker.release)
         # The only session for waiting is taken.
         assert backend.queue(claim("stock:9"), "").number
         waiter = claim("stock:7")
@@ -709,19 +709,19 @@ def test_a_partitioned_holder_ends_before_the_next_grant(
 
 
 async def test_a_late_task_holds_only_for_the_rest_of_its_lease(
-    in_line, elsewhere, until, is_busy
+    in_line, in_other_thread, until, is_busy
 ):
     first = await lock().aacquire()
     task = asyncio.ensure_future(lock(ttl=2.0, renew=False).aacquire())
     await asyncio.to_thread(in_line, 1)
     # From here on, the test blocks the event loop.
-    elsewhere(first.release)
+    in_other_thread(first.release)
     until(
         lambda: any(
             entry.token for entry in list(backends["session"]._entries.values())
         )
     )
-    elsewhere(time.sleep, 1.5)
+    in_other_thread(time.sleep, 1.5)
     held = await task
     assert held.held
     until(lambda: not is_busy(using="session"))
@@ -905,7 +905,7 @@ def test_no_session_waiter_is_overtaken(threads, in_line):
 
 
 def test_a_session_waiter_that_times_out_leaves_nothing(
-    doomed, in_line, until, elsewhere
+    doomed, in_line, until, in_other_thread
 ):
     worker = doomed()
     worker.start(jobs.hold, "stock:7", using="session")
@@ -925,7 +925,7 @@ def test_a_session_waiter_that_times_out_leaves_nothing(
 
 
 def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
-    monkeypatch, elsewhere, until
+    monkeypatch, in_other_thread, until
 ):
     """The session may receive a cancellation late.
 
@@ -933,7 +933,7 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
     """
     backend = backends["session"]
     monkeypatch.setattr(backend, "places", 1)
-    holder = elsewhere(lock().acquire)
+    holder = in_other_thread(lock().acquire)
     late, next_one = claim(), claim("another")
     backend.queue(late)
     ask, advance = backend._ask_main, backend._advance
@@ -962,19 +962,21 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
     backend.look([next_one])
     assert granted[0]
     assert next_one.owner in backend.renew([next_one])
-    assert elsewhere(lock("another", timeout=0).try_acquire) is None
+    assert in_other_thread(lock("another", timeout=0).try_acquire) is None
     assert backend.release(next_one)
     with lock(timeout=5):
         pass
 
 
-def test_a_key_granted_with_its_cancellation_is_released(monkeypatch, elsewhere, until):
+def test_a_key_granted_with_its_cancellation_is_released(
+    monkeypatch, in_other_thread, until
+):
     """An engine may grant the key and then report a cancelled statement.
 
     The session holds the key in this case.
     """
     backend = backends["session"]
-    holder = elsewhere(lock().acquire)
+    holder = in_other_thread(lock().acquire)
     waiting = claim()
     backend.queue(waiting)
     entry = backend._entries[waiting.owner]
@@ -990,10 +992,10 @@ def test_a_key_granted_with_its_cancellation_is_released(monkeypatch, elsewhere,
     until(lambda: not (backend.wait(waiting, 10) and entry.waiting))
     assert not backend.release(waiting)
     assert not backend._entries
-    elsewhere(lambda: lock(timeout=0).acquire().release())
+    in_other_thread(lambda: lock(timeout=0).acquire().release())
 
 
-def test_a_cancelled_release_is_repeated(monkeypatch, elsewhere):
+def test_a_cancelled_release_is_repeated(monkeypatch, in_other_thread):
     """An administrator may cancel any running statement."""
     other = lock("another").acquire()
     hold = lock().acquire()
@@ -1012,15 +1014,15 @@ def test_a_cancelled_release_is_repeated(monkeypatch, elsewhere):
 
     monkeypatch.setattr(wire, "send", cancelled)
     hold.release()
-    elsewhere(lambda: lock(timeout=5).acquire().release())
+    in_other_thread(lambda: lock(timeout=5).acquire().release())
     other.check()
     other.release()
 
 
-def test_a_timeout_does_not_cancel_an_unrelated_statement(elsewhere, until):
+def test_a_timeout_does_not_cancel_an_unrelated_statement(in_other_thread, until):
     """After a failover, another client may have the same session id."""
     backend = backends["session"]
-    holder = elsewhere(lock().acquire)
+    holder = in_other_thread(lock().acquire)
     waiting = claim()
     backend.queue(waiting)
     other = connections["default"].copy()
@@ -1137,8 +1139,8 @@ def test_more_keys_than_sessions_can_be_waited_for(threads, until):
     assert sorted(n for n, _ in done) == list(range(number))
 
 
-def test_an_interrupted_waiter_leaves_nothing(elsewhere, threads, in_line):
-    first = elsewhere(lock().acquire)
+def test_an_interrupted_waiter_leaves_nothing(in_other_thread, threads, in_line):
+    first = in_other_thread(lock().acquire)
     threads(lambda: (in_line(1), signal.raise_signal(signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         lock(timeout=30).acquire()
@@ -1201,18 +1203,18 @@ def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
 
 
 @POSTGRESQL
-def test_readers_share_and_writers_do_not(elsewhere, threads, in_line, until):
+def test_readers_share_and_writers_do_not(in_other_thread, threads, in_line, until):
     shelf = db_rwlock("stock:7", using="session")
     with shelf.read() as mine:
-        other = elsewhere(shelf.read().try_acquire)
+        other = in_other_thread(shelf.read().try_acquire)
         assert other is not None
         assert other.token > mine.token
-        assert elsewhere(shelf.write().try_acquire) is None
+        assert in_other_thread(shelf.write().try_acquire) is None
         written = []
         threads(lambda: written.append(shelf.write().acquire().release()))
         in_line(1)
         # A reader that comes after a waiting writer queues behind it.
-        assert elsewhere(shelf.read().try_acquire) is None
+        assert in_other_thread(shelf.read().try_acquire) is None
         other.release()
         assert not written
     until(lambda: written)
@@ -1238,14 +1240,14 @@ def test_many_readers_that_waited_for_a_writer_read_together(threads, until, in_
 
 
 @POSTGRESQL
-def test_a_shared_hold_outlives_other_shared_holds(workers, elsewhere):
+def test_a_shared_hold_outlives_other_shared_holds(workers, in_other_thread):
     """The shared holds of one process are one lock of the engine.
 
     The last of them releases it.
     """
     (other,) = workers(1)
     shelf = db_rwlock("stock:7", using="session")
-    one, two = shelf.read().acquire(), elsewhere(shelf.read().acquire)
+    one, two = shelf.read().acquire(), in_other_thread(shelf.read().acquire)
     one.release()
     assert other.call(jobs.try_once, "stock:7", using="session") is None
     two.release()
@@ -1367,15 +1369,17 @@ def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
 
 @POSTGRESQL
 @override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
-def test_session_locks_work_with_session_pooling(pooled, elsewhere, threads, in_line):
+def test_session_locks_work_with_session_pooling(
+    pooled, in_other_thread, threads, in_line
+):
     pooled("session")
     done = []
     with lock():
-        assert elsewhere(lock().try_acquire) is None
+        assert in_other_thread(lock().try_acquire) is None
         waiter = threads(lambda: done.append(lock(timeout=30).acquire().release()))
         in_line(1)
         with pytest.raises(LockTimeout):
-            elsewhere(lock(timeout=0.2).acquire)
+            in_other_thread(lock(timeout=0.2).acquire)
     waiter.join(30)
     assert done
 

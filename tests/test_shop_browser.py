@@ -170,12 +170,12 @@ def test_an_unknown_lock_and_an_empty_choice_are_refused(browser):
     assert not FlashSale.objects.exists()
 
 
-def test_a_second_sale_is_refused_while_one_is_running(browser, elsewhere):
+def test_a_second_sale_is_refused_while_one_is_running(browser, in_other_thread):
     """The page acquires a lock for the sale.
 
     Of two visitors, the second one sees that a sale is running.
     """
-    hold = elsewhere(db_lock("flash-sale").acquire)
+    hold = in_other_thread(db_lock("flash-sale").acquire)
     try:
         page = browser.page()
         page.goto(PAGE)

@@ -14,8 +14,8 @@ from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockLost, db_lock, db_semaphore
 from dlocks.testing import expire
-from tests.faces import both_faces
 from tests.internals import backends, keeper
+from tests.sync_and_async import sync_and_async
 
 LIST = "/admin/dlocks/resourcelock/"
 FORCE = {"action": "force_release", "reason": "deploy hung"}
@@ -41,7 +41,7 @@ def using(request, transactional_db):
     return request.param
 
 
-@both_faces
+@sync_and_async
 async def test_a_forced_release_in_the_admin_is_explained(do, anna):
     """LockLost names the user that forced the release, and the reason."""
     hold = await do.ask(db_lock("stock:7"), "acquire")
@@ -93,18 +93,18 @@ def test_a_hidden_user_is_not_named(anna, settings):
     assert "deploy hung" not in str(lost.value)
 
 
-def test_the_forced_release_of_another_hold_explains_nothing(anna, elsewhere):
+def test_the_forced_release_of_another_hold_explains_nothing(anna, in_other_thread):
     """An admin log entry about another holder of the key explains nothing here."""
     hold = db_lock("stock:7").acquire()
     expire(hold)
-    other = elsewhere(db_lock("stock:7").acquire)
+    other = in_other_thread(db_lock("stock:7").acquire)
     anna(other)
     with pytest.raises(LockLost) as lost:
         hold.check()
     assert "anna" not in str(lost.value)
     assert "it was cleared, or released by force" in str(lost.value)
     with pytest.raises(LockLost, match="anna wrote in the admin"):
-        elsewhere(other.check)
+        in_other_thread(other.check)
 
 
 def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
@@ -124,23 +124,23 @@ def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
         hold.check()
 
 
-@both_faces
-async def test_the_present_holder_is_named(do, using, elsewhere):
+@sync_and_async
+async def test_the_present_holder_is_named(do, using, in_other_thread):
     """The error names the present holder of the key, or the last one."""
     lock = db_lock("stock:7", using=using)
     hold = await do.ask(lock, "acquire")
     await do.sync(expire, hold)
-    other = await do.sync(elsewhere, lock.acquire)
+    other = await do.sync(in_other_thread, lock.acquire)
     with pytest.raises(
         LockLost,
         match=f"no longer this hold's: it is held by {re.escape(other.claim.holder)}",
     ):
         await do.ask(hold, "check")
-    await do.sync(elsewhere, other.release)
+    await do.sync(in_other_thread, other.release)
     again = await do.ask(lock, "acquire")
     await do.sync(expire, again)
-    other = await do.sync(elsewhere, lock.acquire)
-    await do.sync(elsewhere, other.release)
+    other = await do.sync(in_other_thread, lock.acquire)
+    await do.sync(in_other_thread, other.release)
     # The insert backend deletes its rows on release.
     had = (
         rf": {re.escape(other.claim.holder)} has had it since, and released it \d\.\d s"
@@ -152,29 +152,29 @@ async def test_the_present_holder_is_named(do, using, elsewhere):
         await do.ask(again, "check")
 
 
-def test_the_holder_is_named_by_other_backends_too(memory_locks, elsewhere):
+def test_the_holder_is_named_by_other_backends_too(memory_locks, in_other_thread):
     """Any backend that knows the holder names it."""
     hold = db_lock("stock:7").acquire()
     expire(hold)
-    other = elsewhere(db_lock("stock:7").acquire)
+    other = in_other_thread(db_lock("stock:7").acquire)
     with pytest.raises(
         LockLost, match=f"it is held by {re.escape(other.claim.holder)}"
     ):
         hold.check()
 
 
-def test_a_lost_permit_names_no_other_holder(transactional_db, elsewhere):
+def test_a_lost_permit_names_no_other_holder(transactional_db, in_other_thread):
     """Other holders of a semaphore have not taken this permit."""
     hold, other = (
         db_semaphore("api", 2).acquire(),
-        elsewhere(db_semaphore("api", 2).acquire),
+        in_other_thread(db_semaphore("api", 2).acquire),
     )
     call_command(
         "clear_lock", "api", "--share", str(hold.token), "--yes", "--reason", "tests"
     )
     with pytest.raises(LockLost, match=r"no longer this hold's\.$"):
         hold.check()
-    elsewhere(other.release)
+    in_other_thread(other.release)
 
 
 def test_a_failed_explanation_does_not_hide_the_loss(transactional_db, monkeypatch):

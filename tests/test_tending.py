@@ -775,7 +775,9 @@ class TestRaces:
         assert holder.hear() == "released"
 
     @pytest.mark.engine("postgresql", "mariadb", "mysql")
-    def test_maintenance_does_not_wait_for_a_transaction(self, elsewhere, releaser):
+    def test_maintenance_does_not_wait_for_a_transaction(
+        self, in_other_thread, releaser
+    ):
         """Commands and the admin do not wait for a transaction.
 
         They report it and change nothing.
@@ -785,12 +787,14 @@ class TestRaces:
         dead = rows.dead("api")
         with transaction.atomic():
             ResourceLock.objects.select_for_update().get(pk="api")
-            assert elsewhere(run, "reap_locks") == "0 stale locks made free.\n"
+            assert in_other_thread(run, "reap_locks") == "0 stale locks made free.\n"
             for version in ("share:1001", f"claim:{dead.pk}"):
                 assert "in a transaction at this moment" in told(
-                    elsewhere(act, releaser, FORCE, "api", version=version)
+                    in_other_thread(act, releaser, FORCE, "api", version=version)
                 )
-            message = elsewhere(refused, "clear_lock", "api", "--all-shares", "--yes")
+            message = in_other_thread(
+                refused, "clear_lock", "api", "--all-shares", "--yes"
+            )
             assert "in a transaction at this moment" in message
         assert LockClaim.objects.count() == 2
         assert run("reap_locks") == "1 stale lock made free.\n"

@@ -224,12 +224,12 @@ def test_a_hold_left_by_a_test_does_not_affect_the_next():
     assert not any(hold.held for hold in left)
 
 
-def test_dummy_locks_exclude_no_caller(elsewhere):
+def test_dummy_locks_exclude_no_caller(in_other_thread):
     @override_locks("dummy")
     def work():
         assert isinstance(backends["default"], DummyBackend)
         with db_lock("stock:7"):
-            elsewhere(db_lock("stock:7", timeout=0).acquire).release()
+            in_other_thread(db_lock("stock:7", timeout=0).acquire).release()
 
     work()
 

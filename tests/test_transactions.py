@@ -113,7 +113,7 @@ def test_the_same_key_one_after_the_other_in_one_transaction(using, is_busy):
 
 
 @FAMILY
-def test_the_rollback_of_an_inner_block_ends_its_lock(using, elsewhere):
+def test_the_rollback_of_an_inner_block_ends_its_lock(using, in_other_thread):
     """The hold ends, and the key can be acquired again.
 
     On PostgreSQL the row is free then. On InnoDB it stays locked.
@@ -129,7 +129,7 @@ def test_the_rollback_of_an_inner_block_ends_its_lock(using, elsewhere):
         with lock as again:
             assert again is not hold
             assert again.held
-            assert elsewhere(lock.try_acquire) is None
+            assert in_other_thread(lock.try_acquire) is None
 
 
 def test_reentering_a_rolled_back_lock_raises_lock_lost():
@@ -512,12 +512,12 @@ def test_an_unreferenced_lease_is_released_after_a_rollback(is_busy, until):
 
 @SERVERS
 def test_a_lease_that_was_taken_over_is_forgotten(
-    elsewhere,
+    in_other_thread,
 ):
     with pytest.raises(LockLost), transaction.atomic():
         with db_lock("stock:7", scope="lease"):
             pass
-        elsewhere(lambda: ResourceLock.objects.update(owner="another"))
+        in_other_thread(lambda: ResourceLock.objects.update(owner="another"))
         db_lock("stock:7", scope="lease").acquire()
     assert not keeper._left
 

@@ -245,11 +245,11 @@ def test_a_waiter_polls_if_a_proxy_changes_sessions(channel):
     The named lock then belongs to another session.
     """
     backend = backends["default"]
-    elsewhere = connection.copy()
+    other_connection = connection.copy()
 
     def other_session(execute, sql, params, many, context):
         if "GET_LOCK" in sql:
-            with elsewhere.cursor() as cursor:
+            with other_connection.cursor() as cursor:
                 return cursor.execute(sql, params)
         return execute(sql, params, many, context)
 
@@ -257,7 +257,7 @@ def test_a_waiter_polls_if_a_proxy_changes_sessions(channel):
         with connection.execute_wrapper(other_session):
             assert not backend.listen(channel).hears_all
     finally:
-        elsewhere.close()
+        other_connection.close()
     assert backend.listen(channel).hears_all
     connection.close()
     assert type(backend)("default", listen=False).listen(channel) is None

@@ -167,7 +167,9 @@ def test_a_quorum_loses_no_updates(redlock, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["crashed", "stopped"])
-def test_a_quorum_of_five_works_without_two_but_not_three(how, redlock, elsewhere):
+def test_a_quorum_of_five_works_without_two_but_not_three(
+    how, redlock, in_other_thread
+):
     def lose(server):
         if how == "crashed":
             server.crash()
@@ -180,7 +182,7 @@ def test_a_quorum_of_five_works_without_two_but_not_three(how, redlock, elsewher
         lose(server)
     with lock as hold:
         with pytest.raises(LockTimeout, match="held by"):
-            elsewhere(lock.acquire)
+            in_other_thread(lock.acquire)
         hold.check()
         hold.renew()
     lock.acquire().release()

@@ -152,7 +152,7 @@ def test_a_long_hold_is_renewed(server, aliases, until):
         hold.check()
 
 
-def test_reentering_counts_and_the_holder_is_shown(server, aliases, elsewhere):
+def test_reentering_counts_and_the_holder_is_shown(server, aliases, in_other_thread):
     aliases(redis=alias(server.port))
     with db_lock("key", using="redis"), db_lock("key", using="redis") as hold:
         holder = db_lock("key", using="redis").holder()
@@ -161,7 +161,7 @@ def test_reentering_counts_and_the_holder_is_shown(server, aliases, elsewhere):
             LockTimeout,
             match=r"'key' could not be acquired without waiting: held by .* s left",
         ):
-            elsewhere(db_lock("key", using="redis", timeout=0).acquire)
+            in_other_thread(db_lock("key", using="redis", timeout=0).acquire)
     assert db_lock("key", using="redis").holder() is None
 
 
@@ -178,7 +178,7 @@ def test_a_lease_left_in_a_transaction_is_released_at_its_end(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_fenced_row_refuses_a_late_holder(server, aliases, elsewhere, until):
+def test_a_fenced_row_refuses_a_late_holder(server, aliases, in_other_thread, until):
     aliases(redis=alias(server.port, grace=0))
     pk = Machine.objects.create(state="new").pk
     late = db_lock("machine", using="redis", ttl=0.1, renew=False).acquire()
@@ -191,7 +191,7 @@ def test_a_fenced_row_refuses_a_late_holder(server, aliases, elsewhere, until):
             mine.state = "new work"
             mine.save()
 
-    elsewhere(work)
+    in_other_thread(work)
     row.state = "old work"
     with pytest.raises(StaleToken):
         row.save()
@@ -293,14 +293,14 @@ def test_a_released_key_expires_from_redis_after_a_day(server, backend):
 
 
 def test_deleting_a_redis_key_frees_it_and_its_holder_loses_it(
-    server, aliases, elsewhere
+    server, aliases, in_other_thread
 ):
     aliases(redis=alias(server.port))
     hold = db_lock("stock:7", using="redis").acquire()
     with redis.Redis(port=server.port) as client:
         assert client.delete("dlocks:{stock:7}") == 1
     assert (
-        elsewhere(db_lock("stock:7", using="redis", timeout=0).acquire).token
+        in_other_thread(db_lock("stock:7", using="redis", timeout=0).acquire).token
         > hold.token
     )
     with pytest.raises(LockLost):
@@ -505,15 +505,17 @@ def test_a_crashed_redis_raises_an_error(start, aliases):
         hold.release()
 
 
-def test_a_persistent_redis_keeps_its_locks_after_a_crash(start, aliases, elsewhere):
+def test_a_persistent_redis_keeps_its_locks_after_a_crash(
+    start, aliases, in_other_thread
+):
     server = start(Redis(appendonly="yes", appendfsync="always"))
     aliases(redis=alias(server.port))
     with db_lock("key", using="redis") as hold:
         server.crash()
         server.start()
-        assert elsewhere(db_lock("key", using="redis").try_acquire) is None
+        assert in_other_thread(db_lock("key", using="redis").try_acquire) is None
         hold.check()
-    assert elsewhere(db_lock("key", using="redis").try_acquire).token > hold.token
+    assert in_other_thread(db_lock("key", using="redis").try_acquire).token > hold.token
 
 
 def test_a_redis_without_its_data_grants_the_key_again(start, aliases, until):

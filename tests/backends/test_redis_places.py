@@ -268,7 +268,7 @@ def watched(start):
     return master, replica, sentinel
 
 
-def test_locks_survive_a_sentinel_failover(watched, aliases, elsewhere):
+def test_locks_survive_a_sentinel_failover(watched, aliases, in_other_thread):
     master, _, sentinel = watched
     aliases(
         redis={
@@ -287,10 +287,10 @@ def test_locks_survive_a_sentinel_failover(watched, aliases, elsewhere):
         assert client.wait(1, 10_000) == 1
     master.crash()
     eventually(lambda: backends["redis"].holder("key") is not None)
-    assert elsewhere(lock.try_acquire) is None
+    assert in_other_thread(lock.try_acquire) is None
     hold.check()
     hold.release()
-    assert elsewhere(lock.try_acquire).token > hold.token
+    assert in_other_thread(lock.try_acquire).token > hold.token
 
 
 def test_a_failover_loses_a_grant_that_was_not_replicated(watched):

@@ -409,7 +409,7 @@ def test_repeatedly_cut_connections_lose_no_updates(server, configured, tmp_path
 
 
 def test_a_waiter_queues_again_when_its_session_ends(
-    server, backend, person, root, until, elsewhere
+    server, backend, person, root, until, in_other_thread
 ):
     with client_of(server.port) as other:
         other.ensure_path(f"{root}/key")
@@ -1069,7 +1069,7 @@ def test_zookeeper_holds_never_overlap_under_faults(start, configured):
 # Reading and writing.
 
 
-def test_a_writer_may_read_while_another_writer_waits(backend, elsewhere, until):
+def test_a_writer_may_read_while_another_writer_waits(backend, in_other_thread, until):
     """A writer may read, and the next writer has a larger token."""
     both = db_rwlock("key", using="zookeeper", timeout=20)
     writing = both.write().acquire()
@@ -1080,7 +1080,7 @@ def test_a_writer_may_read_while_another_writer_waits(backend, elsewhere, until)
         until(lambda: stands_in_line(backend))
         reading = both.read().acquire()
         writing.release()
-        assert elsewhere(both.read().try_acquire) is None
+        assert in_other_thread(both.read().try_acquire) is None
         assert not found
         assert backend.waiting("key") == 1
         reading.release()

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.nemesis import database
-from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
 from tests.nemesis.checker import History, Report, check
 from tests.nemesis.namespace import WAYS, Namespace
-from tests.nemesis.nursery import Nursery
+from tests.nemesis.process_pool import ProcessPool
 from tests.nemesis.proxy import Proxy
+from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
 from tests.nemesis.task import KEYS, Task, now
 from tests.processes import Worker, state_of
 from tests.servers import SERVERS, START_SECONDS, Galera, MariaDB, Server
@@ -88,7 +88,7 @@ class Campaign:
         self.directory = directory
         self.server = server.nodes[0] if isinstance(server, Galera) else server
         self.random = random.Random(plan.seed)
-        self.board = Board(directory / "board")
+        self.status_page = StatusPage(directory / "status-page")
         self.pids: dict[int, int] = {}
         self.stopped: dict[int, float] = {}
         self.proxy: Proxy | None = None
@@ -120,20 +120,20 @@ class Campaign:
         with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
             # These start first, since their imports take a while.
-            self.nurseries = [Nursery(self.environment, self.directory / "log")]
-            stack.callback(self.nurseries[0].close)
+            self.process_pools = [ProcessPool(self.environment, self.directory / "log")]
+            stack.callback(self.process_pools[0].close)
             if plan.skew:
                 skewed = self.environment | database.faketime(plan.skew)
-                self.nurseries.append(Nursery(skewed, self.directory / "log"))
-                stack.callback(self.nurseries[1].close)
+                self.process_pools.append(ProcessPool(skewed, self.directory / "log"))
+                stack.callback(self.process_pools[1].close)
             if plan.through == "network":
                 self.namespace = stack.enter_context(Namespace())
-                self.nurseries.append(
-                    Nursery(
+                self.process_pools.append(
+                    ProcessPool(
                         self.environment, self.directory / "log", self.namespace.enter
                     )
                 )
-                stack.callback(self.nurseries[1].close)
+                stack.callback(self.process_pools[1].close)
             admin = Worker(**self.environment)
             stack.callback(admin.close)
             if self.server is not None and not self.prepared:
@@ -211,7 +211,7 @@ class Campaign:
             self.proxy.calm()
         if self.cut_until is not None:
             self._heal()
-        self.board.finish()
+        self.status_page.finish()
         deadline = now() + 25
         while any(_alive(pid) for pid in self.pids.values()) and now() < deadline:
             time.sleep(0.02)
@@ -261,13 +261,13 @@ class Campaign:
             bug=plan.bug,
             peer=plan.peer,
         )
-        self.pids[slot] = self.nurseries[slot % len(self.nurseries)].start(task)
+        self.pids[slot] = self.process_pools[slot % len(self.process_pools)].start(task)
         if self.cut_until is not None and self._is_there(slot):
             self._note("partition", now(), self.pids[slot], "idle", "")
 
     def _is_there(self, slot: int) -> bool:
         """Return whether this worker is in the other namespace."""
-        return slot % len(self.nurseries) == 1
+        return slot % len(self.process_pools) == 1
 
     def _note(self, *event: Any) -> None:
         self._events.write(json.dumps(event) + "\n")
@@ -308,14 +308,14 @@ class Campaign:
             return None
         for number in range(SEEK):
             candidates = [
-                slot for slot in running if self.board.read(slot)[0] in states
+                slot for slot in running if self.status_page.read(slot)[0] in states
             ]
             slot = self.random.choice(candidates or running)
             pid, moment = self.pids[slot], now()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
                 _await_stop(pid)
-                state, key = self.board.read(slot)
+                state, key = self.status_page.read(slot)
                 if state in states or number == SEEK - 1:
                     return slot, moment, STATES[state], self.plan.keys[key]
                 os.kill(pid, signal.SIGCONT)
@@ -377,11 +377,11 @@ class Campaign:
         assert self.namespace is not None
         there = [slot for slot in self.pids if self._is_there(slot)]
         for _ in range(SEEK):
-            if HOLDING in (self.board.read(slot)[0] for slot in there):
+            if HOLDING in (self.status_page.read(slot)[0] for slot in there):
                 break
             time.sleep(0.001)
         for slot in there:
-            state, key = self.board.read(slot)
+            state, key = self.status_page.read(slot)
             self._note(
                 "partition", now(), self.pids[slot], STATES[state], self.plan.keys[key]
             )
@@ -517,7 +517,7 @@ def run(
         else:
             directory = kept
             directory.mkdir(parents=True, exist_ok=True)
-            for name in ("worker-*", "campaign.history", "final.json", "board"):
+            for name in ("worker-*", "campaign.history", "final.json", "status-page"):
                 # Files of an earlier run with this seed would be read as part of this
                 # history.
                 for path in directory.glob(name):

@@ -50,7 +50,7 @@ from dlocks import (
     db_semaphore,
 )
 from tests.models import Counter, Machine
-from tests.nemesis.board import ASKING, HOLDING, IDLE, LEAVING, Board
+from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
 from tests.nemesis.task import PERMITS, Task, kind_of, now
 from tests.processes import go_far_away
 
@@ -77,19 +77,19 @@ class Worker:
         directory = Path(task.directory)
         self.task = task
         self.random = random.Random(task.seed)
-        self.board = Board(directory / "board")
+        self.status_page = StatusPage(directory / "status-page")
         self.write = Recorder(directory / f"worker-{task.slot}-{os.getpid()}.history")
         self.number = 0
         self.forgotten: list[Hold] = []
 
     def run(self) -> None:
-        while not self.board.finished:
+        while not self.status_page.finished:
             self.number += 1
             key = self.random.choice(self.task.keys)
             try:
                 self.turn(key)
             finally:
-                self.board.say(self.task.slot, IDLE)
+                self.status_page.say(self.task.slot, IDLE)
             if self.random.random() < 0.2:
                 time.sleep(self.random.uniform(0, self.task.think))
 
@@ -125,7 +125,7 @@ class Worker:
         return db_lock(key, **policy)
 
     def ask(self, key: str, mode: str, scope: str, policy: dict[str, Any]) -> None:
-        self.board.say(self.task.slot, ASKING, self.task.keys.index(key))
+        self.status_page.say(self.task.slot, ASKING, self.task.keys.index(key))
         ttl = policy.get("ttl", self.task.ttl)
         permits = PERMITS if kind_of(key) == "semaphore" else 0
         self.write(
@@ -154,7 +154,9 @@ class Worker:
         # longer hold than the hold itself.
         moment = now()
         self.write("got", self.number, moment, hold.token, finite(hold.remaining))
-        self.board.say(self.task.slot, HOLDING, self.board.read(self.task.slot)[1])
+        self.status_page.say(
+            self.task.slot, HOLDING, self.status_page.read(self.task.slot)[1]
+        )
 
     def look(self, hold: Hold) -> bool:
         moment = now()
@@ -189,8 +191,8 @@ class Worker:
                 self.think(hold, at_most=self.task.think)
                 Counter.objects.filter(name=register).update(value=value + 1)
                 hold.release()
-                self.board.say(
-                    self.task.slot, LEAVING, self.board.read(self.task.slot)[1]
+                self.status_page.say(
+                    self.task.slot, LEAVING, self.status_page.read(self.task.slot)[1]
                 )
                 self.write("end", self.number, now())
         except TROUBLES as error:
@@ -343,7 +345,9 @@ class Worker:
 
     def release(self, hold: Hold) -> None:
         self.look(hold)
-        self.board.say(self.task.slot, LEAVING, self.board.read(self.task.slot)[1])
+        self.status_page.say(
+            self.task.slot, LEAVING, self.status_page.read(self.task.slot)[1]
+        )
         self.write("end", self.number, now())
         answer = ""
         try:

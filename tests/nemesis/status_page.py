@@ -12,7 +12,7 @@ IDLE, ASKING, HOLDING, LEAVING = range(4)
 SLOTS = 256
 
 
-class Board:
+class StatusPage:
     """A byte for the state and a byte for the key of each process.
 
     One more byte makes all processes finish.

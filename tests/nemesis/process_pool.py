@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.nemesis.task import Task
 
 
-class Nursery:
+class ProcessPool:
     """The client of the process, which starts workers."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Nursery:
         self._log_path = log
         self._log = log.open("ab")
         self._process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.nemesis.nursery"],
+            [*before, sys.executable, "-m", "tests.nemesis.process_pool"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -52,7 +52,9 @@ class Nursery:
             if answer := process.stdout.readline():
                 return int(answer)
             log = self._log_path.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"The nursery ended with {process.wait(15)}:\n{log}")
+            raise RuntimeError(
+                f"The process pool ended with {process.wait(15)}:\n{log}"
+            )
 
     def close(self) -> None:
         """End the process together with its workers."""

@@ -87,7 +87,7 @@ class Async:
         return await sync_to_async(function)(*args, **kwargs)
 
 
-def both_faces(case):
+def sync_and_async(case):
     """Run a case with the sync and the async methods, as its first argument."""
     signature = inspect.signature(case)
 

@@ -19,8 +19,8 @@ from dlocks import (
     db_semaphore,
 )
 from dlocks.testing import abandoned, expire, held_elsewhere, lose
-from tests.faces import both_faces
 from tests.internals import LockClaim, LockState, ResourceLock, backends
+from tests.sync_and_async import sync_and_async
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -44,8 +44,8 @@ def row(key):
 
 
 @EVERY
-@both_faces
-async def test_a_block_acquires_and_releases(do, using, is_busy, elsewhere):
+@sync_and_async
+async def test_a_block_acquires_and_releases(do, using, is_busy, in_other_thread):
     lock = db_lock("stock:7", using=using)
     async with do.block(lock) as hold:
         assert hold.held
@@ -61,7 +61,7 @@ async def test_a_block_acquires_and_releases(do, using, is_busy, elsewhere):
 
 
 @EVERY
-@both_faces
+@sync_and_async
 async def test_every_hold_has_a_larger_token(do, using):
     tokens = []
     for _ in range(5):
@@ -71,9 +71,9 @@ async def test_every_hold_has_a_larger_token(do, using):
 
 
 @EVERY
-@both_faces
-async def test_a_timeout_names_the_holder(do, using, elsewhere):
-    other = await do.sync(elsewhere, db_lock("stock:7", using=using).acquire)
+@sync_and_async
+async def test_a_timeout_names_the_holder(do, using, in_other_thread):
+    other = await do.sync(in_other_thread, db_lock("stock:7", using=using).acquire)
     try:
         with pytest.raises(
             LockTimeout, match="'stock:7' could not be acquired within 0.1 s: held by"
@@ -90,7 +90,7 @@ async def test_a_timeout_names_the_holder(do, using, elsewhere):
 
 
 @EVERY
-@both_faces
+@sync_and_async
 async def test_a_waiter_acquires_after_the_release(do, using, until):
     taken, done = threading.Event(), threading.Event()
 
@@ -116,7 +116,7 @@ async def test_a_waiter_acquires_after_the_release(do, using, until):
 
 
 @EVERY
-@both_faces
+@sync_and_async
 async def test_a_reentrant_hold_is_released_by_the_last_exit(do, using, is_busy):
     lock = db_lock("stock:7", using=using)
     async with do.block(lock) as hold:
@@ -131,7 +131,7 @@ async def test_a_reentrant_hold_is_released_by_the_last_exit(do, using, is_busy)
 
 
 @LEASED
-@both_faces
+@sync_and_async
 async def test_a_lost_hold_raises_in_check_and_at_the_end_of_its_block(do, using):
     with pytest.raises(LockLost, match="stock:7"):
         async with do.block(db_lock("stock:7", using=using)) as hold:
@@ -145,7 +145,7 @@ async def test_a_lost_hold_raises_in_check_and_at_the_end_of_its_block(do, using
 
 
 @LEASED
-@both_faces
+@sync_and_async
 async def test_an_error_of_the_block_has_a_note_about_the_loss(do, using):
     with pytest.raises(KeyError) as caught:
         async with do.block(db_lock("stock:7", using=using)):
@@ -155,7 +155,7 @@ async def test_an_error_of_the_block_has_a_note_about_the_loss(do, using):
 
 
 @ROWS
-@both_faces
+@sync_and_async
 async def test_a_failed_block_releases_with_the_status_failed(do, using):
     for error, status in (
         (KeyError, ResourceLock.Status.FAILED),
@@ -172,18 +172,18 @@ async def test_a_failed_block_releases_with_the_status_failed(do, using):
 
 
 @EVERY
-@both_faces
-async def test_a_second_release_does_nothing(do, using, is_busy, elsewhere):
+@sync_and_async
+async def test_a_second_release_does_nothing(do, using, is_busy, in_other_thread):
     hold = await do.ask(db_lock("stock:7", using=using), "acquire")
     await do.ask(hold, "release")
-    other = await do.sync(elsewhere, db_lock("stock:7", using=using).acquire)
+    other = await do.sync(in_other_thread, db_lock("stock:7", using=using).acquire)
     await do.ask(hold, "release")
     assert await do.sync(is_busy, "stock:7", using)
     await do.ask(other, "release")
 
 
 @LEASED
-@both_faces
+@sync_and_async
 async def test_a_stale_lock_is_taken_over_or_refused(do, using):
     await do.sync(abandoned, "stock:7", using=using)
     with pytest.raises(LockStale, match="takeover=False"):
@@ -193,7 +193,7 @@ async def test_a_stale_lock_is_taken_over_or_refused(do, using):
 
 
 @LEASED
-@both_faces
+@sync_and_async
 async def test_an_expired_lease_is_lost(do, using):
     hold = await do.ask(db_lock("stock:7", using=using), "acquire")
     await do.sync(expire, "stock:7", using=using)
@@ -203,7 +203,7 @@ async def test_an_expired_lease_is_lost(do, using):
         await do.ask(hold, "release")
 
 
-@both_faces
+@sync_and_async
 async def test_min_hold_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
     async with do.block(db_lock("stock:7", min_hold=3600)):
         pass
@@ -212,7 +212,7 @@ async def test_min_hold_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
 
 
 @EVERY
-@both_faces
+@sync_and_async
 async def test_a_backend_error_is_never_taken_for_a_busy_key(
     do, using, monkeypatch, is_busy
 ):
@@ -227,35 +227,37 @@ async def test_a_backend_error_is_never_taken_for_a_busy_key(
     assert not await do.sync(is_busy, "stock:7", using)
 
 
-@both_faces
-async def test_shared_holds_exclude_exclusive_ones(do, elsewhere):
+@sync_and_async
+async def test_shared_holds_exclude_exclusive_ones(do, in_other_thread):
     lock = db_rwlock("stock:7", timeout=0)
     async with do.block(lock.read()):
-        other = await do.sync(elsewhere, lock.read().acquire)
-        assert await do.sync(elsewhere, lock.write().try_acquire) is None
+        other = await do.sync(in_other_thread, lock.read().acquire)
+        assert await do.sync(in_other_thread, lock.write().try_acquire) is None
         await do.ask(other, "release")
     async with do.block(lock.write()):
-        assert await do.sync(elsewhere, lock.read().try_acquire) is None
+        assert await do.sync(in_other_thread, lock.read().try_acquire) is None
     permits = db_semaphore("gate", permits=1, timeout=0)
     async with do.block(permits):
-        assert await do.sync(elsewhere, permits.try_acquire) is None
+        assert await do.sync(in_other_thread, permits.try_acquire) is None
 
 
 @EVERY
-@both_faces
-async def test_several_keys_are_acquired_all_or_none(do, using, is_busy, elsewhere):
+@sync_and_async
+async def test_several_keys_are_acquired_all_or_none(
+    do, using, is_busy, in_other_thread
+):
     lock = db_lock("b", "a", using=using, timeout=0)
     async with do.block(lock) as hold:
         assert set(hold.tokens) == {"a", "b"}
         await do.ask(hold, "check")
-    other = await do.sync(elsewhere, db_lock("b", using=using).acquire)
+    other = await do.sync(in_other_thread, db_lock("b", using=using).acquire)
     assert await do.ask(lock, "try_acquire") is None
     assert not await do.sync(is_busy, "a", using)
     await do.ask(other, "release")
 
 
 @LEASED
-@both_faces
+@sync_and_async
 async def test_a_hold_is_detached_and_resumed(do, using, is_busy):
     async with do.block(db_lock("stock:7", using=using)) as hold:
         text = await do.ask(hold, "detach")
@@ -268,7 +270,7 @@ async def test_a_hold_is_detached_and_resumed(do, using, is_busy):
     assert not await do.sync(is_busy, "stock:7", using)
 
 
-@both_faces
+@sync_and_async
 async def test_a_function_is_locked_by_its_arguments(do):
     @db_lock("report:{region}", timeout=0, busy="skip")
     @do.function
