@@ -1,4 +1,4 @@
-# The tasks of the project; each makes the virtual environment that it needs.
+# The tasks of the project. Each one creates the virtual environment that it needs.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,35 +13,35 @@ ADDRESS := 127.0.0.1:8000
 .PHONY: servers mysql backend-servers migrated test-libmysqlclient
 
 help:
-	@echo 'make demo      a flash sale: what a shop sells without a lock, and with each'
-	@echo 'make serve     the shop and its admin, at http://$(ADDRESS)/'
-	@echo 'make test      the tests on SQLite, PostgreSQL, MariaDB and MySQL; installs what is missing'
-	@echo '               (25 minutes; ARGS=sqlite: 8; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
-	@echo 'make test-servers  the tests of storage and of faults on the newest PostgreSQL and MariaDB (5 minutes)'
-	@echo 'make test-libmysqlclient  the tests of the driver with Oracle'"'"'s client library instead of libmariadb (3 minutes)'
-	@echo 'make test-all  the tests on SQLite with every supported Python that is here'
-	@echo 'make test-psycopg2  the tests of locks on PostgreSQL with psycopg 2 in place of psycopg 3 (5 minutes)'
-	@echo 'make test-backends  the tests on other servers: Redis, ZooKeeper, quorums, Galera, a standby (15 minutes at most)'
-	@echo '               (ARGS="-k redis": what pytest is told)'
-	@echo 'make nemesis   processes killed, stopped and cut off under locks, and whether a promise was broken'
-	@echo '               (MINUTES=5 ENGINE="postgresql mariadb mysql sqlite" SEED=1; BUGS=1: are the seeded bugs found?'
+	@echo 'make demo      a flash sale in a shop, without a lock and with each lock'
+	@echo 'make serve     run the shop and its admin at http://$(ADDRESS)/'
+	@echo 'make test      run the tests on SQLite, PostgreSQL, MariaDB and MySQL, and install what is missing'
+	@echo '               (25 minutes; with ARGS=sqlite 8 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
+	@echo 'make test-servers  run the tests of storage and faults on the newest PostgreSQL and MariaDB (5 minutes)'
+	@echo 'make test-libmysqlclient  run the tests of the driver with Oracle'"'"'s client library instead of libmariadb (3 minutes)'
+	@echo 'make test-all  run the tests on SQLite with every supported Python that is installed'
+	@echo 'make test-psycopg2  run the tests of locks on PostgreSQL with psycopg 2 instead of psycopg 3 (5 minutes)'
+	@echo 'make test-backends  run the tests on Redis, ZooKeeper, quorums, Galera and a standby (15 minutes at most)'
+	@echo '               (ARGS="-k redis": arguments of pytest)'
+	@echo 'make nemesis   kill, stop and cut off processes that hold locks, and check the promises'
+	@echo '               (MINUTES=5 ENGINE="postgresql mariadb mysql sqlite" SEED=1; BUGS=1: check that seeded bugs are found;'
 	@echo '               PEERS=1: other locks under the same faults)'
-	@echo 'make lint      ruff, mypy, and whether migrations are missing'
-	@echo 'make audit     known vulnerabilities of what is installed; fails when the advisory database cannot be asked'
-	@echo 'make docs      the documentation, into site/; a broken link is an error'
-	@echo 'make images    the pictures of the documentation, anew, by the tests in Chromium'
-	@echo 'make package   build the package, and try it where nothing else is'
-	@echo 'make bench     dlocks beside its peers, measured in one run; writes benchmarks/RESULTS.md (20 minutes)'
+	@echo 'make lint      run ruff and mypy, and check for missing migrations'
+	@echo 'make audit     check the installed packages for known vulnerabilities; fails if the advisory database is unreachable'
+	@echo 'make docs      build the documentation in site/; a broken link is an error'
+	@echo 'make images    take the pictures of the documentation again, with the tests in Chromium'
+	@echo 'make package   build the package, and try it in a new environment'
+	@echo 'make bench     compare dlocks with its peers in one run; writes benchmarks/RESULTS.md (20 minutes)'
 	@echo '               (ARGS="--quick": 3 minutes; ARGS="--only uncontended --contenders kazoo,redis-py")'
-	@echo 'make kinds     locks in databases, Redis and ZooKeeper, with faults; writes benchmarks/KINDS.md (8 minutes)'
-	@echo 'make clean     remove what the others have made'
+	@echo 'make kinds     compare locks in databases, Redis and ZooKeeper, with faults; writes benchmarks/KINDS.md (8 minutes)'
+	@echo 'make clean     remove everything that the other tasks have created'
 
 demo: $(VENV)/.demo migrated
 	@$(MANAGE) flash_sale $(ARGS)
 
 serve: $(VENV)/.demo migrated
 	@$(MANAGE) demo_data
-	@echo 'The shop is at http://$(ADDRESS)/ and its admin at http://$(ADDRESS)/admin/ (Ctrl-C ends it).'
+	@echo 'The shop is at http://$(ADDRESS)/ and its admin at http://$(ADDRESS)/admin/ (Ctrl-C stops it).'
 	@$(MANAGE) runserver $(ADDRESS)
 
 test: servers mysql $(VENV)/.test
@@ -112,61 +112,61 @@ test-backends: servers mysql backend-servers $(VENV)/.test-backends
 backend-servers: $(VENV)/.made
 	@PYTHON=$(BIN)/python sh scripts/install_servers.sh backends
 
-# What apt has to bring before pip can build; quick when it is there.
+# Debian packages that pip needs to build the drivers, and the servers. This is quick if they are installed.
 servers: $(VENV)/.made
 	@PYTHON=$(BIN)/python sh scripts/install_servers.sh servers
 
-# The tests say what to do where MySQL is asked for and could not be fetched.
+# If MySQL cannot be fetched, the tests that need it say what to do.
 mysql:
 	@sh scripts/fetch_server.sh mysql || [ $$? -eq 3 ]
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo 'dlocks needs Python 3.11 or newer, and "$(PYTHON)" is not. Name another: make PYTHON=python3.12 …' >&2; \
+	    echo 'dlocks needs Python 3.11 or newer, and "$(PYTHON)" is older. Use another one: make PYTHON=python3.12 …' >&2; \
 	    exit 1; }
 	@PYTHON='$(PYTHON)' sh scripts/install_servers.sh venv
-	@echo 'Making $(VENV) …'
+	@echo 'Creating $(VENV) …'
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.made pyproject.toml
-	@echo 'Installing what the demo needs …'
+	@echo 'Installing the packages for the demo …'
 	@$(INSTALL) --group demo
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml | servers
-	@echo 'Installing what the tests need …'
+	@echo 'Installing the packages for the tests …'
 	@$(INSTALL) --group test
 	@touch $@
 
 $(VENV)/.test-backends: $(VENV)/.made pyproject.toml | servers
-	@echo 'Installing what the tests of the other backends need …'
+	@echo 'Installing the packages for the tests of the other backends …'
 	@$(INSTALL) --group test-backends
 	@touch $@
 
 $(VENV)/.test-psycopg2: $(VENV)/.made pyproject.toml | servers
-	@echo 'Installing what the tests with psycopg 2 need …'
+	@echo 'Installing the packages for the tests with psycopg 2 …'
 	@$(INSTALL) --group test-psycopg2
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.made pyproject.toml | servers
-	@echo 'Installing what the benchmarks need …'
+	@echo 'Installing the packages for the benchmarks …'
 	@$(INSTALL) --group bench
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.made pyproject.toml
-	@echo 'Installing what the documentation needs …'
+	@echo 'Installing the packages for the documentation …'
 	@$(INSTALL) --group docs
 	@touch $@
 
 $(VENV)/.audit: $(VENV)/.made pyproject.toml
-	@echo 'Installing what is audited, and pip-audit …'
+	@echo 'Installing the audited packages and pip-audit …'
 	@$(INSTALL) --group audit
 	@touch $@
 
 # The types and the migrations are checked with the settings of the tests, on SQLite.
 $(VENV)/.lint: $(VENV)/.made pyproject.toml
-	@echo 'Installing what the checks need …'
+	@echo 'Installing the packages for the checks …'
 	@$(INSTALL) --group lint --group test-sqlite
 	@touch $@

@@ -29,7 +29,7 @@ def main() -> int:
     except (ValueError, KeyError, TypeError):
         # pip-audit's exit status is 1 in this case, too.
         print(
-            "The advisory database could not be asked, so nothing is known:",
+            "The advisory database could not be queried, so the result is unknown:",
             file=sys.stderr,
         )
         print(
@@ -55,7 +55,7 @@ def main() -> int:
     )
     if unknown:
         print(
-            f"The advisory database could not be asked about: {', '.join(unknown)}",
+            f"The advisory database has no data about: {', '.join(unknown)}",
             file=sys.stderr,
         )
     return FOUND if found else NOT_ASKED if unknown else 0

@@ -61,7 +61,7 @@ from dlocks import db_lock
 place = os.path.dirname(dlocks.__file__)
 assert place.startswith(os.environ["TRIAL_VENV"]), place
 
-def try_elsewhere(outcome):
+def try_to_acquire(outcome):
     from django.db import connections
     other = db_lock("stock:7").try_acquire()
     outcome.append(other)
@@ -69,23 +69,23 @@ def try_elsewhere(outcome):
         other.release()
     connections.close_all()
 
-def elsewhere():
+def acquire_in_other_thread():
     outcome = []
-    thread = threading.Thread(target=try_elsewhere, args=(outcome,))
+    thread = threading.Thread(target=try_to_acquire, args=(outcome,))
     thread.start()
     thread.join()
     return outcome[0]
 
 with db_lock("stock:7") as hold:
     assert hold.held
-    assert elsewhere() is None, "a second thread got the key too"
+    assert acquire_in_other_thread() is None, "a second thread got the key too"
     if "list_locks" in get_commands():
         listing = io.StringIO()
         call_command("list_locks", stdout=listing)
         assert "stock:7" in listing.getvalue(), listing.getvalue()
         print(listing.getvalue().rstrip())
 assert not hold.held
-assert elsewhere() is not None, "the key was not given back"
+assert acquire_in_other_thread() is not None, "the key was not released"
 """
 
 

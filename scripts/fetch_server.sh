@@ -1,13 +1,13 @@
 #!/bin/sh
-# Unpacks a newer database server than this Debian has into .servers/NAME, with every library that it needs. It
-# installs no package, changes no other file of the machine and needs no root.
+# Unpacks a database server that is newer than Debian's into .servers/NAME, with all libraries that it needs. It
+# installs no package, changes no other file of the machine and does not need root.
 #
 # Usage: fetch_server.sh mysql | postgresql | mariadb      (about 60 MB to fetch, 10 seconds)
 #        fetch_server.sh libmysqlclient      (Oracle's client library and its header files, 40 MB)
 #
 # The programs in .servers/NAME/bin start the server by its own dynamic loader, because its C library is newer than
-# that of the machine. Does nothing when the server is there. Exits with 3, and one line that says why, when the server
-# cannot be fetched; .servers/NAME.error keeps that line.
+# that of the machine. If the server exists, the script does nothing. If the server cannot be fetched, it exits with 3
+# and prints one line with the reason, which is also in .servers/NAME.error.
 set -eu
 umask 022
 
@@ -70,7 +70,7 @@ root=$work/root
 mkdir "$root"
 for package in "$work"/archives/*.deb; do
     case ${package##*/} in
-    # Only scripts that the tests do not run need these.
+    # Only scripts that the tests do not run need these packages.
     perl* | libperl* | libgdbm* | libdb5* | postgresql-common* | systemd*) ;;
     *) dpkg-deb --extract "$package" "$root" ;;
     esac
@@ -103,11 +103,11 @@ mv "$root/bin.new" "$root/bin"
 chmod -R a+rX "$root"
 rm -rf "$target" "$target.error"
 if [ "$(id -u)" -eq 0 ] && ! runuser -u nobody -- test -x "${target%/*}"; then
-    # Root starts the server as another user, who must be able to reach it.
-    elsewhere=$(mktemp -d "${TMPDIR:-/tmp}/dlocks-$name-XXXXXX")
-    chmod 755 "$elsewhere"
-    mv "$root" "$elsewhere/$name"
-    ln -s "$elsewhere/$name" "$target"
+    # Root starts the server as another user. That user must be able to read it.
+    readable=$(mktemp -d "${TMPDIR:-/tmp}/dlocks-$name-XXXXXX")
+    chmod 755 "$readable"
+    mv "$root" "$readable/$name"
+    ln -s "$readable/$name" "$target"
 else
     mv "$root" "$target"
 fi

@@ -1,17 +1,17 @@
 #!/bin/sh
-# Installs the Debian packages that the tests and the benchmarks need, and starts, stops and configures nothing on the machine.
+# Installs the Debian packages that the tests and the benchmarks need. It starts, stops and configures nothing.
 #
 # Usage: install_servers.sh [servers | backends | venv | make]
 #
-#   servers  what "make test" needs: PostgreSQL, MariaDB, PgBouncer, libfaketime, Chromium, ip, and what building
-#            mysqlclient takes (default)
-#   backends what "make test-backends" and "make bench" need besides: Redis and ZooKeeper, each without its service,
-#            and the library by which MariaDB servers are a Galera cluster
-#   venv     what makes a virtual environment for $PYTHON
+#   servers  PostgreSQL, MariaDB, PgBouncer, libfaketime, Chromium, ip, and the build tools for mysqlclient, for
+#            "make test" (default)
+#   backends Redis and ZooKeeper without their services, and the Galera library of MariaDB, for "make test-backends"
+#            and "make bench"
+#   venv     the package that creates virtual environments for $PYTHON
 #   make     make itself
 #
-# Does nothing, quickly, when everything is there. Otherwise it needs root, or sudo without a password, or it says which
-# command to run. PYTHON names the interpreter (python3).
+# If everything is installed, it does nothing. Otherwise it needs root, or sudo without a password. Without these, it
+# prints the command to run. PYTHON names the interpreter (python3).
 set -eu
 
 WHAT=${1:-servers}
@@ -25,7 +25,7 @@ MARK='# Written by install_servers.sh of dlocks, for the time of one installatio
 NO_CLUSTER_DIRECTORY=/etc/postgresql-common/createcluster.d
 NO_CLUSTER=$NO_CLUSTER_DIRECTORY/zz-dlocks.conf
 
-# What restore() has to undo.
+# Set if restore() has to remove the directory.
 MADE_DIRECTORY=
 
 say() {
@@ -36,12 +36,12 @@ have() {
     command -v "$1" >/dev/null 2>&1
 }
 
-# Whether the arguments, a glob already expanded, name a file.
+# Return whether the arguments, an expanded glob, name a file.
 exists() {
     [ -e "$1" ]
 }
 
-# What Debian's package of this interpreter is called, as in python3.11; nothing when it is not Debian's.
+# Print the name of Debian's package of this interpreter, as in python3.11, or nothing if it is not Debian's.
 debian_python() {
     "$PYTHON" -c 'import sys; print("python%d.%d" % sys.version_info[:2] if sys.base_prefix == "/usr" else "")'
 }
@@ -61,17 +61,17 @@ missing_packages() {
         if ! { have initdb && have postgres; } && ! exists /usr/lib/postgresql/*/bin/initdb; then
             echo postgresql
         fi
-        # The server alone: the package mariadb-server would make it a service of the machine besides.
+        # Only the server. The package mariadb-server would also install a service.
         { have mariadbd && have mariadb-install-db; } || echo mariadb-server-core
         have my_print_defaults || echo mariadb-client-core
         # mariadb-binlog
         have mariadb-binlog || have mysqlbinlog || echo mariadb-client
         exists /usr/lib/*/faketime/libfaketime.so.1 || echo libfaketime
         have pgbouncer || echo pgbouncer
-        # For networks of the tests' own, that can be cut.
+        # The tests create networks that they can cut.
         have ip || echo iproute2
         have chromium || have chromium-browser || have google-chrome || echo chromium
-        # Whoever has mysqlclient built already needs no compiler.
+        # If mysqlclient is already built, no compiler is needed.
         if ! "$PYTHON" -c 'import MySQLdb' >/dev/null 2>&1; then
             have pkg-config || echo pkg-config
             have cc || have gcc || echo gcc libc6-dev
@@ -87,9 +87,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
         fi
         ;;
     backends)
-        # The binary is a symbolic link to a tool of this package; the package redis-server would add the service.
+        # The binary is a symbolic link to a tool of this package. The package redis-server would add a service.
         have redis-server || have redis-check-rdb || echo redis-tools
-        # The server is in its library; the package zookeeper would add the desktop half of Java.
+        # The library contains the server. The package zookeeper would add the desktop parts of Java.
         exists /usr/share/java/zookeeper.jar || echo libzookeeper-java
         have java || echo default-jre-headless
         exists /usr/lib/galera/libgalera_smm.so || echo galera-4
@@ -97,7 +97,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     esac
 }
 
-# Services are kept from starting unless a policy of the machine does so already.
+# Keep services from starting, unless a policy of the machine does so already.
 forbid_services() {
     if [ -e "$SAVED_POLICY" ] || grep -qsF "$MARK" "$POLICY"; then
         # An earlier run was killed before it could tidy up.
@@ -113,7 +113,7 @@ forbid_services() {
     chmod 755 "$POLICY"
 }
 
-# PostgreSQL's packages make a cluster for the machine unless told not to.
+# By default, PostgreSQL's packages create a cluster for the machine.
 forbid_cluster() {
     if [ ! -d "$NO_CLUSTER_DIRECTORY" ]; then
         mkdir -p "$NO_CLUSTER_DIRECTORY"
@@ -144,12 +144,12 @@ apt_get() {
 case $WHAT in
 servers | backends | venv | make) ;;
 *)
-    say "install_servers.sh: unknown argument '$WHAT'; there are servers, backends, venv and make."
+    say "install_servers.sh: unknown argument '$WHAT'. Use servers, backends, venv or make."
     exit 2
     ;;
 esac
 if [ "$WHAT" != make ] && ! have "$PYTHON"; then
-    say "There is no $PYTHON. Please install Python 3.11 or newer."
+    say "$PYTHON was not found. Please install Python 3.11 or newer."
     exit 1
 fi
 
@@ -157,17 +157,17 @@ MISSING=$(missing_packages | tr '\n' ' ')
 [ -n "$MISSING" ] || exit 0
 
 if ! have apt-get; then
-    say "Missing: what Debian calls ${MISSING}– and there is no apt-get here. Please install it your way."
+    say "Missing: $MISSING(names of Debian packages). There is no apt-get here. Please install them in another way."
     exit 1
 fi
 if [ "$(id -u)" -ne 0 ]; then
-    # The whole path: root's own may find another interpreter.
+    # Pass the full path, because root's PATH may find another interpreter.
     whole=$(command -v "$PYTHON" || echo "$PYTHON")
     if have sudo && sudo -n true 2>/dev/null; then
         exec sudo -n env "PYTHON=$whole" sh "$0" "$WHAT"
     fi
     say "Missing: $MISSING"
-    say "Please run this, which starts no service and makes no cluster, then try again:"
+    say "Please run this command, which starts no service and creates no cluster. Then try again:"
     say "    sudo env PYTHON=$whole sh $0 $WHAT"
     exit 1
 fi
@@ -181,7 +181,7 @@ forbid_services
 [ "$WHAT" != servers ] || forbid_cluster
 
 log=$(mktemp)
-apt_get update >"$log" 2>&1 || say "apt-get update failed; trying with the lists that are there."
+apt_get update >"$log" 2>&1 || say "apt-get update failed; trying with the existing package lists."
 # shellcheck disable=SC2086 # words, not one
 if ! apt_get install --no-install-recommends $MISSING >>"$log" 2>&1; then
     cat "$log" >&2

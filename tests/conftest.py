@@ -96,14 +96,14 @@ def error_of(excinfo):
 
 @pytest.hookimpl(specname="pytest_runtest_makereport")
 def pytest_call_it_too_late(item, call):
-    """Turn a timing failure into TooLateError if the machine stood still."""
+    """Turn a timing failure into TooLateError if the machine stalled."""
     if call.when == "call":
         item.stash[failed] = call.excinfo is not None
         if call.excinfo is not None and (still := witness.longest(call.duration)):
             name, said = error_of(call.excinfo)
             if name in LATE:
                 error = TooLateError(
-                    f"The machine stood still for {still:.1f} s: {name}: {said}"
+                    f"The machine stalled for {still:.1f} s: {name}: {said}"
                 )
                 call.excinfo = pytest.ExceptionInfo.from_exception(
                     error.with_traceback(call.excinfo.tb)
@@ -160,7 +160,7 @@ def pytest_terminal_summary(terminalreporter):
     if witness.stops:
         longest = max(late for _ended, late in witness.stops)
         terminalreporter.write_line(
-            f"This machine stood still {len(witness.stops)} times, for up to"
+            f"This machine stalled {len(witness.stops)} times, for up to"
             f" {longest:.1f} s."
         )
     for line in _seen:
@@ -184,7 +184,7 @@ DO $$
 DECLARE name text;
 BEGIN
     SET LOCAL session_replication_role = replica;
-    -- As TRUNCATE would, it waits for who is still writing.
+    -- Like TRUNCATE, it waits for transactions that are still writing.
     LOCK TABLE {tables} IN SHARE ROW EXCLUSIVE MODE;
     FOREACH name IN ARRAY ARRAY[{names}] LOOP
         IF pg_relation_size(name::regclass) > 200000 THEN
@@ -201,8 +201,8 @@ END $$
 def flush_tries_again():
     """Flush the tables again after a deadlock with a process that still queues.
 
-    The flush locks the tables in an order of its own, and a step of the queue locks two
-    of them. The server then ends one of the two transactions and reports a deadlock.
+    The flush and a step of the queue lock some tables in different orders. The server
+    then ends one of the two transactions and reports a deadlock.
     """
     kind = type(connection.ops)
     flush = kind.execute_sql_flush

@@ -223,7 +223,7 @@ def count(pipe, path, key, *, times, scope, **policy):
                 path.write_text(f"{value + 1} {held.token}")
                 tokens.append(held.token)
         except LockLost:
-            # LockLost is correct if the machine stood still, and no failure of the
+            # LockLost is correct if the machine stalled, and no failure of the
             # lock.
             in_time(time.monotonic() - got, 1.0)
             raise
@@ -501,7 +501,7 @@ def count_by_threads(pipe, paths, *, threads, times, **policy):
         thread.start()
     for thread in crowd:
         thread.join(140)
-        assert not thread.is_alive(), "a thread waits for ever"
+        assert not thread.is_alive(), "a thread waits without end"
     if errors:
         raise errors[0]
     return done

@@ -166,7 +166,7 @@ def _broken(rules: Rules, state: State) -> str:
         and alive
         and state.row.left > TTL
     ):
-        return "a key that nobody has and nobody gets"
+        return "a free key that no waiter acquires"
     return ""
 
 
@@ -242,14 +242,14 @@ def _client_steps(
         yield from _work(rules, state, me, client)
         yield from _renewals(rules, state, me, client)
     if at in {"written", "held", "read"}:
-        yield "gives back", _released(rules, state, me)
+        yield "releases", _released(rules, state, me)
 
 
 def _answers(
     rules: Rules, state: State, me: int, client: Client
 ) -> Iterator[tuple[str, State]]:
     if rules.late_answer_refused and client.age >= TTL:
-        yield "is told too late, and gives up", _released(rules, state, me)
+        yield "is notified too late, and cancels", _released(rules, state, me)
     else:
         left = TTL - client.age if rules.deadline_from == "request" else TTL
         yield "has it", _with(state, me, Client("held", left=left, token=client.token))
@@ -385,7 +385,7 @@ MUTANTS: dict[str, tuple[Rules, str]] = {
     "a stale notice believed": (Rules(notice="believed"), "two valid holds"),
     "kept for the dead without end": (
         Rules(kept_for_the_next=99),
-        "a key that nobody has and nobody gets",
+        "a free key that no waiter acquires",
     ),
     "the end counted from the start of the transaction": (
         Rules(end_from="transaction", deadline_from="response"),

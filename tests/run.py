@@ -5,7 +5,7 @@
 The engines are sqlite, postgresql, mariadb and mysql, and all of them are the default.
 Two other words may stand in place of engines:
 
-* ``backends`` runs the tests of other servers, which start these servers by themselves.
+* ``backends`` runs the tests of other servers, which start their own servers.
 * ``newest`` runs the tests of storage, transactions, the queue, faults and guarded
   commits on the newest PostgreSQL and MariaDB (scripts/fetch_server.sh).
 
@@ -129,7 +129,7 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
             print(f"{name} | {line.rstrip()}", flush=True)
             if line.startswith(("FAILED ", "ERROR ", "process ")):
                 failures.append(f"{name} | {line.rstrip()}")
-            if still := re.match(r"This machine stood still .* up to ([\d.]+) s", line):
+            if still := re.match(r"This machine stalled .* up to ([\d.]+) s", line):
                 stops.append(float(still[1]))
             if re.search(r"\d+ \w+.* in \d+\.\d+s", line):
                 counts.update(
@@ -185,10 +185,10 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     print(*failures, sep="\n", end="\n" if failures else "")
     again = (
-        f", {counts['rerun']} came too late and ran again" if counts["rerun"] else ""
+        f", {counts['rerun']} were too late and ran again" if counts["rerun"] else ""
     )
     if max(stops):
-        print(f"This machine stood still for up to {max(stops):.1f} s.")
+        print(f"This machine stalled for up to {max(stops):.1f} s.")
     print(
         f"{counts['passed']} passed, {counts['failed'] + counts['error']}"
         f" failed{again}",

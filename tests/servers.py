@@ -682,8 +682,8 @@ class Sentinel(Redis):
             )
             + f"port {self.port}\nbind 127.0.0.1\ndir {self.data}\n"
             f"sentinel monitor dlocks 127.0.0.1 {self.watched} 1\n"
-            # Long enough that a machine which stands still for a moment is not taken
-            # for a dead master.
+            # Long enough that a machine which stalls for a moment is not taken for a
+            # dead master.
             "sentinel down-after-milliseconds dlocks 3000\nsentinel failover-timeout"
             " dlocks 2000\n"
         )

@@ -383,7 +383,7 @@ class Simulation:
             return
         assert held
         assert not (self.database.owner == hold.owner and self.database.processing), (
-            "given back, and still taken"
+            "released, but not free"
         )
 
     def keep(self, number: int) -> None:
@@ -441,7 +441,7 @@ class Simulation:
             # A waiter that died may have shown a heartbeat until just now.
             self.time += KEPT_FOR + GRACE
             grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
-        assert grant is not None, "nobody has the key, and nobody gets it"
+        assert grant is not None, "the key is free, but no caller acquires it"
         assert grant.token > max(self.tokens, default=0)
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ class Sync:
         except StopIteration:
             return
         case.close()
-        pytest.fail("the sync face has to run through")
+        pytest.fail("a case with sync methods must not suspend")
 
     @asynccontextmanager
     async def block(self, lock):

@@ -140,7 +140,7 @@ def changing_hands_before_the_write(monkeypatch, **changes):
 
 @pytest.mark.django_db
 class TestPermissions:
-    def test_anonymous_people_see_nothing(self, client):
+    def test_anonymous_users_see_nothing(self, client):
         """Anonymous users are redirected to the login from every page and action."""
         rows.held("a")
         for response in (
@@ -285,7 +285,7 @@ class TestPages:
         assert "dlocks/admin.css" in text
 
     @pytest.mark.parametrize("state", ["held", "stale", "free"])
-    def test_filter_by_state(self, viewer, state):
+    def test_the_list_can_be_filtered_by_state(self, viewer, state):
         """The list can be filtered by held, stale or free."""
         for make in (rows.held, rows.stale, rows.free):
             make(f"key:{make.__name__}")
@@ -303,7 +303,7 @@ class TestPages:
     @pytest.mark.parametrize(
         "words", ["stock", "web-9", "198.51.100", "stock web-9", "🔒", "50%"]
     )
-    def test_search(self, viewer, words):
+    def test_the_list_can_be_searched(self, viewer, words):
         """The search finds locks by key, holder and IP."""
         rows.held("stock:7 🔒 50%", holder="web-9:1:t", owner_ip="198.51.100.4")
         rows.held("other", owner_ip="2001:db8::1")
@@ -383,7 +383,7 @@ class TestPages:
         assert rows.OWNER[:8] not in str(log())
 
     @pytest.mark.parametrize("use_tz", [True, False])
-    def test_with_and_without_time_zones(self, settings, boss, use_tz):
+    def test_times_are_in_the_current_time_zone(self, settings, boss, use_tz):
         """Times are in the current time zone whatever ``USE_TZ`` is."""
         rows.stale("a", begin_time=rows.PAST)
         settings.USE_TZ = use_tz
@@ -398,7 +398,7 @@ class TestPages:
             )
         assert "1 lock was cleared: a" in told(act(boss, CLEAR, "a"))
 
-    def test_another_database(self, settings, monkeypatch):
+    def test_the_list_reads_the_database_of_the_locks(self, settings, monkeypatch):
         """The list reads the database that the default alias uses for its locks."""
         monkeypatch.setitem(connections.settings, "x", connections.settings["default"])
         settings.DLOCKS = {
@@ -410,7 +410,7 @@ class TestPages:
         request = RequestFactory().get(LIST)
         assert site.get_model_admin(ResourceLock).get_queryset(request).db == "x"
 
-    def test_without_a_database_backend(self, settings, boss):
+    def test_the_list_opens_without_a_database_backend(self, settings, boss):
         """Without a database backend the list still opens, but offers no actions."""
         rows.stale("a")
         settings.DLOCKS = {
@@ -467,7 +467,7 @@ class TestClear:
         entry = LogEntry.objects.get(object_id="a")
         assert (entry.is_change(), str(entry.get_edited_object())) == (True, "a")
 
-    def test_nothing_live_is_cleared(self, clearer):
+    def test_live_locks_are_never_cleared(self, clearer):
         """A held lock is never cleared, and the message says that it is not stale.
 
         The message also names locks that are free already or no longer exist.
@@ -508,7 +508,7 @@ class TestClear:
             act(clearer, CLEAR, "a", query="?state=stale")
         )
 
-    def test_all_that_match_can_be_chosen(self, clearer, monkeypatch):
+    def test_select_all_clears_every_stale_lock_of_the_list(self, clearer, monkeypatch):
         """ "Select all" clears every stale lock of the list, up to a limit."""
         monkeypatch.setattr(dlocks_admin, "AT_ONCE", 3)
         for number in range(3):
@@ -548,7 +548,7 @@ class TestClear:
         assert (rows.now(key).state, rows.now("ab").state) == ("free", "stale")
         assert log()[0][1] == key
 
-    def test_messages_name_only_some(self, clearer):
+    def test_messages_name_at_most_ten_locks(self, clearer):
         """A message about many locks names only ten of them."""
         keys = [f"k{number:02}" for number in range(12)]
         for key in keys:
@@ -606,7 +606,7 @@ class TestForceRelease:
         assert [rows.now(key).version for key in "abc"] == [1000, 1000, 1000]
         assert not log()
 
-    def test_confirmed_it_releases_and_logs(self, releaser):
+    def test_a_confirmed_release_frees_the_locks_and_is_logged(self, releaser):
         """After confirmation the locks are free and their holders are fenced off.
 
         The admin log says which user did it.
@@ -643,7 +643,7 @@ class TestForceRelease:
     def test_a_lock_that_changes_hands_before_the_write_is_kept(
         self, releaser, monkeypatch
     ):
-        """The same holds if the lock changes hands just before the write."""
+        """A lock that changes hands just before the write is not released either."""
         rows.held("a")
         form = fields(act(releaser, FORCE, "a"))
         with changing_hands_before_the_write(monkeypatch, version=1001):
@@ -651,7 +651,7 @@ class TestForceRelease:
         assert "taken by another holder meanwhile" in text
         assert rows.now("a").version == 1001
 
-    def test_an_old_page_sent_twice(self, releaser):
+    def test_a_confirmation_sent_twice_changes_nothing_more(self, releaser):
         """Sending the same confirmation again changes nothing."""
         rows.held("a")
         form = fields(act(releaser, FORCE, "a"))
@@ -662,20 +662,20 @@ class TestForceRelease:
         assert len(log()) == 1
 
     @pytest.mark.parametrize("versions", [["x"], ["1000", "1000"], ["9" * 5000], [""]])
-    def test_a_mangled_confirmation(self, releaser, versions):
+    def test_an_inconsistent_confirmation_changes_nothing(self, releaser, versions):
         """An inconsistent confirmation changes nothing."""
         rows.held("a")
         assert "nothing is changed" in told(act(releaser, FORCE, "a", version=versions))
         assert rows.now("a").version == 1000
 
     @pytest.mark.parametrize("version", ["-1", "0", "999", "9" * 40])
-    def test_a_guessed_version(self, releaser, version):
+    def test_a_guessed_version_releases_nothing(self, releaser, version):
         """Without the right version nothing is released."""
         rows.held("a")
         act(releaser, FORCE, "a", version=version)
         assert rows.now("a").version == 1000
 
-    def test_nothing_to_release(self, releaser):
+    def test_free_locks_leave_nothing_to_confirm(self, releaser):
         """If all selected locks are free, there is nothing to confirm."""
         rows.free("a")
         assert "None of the selected locks is held any more" in told(
@@ -683,14 +683,16 @@ class TestForceRelease:
         )
         assert "not there any more" in told(act(releaser, FORCE, "\0", version="1000"))
 
-    def test_too_many_at_once(self, releaser, monkeypatch):
+    def test_a_selection_over_djangos_form_limit_is_refused(
+        self, releaser, monkeypatch
+    ):
         """A selection too large for Django's form limit is refused."""
         monkeypatch.setattr(dlocks_admin, "AT_ONCE", 3)
         for number in range(4):
             rows.held(f"k{number}")
         assert "At most 3 locks" in told(act(releaser, FORCE, "k0", select_across="1"))
 
-    def test_all_that_match_can_be_chosen(self, releaser):
+    def test_select_all_releases_only_the_filtered_locks(self, releaser):
         """ "Select all" under a filter covers only the locks that the filter shows."""
         rows.held("h")
         rows.stale("s")
@@ -725,7 +727,7 @@ def test_a_hold_is_lost_by_a_forced_release(releaser):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_with_atomic_requests(releaser, settings):
+def test_atomic_requests_commit_the_release_with_its_log(releaser, settings):
     """With ``ATOMIC_REQUESTS`` the release and its log entry commit together."""
     rows.held("a")
     form = fields(act(releaser, FORCE, "a"))

@@ -142,7 +142,7 @@ def test_figures_are_computed_from_samples():
     assert samples.overlaps([one, other]) == 0
 
 
-def test_a_lock_that_lets_two_in_is_found_out():
+def test_a_lock_that_does_not_exclude_is_detected():
     long, within, after = (
         array("d", [0, 1, 9, 9]),
         array("d", [0, 2, 3, 3]),
@@ -152,7 +152,7 @@ def test_a_lock_that_lets_two_in_is_found_out():
     assert samples.overlaps([long, within, after]) == 2
 
 
-def test_fairness():
+def test_the_fairness_index_of_known_counts():
     assert samples.jain([5, 5, 5, 5]) == 1
     assert samples.jain([20, 0, 0, 0]) == 0.25
     assert samples.jain([0, 0]) == 0

@@ -62,7 +62,7 @@ def results(tmp_path_factory):
     )
 
 
-def test_a_lock_that_lets_two_in_is_found_out(results):
+def test_a_lock_that_does_not_exclude_is_detected(results):
     assert results["nobody"]["lost_updates"] > 0
 
 

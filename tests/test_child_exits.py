@@ -130,7 +130,7 @@ def celery(program, tmp_path):
 
 
 @pytest.mark.once
-def test_a_worker_of_celery_that_is_replaced(celery, until):
+def test_a_replaced_celery_worker_releases_and_records(celery, until):
     """With ``--max-tasks-per-child`` a worker is replaced after its tasks.
 
     It releases its holds and writes its history before it exits.
@@ -142,7 +142,7 @@ def test_a_worker_of_celery_that_is_replaced(celery, until):
 
 
 @pytest.mark.once
-def test_a_warm_shutdown_of_celery(celery, until):
+def test_a_warm_celery_shutdown_releases_and_records(celery, until):
     """After SIGTERM the workers release and record before they exit."""
     worker = celery()
     until(lambda: ResourceLock.objects.filter(pk="left").exists(), seconds=60)

@@ -186,7 +186,7 @@ class TestListLocks:
         assert r"red\x1b[31m\r\n\x9b\u202etxt" in run("list_locks")
         assert "\x1b" not in run("list_locks", "--json")
 
-    def test_the_owner_is_not_told(self):
+    def test_the_owner_of_a_hold_is_in_no_output(self):
         """The secret owner of a hold is in no output."""
         for write in (rows.held, rows.stale, rows.free):
             write(write.__name__)
@@ -297,22 +297,22 @@ class TestClearLock:
         assert "--yes" in refused("clear_lock", "a")
         assert rows.now("a").version == 1000
 
-    def test_unknown_key(self):
+    def test_an_unknown_key_is_an_error(self):
         """A misspelt key is an error."""
         assert "'nope'" in refused("clear_lock", "nope", "--yes")
 
-    def test_free_key(self):
+    def test_a_free_key_is_reported_and_not_changed(self):
         """A free key is reported as free and is not changed."""
         rows.free("a")
         assert "'a' is free already" in run("clear_lock", "a")
         assert rows.now("a").version == 1000
 
     @pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "\udce9"])
-    def test_impossible_keys(self, key):
+    def test_an_invalid_key_is_an_error(self, key):
         """An invalid key is an error without a traceback."""
         assert "key" in refused("clear_lock", key, "--yes").lower()
 
-    def test_a_key_too_long_with_its_prefix(self):
+    def test_the_prefix_counts_towards_the_length_of_the_key(self):
         """The prefix counts towards the length of the key."""
         assert "255" in refused("clear_lock", "x" * 253, "--yes", "--using", "prefixed")
 
@@ -507,7 +507,7 @@ class TestReapLocks:
         assert run("reap_locks", "--idle-for", "12h") == out.replace("would be ", "")
 
     @pytest.mark.parametrize("duration", ["90s", "15m", "12h", "30d", "1.5h", "0s"])
-    def test_durations(self, duration):
+    def test_durations_have_units(self, duration):
         """Durations are given in seconds, minutes, hours or days."""
         assert "2 stale locks made free" in run("reap_locks", "--idle-for", duration)
 
@@ -527,7 +527,7 @@ class TestReapLocks:
             "4000d",
         ],
     )
-    def test_bad_durations(self, duration):
+    def test_an_invalid_duration_is_an_error(self, duration):
         """An invalid duration is an error, and nothing changes."""
         assert "--idle-for" in refused("reap_locks", f"--idle-for={duration}")
         assert rows.now("stale:1").state == "stale"
@@ -536,21 +536,21 @@ class TestReapLocks:
 @pytest.mark.django_db
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 class TestEveryCommand:
-    def test_unknown_alias(self, command):
+    def test_an_unknown_alias_is_an_error(self, command):
         """A misspelt alias is an error that lists the known aliases."""
         assert "'nope'" in refused(*command, "--using", "nope")
 
     @pytest.mark.parametrize(
         ("alias", "backend"), [("memory", "MemoryBackend"), ("dummy", "DummyBackend")]
     )
-    def test_alias_without_rows(self, command, alias, backend):
+    def test_an_alias_without_rows_is_an_error(self, command, alias, backend):
         """An alias without rows is an error that names the alias and its backend."""
         message = refused(*command, "--using", alias)
         assert repr(alias) in message
         assert backend in message
 
     @pytest.mark.parametrize("alias", ["optimistic", "insert", "brisk"])
-    def test_every_database_backend(self, command, alias):
+    def test_database_backends_share_their_rows(self, command, alias):
         """The backends of the database family share their rows."""
         rows.held("a")
         run(
@@ -560,7 +560,7 @@ class TestEveryCommand:
             *(["--yes", "--reason", "tests"] if command[0] == "clear_lock" else []),
         )
 
-    def test_a_database_that_fails(self, command, monkeypatch):
+    def test_a_database_failure_is_reported_in_one_line(self, command, monkeypatch):
         """A database failure is reported in one line."""
         rows.stale("a")
 
@@ -602,6 +602,6 @@ def test_a_missing_table_is_an_error(command):
     "59m59s"), (-3660, "-1h01m"),
      (90000, "1d01h"), (86400 * 400, "400d00h")],
 )  # fmt: skip
-def test_durations_for_people(seconds, text):
+def test_a_duration_is_shown_in_at_most_two_units(seconds, text):
     """A duration is shown in at most two units."""
     assert duration(seconds) == text

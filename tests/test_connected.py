@@ -20,7 +20,7 @@ class Kept(threading.local):
     params=[
         "as asgiref keeps them",
         "as it might keep them",
-        "as somebody else does",
+        "as another library does",
         "by another lookup",
     ]
 )
@@ -28,7 +28,7 @@ def asgiref(request, monkeypatch):
     if request.param == "as it might keep them":
         monkeypatch.setattr(connected, "_is_plain", lambda: False)
         monkeypatch.setattr(connected, "_known", (None, None))
-    elif request.param == "as somebody else does":
+    elif request.param == "as another library does":
         kept = Kept()
         for connection in connections.all(initialized_only=True):
             setattr(kept, connection.alias, connection)

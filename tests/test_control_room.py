@@ -232,7 +232,7 @@ class TestPast:
         assert "dlocks-chart" not in text
 
     @pytest.mark.usefixtures("with_history")
-    def test_contention_of_the_last_hour(self, viewer):
+    def test_the_chart_shows_the_contention_of_the_last_hour(self, viewer):
         """The chart counts holds and waits per minute, for the last hour only."""
         for _ in range(3):
             ended("a", ago=90)
@@ -252,7 +252,7 @@ class TestPast:
         assert "at most 4 in a minute" in text
 
     @pytest.mark.usefixtures("with_history")
-    def test_longest_holds(self, viewer):
+    def test_the_longest_holds_come_first(self, viewer):
         """The longest holds of the last hour come first, with links to their keys."""
         for number in range(10):
             ended(f"key-{number}", held=number + 1)
@@ -268,7 +268,7 @@ class TestPast:
         assert "One hold, and nobody waited for it." in text_of(about)
 
     @pytest.mark.usefixtures("with_history")
-    def test_timeline_of_a_key(self, viewer):
+    def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
         """The timeline shows every hold of a key.
 
         Simultaneous holds are drawn in lanes. A current hold extends to the end.

@@ -173,7 +173,7 @@ def test_a_waiter_acquires_after_a_forced_release(browser, boss, workers):
         holder.hear()
 
 
-def test_without_scripts(browser, boss):
+def test_the_page_works_without_scripts(browser, boss):
     """Without scripts the page refreshes itself, and a lock can be released."""
     rows.held("stock:7")
     page = browser.page(boss, java_script_enabled=False)
@@ -191,7 +191,7 @@ def test_without_scripts(browser, boss):
     browser.expect(row(page, "stock:8")).to_be_visible()
 
 
-def test_by_keyboard_alone(browser, boss):
+def test_the_focus_stays_in_place_during_a_refresh(browser, boss):
     """The focus stays in place while the page refreshes itself.
 
     If its lock disappears, the focus moves to the section of current locks.
@@ -243,7 +243,7 @@ def test_by_keyboard_alone(browser, boss):
     browser.expect(page.get_by_text("1 lock was cleared: 0")).to_be_visible()
 
 
-def test_it_can_be_paused(browser, boss):
+def test_the_refresh_can_be_paused(browser, boss):
     """The automatic refresh can be paused and resumed."""
     page = browser.page(boss)
     # The test controls the clock of the page.

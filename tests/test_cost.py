@@ -81,7 +81,7 @@ def test_a_memory_lock_costs_about_a_hundred_python_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])
-def test_one_statement_each_in_a_transaction_too(using):
+def test_each_operation_in_a_transaction_is_one_statement(using):
     """Each operation in a transaction is also one statement.
 
     PostgreSQL adds a savepoint, because a row that another caller has just acquired

@@ -150,8 +150,8 @@ def test_a_patched_execute_method_sees_every_statement(monkeypatch):
 def test_custom_cursors_see_every_statement(name, how, monkeypatch):
     """Custom cursors see every statement.
 
-    They collect metrics, or set a schema before each statement. Without them the
-    statements would use other tables.
+    They collect metrics, or set a schema before each statement. A cursor that
+    is bypassed would leave the statements with other tables.
     """
     use()
     wrapper, seen = connections["default"], []
@@ -288,7 +288,7 @@ def test_statements_in_a_transaction_use_the_cursor(by_cursor):
     assert by_cursor
 
 
-def test_it_can_be_switched_off(by_cursor):
+def test_the_bypass_of_the_cursor_can_be_switched_off(by_cursor):
     use()
     with db_lock("stock:7") as hold:
         claim = hold.claim

@@ -87,7 +87,7 @@ def no_queries(monkeypatch):
 class TestRefusals:
     @FUZZ
     @given(key=TEXT | ANY, more=st.lists(TEXT | ANY, max_size=2))
-    def test_keys(self, key, more):
+    def test_any_key_works_or_is_refused(self, key, more):
         """This includes locks on several keys."""
         try:
             lock = db_lock(key, *more)
@@ -106,7 +106,7 @@ class TestRefusals:
         policy=st.dictionaries(st.sampled_from(POLICY), ANY, max_size=3),
         kind=st.integers(0, 3),
     )
-    def test_options_of_locks(self, policy, kind):
+    def test_any_option_of_a_lock_works_or_is_refused(self, policy, kind):
         """Options that raise no TypeError or ValueError at once work."""
         makers = [
             db_lock,
@@ -139,7 +139,7 @@ class TestRefusals:
             max_size=3,
         ),
     )  # fmt: skip
-    def test_options_of_backends(self, kind, options):
+    def test_any_option_of_a_backend_works_or_is_refused(self, kind, options):
         """A refusal is an ImproperlyConfigured with the alias and the option.
 
         No other error is raised.
@@ -170,7 +170,7 @@ class TestRefusals:
     @example(
         {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.base.BaseBackend", "OPTIONS": 5}}
     )
-    def test_the_setting(self, configured):
+    def test_any_value_of_the_setting_works_or_is_refused(self, configured):
         """Any value of ``DLOCKS`` works or is refused."""
         made(configured)
 
@@ -236,7 +236,7 @@ class TestOptions:
         value=["observed"],
     )
     @example(one=("dlocks.backends.quorum.QuorumBackend", "of"), value=[["member"]])
-    def test_a_wrong_option_is_named(self, one, value):
+    def test_a_wrong_backend_option_is_named(self, one, value):
         """Any value of one option is accepted, or refused with alias and name.
 
         The check and the lock agree.
@@ -334,7 +334,7 @@ ARGUMENTS = TEXT | st.sampled_from(
 
 
 @pytest.mark.django_db
-def test_any_arguments_of_the_commands():
+def test_any_command_argument_works_or_is_an_error():
     """An invalid argument is an error of one line, and no other error is raised."""
 
     @FUZZ

@@ -815,7 +815,7 @@ def test_a_lost_hold_raises_once_and_is_then_acquired_again():
 def test_the_keeper_drops_a_hold_whose_release_was_interrupted(monkeypatch, until):
     """The keeper drops a hold whose release was interrupted.
 
-    A Ctrl-C is an example. Once the keeper checked such a hold without end, while the
+    A Ctrl-C is an example. The keeper once checked such a hold without end, while the
     caller kept a reference to it.
     """
     hold = db_lock("stock:7", using="memory", ttl=0.5).acquire()

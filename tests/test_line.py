@@ -1215,7 +1215,7 @@ def test_a_waiter_without_takeover_gets_lock_stale(doomed, workers, in_line):
         pass
 
 
-def test_a_ttl_shorter_than_a_turn(workers, in_line):
+def test_waiters_with_a_short_ttl_are_served(workers, in_line):
     crowd = workers(4)
     with db_lock("stock:7"):
         for number, worker in enumerate(crowd):

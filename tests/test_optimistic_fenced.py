@@ -142,7 +142,7 @@ def test_eight_competing_processes_lose_no_step(workers):
         worker.tell()
     refused = sum(worker.hear() for worker in actors)
     assert stored(pk)[1] == 8 * 12
-    assert refused > 0, "nobody took it from anybody"
+    assert refused > 0, "no process took the row from another one"
 
 
 def test_without_a_token_nothing_is_written(machine, django_assert_num_queries):
@@ -380,7 +380,7 @@ def test_loading_a_fixture_lowers_no_fence(machine, tmp_path):
     assert stored(machine.pk) == ("loaded", 0, 5)
 
 
-async def test_coroutines_have_the_same():
+async def test_async_methods_are_fenced_too():
     machine = await Machine.objects.acreate()
     await machine.aclaim(5)
     claimed = await Machine.objects.aclaim(machine.pk, 6)

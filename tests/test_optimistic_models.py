@@ -904,7 +904,7 @@ def test_bulk_create_sets_versions_and_overwrites_no_row(article):
         )
 
 
-def test_get_or_create_and_update_or_create(article):
+def test_get_or_create_and_update_or_create_keep_versions(article):
     found, created = Article.objects.get_or_create(title="first")
     assert (found.pk, created, found.version) == (article.pk, False, 1)
     found, created = Article.objects.update_or_create(
@@ -1164,7 +1164,7 @@ def test_a_composite_primary_key_is_compared():
     assert Seat.objects.count() == 1
 
 
-async def test_coroutines_have_the_same():
+async def test_async_methods_compare_versions_too():
     article = await Article.objects.acreate(title="a")
     second = await Article.objects.aget()
     await article.asave()

@@ -80,7 +80,7 @@ def test_eight_processes_with_retries_lose_no_increment(workers, kind, rows):
         == [(8 * times, 8 * times + 1)] * rows
     )
     if connection.vendor != "sqlite":
-        assert repeated > 0, "nobody was in anybody's way"
+        assert repeated > 0, "no transaction was in the way of another one"
 
 
 @pytest.mark.django_db(transaction=True)

@@ -74,7 +74,7 @@ def test_a_short_session_prepares_nothing():
 def test_in_a_transaction_nothing_is_prepared():
     """A statement that the session has forgotten raises an error.
 
-    In a transaction, this error would end the caller's work.
+    In a transaction, this error would abort the caller's work.
     """
     for _ in range(PREPARED_AT + 3):
         with transaction.atomic(), db_lock("stock:7"):
@@ -128,7 +128,7 @@ def test_the_number_of_prepared_statements_is_limited():
     use(5)
 
 
-def test_it_can_be_switched_off():
+def test_prepared_statements_can_be_switched_off():
     backend = type(backends["default"])("default", prepare=False)
     claims = backends["default"]
     for _ in range(PREPARED_AT + 3):

@@ -167,7 +167,7 @@ def test_a_job_of_a_dead_node_keeps_min_hold(doomed, until, is_busy):
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_a_run_longer_than_at_most_does_not_block_the_next_one(
+def test_a_run_longer_than_max_hold_does_not_block_the_next(
     frozen_lock_clock, in_other_thread
 ):
     runs = []

@@ -835,11 +835,11 @@ class TestAudit:
             2,
             "0 packages, 0 known vulnerabilities.\n",
         )
-        assert "could not be asked about: django" in done.stderr
+        assert "has no data about: django" in done.stderr
 
     def test_an_unreachable_advisory_database_fails_the_audit(self, tmp_path):
         """The failure is not reported as a vulnerability either."""
         done = self.audit(tmp_path, "import sys\nsys.exit('no route to host')")
         assert (done.returncode, done.stdout) == (2, "")
-        assert "could not be asked" in done.stderr
+        assert "could not be queried" in done.stderr
         assert "no route to host" in done.stderr

@@ -1306,7 +1306,7 @@ def test_sqlite_has_no_session_locks():
 @pytest.mark.parametrize(
     "options", [{"waiting": -1}, {"waiting": True}, {"ping": 0}, {"linger": "1"}]
 )
-def test_bad_options_are_refused(options):
+def test_invalid_options_are_refused(options):
     with override_settings(
         DLOCKS={
             "session": {

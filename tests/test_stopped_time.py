@@ -96,7 +96,7 @@ def test_a_busy_key_in_memory_times_out(threads):
 
 @pytest.mark.parametrize("using", DATABASE)
 def test_a_waiter_is_served_while_the_clock_is_stopped(using, threads):
-    """A released key is handed over while the clock stands still."""
+    """A released key is handed over while the clock is stopped."""
     waiting = threading.Event()
 
     def wait():
@@ -136,7 +136,7 @@ def test_a_hold_can_be_handed_over_to_real_time():
 
 
 async def test_a_coroutine_is_retried_while_the_clock_is_stopped():
-    """The pause between attempts ends although the loop's clock stands still."""
+    """The pause between attempts ends although the loop's clock is stopped."""
     attempts = []
 
     @retry_on_conflict(backoff=0.01)

@@ -84,20 +84,20 @@ def test_a_hold_in_a_tenant_is_renewed(project):
     assert project.call("renewed_for_longer_than_its_ttl") is True
 
 
-def test_a_new_key_in_a_transaction_of_a_tenant(project):
+def test_a_tenants_transaction_can_lock_a_new_key(project):
     """Another connection creates its row in the schema of the transaction."""
     assert project.call("new_key_in_a_transaction") == ["transaction"] * 3
 
 
-def test_every_kind_of_lock_in_a_tenant(project):
+def test_every_kind_of_lock_works_in_a_tenant(project):
     assert project.call("every_kind") == [True] * 3
 
 
-def test_a_tenant_that_does_not_see_the_public_schema(project):
+def test_locks_work_without_the_public_schema(project):
     assert project.call("without_the_public_schema") == ["transaction", "held"]
 
 
-def test_a_guarded_commit_on_an_alias_with_another_path(project):
+def test_an_alias_with_another_path_guards_the_granted_row(project):
     """It guards with the row in which the lock was granted.
 
     The tables that the alias would find do not matter.
@@ -120,7 +120,7 @@ def test_all_tenants_have_one_history(project):
     assert project.call("recorded") == 1
 
 
-def test_a_prefix_for_each_tenant(project):
+def test_a_prefix_separates_the_keys_of_tenants(project):
     """Both tenants hold the same key, and the commands show each its own."""
     keys, listed, locked, rows = project.call("keys_of_each_tenant")
     assert keys == ["acme:nightly", "globex:nightly"]
@@ -128,7 +128,7 @@ def test_a_prefix_for_each_tenant(project):
     assert (locked, rows) == (True, 2)
 
 
-def test_a_prefix_for_each_tenant_in_a_coroutine(project):
+def test_a_prefix_separates_tenants_in_coroutines(project):
     result = project.call("keys_of_each_tenant_in_a_coroutine")
     assert result == ["acme:nightly", True, "acme:nightly"]
 
@@ -278,7 +278,7 @@ def test_the_schema_is_queried_once(django_assert_num_queries):
         ("", ""),
     ],
 )
-def test_the_schema_of_a_search_path(schema, path, found):
+def test_the_schema_is_that_of_a_new_session(schema, path, found):
     """It is the first schema with the table in a new session's search path.
 
     Options of the connection are applied.

@@ -182,7 +182,7 @@ class TestListLocks:
         assert list(listed("--waiting")) == ["stuck"]
         assert listed() == {}
 
-    def test_the_owner_is_not_told(self):
+    def test_the_owners_in_a_queue_are_in_no_output(self):
         """The secret owner of a shared hold or a claim is in no output."""
         rows.held("a")
         rows.waits("a")
@@ -290,7 +290,7 @@ class TestClearLock:
         )
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1001]
 
-    def test_a_shared_hold_released_before_the_confirmation(self, answer):
+    def test_a_shared_hold_that_has_ended_is_reported(self, answer):
         """A shared hold that has ended meanwhile is reported, as an error."""
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
@@ -551,7 +551,7 @@ class TestAdmin:
     @pytest.mark.parametrize(
         "version", ["share:x", "lock:1000", "share:", "x:1", "share:1:2"]
     )
-    def test_a_mangled_confirmation(self, releaser, version):
+    def test_an_inconsistent_confirmation_ends_no_hold(self, releaser, version):
         """An inconsistent confirmation changes nothing."""
         rows.free("a")
         rows.shares("a", 1001)

@@ -309,12 +309,12 @@ def test_a_hold_left_by_a_class_does_not_affect_the_next():
 
     @override_locks()
     class First(SimpleTestCase):
-        def test_it(self):
+        def test_leave_a_hold(self):
             left.append(db_lock("left").acquire())
 
     @override_locks()
     class Second(SimpleTestCase):
-        def test_it(self):
+        def test_acquire_the_same_key(self):
             with db_lock("left") as hold:
                 self.assertEqual(hold.count, 1)
                 self.assertIsNot(hold, left[0])

@@ -89,7 +89,7 @@ def test_tokens_grow_from_scope_to_scope(using):
 
 
 @FAMILY
-def test_the_same_key_nested_in_one_transaction(using, is_busy):
+def test_a_key_can_be_nested_in_one_transaction(using, is_busy):
     with transaction.atomic(), db_lock("stock:7", using=using) as outer:
         with db_lock("stock:7", using=using) as inner:
             assert inner is outer
@@ -102,7 +102,7 @@ def test_the_same_key_nested_in_one_transaction(using, is_busy):
 
 
 @FAMILY
-def test_the_same_key_one_after_the_other_in_one_transaction(using, is_busy):
+def test_a_key_can_be_acquired_twice_in_one_transaction(using, is_busy):
     with transaction.atomic():
         with db_lock("stock:7", using=using) as first:
             pass
@@ -255,7 +255,7 @@ def test_a_new_key_in_a_transaction_does_not_block_others(using, is_busy):
     in_time(took, 3)
 
 
-def test_a_lease_outside_with_a_transaction_inside(is_busy):
+def test_a_lease_may_contain_a_transaction(is_busy):
     with db_lock("stock:7") as hold:
         with transaction.atomic():
             with db_lock("stock:7") as inner:

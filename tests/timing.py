@@ -1,4 +1,4 @@
-"""Assertions about time that allow for machines that stand still."""
+"""Assertions about time that allow for machines that stall."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Seconds without progress after which the machine stood still. The first lease of a
-# waiter lasts 1.5 s and is renewed after a third of it, so half a second matters.
-STOOD_STILL = 0.5
+# Seconds without progress that count as a stall. The first lease of a waiter lasts
+# 1.5 s and is renewed after a third of it, so half a second matters.
+STALL = 0.5
 
 
 class TooLateError(AssertionError):
     """Something took longer than promised.
 
-    A machine that stood still for a while looks the same. The test therefore runs
+    The cause may be a machine that stalled for a while. The test therefore runs
     again, twice at most (``--only-rerun``). No other failure is retried, because one
     violation of a safety promise is enough.
     """
@@ -46,7 +46,7 @@ def eventually(
             if value := condition():
                 return value
         if monotonic() > deadline:
-            raise NotYetError(f"It did not come to be in {seconds:g} s.")
+            raise NotYetError(f"The condition was not true within {seconds:g} s.")
         sleep(pause)
 
 
@@ -54,33 +54,33 @@ def in_time(seconds: float, limit: float) -> None:
     """Fail if a duration is not below the limit. Both are in seconds."""
     if not seconds < limit:
         raise TooLateError(
-            f"It took {seconds:.3f} s, and less than {limit:.3f} s are promised."
+            f"It took {seconds:.3f} s instead of less than {limit:.3f} s."
         )
 
 
 def seldom(times: int, limit: int) -> None:
     """Fail if a number of events is not below the limit.
 
-    This is for events that happen as time passes. A machine that stands still causes
-    more of them.
+    This is for events that happen as time passes. A machine that stalls causes more
+    of them.
     """
     if not times < limit:
         raise TooLateError(
-            f"It happened {times} times, and less than {limit} are promised."
+            f"It happened {times} times instead of fewer than {limit} times."
         )
 
 
 class Witness:
-    """A thread that notices when this machine stands still.
+    """A thread that notices when this machine stalls.
 
-    It sleeps for a moment, again and again. While it sleeps too long, nothing else in
+    It sleeps for a moment, again and again. If a sleep takes too long, nothing else in
     this process has run either.
     """
 
     MOMENT = 0.05
 
     def __init__(self) -> None:
-        # The end and the duration of each stop, in seconds.
+        # The end and the duration of each stall, in seconds.
         self.stops: deque[tuple[float, float]] = deque(maxlen=1000)
         self._began: float | None = None
 
@@ -91,23 +91,23 @@ class Witness:
         while True:
             self._began = monotonic()
             sleep(self.MOMENT)
-            if (late := self._late()) >= STOOD_STILL:
+            if (late := self._late()) >= STALL:
                 self.stops.append((monotonic(), late))
 
     def _late(self) -> float:
         return 0.0 if self._began is None else monotonic() - self._began - self.MOMENT
 
     def longest(self, seconds: float) -> float:
-        """Return the longest stop within the last seconds.
+        """Return the longest stall within the last seconds.
 
-        The result is 0 if no stop was long enough to matter.
+        The result is 0 if no stall was long enough to matter.
         """
         since = monotonic() - seconds
-        # A stop that has just ended may not be recorded yet.
+        # A stall that has just ended may not be recorded yet.
         now = self._late()
         return max(
             [late for ended, late in list(self.stops) if ended >= since]
-            + [now if now >= STOOD_STILL else 0.0]
+            + [now if now >= STALL else 0.0]
         )
 
 

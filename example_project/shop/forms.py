@@ -22,7 +22,7 @@ class FlashSaleForm(forms.Form):
             "required": "How many pieces are there?",
             "invalid": "That is not a whole number.",
             "min_value": "There must be at least one piece to sell.",
-            "max_value": f"There is room for {MOST_PIECES:,} pieces at most.",
+            "max_value": f"There can be at most {MOST_PIECES:,} pieces.",
         },
     )
     buyers = forms.IntegerField(
@@ -31,10 +31,10 @@ class FlashSaleForm(forms.Form):
         min_value=2,
         max_value=MOST_BUYERS,
         error_messages={
-            "required": "How many want one?",
+            "required": "How many buyers are there?",
             "invalid": "That is not a whole number.",
-            "min_value": "A crowd is two buyers or more.",
-            "max_value": f"At most {MOST_BUYERS:,} buyers fit into the shop.",
+            "min_value": "There must be at least two buyers.",
+            "max_value": f"There can be at most {MOST_BUYERS:,} buyers.",
         },
     )
     locks = forms.MultipleChoiceField(
@@ -43,7 +43,7 @@ class FlashSaleForm(forms.Form):
         initial=list(TITLES),
         widget=forms.CheckboxSelectMultiple,
         error_messages={
-            "required": "Choose at least one.",
+            "required": "Choose at least one lock.",
             "invalid_choice": "“%(value)s” is not one of the locks.",
         },
     )
@@ -53,7 +53,7 @@ class FlashSaleForm(forms.Form):
         if stock is not None and buyers is not None and buyers <= stock:
             self.add_error(
                 "buyers",
-                "There must be more buyers than pieces, or nobody goes without.",
+                "There must be more buyers than pieces.",
             )
 
     def clean_locks(self) -> list[str]:

@@ -61,7 +61,7 @@ class Round:
         if self.sold != self.confirmed or self.confirmed + self.refused != self.buyers:
             return (
                 f"{self.title}: {self.sold} sales are in the database, but"
-                f" {self.confirmed} buyers were told so"
+                f" {self.confirmed} buyers received a confirmation"
             )
         if self.lock == NO_LOCK:
             return (
@@ -72,7 +72,7 @@ class Round:
         if self.sold != self.stock or self.left:
             return (
                 f"{self.title}: {self.sold} were sold of a stock of {self.stock}, and"
-                f" {self.left} are said to be left"
+                f" the product shows {self.left} left"
             )
         return None
 

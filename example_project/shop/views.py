@@ -67,14 +67,14 @@ def flash_sale(request: HttpRequest) -> HttpResponse:
             backstage.begin(**form.cleaned_data)
         except LockTimeout as busy:
             since = (
-                f", begun at {busy.holder.since:%H:%M:%S} UTC"
+                f", started at {busy.holder.since:%H:%M:%S} UTC"
                 if busy.holder and busy.holder.since
                 else ""
             )
             messages.warning(
                 request,
-                f"A sale is going on already{since}. Yours was not begun: one at a"
-                " time.",
+                f"A sale is already running{since}. Only one can run at a time, so"
+                " yours was not started.",
             )
         return redirect("shop:flash_sale")
     return render(request, "shop/flash_sale.html", {"form": form, **_latest()})

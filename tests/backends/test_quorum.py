@@ -135,7 +135,7 @@ def redlock(five, aliases):
     members = {
         f"redis{number}": redis_alias(server) for number, server in enumerate(five)
     }
-    # The timeout is longer than a machine stands still. Tests in which a member does
+    # The timeout is longer than a machine stalls. Tests in which a member does
     # not reply set their own.
     process = aliases(**members, quorum=quorum_of(members, node_timeout=10.0))
 

@@ -61,7 +61,7 @@ async def test_a_busy_key_times_out_in_a_coroutine(using):
 
 
 def test_a_hold_is_renewed_while_time_stands_still(using):
-    """Connecting and renewing work as usual while the clock stands still."""
+    """Connecting and renewing work as usual while the clock is stopped."""
     with freeze(), db_lock("stock:7", using=using, ttl=6.0) as hold:
         hold.renew()
         hold.check()

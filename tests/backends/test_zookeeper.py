@@ -748,20 +748,20 @@ def test_deleting_the_node_of_a_hold_ends_it(backend, person, root, until):
         until(lambda: not hold.held)
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("recreated", [False, True])
 def test_no_shared_hold_is_granted_beside_a_removed_hold(
-    anew, server, backend, person, root
+    recreated, server, backend, person, root
 ):
     """No shared hold is granted beside a hold that was removed.
 
-    Another caller may hold the key exclusively meanwhile. With ``anew`` the node of the
-    key was created again, so the numbers may repeat.
+    Another caller may hold the key exclusively meanwhile. With ``recreated`` the
+    node of the key was created again, so the numbers may repeat.
     """
     mine, theirs = claim(), claim()
     assert backend.acquire(mine)
     (name,) = nodes(person, root)
     person.delete(f"{root}/key/{name}")
-    if anew:
+    if recreated:
         # The server does this after a while, and may have done it already.
         with suppress(NoNodeError):
             person.delete(f"{root}/key")

@@ -273,7 +273,7 @@ class Campaign:
         self._events.write(json.dumps(event) + "\n")
 
     def _watch_stalls(self) -> None:
-        """Record when the machine stood still or ran other work.
+        """Record when the machine stalled or ran other work.
 
         Delays in this time are not caused by the locks. A campaign alone keeps two
         processors busy, so its work takes up to three times as long as it would alone.

@@ -203,7 +203,7 @@ class Report:
         for name, number in sorted(self.counts.items()):
             yield f"{name}: {number}"
         yield (
-            "longest time for which a key was wanted and nobody's:"
+            "longest time for which a requested key had no holder:"
             f" {self.longest_gap:.2f} s"
         )
         yield f"longest wait: {self.longest_wait:.2f} s"
@@ -407,7 +407,7 @@ def _check_gaps(
         if length > allowed:
             what = ", ".join(f"{event[0]} {event[1]:.3f} {event[2:]}" for event in near)
             report.violations["stuck"].append(
-                f"{key!r} was nobody's for {length:.3f} s ({begin:.3f}-{end:.3f}),"
+                f"{key!r} had no holder for {length:.3f} s ({begin:.3f}-{end:.3f}),"
                 f" {allowed:.3f} s allowed; {what}"
             )
 

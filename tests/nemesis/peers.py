@@ -53,7 +53,9 @@ class Peer:
         )
 
     def lost(self) -> LockLost:
-        return LockLost(f"{self.key!r} is somebody else's", key=self.key, token=0)
+        return LockLost(
+            f"{self.key!r} belongs to another holder", key=self.key, token=0
+        )
 
     def until(self, tried: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout

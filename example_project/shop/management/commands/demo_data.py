@@ -18,15 +18,14 @@ NAME = PASSWORD = "admin"  # noqa: S105 (for DEBUG only)
 
 class Command(BaseCommand):
     help = (
-        "Fill the shop with products and make the superuser admin/admin. Only with"
-        " DEBUG."
+        "Create demo products and the superuser admin/admin. This needs DEBUG = True."
     )
 
     def handle(self, *args, **options):
         if not settings.DEBUG:
             raise CommandError(
-                "demo_data makes a superuser whose password everybody knows, so it"
-                " needs DEBUG = True."
+                "demo_data creates a superuser with a well-known password, so it needs"
+                " DEBUG = True."
             )
         for name, stock in PRODUCTS.items():
             Product.objects.get_or_create(name=name, defaults={"stock": stock})
@@ -36,7 +35,7 @@ class Command(BaseCommand):
         self.stdout.write(f"The shop has {Product.objects.count()} products.")
         self.stdout.write(
             self.style.WARNING(
-                f"Demo superuser: name {NAME!r}, password {PASSWORD!r}. For this"
-                " machine only."
+                f"Demo superuser: name {NAME!r}, password {PASSWORD!r}. Use it"
+                " on this machine only."
             )
         )

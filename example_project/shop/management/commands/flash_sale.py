@@ -18,9 +18,9 @@ from example_project.shop.services import LOCKS
 
 class Command(BaseCommand):
     help = (
-        "Sell a stock to a crowd of buyers in several processes: without a lock, which"
-        " sells more than there is, then with each lock. The exit status is 0 when more"
-        " than the stock was sold without a lock, and exactly the stock with each."
+        "Sell a stock to many buyers in several processes, first without a lock and"
+        " then with each lock. The exit status is 0 if more than the stock was sold"
+        " without a lock, and exactly the stock with each lock."
     )
 
     def add_arguments(self, parser):
@@ -28,26 +28,25 @@ class Command(BaseCommand):
             "--buyers",
             type=_number(2, 10_000),
             default=240,
-            help="how many want one (240)",
+            help="number of buyers (240)",
         )
         parser.add_argument(
             "--processes",
             type=_number(2, 64),
             default=8,
-            help="how many processes they are in (8)",
+            help="number of processes (8)",
         )
         parser.add_argument(
             "--stock",
             type=_number(1, 9_999),
             default=100,
-            help="how many there are (100)",
+            help="pieces in stock (100)",
         )
 
     def handle(self, *, buyers, processes, stock, **options):
         if buyers <= stock:
             raise CommandError(
-                f"--buyers ({buyers}) must be more than --stock ({stock}), or nobody"
-                " goes without."
+                f"--buyers ({buyers}) must be more than --stock ({stock})."
             )
         if processes > buyers:
             raise CommandError(
@@ -61,16 +60,16 @@ class Command(BaseCommand):
             from rich.console import Console
         except ImportError as error:
             raise CommandError(
-                "flash_sale draws with rich: pip install rich, or pip install --group"
-                " demo."
+                "flash_sale needs the package rich: run 'pip install rich' or 'pip"
+                " install --group demo'."
             ) from error
         console = Console(file=options.get("stdout") or sys.stdout, highlight=False)
         try:
             rounds = self._sell(console, buyers, processes, stock)
         except CrowdError as error:
-            raise CommandError(f"The sale was broken off. {error}") from error
+            raise CommandError(f"The sale was aborted. {error}") from error
         except KeyboardInterrupt:
-            console.print("Interrupted: the sale was broken off.", style="red")
+            console.print("Interrupted: the sale was aborted.", style="red")
             sys.exit(130)
         console.print(_table(rounds))
         complaints = [
@@ -80,9 +79,9 @@ class Command(BaseCommand):
             console.print(f"FAILED: {'; '.join(complaints)}.", style="bold red")
             sys.exit(1)
         console.print(
-            f"All held: of a stock of {stock}, {rounds[0].sold} were sold without a"
-            f" lock, and exactly {stock} with each lock and with the optimistic path on"
-            " the row.",
+            f"All locks held. Of a stock of {stock}, {rounds[0].sold} were sold without"
+            f" a lock, and exactly {stock} with each lock and with optimistic locking"
+            " on the row.",
             style="bold green",
         )
 
@@ -105,7 +104,7 @@ class Command(BaseCommand):
             TimeElapsedColumn(),
         ]
         with ExitStack() as stack:
-            with console.status("The processes start …"):
+            with console.status("Starting the processes …"):
                 crowd = stack.enter_context(Crowd(processes))
             progress = stack.enter_context(Progress(*columns, console=console))
             tasks = {

@@ -25,8 +25,8 @@ TELL_EVERY = 0.2
 
 class Command(BaseCommand):
     help = (
-        "Hold the flash sale that the page has begun. The lock on it is read from the"
-        " standard input."
+        "Run the flash sale that the page has started. The text of its hold is read"
+        " from the standard input."
     )
 
     def add_arguments(self, parser):
@@ -39,10 +39,10 @@ class Command(BaseCommand):
                 self._sell(sale)
             except CrowdError as error:
                 sale.trouble = (
-                    f"The sale was broken off. {str(error).strip().splitlines()[-1]}"
+                    f"The sale was aborted. {str(error).strip().splitlines()[-1]}"
                 )
             except BaseException:
-                sale.trouble = "The sale was broken off."
+                sale.trouble = "The sale was aborted."
                 raise
             finally:
                 sale.ended = timezone.now()
