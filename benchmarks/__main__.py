@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         try:
             run = _run(options, Path(directory), stack)
         except (FileNotFoundError, RuntimeError) as error:
-            print(f"Could not begin: {error}", file=sys.stderr)
+            print(f"The benchmarks could not start: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
@@ -75,10 +75,10 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         default=[],
     )
     parser.add_argument(
-        "--contenders", default="", help="names with commas between; --list shows them"
+        "--contenders", default="", help="names, separated by commas; --list shows them"
     )
     parser.add_argument(
-        "--list", action="store_true", help="name the contenders and end"
+        "--list", action="store_true", help="list the contenders and exit"
     )
     options = parser.parse_args(arguments)
     options.contenders = [name for name in options.contenders.split(",") if name]
@@ -182,7 +182,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, list[str]]:
         sys.exit(0)
     if unknown := set(options.contenders) - set(CONTENDERS):
         print(
-            f"Unknown contender {', '.join(sorted(unknown))}; --list names them.",
+            f"Unknown contender {', '.join(sorted(unknown))}. --list shows all.",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -147,7 +147,7 @@ def _far(database: str) -> type[Dlocks]:
 
     name, label = (
         f"{near.name}-far",
-        f"dlocks, {DATABASE_LABELS[database]}, told by the server",
+        f"dlocks, {DATABASE_LABELS[database]}, notified by the server",
     )
     return type(
         f"{near.__name__}Far", (near,), {"name": name, "label": label, "start": start}

@@ -143,7 +143,7 @@ def _microseconds(seconds: list[float]) -> list[int]:
 
 def _receive(pipe: Connection, deadline: float) -> Any:
     if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise WorkerError("did not come to its end in time")
+        raise WorkerError("did not end in time")
     try:
         answer = pipe.recv()
     except EOFError:

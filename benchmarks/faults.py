@@ -222,7 +222,7 @@ def pause(names: list[str], work: str) -> dict[str, str]:
             actor.go_on()
             said = actor.hear()
             outcomes[name] = (
-                "nobody else got it"
+                "no other holder"
                 if not got[name]
                 else "lost an update"
                 if said == "written"
@@ -237,9 +237,9 @@ def _cannot(contender: Contender, work: str) -> str | None:
     if work == "unguarded":
         return None
     if not isinstance(contender, DlocksAlias):
-        return "gives no token" if work == "token-checked" else "cannot"
+        return "no token" if work == "token-checked" else "not supported"
     if work == "guarded" and not backends[contender.using].supports_guard:
-        return "cannot"
+        return "not supported"
     return None
 
 
@@ -341,11 +341,11 @@ def restart(name: str, servers: list[Server]) -> str:
         holder.go_on()
         told = holder.hear()
     if granted is None:
-        return "stands" if told is None else "taken for lost, and not granted again"
+        return "kept" if told is None else "reported as lost, not granted again"
     if told is None:
-        return "granted to two, and the first not told"
+        return "granted twice, the first never notified"
     return (
-        f"granted to two, for {told - granted:.1f} s"
+        f"granted twice, for {told - granted:.1f} s"
         if told - granted > BRIEFLY
-        else "lost, and its holder told"
+        else "lost, its holder notified"
     )

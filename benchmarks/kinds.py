@@ -235,8 +235,8 @@ def _page(run: Run) -> Iterable[str]:
     raw = run.run
     yield "# Locks in a database, in Redis and in ZooKeeper\n"
     yield (
-        "Written by `make kinds` from what it measured, with KINDS_NOTES.md put in as"
-        " it is.\n"
+        "Written by `make kinds` from its measurements. The text comes from"
+        " KINDS_NOTES.md.\n"
     )
     if (HERE / "KINDS_NOTES.md").exists():
         yield (HERE / "KINDS_NOTES.md").read_text()
@@ -247,26 +247,29 @@ def _page(run: Run) -> Iterable[str]:
     rows.append(
         ["sqlite", "WAL, synchronous=FULL: each commit is flushed, as the servers do"]
     )
-    rows.append(["redlock", "five servers as `redis`, on this one machine"])
+    rows.append(["redlock", "five servers like `redis`, on one machine"])
     yield table(["", ""], rows)
     if broken := run.broken():
-        yield "\n### What went wrong\n"
+        yield "\n### Failures\n"
         yield "".join(f"* {line}\n" for line in broken)
     yield "\n## Speed\n"
     yield "![Speed](plots/kinds.png)\n"
     yield (
-        "Only what was measured in one run compares. A figure is the median of the"
-        " rounds, with the least and the"
+        "Compare only figures of one run. A figure is the median of the rounds, with"
+        " the least and the largest in"
     )
     yield (
-        "largest in brackets. *Durable*: a grant is on the disk before it is told."
-        " Alone: one process, one key."
+        "brackets. *Durable*: a grant is on the disk before its caller receives it."
+        " Alone: one process, one key. The"
     )
     yield (
-        "Together: 8 processes that want one key and hold it for 1 ms. Hand-over: from"
-        " one holder's giving back to"
+        "other columns: 8 processes that want one key and hold it for 1 ms. Handover:"
+        " from the release of a holder to"
     )
-    yield "the next one's start. Jain's index is 1 when all got equally many.\n"
+    yield (
+        "the start of the next one. Jain's index is 1 if all waiters had equally many"
+        " grants.\n"
+    )
     yield table(
         [
             "",
@@ -275,13 +278,13 @@ def _page(run: Run) -> Iterable[str]:
             "p95, µs",
             "grants/s",
             "wait p99, ms",
-            "hand-over p50, ms",
+            "handover p50, ms",
             "Jain",
         ],
         [_speed(run, name) for name in NAMES],
     )
     yield (
-        "\nThose that keep a grant through a power cut, the best first, by the"
+        "\nThe locks whose grants survive a power cut, the best first, by their"
         " medians:\n"
     )
     for title, experiment, name, sign in _RANKINGS:
@@ -290,22 +293,22 @@ def _page(run: Run) -> Iterable[str]:
     yield ""
     yield "## Reliability under faults\n"
     yield (
-        f"Leases and sessions of {raw['ttl']} s, so that nobody waits for long."
-        " *Killed*: seconds from `kill -9` of"
+        f"Leases and sessions last {raw['ttl']} s. *Killed*: seconds from `kill -9` of"
+        " the holder until a waiter has the"
     )
     yield (
-        "the holder until the next one, who waits for it, has the lock. *Paused*: the"
-        " holder reads a number, is"
+        "lock. *Paused*: the holder reads a number, is stopped for longer than its"
+        " lease, and then writes that number"
     )
     yield (
-        "stopped for longer than its lease, and goes on to write one more, after"
-        " another one has done all of that."
+        "plus one. Meanwhile the next holder has done the same. *Restarted*: `kill -9`"
+        " of the server while a lock with"
     )
     yield (
-        "*Restarted*: `kill -9` of the server while somebody holds a lock with a lease"
-        " of 30 s, and a new start: does"
+        "a lease of 30 s is held, and a new start. The column says whether another"
+        " caller acquired the lock as well, and"
     )
-    yield "another one get it too, and for how long does the first not know?\n"
+    yield "for how long the first holder did not know.\n"
     yield table(
         [
             "",
@@ -318,26 +321,26 @@ def _page(run: Run) -> Iterable[str]:
         [_reliability(raw, name) for name in NAMES],
     )
     yield (
-        "\nTokens of Redis and of a majority grow with the servers' clocks while they"
-        " remember: what is refused here"
+        "\nTokens of Redis and of a majority grow with the servers' clocks while the"
+        " servers keep their data. For these,"
     )
     yield (
-        "is not promised there. A guarded commit needs the lock in the database of the"
-        " data.\n"
+        '"refused" is no promise. A guarded commit needs the lock in the database of'
+        " the data.\n"
     )
     yield "## Ease and moving parts\n"
     yield (
-        "Beside a Django project on PostgreSQL, MariaDB or SQLite. Counted, not"
-        " measured. The second number of"
+        "In addition to a Django project on PostgreSQL, MariaDB or SQLite. These"
+        " numbers are counted, not measured. The"
     )
-    yield "servers is for going on when one of them is lost.\n"
+    yield "second number of servers is for availability after the loss of one.\n"
     yield table(
         [
             "",
-            "more servers",
-            "more packages",
-            "aliases to write",
-            "can be in your transaction",
+            "further servers",
+            "further packages",
+            "aliases in the settings",
+            "can be part of the transaction",
         ],
         _PARTS,
     )
@@ -361,7 +364,7 @@ def _speed(run: Run, name: str) -> list[str]:
         *alone,
         spread(many.median("rate"), *many.spread("rate"), 0),
         spread(many.median("wait99"), *many.spread("wait99"), 0),
-        "nobody waited" if math.isnan(gap) else number(gap, 2),
+        "no waits" if math.isnan(gap) else number(gap, 2),
         f"{many.median('jain'):.2f}",
     ]
 
@@ -392,7 +395,7 @@ def _reliability(raw: dict[str, Any], name: str) -> list[str]:
         label(name),
         "not within 12" if seconds is None else number(seconds, 1),
         *(outcomes[name] for outcomes in raw["pause"].values()),
-        "; ".join(restarts) or "has none",
+        "; ".join(restarts) or "no server",
     ]
 
 

@@ -55,7 +55,7 @@ class Run:
             if "error" in result:
                 series.errors.append(result["error"])
             elif not result["waits"]:
-                series.errors.append("no grant within the time")
+                series.errors.append("no grant in time")
             else:
                 series.rounds[result["round"]] = _figures(result)
 
@@ -92,7 +92,7 @@ class Run:
             )
             if lost := sum(figures["lost"] for figures in series.rounds.values()):
                 lines.append(
-                    f"{contender}, {experiment} ({cell}): two were inside at once;"
+                    f"{contender}, {experiment} ({cell}): two held the lock at once;"
                     f" {lost:.0f} updates lost."
                 )
             lines += [
@@ -228,7 +228,7 @@ def _targets(run: Run) -> str:
             else f"≥ {target.at_least:g}"
         )
         what = FIGURES[target.figure] + (
-            f" : that of {label(target.peer)}" if target.peer else ""
+            f" : {label(target.peer)}" if target.peer else ""
         )
         if one is None or (target.peer and other is None):
             rows.append([label(target.contender), what, goal, "not measured", ""])
@@ -246,7 +246,7 @@ def _targets(run: Run) -> str:
                 target.verdict(low, high),
             ]
         )
-    return table(["", "what", "to reach", "measured", "reached"], rows)
+    return table(["", "figure", "target", "measured", "reached"], rows)
 
 
 # Tables.
@@ -355,16 +355,18 @@ GROWTHS = [
     Growth("waiters", "waiters",
         "Waiters for one key, hold 1 ms (up to 50 threads in a process)",
            (RATE, WAIT, JAIN), "waiters"),
-    Growth("processes, one key", "processes", "Processes that want one key, hold 1 ms",
+    Growth("processes, one key", "processes", "Processes with one key, hold 1 ms",
         (RATE, WAIT, JAIN),
            "processes-one-key"),
-    Growth("processes, own keys", "processes", "Processes with a key each, hold 0 ms",
+    Growth("processes, own keys", "processes",
+        "Processes with their own keys, hold 0 ms",
         (RATE, PAIR), "processes"),
-    Growth("keys", "keys", "Keys of which 8 processes draw, hold 0 ms", (RATE, WAIT),
+    Growth("keys", "keys",
+        "Keys chosen at random by 8 processes, hold 0 ms", (RATE, WAIT),
         "keys"),
-    Growth("rows", "rows", "Rows in the table, one process that draws a key", (PAIR,),
+    Growth("rows", "rows", "Rows in the table, one process with random keys", (PAIR,),
         "rows"),
-    Growth("held", "held", "Leases of one process, the one that is measured among them",
+    Growth("held", "held", "Leases held by one process, including the measured one",
         (PAIR,), "held"),
 ]  # fmt: skip
 
@@ -596,8 +598,8 @@ def write(raw: dict[str, Any], directory: Path) -> Path:
 def _page(run: Run) -> Iterable[str]:
     machine = run.run["machine"]
     how = "`make bench ARGS=--quick`" if run.run["quick"] else "`make bench`"
-    yield "# dlocks beside its peers\n"
-    yield f"Written by {how} from its samples, with NOTES.md put in as it is.\n"
+    yield "# dlocks compared with its peers\n"
+    yield f"Written by {how} from its samples. The notes come from NOTES.md.\n"
     if (HERE / "NOTES.md").exists():
         yield (HERE / "NOTES.md").read_text()
     yield "## The machine\n"
@@ -617,21 +619,13 @@ def _page(run: Run) -> Iterable[str]:
         )
     broken = run.broken()
     if broken:
-        yield "### What went wrong\n"
+        yield "### Failures\n"
         yield "".join(f"* {line}\n" for line in broken)
     else:
-        yield "Nobody let two in at once, and nobody failed.\n"
+        yield "No lock was held twice at once, and no contender failed.\n"
     if {"contended", "uncontended"} <= {experiment for experiment, _, _ in run.series}:
-        yield "## What is to be reached\n"
-        yield (
-            "The first six at 32 processes, one key, hold 1 ms; the others with nobody"
-            " else there. Ratios are those"
-        )
-        yield (
-            "of the same round: the median, and in brackets the least and the largest."
-            " Reached, or not, is what all"
-        )
-        yield "rounds agree on.\n"
+        yield "## Targets\n"
+        yield _ABOUT_TARGETS
         yield _targets(run)
     if run.contenders("contended"):
         yield "\n## Contended\n"
@@ -639,11 +633,11 @@ def _page(run: Run) -> Iterable[str]:
         yield from _contended(run)
     if run.contenders("uncontended"):
         yield "\n## Uncontended\n"
-        yield "Acquire and release, one process, one key, nothing done in between.\n"
+        yield "Acquire and release by one process with one key, without any work.\n"
         yield "![Uncontended](plots/uncontended.png)\n"
         yield _uncontended(run)
     if any(run.contenders(growth.experiment) for growth in GROWTHS):
-        yield "\n## How the cost grows"
+        yield "\n## Scaling"
     for growth in GROWTHS:
         if run.contenders(growth.experiment):
             yield f"\n### {growth.title}\n"
@@ -660,25 +654,32 @@ def busy(run: dict[str, Any]) -> list[str]:
         f"{name} {quantile(disturbances, share):.0%}" for name, share in _SHARES.items()
     )
     return [
-        "busy with other things",
+        "other load",
         f"{shares} (of the processor, just before each measurement)",
     ]
 
 
 _SHARES = {"median": 0.5, "p90": 0.9, "most": 1.0}
 
+_ABOUT_TARGETS = """\
+Targets for grants, waits and Jain's index apply to 32 processes, one key and a hold of
+1 ms. The others apply without contention. A ratio is of two figures of the same round.
+The median is shown, with the least and the largest in brackets. A target is reached or
+missed if all rounds agree, and otherwise undecided.
+"""
+
 _EXPLANATION = """\
-The servers and all the processes share this machine's cores, and so does whatever else
-runs on it: only what was measured in one run compares. Contenders take turns, round by
-round; a figure is the median of the rounds, with the least and the largest in brackets.
-`flush` is how long a write of 8 KiB and its fdatasync take. A hold is a sleep, so that
-it costs no processor. Wait: from asking to having. Jain's index over the waiters'
-grants is 1 when all got equally many, and 1/n when one got all. A wait that had begun
-when the time was over is waited for and counts. Each holder adds one to an unguarded
-counter, read when the hold begins and written when it ends, so a lock that lets two in
-is found out. Peers are used as they document it, and in their favour: their objects are
-used again, their leases are not renewed. Those of dlocks are made anew each time, and
-renewed.
+The servers and all processes share the cores of this machine with everything else that
+runs on it. Compare only figures of one run. The contenders take turns, round by round.
+A figure is the median of the rounds, with the least and the largest in brackets.
+`flush` is the duration of a write of 8 KiB and its fdatasync. A hold is a sleep, so it
+costs no processor time. A wait lasts from the request to the grant. Jain's index of
+the waiters' grants is 1 if all had equally many, and 1/n if one had all of them. A
+wait that began before the end of the time is completed, and counts. Each holder adds
+one to an unguarded counter, which it reads at the beginning of the hold and writes at
+the end. So a lock that two held at once is detected. Peers are used as they document
+it, and in their favour: their objects are reused, and their leases are not renewed.
+Those of dlocks are created for each hold, and renewed.
 """
 
 

@@ -21,8 +21,8 @@ django.setup()
 from benchmarks import crew
 from benchmarks.contenders import CONTENDERS, Contender
 
-class Nobody(Contender):
-    name = "nobody"
+class NoLock(Contender):
+    name = "none"
     def hold(self, key):
         return contextlib.nullcontext()
 
@@ -39,13 +39,13 @@ class Failing(Contender):
     def start(self):
         raise RuntimeError("no server there")
 
-CONTENDERS.update({lock.name: lock for lock in (Nobody(), File(), Failing())})
+CONTENDERS.update({lock.name: lock for lock in (NoLock(), File(), Failing())})
 print(json.dumps([
     crew.measure(crew.Cell(
         experiment="contended", contender=name, processes=3, threads=threads,
         hold=0.001, seconds=2.0, warm_up=0.05,
     ))
-    for name, threads in (("nobody", 1), ("file", 1), ("file", 2), ("failing", 1))
+    for name, threads in (("none", 1), ("file", 1), ("file", 2), ("failing", 1))
 ]))
 """
 
@@ -58,12 +58,12 @@ def results(tmp_path_factory):
         cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=60,
     ).stdout  # fmt: skip
     return dict(
-        zip(("nobody", "file", "threads", "failing"), json.loads(output), strict=True)
+        zip(("none", "file", "threads", "failing"), json.loads(output), strict=True)
     )
 
 
 def test_a_lock_that_does_not_exclude_is_detected(results):
-    assert results["nobody"]["lost_updates"] > 0
+    assert results["none"]["lost_updates"] > 0
 
 
 @pytest.mark.parametrize("name", ["file", "threads"])
@@ -77,7 +77,7 @@ def test_every_waiter_has_its_own_count(results):
     assert len(results["threads"]["grants"]) == 6
 
 
-def test_a_contender_that_fails_says_why_and_the_run_goes_on(results):
+def test_a_failing_contender_is_reported_and_the_run_goes_on(results):
     assert "no server there" in results["failing"]["error"]
 
 
@@ -146,7 +146,7 @@ def test_the_report_names_locks_that_lost_updates(tmp_path, monkeypatch):
     ]}  # fmt: skip
     page = write(run, tmp_path).read_text()
     assert "redis-py, contended" in page
-    assert "two were inside at once; 3 updates lost" in page
+    assert "two held the lock at once; 3 updates lost" in page
 
 
 def test_the_comparison_of_kinds_shows_the_measurements(tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_the_comparison_of_kinds_shows_the_measurements(tmp_path, monkeypatch):
         "pause": {work: dict.fromkeys(kinds.NAMES, "refused") for work in ("unguarded",
         "token-checked", "guarded")},
         "restart": {**dict.fromkeys(kinds.NAMES, ()), "dlocks-redlock": [[1, 5,
-        "stands"], [3, 5, "granted to two"]]},
+        "kept"], [3, 5, "granted twice"]]},
     }  # fmt: skip
     page = kinds.write(raw, tmp_path).read_text()
     assert (
@@ -183,5 +183,5 @@ def test_the_comparison_of_kinds_shows_the_measurements(tmp_path, monkeypatch):
         "* **alone**: dlocks, PostgreSQL, pessimistic; dlocks, MariaDB, pessimistic;"
         " dlocks, SQLite" in page
     )
-    assert "| kazoo | not within 12 | refused | refused | refused | has none |" in page
-    assert "1 of 5: stands; 3 of 5: granted to two |" in page
+    assert "| kazoo | not within 12 | refused | refused | refused | no server |" in page
+    assert "1 of 5: kept; 3 of 5: granted twice |" in page
