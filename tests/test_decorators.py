@@ -615,17 +615,17 @@ class TestOnTheDatabase:
 
 
 class TestThePage:
-    def test_functions(self, page):
+    def test_the_examples_on_functions(self, page):
         assert page.build_report("north") == "north today"
         with held_elsewhere("report:north"):
             assert page.build_report("north") is None
             assert page.build_report("south") == "south today"
         assert page.Cart(3).pay() == "paid"
 
-    async def test_coroutine_functions(self, page):
+    async def test_the_examples_on_coroutine_functions(self, page):
         assert await page.ship(SimpleNamespace(pk=3)) == "shipped"
 
-    def test_keys(self, page):
+    def test_the_examples_on_keys(self, page):
         assert page.merge("b", "a") == "ba"
         with (
             held_elsewhere("pair:a-b"),
@@ -634,12 +634,12 @@ class TestThePage:
         ):
             page.merge("b", "a")
 
-    def test_busy(self, page):
+    def test_the_examples_on_busy(self, page):
         assert page.count("x") == "x: 12"
         with held_elsewhere("count:x", holder="web-2"):
             assert page.count("x") == "x: ask web-2 later"
 
-    def test_views(self, page):
+    def test_the_examples_on_views(self, page):
         request = RequestFactory().post("/")
         with held_elsewhere("order:7"), held_elsewhere("invoice:7"):
             assert page.pay_order(request, pk=7).status_code == 409
@@ -666,7 +666,7 @@ class TestThePage:
         request.user = SimpleLazyObject(load)
         assert (await page.export(request)).content == b"exported"
 
-    async def test_views_with_coroutines(self, page):
+    async def test_the_examples_on_views_with_coroutines(self, page):
         request = RequestFactory().post("/")
         request.user = SimpleNamespace(pk=5)
         with held_elsewhere("export:5"):

@@ -166,7 +166,7 @@ def test_the_example_of_the_index_page():
 
 
 @database
-def test_waiting(in_other_thread, workers, until):
+def test_the_examples_on_waiting(in_other_thread, workers, until):
     page = pages.run("how-to/waiting")
     assert page.ship(7) == "shipped after 0 s"
     assert page.report() == "built"
@@ -205,7 +205,7 @@ def test_a_long_job_stops_for_a_waiter(workers, until):
 
 
 @database
-def test_sharing(in_other_thread):
+def test_the_examples_on_sharing(in_other_thread):
     page = pages.run("how-to/read-write-and-semaphore")
     assert page.search("lamp") == "found lamp"
     assert page.rebuild() == "rebuilt"
@@ -218,7 +218,7 @@ def test_sharing(in_other_thread):
 
 
 @database
-def test_keys_of_users(in_other_thread):
+def test_the_examples_on_keys_of_users(in_other_thread):
     page = pages.run("how-to/keys-of-users")
     ada = SimpleNamespace(pk=7)
     assert page.export(ada, "all: of it\n") == "all: of it\n is built"
@@ -236,7 +236,7 @@ def test_keys_of_users(in_other_thread):
 
 
 @database
-def test_several_keys():
+def test_the_examples_on_several_keys():
     done = []
     order = SimpleNamespace(
         lines=[SimpleNamespace(product_id=number) for number in (2, 1, 2)]
@@ -254,7 +254,7 @@ def test_several_keys():
 
 
 @database
-def test_leader_election():
+def test_the_examples_on_leader_election():
     did, serving = [], threading.Event()
 
     def run_due_tasks(token):
@@ -280,14 +280,14 @@ def test_leader_election():
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @database
-def test_session_locks():
+def test_the_examples_on_session_locks():
     page = pages.run("how-to/session-locks", db_lock=db_lock)
     assert not page.hold.held
     assert page.DLOCKS["session"]["OPTIONS"] == {"database": "default"}
 
 
 @database
-def test_guarded_commits(lamp):
+def test_the_examples_on_guarded_commits(lamp):
     page = pages.run("how-to/guarded-commits")
     assert page.sell(lamp.pk, "Ada", lambda: None) == "sold"
     assert page.sell(lamp.pk, "Bob", lambda: None) == "sold out"
@@ -299,14 +299,14 @@ def test_guarded_commits(lamp):
 
 
 @database
-async def test_guarded_commits_of_coroutines():
+async def test_the_examples_on_guarded_commits_of_coroutines():
     page = pages.run("how-to/guarded-commits")
     lamp = await sync_to_async(Product.objects.create)(name="Lamp", stock=1)
     assert await page.rename(lamp.pk, "Lantern") == 1
 
 
 @database
-def test_transactions(lamp, is_busy):
+def test_the_examples_on_transactions(lamp, is_busy):
     page = pages.run("how-to/transactions")
     page.restock(lamp.pk, 2)
     assert Product.objects.get().stock == 3
@@ -320,7 +320,7 @@ def test_transactions(lamp, is_busy):
 
 
 @database
-async def test_coroutines():
+async def test_the_examples_on_coroutines():
     page = pages.run("how-to/async")
     assert await page.ship(7) > 0
     assert await page.ship_if_free(7) == "order:7"
@@ -332,7 +332,7 @@ async def test_coroutines():
 
 
 @database
-def test_seeing_and_clearing(in_other_thread, caplog):
+def test_the_examples_on_seeing_and_clearing(in_other_thread, caplog):
     page = pages.run("how-to/seeing-and-clearing")
     try:
         assert page.who() == "nobody"
@@ -357,7 +357,7 @@ def test_seeing_and_clearing(in_other_thread, caplog):
 
 
 @database
-def test_history(settings):
+def test_the_examples_on_history(settings):
     option, *_ = pages.blocks("how-to/history")
     settings.DLOCKS = evaluated(option)
     page = pages.run("how-to/history")
@@ -383,7 +383,7 @@ def test_history(settings):
 
 
 @database
-def test_settings(settings):
+def test_the_examples_on_settings(settings):
     defaults, observed, aliases, _ = pages.blocks("how-to/settings")
     settings.DLOCKS = evaluated(observed)
     assert backends["default"].expiry == "observed"
@@ -414,7 +414,7 @@ def evaluated(code):
 
 
 @database
-def test_coming_from_django_db_mutex(in_other_thread):
+def test_the_examples_on_coming_from_django_db_mutex(in_other_thread):
     page = pages.run("migrating/django-db-mutex")
     assert page.nightly(lambda: "built") == "built"
     assert page.nightly(lambda: lose("nightly-report")) == "done, but the lock was lost"
@@ -427,7 +427,7 @@ def test_coming_from_django_db_mutex(in_other_thread):
     ("name", "report"),
     [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])],
 )
-def test_coming_from_advisory_locks(name, report, in_other_thread):
+def test_the_examples_on_coming_from_advisory_locks(name, report, in_other_thread):
     page = pages.run(name)
     function = getattr(page, "start_report", None) or page.report
     assert page.start(lambda: "ran") == "ran"
@@ -437,7 +437,7 @@ def test_coming_from_advisory_locks(name, report, in_other_thread):
 
 
 @database
-def test_coming_from_redis_py(monkeypatch, in_other_thread):
+def test_the_examples_on_coming_from_redis_py(monkeypatch, in_other_thread):
     page = pages.run("migrating/redis-py")
     assert page.work(lambda: None, lambda: "done") == "done"
     assert page.work(lambda: lose("stock:7"), lambda: "done") == "it was lost"
@@ -450,7 +450,7 @@ def test_coming_from_redis_py(monkeypatch, in_other_thread):
         )
 
 
-def test_coming_from_shedlock(memory_locks):
+def test_the_examples_on_coming_from_shedlock(memory_locks):
     page = pages.run("migrating/shedlock")
     assert page.nightly_report() == "sent"
     assert page.nightly_report() is None

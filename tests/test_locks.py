@@ -84,7 +84,7 @@ def test_a_key_that_is_not_a_string_is_a_type_error(key, django_assert_num_queri
         '"quoted"',
     ],
 )
-def test_keys_are_data(key, using, in_other_thread):
+def test_any_text_is_a_key_and_never_changes_the_sql(key, using, in_other_thread):
     with db_lock(key, using=using) as hold:
         assert hold.key == key
         assert in_other_thread(db_lock(key, using=using).try_acquire) is None

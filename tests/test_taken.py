@@ -54,7 +54,7 @@ async def test_a_forced_release_in_the_admin_is_explained(do, anna):
         await do.ask(hold, "check")
 
 
-def test_a_renewal_and_the_end_of_a_block_explain_it_too(anna, caplog, until):
+def test_a_renewal_and_a_block_explain_a_forced_release_too(anna, caplog, until):
     """A renewal logs the same text as the error at the end of the block."""
     with (
         pytest.raises(LockLost, match="anna wrote in the admin .*deploy hung"),

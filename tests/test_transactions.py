@@ -669,7 +669,7 @@ def test_on_sqlite_an_attempt_in_a_transaction_finds_it_busy(using, workers):
 
 
 @pytest.mark.engine("sqlite")
-def test_on_sqlite_a_decorator_treats_it_as_a_busy_key(workers):
+def test_on_sqlite_a_decorator_treats_a_lease_as_busy(workers):
     def whose(error, *args):
         return type(error), error.key, error.holder.holder
 

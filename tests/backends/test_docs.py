@@ -30,7 +30,7 @@ def settings_of(page):
     ]
 
 
-def test_redis(redis_server, settings):
+def test_the_examples_on_redis(redis_server, settings):
     *_, sentinels = written = settings_of("how-to/redis")
     for one in written:
         settings.DLOCKS = one
@@ -47,7 +47,7 @@ def test_redis(redis_server, settings):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_quorum(settings):
+def test_the_examples_on_quorum(settings):
     (written,) = settings_of("how-to/quorum")
     settings.DLOCKS = written
     assert len(backends["default"].members()) == 5
@@ -67,7 +67,7 @@ def test_quorum(settings):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_galera():
+def test_the_examples_on_galera():
     page = pages.run("how-to/galera")
     assert page.DATABASES["default"]["OPTIONS"] == {
         "init_command": "SET wsrep_sync_wait = 7"
@@ -78,7 +78,7 @@ def test_galera():
     assert lamp.stock == 1
 
 
-def test_failover():
+def test_the_examples_on_failover():
     there = pages.run("how-to/failover").DATABASES["default"]
     assert there["HOST"].count(",") == there["PORT"].count(",")
     connection = DatabaseWrapper(

@@ -1213,7 +1213,7 @@ def test_an_existing_empty_root_is_accepted(server, configured, person, root):
         assert hold.token > int(person.get(root)[0])
 
 
-def test_the_zookeeper_page(server, settings, root):
+def test_the_examples_on_zookeeper(server, settings, root):
     """The example in the documentation works with the address of this server."""
     written = ast.literal_eval(
         pages.blocks("how-to/zookeeper")[0].removeprefix("DLOCKS = ")
