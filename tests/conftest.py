@@ -31,7 +31,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--shard",
         default="1/1",
-        help="run one part of the tests only, as in 2/3: the second of three",
+        help="run only one part of the tests; 2/3 is the second of three",
     )
 
 

@@ -1070,7 +1070,7 @@ def read_or_write(pipe, path, key, *, times, write):
     for _ in range(times):
         with db_lock(key, shared=not write, timeout=None):
             value = int(path.read_text())
-            assert value % 2 == 0, "a writer is at work"
+            assert value % 2 == 0, "a writer is active"
             if write:
                 path.write_text(str(value + 1))
                 time.sleep(0.001)

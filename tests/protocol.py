@@ -203,9 +203,12 @@ def _client_steps(
 ) -> Iterator[tuple[str, State]]:
     row, at = state.row, client.at
     if at == "idle":
-        yield "asks", _with(state, me, Client("sent"))
+        yield "sends a request", _with(state, me, Client("sent"))
     elif at == "sent" and not rules.free_is_asked_again and _free(rules, state, me):
-        yield "sees that it is free", _with(state, me, client._replace(at="looked"))
+        yield (
+            "reads that the key is free",
+            _with(state, me, client._replace(at="looked")),
+        )
     elif at == "looked" or (at == "sent" and _free(rules, state, me)):
         left = TTL - client.age if rules.end_from == "transaction" else TTL
         after = _granted(rules, state, me, left)
@@ -216,7 +219,7 @@ def _client_steps(
     elif at == "sent":
         if me not in row.line and row.owner != me:
             lined = state._replace(row=row._replace(line=(*row.line, me)))
-            yield "goes into line", _with(lined, me, Client("line"))
+            yield "joins the queue", _with(lined, me, Client("line"))
     elif at == "reply":
         yield from _answers(rules, state, me, client)
     elif at == "line":
@@ -228,12 +231,12 @@ def _client_steps(
         elif me not in row.line:
             yield "sees that its turn is over", _with(state, me, Client("sent"))
         elif row.line[0] == me and _free(rules, state, me):
-            yield "moves the line on", _handed_over(rules, state)
+            yield "hands the key to the queue", _handed_over(rules, state)
     elif at == "told":
         if client.left > 0 or rules.notice == "believed":
             left = TTL if rules.notice == "believed" else client.left
             yield (
-                "has it by its turn",
+                "holds the key after its turn",
                 _with(state, me, Client("held", left=left, token=client.token)),
             )
         else:
@@ -249,17 +252,20 @@ def _answers(
     rules: Rules, state: State, me: int, client: Client
 ) -> Iterator[tuple[str, State]]:
     if rules.late_answer_refused and client.age >= TTL:
-        yield "is notified too late, and cancels", _released(rules, state, me)
+        yield "receives the reply too late, and cancels", _released(rules, state, me)
     else:
         left = TTL - client.age if rules.deadline_from == "request" else TTL
-        yield "has it", _with(state, me, Client("held", left=left, token=client.token))
+        yield (
+            "holds the key",
+            _with(state, me, Client("held", left=left, token=client.token)),
+        )
     if state.losses:
         lost = state._replace(losses=state.losses - 1)
         yield (
-            "loses the reply and asks again",
+            "loses the reply and requests again",
             _with(lost, me, Client("sent", age=client.age)),
         )
-        yield "loses the reply and gives up", _released(rules, lost, me)
+        yield "loses the reply and cancels", _released(rules, lost, me)
 
 
 def _work(
@@ -363,8 +369,11 @@ MUTANTS: dict[str, tuple[Rules, str]] = {
     "release without an owner": (Rules(owner_at_release=False), "two valid holds"),
     "renewal without an owner": (Rules(owner_at_renewal=False), "two valid holds"),
     "deadline from the response": (Rules(deadline_from="response"), "two valid holds"),
-    "held past its own deadline": (Rules(deadline_looked_at=False), "two valid holds"),
-    "the row goes, and its token with it": (
+    "a hold after its own deadline": (
+        Rules(deadline_looked_at=False),
+        "two valid holds",
+    ),
+    "the row is deleted with its token": (
         Rules(row_kept=False),
         "a token that does not grow",
     ),
@@ -373,23 +382,29 @@ MUTANTS: dict[str, tuple[Rules, str]] = {
         "a token that does not grow",
     ),
     "no fence": (Rules(fence="none"), "a lost update"),
-    "a fence at the write only": (Rules(fence="write"), "a lost update"),
-    "free when it looked, not when it wrote": (
+    "a fence that is only checked at the write": (
+        Rules(fence="write"),
+        "a lost update",
+    ),
+    "a grant that does not check the row again": (
         Rules(free_is_asked_again=False),
         "two valid holds",
     ),
-    "an answer believed however late": (
+    "a late reply that is accepted": (
         Rules(deadline_from="response", late_answer_refused=False),
         "two valid holds",
     ),
-    "a stale notice believed": (Rules(notice="believed"), "two valid holds"),
-    "kept for the dead without end": (
+    "a late notification that is accepted": (
+        Rules(notice="believed"),
+        "two valid holds",
+    ),
+    "a dead waiter whose turn never ends": (
         Rules(kept_for_the_next=99),
         "a free key that no waiter acquires",
     ),
-    "the end counted from the start of the transaction": (
+    "an end counted from the start of the transaction": (
         Rules(end_from="transaction", deadline_from="response"),
         "two valid holds",
     ),
-    "a clock that steps, and no grace": (Rules(steps=1), "two valid holds"),
+    "a clock that steps, without a grace": (Rules(steps=1), "two valid holds"),
 }

@@ -801,7 +801,7 @@ def fetched(server: str, program: str) -> Path:
     path = FETCHED / server / "bin" / program
     if not path.exists():
         raise FileNotFoundError(
-            f"{program} is not here: sh scripts/fetch_server.sh {server}"
+            f"{program} is not installed: sh scripts/fetch_server.sh {server}"
         )
     return path
 

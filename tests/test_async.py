@@ -140,7 +140,7 @@ async def cancel_everywhere(case, nothing_left, when):
             or when == "ends"
         ), place
         await nothing_left(place)
-    return pytest.fail("never came through")
+    return pytest.fail("no run completed")
 
 
 def left_behind(keys, using):

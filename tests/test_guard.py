@@ -50,7 +50,7 @@ def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(
             assert row() == 7
         else:
             assert outcome == "written, and lost"
-            assert row() == 1, "the control shows that the guard is what protects"
+            assert row() == 1, "without the guard, the write is committed"
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
@@ -363,7 +363,7 @@ def test_a_guarded_shared_hold_blocks_no_reader_of_another_key(guard_share):
     admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000).order_by("pk")
     tokens = list(admitted.values_list("version", flat=True))
     assert len(tokens) == 4
-    assert tokens == sorted(set(tokens)), "in the order of the line"
+    assert tokens == sorted(set(tokens)), "in the order of the queue"
     assert ResourceLock.objects.filter(
         pk="price", shares=4, waiters=0, version=tokens[-1]
     ).exists()

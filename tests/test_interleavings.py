@@ -301,7 +301,7 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.5):
             await asyncio.shield(task)
-    assert not task.done(), "held by two"
+    assert not task.done(), "two callers hold the key"
     # When the process continues, it gets its position back.
     while not in_other_thread(backend.waiting, "stock:7"):
         await asyncio.sleep(0.01)

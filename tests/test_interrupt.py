@@ -135,7 +135,7 @@ def interrupt_everywhere(enter, is_free, *, step=1, kind=KeyboardInterrupt):
         assert not [hold for hold in holds_by_caller.values() if hold.enterable], (
             interrupter.where
         )
-    pytest.fail("never came through")
+    pytest.fail("no run completed")
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_an_interrupt_at_any_line_of_exit_releases_the_key(using, kind, is_free)
             f"held after an interrupt at {interrupter.where}, line {number}"
         )
     else:
-        pytest.fail("never came through")
+        pytest.fail("no run completed")
 
 
 @leaves_no_handler
@@ -262,7 +262,7 @@ def test_an_interrupt_while_reentering_does_not_change_the_count(is_free):
         if interrupter.where is None:
             break
     else:
-        pytest.fail("never came through")
+        pytest.fail("no run completed")
     assert is_free("memory")
 
 
@@ -511,7 +511,7 @@ def test_an_interrupt_at_any_line_of_a_timeout_leaves_no_claim(
                 break
             leaves_no_claim(f"{interrupter.where}, line {number}", until)
         else:
-            pytest.fail("never came through")
+            pytest.fail("no run completed")
     assert number > 50
 
 
@@ -539,7 +539,7 @@ def test_an_interrupt_at_any_line_of_a_wait_leaves_nothing(
         assert not keeper.holds, interrupter.where
         assert is_free()
     else:
-        pytest.fail("never came through")
+        pytest.fail("no run completed")
     assert number > 50
 
 
@@ -559,5 +559,5 @@ def test_an_interrupt_of_a_resumption_leaves_the_key_usable(
             resume_hold(text).release()
         assert is_free(), interrupter.where
     else:
-        pytest.fail("never came through")
+        pytest.fail("no run completed")
     assert number > 30

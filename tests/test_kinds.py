@@ -242,7 +242,7 @@ def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
     monkeypatch.setattr(
         type(backends["default"]),
         "sharers",
-        lambda *args: pytest.fail("asked for the holders"),
+        lambda *args: pytest.fail("read the holders"),
     )
     with (
         db_semaphore("api", permits=2),

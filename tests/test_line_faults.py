@@ -119,7 +119,7 @@ class Crowd:
         No process may wait for long without a cause.
         """
         self.worker.tell("end")
-        assert self.worker.hear(90) == [], "were lost in line"
+        assert self.worker.hear(90) == [], "processes were lost in the queue"
         failures = [path.read_text() for path in self.directory.glob("failed-*")]
         assert not failures, failures[0]
         notes = self.notes()

@@ -692,7 +692,7 @@ def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, in_other_thre
         )
         assert not [hold for hold in keeper.holds if hold.held], interrupter.where
     else:
-        pytest.fail("never came through")
+        pytest.fail("no run completed")
     assert number > 50
     # Only tracebacks keep ended holds alive.
     gc.collect()

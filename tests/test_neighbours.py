@@ -261,7 +261,7 @@ def test_messages_go_only_to_the_same_host_and_server():
     assert not neighbours.is_near("00000000_dlocks_test_who@", "")
     assert not neighbours.is_near("dlocks_test_who", "")
     assert not neighbours.is_near("", "")
-    assert not neighbours.tell(f"{mine}@", [OWNER]), "nobody is there"
+    assert not neighbours.tell(f"{mine}@", [OWNER]), "there is no receiver"
 
 
 def test_a_channel_name_fits_its_column():

@@ -76,7 +76,7 @@ def test_the_nemesis_finds_seeded_bugs():
         for name in (
             "release_without_an_owner",
             "one_permit_too_many",
-            "given_back_before_the_commit",
+            "released_before_the_commit",
         ):
             shown: set[str] = set()
             for seed in range(7, 10):

@@ -110,7 +110,7 @@ def test_a_stale_save_is_refused_with_both_versions(model, field):
     assert (error.model, error.pk, error.held, error.found) == (model, first.pk, 1, 2)
     assert isinstance(error, LockError)
     assert str(getattr(model.objects.get(pk=first.pk), field)) == "7"
-    assert second.version == 1, "a refused save leaves the instance as it was"
+    assert second.version == 1, "a refused save does not change the instance"
     with pytest.raises(StaleVersion):
         third.save(force_update=True)
 
@@ -848,7 +848,7 @@ def test_bulk_update_compares_all_rows_and_names_stale_ones(model, field):
         str(value)
         for value in model.objects.order_by("pk").values_list(field, flat=True)
     ]
-    assert written.count("6") == 1, "nothing was written but what save() wrote"
+    assert written.count("6") == 1, "only save() wrote"
     assert [row.version for row in rows] == [2, 1, 1, 1, 1]
 
 

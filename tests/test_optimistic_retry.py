@@ -234,7 +234,9 @@ def test_the_whole_transaction_is_retried(sleeps):
         return "done"
 
     assert work("a") == "done"
-    assert Counter.objects.count() == 1, "what the lost attempts wrote was rolled back"
+    assert Counter.objects.count() == 1, (
+        "the writes of failed attempts were rolled back"
+    )
     assert (work.__name__, work.__doc__) == ("work", "Make a row, then lose.")
 
 

@@ -71,8 +71,8 @@ def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
 original = Hold.__init__
 
 MUTANTS = {
-    "held past its own deadline": (Hold, "held", property(never)),
-    "a stale notice believed": (waiting.Waiter, "heard", believed),
+    "a hold after its own deadline": (Hold, "held", property(never)),
+    "a late notification that is accepted": (waiting.Waiter, "heard", believed),
     "deadline from the response": (Hold, "__init__", from_the_response),
 }
 

@@ -202,7 +202,7 @@ def test_an_intact_hold_costs_no_explanation(transactional_db, monkeypatch):
         assert backend.taken_by(hold.claim, hold.token, hold.age) is None
     assert len(queries) == 2
     monkeypatch.setattr(
-        type(backend), "taken_by", lambda *args: pytest.fail("asked who took it")
+        type(backend), "taken_by", lambda *args: pytest.fail("queried who took the key")
     )
     hold.check()
     hold.renew()

@@ -185,7 +185,7 @@ def test_one_of_two_transactions_with_the_same_key_commits(using, wait, cluster,
     aborted = cluster[1].status("wsrep_local_bf_aborts")
     for worker, name in ((first, "first"), (second, "second")):
         worker.start(cluster_jobs.hold_and_write, key, name, wait=wait, using=using)
-        assert isinstance(worker.hear(), int), "both have the row, each on its node"
+        assert isinstance(worker.hear(), int), "both lock the row, each on its node"
     first.tell()
     assert first.hear() == "committed"
     eventually(lambda: cluster[1].status("wsrep_local_bf_aborts") != aborted)

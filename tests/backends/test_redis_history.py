@@ -58,7 +58,7 @@ def test_set_nx_px_without_an_owner_is_deleted_by_a_late_holder(client):
     assert client.set("lock", "1", nx=True, px=30_000)
     # A wakes up and releases B's lock.
     client.delete("lock")
-    assert client.set("lock", "1", nx=True, px=30_000), "C has it, and so has B"
+    assert client.set("lock", "1", nx=True, px=30_000), "B and C both hold the lock"
 
 
 def test_compare_and_delete_in_two_steps_deletes_another_owner(client):
@@ -68,7 +68,7 @@ def test_compare_and_delete_in_two_steps_deletes_another_owner(client):
     gone(client, "lock")
     assert client.set("lock", "B", nx=True, px=30_000)
     client.delete("lock")
-    assert client.set("lock", "C", nx=True, px=30_000), "C has it, and so has B"
+    assert client.set("lock", "C", nx=True, px=30_000), "B and C both hold the lock"
 
 
 def test_a_token_drawn_after_the_grant_favours_a_late_holder(client):

@@ -39,7 +39,7 @@ def read_or_write(pipe, path, key, *, times, write, **policy):
     for _ in range(times):
         with db_lock(key, shared=not write, timeout=None, **policy):
             value = int(path.read_text())
-            assert value % 2 == 0, "a writer is at work"
+            assert value % 2 == 0, "a writer is active"
             if write:
                 path.write_text(str(value + 1))
                 time.sleep(0.001)

@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument(
         "--busy",
         action="store_true",
-        help="only campaigns with many turns between two faults",
+        help="only campaigns with many holds between two faults",
     )
     parser.add_argument(
         "--peers",

@@ -299,7 +299,7 @@ def one_permit_too_many(task: Task) -> None:
 
 
 @bug("updates", leases=False)
-def given_back_before_the_commit(task: Task) -> None:
+def released_before_the_commit(task: Task) -> None:
     """The lock uses a connection of its own and is released when its block ends."""
     from dlocks import Lock
 

@@ -219,9 +219,7 @@ class Campaign:
         for slot, pid in self.pids.items():
             if _alive(pid):
                 note = self.directory / f"worker-{slot}-{pid}.crash"
-                note.write_text(
-                    f"The process {pid} did not come to an end; see its history."
-                )
+                note.write_text(f"The process {pid} did not end; see its history.")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -463,9 +461,7 @@ class Campaign:
             for one in self.nodes
         ):
             if now() > deadline:
-                raise RuntimeError(
-                    "The nodes of the cluster did not come together again."
-                )
+                raise RuntimeError("The nodes did not form a cluster again.")
             time.sleep(0.05)
 
     def _fault_swallow(self) -> None:

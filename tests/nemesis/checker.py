@@ -281,7 +281,7 @@ def _check_tokens(turns: Iterable[Held], report: Report) -> None:
             continue
         if turn.token in seen:
             report.violations["tokens"].append(
-                f"the same twice: {seen[turn.token]}; {turn}"
+                f"the same token twice: {seen[turn.token]}; {turn}"
             )
         seen[turn.token] = turn
     # A request that was sent after a token was known receives a larger one.
@@ -354,7 +354,7 @@ def _check_gaps(
         piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ()))
     )
     occupied = _union(turn.occupies for turn in turns if turn.occupies is not None)
-    given_back = {
+    released_at = {
         turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""
     }
     for gap in (piece for wait in waiting for piece in _minus(wait, occupied)):
@@ -373,9 +373,9 @@ def _check_gaps(
         report.longest_gap = max(report.longest_gap, length)
         if not near:
             # Without a fault, a waiter acquires a released key at once.
-            if length > POLL + 2 * SLACK + trouble and begin in given_back:
+            if length > POLL + 2 * SLACK + trouble and begin in released_at:
                 report.violations["releases"].append(
-                    f"{length:.3f} s after {given_back[begin]}"
+                    f"{length:.3f} s after {released_at[begin]}"
                 )
             elif length > POLL + 2 * SLACK + trouble:
                 report.violations["stuck"].append(

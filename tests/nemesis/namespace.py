@@ -113,7 +113,7 @@ class Namespace:
                     return
             time.sleep(0.01)
         raise PermissionError(
-            "A network namespace cannot be made here; that takes root."
+            "A network namespace cannot be created here. It needs root."
         )
 
 

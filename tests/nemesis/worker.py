@@ -237,7 +237,7 @@ class Worker:
         try:
             if self.look(hold) and again.token != hold.token:
                 raise AssertionError(
-                    f"Entered again, {key!r} has the token {again.token} and not"
+                    f"Entered again, {key!r} has the token {again.token} instead of"
                     f" {hold.token}"
                 )
             self.think(again, at_most=self.task.think)
