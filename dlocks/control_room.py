@@ -277,7 +277,7 @@ class Room:
     def contention(self) -> dict[str, Any]:
         """Return the holds per minute of the last hour.
 
-        For each minute, count the holds, and those that were waited for.
+        For each minute, count the holds, and those that came after a wait.
         """
         by_minute = (
             self._ended.since(MINUTES * 60)
@@ -309,10 +309,7 @@ class Room:
                     "total": {"y": _unit(HEIGHT - total), "height": _unit(total)},
                     "waited": {"y": _unit(HEIGHT - waited), "height": _unit(waited)},
                     "title": (
-                        _(
-                            "%(minute)d min ago: %(holds)d holds, %(waits)d of them"
-                            " waited for"
-                        )
+                        _("%(minute)d min ago: %(holds)d holds, %(waits)d after a wait")
                         % {
                             "minute": minute,
                             "holds": row["holds"],
@@ -425,6 +422,7 @@ class Room:
             "url": url(self.admin, key=record.key_resource),
             "holder": name_of(record),
             "begin": moment(record.begin_time),
+            "age": duration(max(0.0, record.seconds_ago) + _seconds(record)),
             "held": duration(_seconds(record)),
             "waited": duration(record.waited) if record.waited else "",
             "token": str(record.token),

@@ -429,9 +429,9 @@ def test_old_records_are_deleted():
     ended("now")
     assert (
         reap("--dry-run")
-        == "0 stale locks would be made free, 1 record of the history would be deleted."
+        == "0 stale locks would be cleared, 1 record of the history would be deleted."
     )
-    assert reap() == "0 stale locks made free, 1 record of the history deleted."
+    assert reap() == "0 stale locks cleared, 1 record of the history deleted."
     assert [record.key_resource for record in records()] == ["recent", "now"]
     assert reap("--history-for", "12h").endswith("1 record of the history deleted.")
     assert [record.key_resource for record in records()] == ["now"]
