@@ -348,9 +348,8 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
 def _join_running_checks() -> None:
     """Add a check to the running checks if one of them imported this module.
 
-    An installed app registers its checks when Django starts. Otherwise the first import
-    may come from the views, which Django imports to check the URLs. By then it has
-    already listed the checks.
+    If the app is not installed, the first import may come from the views, which Django
+    imports to check the URLs. By then it has already listed the checks.
     """
     frame = sys._getframe()
     while frame is not None:

@@ -104,8 +104,7 @@ def back_to(admin: LockAdmin, query: str) -> str:
 class Room:
     """The context of the templates.
 
-    Each part runs only its own queries. Their number does not depend on the number of
-    locks.
+    Each part runs only its own queries, whose number does not depend on that of locks.
     """
 
     def __init__(self, admin: LockAdmin, request: HttpRequest) -> None:
@@ -223,8 +222,7 @@ class Room:
                 if lock.seconds_left > 0
                 else time_left(lock)
             ),
-            # The percentage of the lease that is left. Its full length is taken to be
-            # the backend's ttl, unless more than that is left.
+            # The percentage of the backend's ttl that is left.
             "share_left": self._share(lock.seconds_left),
         }
         return {

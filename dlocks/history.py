@@ -61,7 +61,7 @@ class Book:
             if not self._dropped:
                 self._dropped = True
                 logger.warning(
-                    "The history of DLOCKS[%r] drops ended holds: %d are unwritten",
+                    "The history of DLOCKS[%r] drops holds: %d are unwritten",
                     self.backend.alias,
                     KEPT,
                 )
@@ -107,11 +107,7 @@ class Book:
                 except LockBackendError as error:
                     if not self._failed:
                         self._failed = True
-                        logger.warning(
-                            "The history of DLOCKS[%r] could not be written: %s",
-                            self.backend.alias,
-                            error,
-                        )
+                        logger.warning("The history could not be written: %s", error)
                     if isinstance(error.__cause__, OperationalError | InterfaceError):
                         self._notes.extendleft(reversed(batch))
                         self.backend.runtime.call_later(self.write, TRY_AGAIN)

@@ -384,7 +384,7 @@ class LockClaim(models.Model):
     scope = models.CharField(
         _("scope"),
         max_length=1,
-        help_text=_("The status that the lock row gets at the grant."),
+        help_text=_("The status of the lock row after the grant."),
     )
     takeover = models.BooleanField(_("takeover"))
     counted = models.BooleanField(
@@ -398,7 +398,7 @@ class LockClaim(models.Model):
         _("channel"),
         max_length=63,
         blank=True,
-        help_text=_("The channel on which its notification is sent."),
+        help_text=_("The channel for its notification."),
     )
 
     objects = ClaimQuerySet.as_manager()

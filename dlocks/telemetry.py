@@ -134,7 +134,7 @@ class Log(Watcher):
         self, slow: float, key: str, waited: float, what: str, fields: Mapping[str, Any]
     ) -> None:
         logger.warning(
-            "%r: a caller waited for %.3f s, longer than slow_wait (%g s): %s",
+            "%r: a caller waited %.3f s, longer than slow_wait (%g s): %s",
             key,
             waited,
             slow,

@@ -291,7 +291,8 @@ def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch)
     out, errors = StringIO(), StringIO()
     call_command("lock_bench", *BRIEF, using=["default"], stdout=out, stderr=errors)
     assert re.fullmatch(
-        r"default: the rows of 'dlocks-bench:\w+' could not be deleted: permission denied .*\n",
+        r"default: the rows of 'dlocks-bench:\w+' could not be deleted: permission"
+        r" denied .*\n",
         errors.getvalue(),
     )
     assert "GRANTS" in out.getvalue()

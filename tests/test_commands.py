@@ -267,7 +267,7 @@ class TestClearLock:
             r" \d+d\d\dh, \d+d\d\dh left \(token 1000\)\.",
             out,
         )
-        assert "fenced off: its next renewal raises LockLost" in out
+        assert "fenced off: its next renewal reports the loss" in out
         assert rows.OWNER[:8] not in out
         lock = rows.now("stock:7")
         assert (lock.state, lock.status, lock.owner) == ("free", "F", "")

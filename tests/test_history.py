@@ -293,7 +293,7 @@ def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
     ]
     assert sorted(told) == [
         "The history could not be written: the database is away",
-        "The history of DLOCKS['recorded'] leaves holds out: 2 wait",
+        "The history of DLOCKS['recorded'] drops holds: 2 are unwritten",
     ]
     down.down = False
     assert len(records()) == 2

@@ -256,8 +256,7 @@ class TestClearLock:
             "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
         )
         assert asked == [
-            "A holder may still be working. End these 2 shared holds of 'catalogue'?"
-            " [y/N] "
+            "A holder may still be working. End 2 shared holds of 'catalogue'? [y/N] "
         ]
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1003]
         answer("n")

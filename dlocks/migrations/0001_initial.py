@@ -146,7 +146,7 @@ class Migration(migrations.Migration):
                 (
                     "scope",
                     models.CharField(
-                        help_text="The status that the lock row gets at the grant.",
+                        help_text="The status of the lock row after the grant.",
                         max_length=1,
                         verbose_name="scope",
                     ),
@@ -170,7 +170,7 @@ class Migration(migrations.Migration):
                     "channel",
                     models.CharField(
                         blank=True,
-                        help_text="The channel on which its notification is sent.",
+                        help_text="The channel for its notification.",
                         max_length=63,
                         verbose_name="channel",
                     ),

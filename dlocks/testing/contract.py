@@ -286,8 +286,8 @@ class BackendContract(TestCase):
 
         No other claim may be granted its key meanwhile.
 
-        If the machine pauses for longer than the ttl, the lease rightly expires. Such
-        an attempt proves nothing and is repeated.
+        If the machine pauses for longer than the ttl, the lease expires. Such an
+        attempt is repeated.
         """
         for number in range(20):
             claim = self.claim(f"contract:renewed:{number}", ttl=self.ttl, **options)
@@ -581,9 +581,7 @@ class BackendContract(TestCase):
         self.in_line(claim)
         deadline = time.monotonic() + HEARD_FOR + 2.0
         while self.backend.waiting(claim.key) != 1:
-            _in_time(
-                time.monotonic(), deadline, "a dead claim still counts as a waiter"
-            )
+            _in_time(time.monotonic(), deadline, "the dead claim still counts")
             self.backend.look([claim])
             time.sleep(0.1)
         self.backend.release(holder)

@@ -31,7 +31,7 @@ from dlocks.text import printable
 # Shared holds that are shown.
 SHOWN = 100
 
-FENCED_OFF = "is fenced off: its next renewal raises LockLost"
+FENCED_OFF = "is fenced off: its next renewal reports the loss"
 
 
 class Command(LockCommand):
@@ -57,9 +57,7 @@ class Command(LockCommand):
             action="store_true",
             help="End all current shared holds.",
         )
-        parser.add_argument(
-            "--yes", action="store_true", help="Do not ask for confirmation."
-        )
+        parser.add_argument("--yes", action="store_true", help="Do not confirm.")
         parser.add_argument(
             "--stale-only",
             action="store_true",
@@ -83,10 +81,7 @@ class Command(LockCommand):
         name = f"'{printable(key)}'"
         lock = shown(backend, backend.prefix + key)
         if lock is None:
-            raise CommandError(
-                f"DLOCKS[{backend.alias!r}] has no lock {name}. 'manage.py list_locks"
-                " --all' lists its keys."
-            )
+            raise CommandError(f"DLOCKS[{backend.alias!r}] has no lock {name}.")
         if options["share"] is not None or options["all_shares"]:
             self._end_shares(backend, lock, name, **options)
             return
@@ -147,8 +142,7 @@ class Command(LockCommand):
         )
         self._refuse_without_reason(name, held, options["reason"])
         if not options["yes"]:
-            one = len(chosen) == 1
-            number = "this shared hold" if one else f"these {len(chosen)} shared holds"
+            number = f"{len(chosen)} shared hold{'' if len(chosen) == 1 else 's'}"
             self._ask(f"End {number} of {name}?", held=held)
         refused = []
         stale_only = options["stale_only"] or options["reason"] is None
@@ -156,9 +150,7 @@ class Command(LockCommand):
             try:
                 lost = end_share(backend, lock.pk, share.version, stale_only=stale_only)
             except NotCleared as why:
-                refused.append(
-                    f"the hold with token {share.version} was not ended ({why})"
-                )
+                refused.append(f"token {share.version} was not ended ({why})")
             else:
                 self._audit(backend, "share", lock.pk, lost, options["reason"])
         if ended := len(chosen) - len(refused):
@@ -166,8 +158,7 @@ class Command(LockCommand):
             whose = (
                 f"Its former holder {FENCED_OFF}"
                 if ended == 1
-                else "Their former holders are fenced off: their next renewals raise"
-                " LockLost"
+                else "Their former holders are fenced off"
             )
             self.stdout.write(self.style.SUCCESS(f"{number} ended.") + f" {whose}.")
         if refused:

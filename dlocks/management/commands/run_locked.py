@@ -65,13 +65,13 @@ class Command(BaseCommand):
             type=float,
             default=0.0,
             metavar="SECONDS",
-            help="How long to wait for the lock. Default: 0, which does not wait.",
+            help="How long to wait for the lock. Default: 0.",
         )
         parser.add_argument(
             "--ttl",
             type=float,
             metavar="SECONDS",
-            help="How long the lock outlives a crash of this host.",
+            help="How long the lock outlives a crash.",
         )
         parser.add_argument(
             "--max-hold",
@@ -84,7 +84,7 @@ class Command(BaseCommand):
             type=float,
             default=0.0,
             metavar="SECONDS",
-            help="How long the lock is held at least, even if the command ends sooner.",
+            help="How long the lock is held at least.",
         )
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -100,8 +100,7 @@ class Command(BaseCommand):
         command = list(command or getattr(self, "_command", []))
         if not command:
             raise CommandError(
-                "The command to run is missing. Write it after '--': run_locked KEY --"
-                " command args"
+                "The command is missing. Write it after '--': run_locked KEY -- command"
             )
         child = _Child(command)
         entered = False
