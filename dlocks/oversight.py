@@ -242,7 +242,7 @@ def end_share(
             else None
         )
         if share is None:
-            raise NotCleared(_("no shared hold has this token any more"), None)
+            raise NotCleared(_("the shared hold with this token has ended"), None)
         if is_kept(share):
             raise NotCleared(in_transaction(), share)
         if stale_only and share.state != ClaimState.STALE:

@@ -296,7 +296,7 @@ class TestClearLock:
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         answer("y", before=LockClaim.objects.all().delete)
-        assert "no shared hold has this token any more" in refused(
+        assert "the shared hold with this token has ended" in refused(
             "clear_lock", "catalogue", "--share", "1001", "--reason", "tests"
         )
 
@@ -502,7 +502,7 @@ class TestAdmin:
             "Forced the release of the shared lock held by web-1:1:t (198.51.100.8) for"
             " "
         )
-        assert "no shared hold has this token any more" in told(
+        assert "the shared hold with this token has ended" in told(
             page(releaser.post(LIST, form, follow=True))
         )
         assert len(log()) == 1

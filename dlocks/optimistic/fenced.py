@@ -276,7 +276,7 @@ class FencedModel(models.Model):
 
     A row refuses a token that is older than its own. Under a lock, ``claim()`` the row
     with the hold, which also reads it, then change it and ``save()``. A holder that was
-    paused and has lost the lock meanwhile gets StaleToken, and does not overwrite its
+    paused and has lost the lock gets StaleToken, and does not overwrite its
     successor's work. All writers of a row use the tokens of one lock.
     """
 

@@ -82,7 +82,7 @@ class Difference:
 
 
 class Conflict:
-    """The submitted values and the values that another user has written meanwhile.
+    """The submitted values and the values that another user has written since.
 
     As a string, it is an HTML table.
     """

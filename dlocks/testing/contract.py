@@ -284,7 +284,7 @@ class BackendContract(TestCase):
     def kept_by_renewing(self, **options: Any) -> Claim:
         """Renew a claim for three times its ttl, and return it.
 
-        No other claim may be granted its key meanwhile.
+        No other claim may be granted its key in that time.
 
         If the machine pauses for longer than the ttl, the lease expires. Such an
         attempt is repeated.
