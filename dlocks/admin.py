@@ -15,7 +15,7 @@ from django.template.response import TemplateResponse
 from django.urls import path
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from dlocks import audit, control_room
 from dlocks.backends.database import DatabaseBackend
@@ -55,6 +55,35 @@ SHOWN = 100
 
 # Locks that one message names.
 NAMED = 10
+
+# What the user reads about the keys of an action.
+DONE: dict[audit.What, Any] = {
+    "clear": ngettext_lazy(
+        "%(count)d stale lock was cleared: %(keys)s",
+        "%(count)d stale locks were cleared: %(keys)s",
+        "count",
+    ),
+    "force_release": ngettext_lazy(
+        "The release of %(count)d lock was forced: %(keys)s",
+        "The release of %(count)d locks was forced: %(keys)s",
+        "count",
+    ),
+    "take_out": ngettext_lazy(
+        "%(count)d dead claim was removed from the queue: %(keys)s",
+        "%(count)d dead claims were removed from the queue: %(keys)s",
+        "count",
+    ),
+    "purge": ngettext_lazy(
+        "%(count)d row was deleted: %(keys)s",
+        "%(count)d rows were deleted: %(keys)s",
+        "count",
+    ),
+}
+UNCHANGED: Any = ngettext_lazy(
+    "%(count)d lock was left unchanged (%(reason)s): %(keys)s",
+    "%(count)d locks were left unchanged (%(reason)s): %(keys)s",
+    "count",
+)
 
 
 @dataclass(frozen=True)
@@ -235,7 +264,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def _own_backend(self) -> DatabaseBackend:
         backend = self.backend()
-        assert backend is not None, "there is no action without"  # noqa: S101
+        assert backend is not None, "an action needs a backend"  # noqa: S101
         return backend
 
     # Columns.
@@ -273,24 +302,19 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def holder_name(self, lock: Shown) -> str:
         return name_of(lock) or self.empty_value_display
 
-    @admin.display(description=gettext_lazy("owner IP"))
+    @admin.display(description=gettext_lazy("IP"))
     def address(self, lock: Shown) -> str:
         return address_of(lock) or self.empty_value_display
 
-    @admin.display(description=gettext_lazy("begin"), ordering="begin_time")
+    @admin.display(description=gettext_lazy("acquired"), ordering="begin_time")
     def begin(self, lock: Shown) -> str:
         if lock.begin_time is None or not in_row(lock):
             return self.empty_value_display
-        age = (
-            ""
-            if lock.state == LockState.FREE
-            else _("%s ago") % duration(lock.seconds_held)
-        )
-        return format_html("{} <small>{}</small>", _time(lock.begin_time), age)
+        return _time(lock.begin_time, lock.seconds_held)
 
-    @admin.display(description=gettext_lazy("end"), ordering="end_time")
+    @admin.display(description=gettext_lazy("end of the lease"), ordering="end_time")
     def end(self, lock: Shown) -> str:
-        return _time(lock.end_time)
+        return _time(lock.end_time, -lock.seconds_left)
 
     @admin.display(description=gettext_lazy("time left"), ordering="seconds_left")
     def left(self, lock: Shown) -> str:
@@ -298,13 +322,13 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return self.empty_value_display
         return duration(lock.seconds_left) if lock.seconds_left > 0 else time_left(lock)
 
-    @admin.display(description=gettext_lazy("waiting"), ordering="waiting")
+    @admin.display(description=gettext_lazy("waiters"), ordering="waiting")
     def waiting(self, lock: Shown) -> str:
         return str(lock.waiting) if lock.waiting else self.empty_value_display
 
-    @admin.display(description=gettext_lazy("version"), ordering="version")
+    @admin.display(description=gettext_lazy("token"), ordering="version")
     def token(self, lock: Shown) -> str:
-        # No thousands separators: users compare the version with their logs.
+        # No thousands separators: users compare the token with their logs.
         return str(lock.version)
 
     def action_checkbox(self, obj: ResourceLock) -> Any:
@@ -388,7 +412,11 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "state": _badge(shown),
             "holder": name_of(shown),
             "owner_ip": address_of(shown),
-            "begin": None if shown.begin_time is None else _time(shown.begin_time),
+            "begin": (
+                None
+                if shown.begin_time is None
+                else _time(shown.begin_time, shown.seconds_held)
+            ),
             "left": left,
             "mode": _("exclusive") if target.kind == "lock" else mode(shown),
             "token": "" if target.kind == "claim" else str(target.number),
@@ -432,8 +460,8 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             targets = [target for target in targets if target.field in shown]
             if not targets:
                 text = _(
-                    "What the page showed is not stale any more, and nothing was"
-                    " cleared. Look at it again."
+                    "Nothing was cleared, because the holds that the page showed are"
+                    " no longer stale. Check the current state."
                 )
                 self.message_user(request, text, messages.WARNING)
                 return
@@ -480,7 +508,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not shown:
             self.message_user(
                 request,
-                _("None of the selected locks is held any more."),
+                _("None of the selected locks is still held."),
                 messages.WARNING,
             )
             return self._back(request)
@@ -524,9 +552,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "media": self.media,
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "left_out": len(selected) - len(unused),
-            "locks": [
-                {**self._row(lock), "end": _time(lock.end_time)} for lock in unused
-            ],
+            "locks": [{**self._row(lock), "end": self.end(lock)} for lock in unused],
         }
         return TemplateResponse(
             request, "admin/dlocks/resourcelock/purge_confirmation.html", context
@@ -538,13 +564,13 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         Write each deletion to the logs, and report the result to the user.
         """
         backend = self._own_backend()
-        deleted: list[str] = []
+        done: dict[audit.What, list[str]] = {}
         refused: dict[str, list[str]] = {}
         trouble = None
         for target in targets:
             try:
                 if target.kind != "lock":
-                    raise NotCleared(_("not a row of a key"), None)
+                    raise NotCleared(_("not the row of a key"), None)
                 row = purge(backend, target.key, target.number)
             except NotCleared as refusal:
                 refused.setdefault(str(refusal), []).append(target.key)
@@ -552,48 +578,28 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 trouble = str(error)
                 break
             else:
-                deleted.append(target.key)
+                done.setdefault("purge", []).append(target.key)
                 self.log_change(
                     request,
                     ResourceLock(pk=target.key),
                     _("Deleted the row of the unused key."),
                 )
                 self._audit(request, backend, "purge", target, row, audit.UNUSED)
-        self._tell(
-            request,
-            deleted,
-            refused,
-            trouble,
-            lambda number: ngettext(
-                "%(count)d row was deleted: %(keys)s",
-                "%(count)d rows were deleted: %(keys)s",
-                number,
-            ),
-            lambda number: ngettext(
-                "%(count)d row was not deleted (%(reason)s): %(keys)s",
-                "%(count)d rows were not deleted (%(reason)s): %(keys)s",
-                number,
-            ),
-        )
+        self._tell(request, done, refused, trouble)
 
     def _tell(
         self,
         request: HttpRequest,
-        done: list[str],
+        done: dict[audit.What, list[str]],
         refused: dict[str, list[str]],
         trouble: str | None,
-        succeeded: Callable[[int], str],
-        failed: Callable[[int], str],
     ) -> None:
-        """Report to the user what happened to the keys.
-
-        ``succeeded`` and ``failed`` return the message for a number of keys.
-        """
-        if done:
-            text = succeeded(len(done)) % {"count": len(done), "keys": _named(done)}
+        """Report to the user what happened to the keys, and what was refused."""
+        for each, keys in done.items():
+            text = DONE[each] % {"count": len(keys), "keys": _named(keys)}
             self.message_user(request, text, messages.SUCCESS)
         for why, keys in refused.items():
-            text = failed(len(keys)) % {
+            text = UNCHANGED % {
                 "count": len(keys),
                 "reason": why,
                 "keys": _named(keys),
@@ -616,7 +622,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         except ValueError:
             self.message_user(
                 request,
-                _("The confirmation was incomplete: nothing is changed."),
+                _("The confirmation is incomplete. Nothing was changed."),
                 messages.ERROR,
             )
             return None
@@ -730,7 +736,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "field": _to_form(target.key),
             "version": target.field,
             "key": _key(target.key),
-            "state": _("changed meanwhile"),
+            "state": _("changed in the meantime"),
             "token": "" if target.kind == "claim" else str(target.number),
         }
 
@@ -761,8 +767,8 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def _too_many(self, request: HttpRequest) -> None:
         text = _(
-            "At most %(number)d locks can be selected: nothing is changed. 'manage.py"
-            " reap_locks' frees all stale ones."
+            "At most %(number)d locks can be selected. Nothing was changed. 'manage.py"
+            " reap_locks' clears all stale locks."
         )
         self.message_user(request, text % {"number": AT_ONCE}, messages.ERROR)
 
@@ -779,7 +785,7 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         Write each change to the logs, and report the result to the user.
         """
         backend = self._own_backend()
-        cleared: list[str] = []
+        done: dict[audit.What, list[str]] = {}
         refused: dict[str, list[str]] = {}
         trouble = None
         for target in targets:
@@ -791,27 +797,12 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 trouble = str(error)
                 break
             else:
-                cleared.append(target.key)
+                done.setdefault(what, []).append(target.key)
                 change += " " + _("Reason: %(reason)s") % {"reason": printable(reason)}
                 self.log_change(request, ResourceLock(pk=target.key), change)
                 self._audit(request, backend, what, target, lost, reason)
-        self._tell(
-            request,
-            cleared,
-            refused,
-            trouble,
-            lambda number: ngettext(
-                "%(count)d lock was cleared: %(keys)s",
-                "%(count)d locks were cleared: %(keys)s",
-                number,
-            ),
-            lambda number: ngettext(
-                "%(count)d lock was not cleared (%(reason)s): %(keys)s",
-                "%(count)d locks were not cleared (%(reason)s): %(keys)s",
-                number,
-            ),
-        )
-        if not (cleared or refused or trouble):
+        self._tell(request, done, refused, trouble)
+        if not (done or refused or trouble):
             self.message_user(
                 request, _("None of the selected locks is stale."), messages.WARNING
             )
@@ -851,23 +842,23 @@ class ResourceLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return (
                 "take_out",
                 claim,
-                _("Took the claim of %(holder)s out of line.")
+                _("Removed a dead claim from the queue: %(holder)s.")
                 % {"holder": describe(claim, on_page=True)},
             )
         what: audit.What = "clear" if stale_only else "force_release"
         if target.kind == "share":
             share = end_share(backend, target.key, target.number, stale_only=stale_only)
             text = (
-                _("Ended the stale share of %(holder)s.")
+                _("Cleared the stale shared lock held by %(holder)s.")
                 if stale_only
-                else _("Ended the share of %(holder)s.")
+                else _("Forced the release of the shared lock held by %(holder)s.")
             )
             return what, share, text % {"holder": describe(share, on_page=True)}
         lock = clear(backend, target.key, target.number, stale_only=stale_only)
         text = (
-            _("Cleared the stale lock of %(holder)s.")
+            _("Cleared the stale lock held by %(holder)s.")
             if stale_only
-            else _("Forced the release of the lock of %(holder)s.")
+            else _("Forced the release of the lock held by %(holder)s.")
         )
         return what, lock, text % {"holder": describe(lock, on_page=True)}
 
@@ -882,9 +873,14 @@ def _badge(shown: Shown) -> str:
     )
 
 
-def _time(value: Any) -> str:
+def _time(value: Any, ago: float) -> str:
+    """Return an age, or the time left, with the exact time as its title."""
+    text = _("%s ago") if ago >= 0 else _("in %s")
     return format_html(
-        '<time datetime="{}">{}</time>', value.isoformat(), moment(value)
+        '<time datetime="{}" title="{}">{}</time>',
+        value.isoformat(),
+        moment(value),
+        text % duration(abs(ago)),
     )
 
 

@@ -9,5 +9,5 @@ class DlocksConfig(AppConfig):
     verbose_name = _("Distributed locks")
 
     def ready(self) -> None:
-        # They register the system checks and the observers of locks.
+        # Importing them registers the system checks and the watchers of locks.
         from dlocks import checks, history, telemetry  # noqa: F401

@@ -15,7 +15,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
-# Seconds that cancelled tasks have to leave their blocks.
+# Seconds for which cancelled tasks may take to leave their blocks.
 PATIENCE = 5.0
 
 

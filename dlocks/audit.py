@@ -34,11 +34,11 @@ def taken(
     via: str,
     database: str,
 ) -> None:
-    """Log that a hold, a shared hold or a claim was taken from its holder.
+    """Log that an operator ended a hold or a claim, or deleted a row.
 
-    ``number`` is its version, token or number. The owner is secret and left out.
+    ``number`` is the token of a hold or the id of a claim. The owner is a secret.
     """
-    # %r keeps a text from ending the line and from imitating another field.
+    # With %r a text can neither end the line nor imitate another field.
     _write(
         database,
         f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s),"
@@ -68,11 +68,11 @@ def reaped(
     alias: str,
     database: str,
 ) -> None:
-    """Log how many rows one reaping run has freed and deleted."""
+    """Log how many locks and rows one run of reap_locks cleared and deleted."""
     _write(
         database,
-        "reap of %r: %d freed, %d unused rows deleted, %d records deleted, by %r"
-        " via %s",
+        "reap of %r: %d cleared, %d unused rows deleted, %d records deleted, by %r via"
+        " %s",
         (alias, freed, deleted, forgotten, by, via),
         {
             "audit_action": "reap",

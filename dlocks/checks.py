@@ -32,7 +32,7 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     if not apps.is_installed("dlocks"):
         messages.append(
             checks.Error(
-                "dlocks is used, but is not installed as an app.",
+                "dlocks is used, but is not in INSTALLED_APPS.",
                 hint="Add 'dlocks' to INSTALLED_APPS, then run 'manage.py migrate'.",
                 id="dlocks.E001",
             )
@@ -42,7 +42,8 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     if not isinstance(shown, bool) and shown != HASH:
         messages.append(
             checks.Error(
-                f"DLOCKS_SHOW_HOLDER is {shown!r}, so holders are hidden.",
+                f"DLOCKS_SHOW_HOLDER has the invalid value {shown!r}, so holders are"
+                " hidden.",
                 hint=f"Set it to True, {HASH!r} or False.",
                 id="dlocks.E008",
             )
@@ -87,15 +88,15 @@ def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
     for alias, backend in _made():
         if isinstance(backend, (DummyBackend, MemoryBackend)):
             whom = (
-                "nobody"
+                "no other caller"
                 if isinstance(backend, DummyBackend)
-                else "nobody outside of the process"
+                else "no caller in another process"
             )
             messages.append(
                 checks.Warning(
-                    f"The locks of DLOCKS[{alias!r}] are those of"
-                    f" {type(backend).__name__}, and exclude {whom}.",
-                    hint="It is for tests: choose another BACKEND.",
+                    f"DLOCKS[{alias!r}] uses {type(backend).__name__}, whose locks"
+                    f" exclude {whom}.",
+                    hint="This backend is for tests. Choose another BACKEND.",
                     id="dlocks.W007",
                 )
             )
@@ -170,7 +171,7 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
 
     locks, claims = ResourceLock._meta.db_table, LockClaim._meta.db_table
     needed = {
-        claims: "whoever has to wait for a lock fails",
+        claims: "waiting for a lock fails",
         HoldRecord._meta.db_table: "no hold is recorded",
     }
     try:
@@ -179,7 +180,7 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     except Error as error:
         return [
             checks.Warning(
-                f"The tables of dlocks could not be looked at: {error}",
+                f"The tables of dlocks could not be checked: {error}",
                 id="dlocks.W005",
             )
         ]
@@ -190,14 +191,14 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         if sys.argv[1:2] == ["migrate"]:
             return []
         what = (
-            f"Database {backend.database!r} does not have the table {locks}: every lock"
-            " on it fails."
+            f"Database {backend.database!r} does not have the table {locks}, so every"
+            " lock on it fails."
         )
         return [checks.Warning(what, hint=hint, id="dlocks.W006")]
     return [
         checks.Warning(
-            f"Database {backend.database!r} has the table {locks} but not {table}: it"
-            f" is at an older version of dlocks, and {consequence}.",
+            f"Database {backend.database!r} has the table {locks} but not {table}. Its"
+            f" tables are of an older version of dlocks, and {consequence}.",
             hint=hint,
             id="dlocks.W006",
         )
@@ -214,7 +215,7 @@ def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     except Error as error:
         return [
             checks.Warning(
-                f"The schemas of dlocks could not be looked at: {error}",
+                f"The schemas of dlocks could not be checked: {error}",
                 id="dlocks.W005",
             )
         ]
@@ -253,14 +254,14 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     except Error as error:
         return [
             checks.Warning(
-                f"The tables of dlocks could not be looked at: {error}",
+                f"The tables of dlocks could not be checked: {error}",
                 id="dlocks.W005",
             )
         ]
     messages += [
         checks.Error(
-            f"The table {table} on database {backend.database!r} is {engine}, which has"
-            " neither transactions nor row locks: its locks are not safe.",
+            f"The table {table} on database {backend.database!r} uses {engine}, which"
+            " has neither transactions nor row locks, so its locks are not safe.",
             hint=f"ALTER TABLE {table} ENGINE = InnoDB;",
             id="dlocks.E005",
         )
@@ -277,8 +278,7 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
             messages.append(
                 checks.Error(
                     f"{table}.{column} on database {backend.database!r} has the"
-                    f" collation {found}, by which keys that differ may be the same"
-                    " lock.",
+                    f" collation {found}, which treats some different keys as equal.",
                     hint=f"ALTER TABLE {table} MODIFY {column} {definition};",
                     id="dlocks.E006",
                 )
@@ -320,7 +320,7 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
             )
         messages.append(
             checks.Warning(
-                f"Sessions on database {backend.database!r} run at {level}: locks"
+                f"Sessions on database {backend.database!r} run at {level}, so locks"
                 " inside transactions are refused.",
                 hint=(
                     f"Set DATABASES[{backend.database!r}]['OPTIONS']['isolation_level']"
@@ -333,11 +333,11 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         messages.append(
             checks.Warning(
                 f"The server of database {backend.database!r} runs with"
-                " innodb_rollback_on_timeout=ON, and a key that is busy would take"
-                " back a whole transaction: locks inside transactions are refused.",
+                " innodb_rollback_on_timeout=ON, so a busy key would roll back a whole"
+                " transaction. Locks inside transactions are refused.",
                 hint=(
-                    "Switch it off in the configuration of the server, or lock with"
-                    " scope='lease'."
+                    "Switch it off in the configuration of the server, or use locks"
+                    " with scope='lease'."
                 ),
                 id="dlocks.W004",
             )
@@ -348,9 +348,8 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
 def _join_running_checks() -> None:
     """Add a check to the running checks if one of them imported this module.
 
-    An installed app registers its checks when Django starts. Otherwise the first import
-    may come from the views, which Django imports to check the URLs. By then it has
-    already listed the checks.
+    If the app is not installed, the first import may come from the views, which Django
+    imports to check the URLs. By then it has already listed the checks.
     """
     frame = sys._getframe()
     while frame is not None:

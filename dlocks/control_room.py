@@ -104,8 +104,7 @@ def back_to(admin: LockAdmin, query: str) -> str:
 class Room:
     """The context of the templates.
 
-    Each part runs only its own queries. Their number does not depend on the number of
-    locks.
+    Each part runs only its own queries, whose number does not depend on that of locks.
     """
 
     def __init__(self, admin: LockAdmin, request: HttpRequest) -> None:
@@ -223,8 +222,7 @@ class Room:
                 if lock.seconds_left > 0
                 else time_left(lock)
             ),
-            # The percentage of the lease that is left. Its full length is taken to be
-            # the backend's ttl, unless more than that is left.
+            # The percentage of the backend's ttl that is left.
             "share_left": self._share(lock.seconds_left),
         }
         return {
@@ -277,7 +275,7 @@ class Room:
     def contention(self) -> dict[str, Any]:
         """Return the holds per minute of the last hour.
 
-        For each minute, count the holds, and those that were waited for.
+        For each minute, count the holds, and those that came after a wait.
         """
         by_minute = (
             self._ended.since(MINUTES * 60)
@@ -309,10 +307,7 @@ class Room:
                     "total": {"y": _unit(HEIGHT - total), "height": _unit(total)},
                     "waited": {"y": _unit(HEIGHT - waited), "height": _unit(waited)},
                     "title": (
-                        _(
-                            "%(minute)d min ago: %(holds)d holds, %(waits)d of them"
-                            " waited for"
-                        )
+                        _("%(minute)d min ago: %(holds)d holds, %(waits)d after a wait")
                         % {
                             "minute": minute,
                             "holds": row["holds"],
@@ -425,6 +420,7 @@ class Room:
             "url": url(self.admin, key=record.key_resource),
             "holder": name_of(record),
             "begin": moment(record.begin_time),
+            "age": duration(max(0.0, record.seconds_ago) + _seconds(record)),
             "held": duration(_seconds(record)),
             "waited": duration(record.waited) if record.waited else "",
             "token": str(record.token),

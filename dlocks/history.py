@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dlocks")
 
-# Seconds for which a record waits, so that one statement writes several. A process that
-# is killed loses the records of this time.
+# Seconds for which a record is buffered, so that one statement writes several. A killed
+# process loses the records of this time.
 WRITE_EVERY = 2.0
 # Seconds until the next attempt after the database could not be reached.
 TRY_AGAIN = 3.0
-# Records that are kept while the database cannot be reached. Further ones are dropped.
+# Maximum number of buffered records. Further ones are dropped.
 KEPT = 10_000
 # Records per statement.
 BATCH = 500
@@ -61,7 +61,7 @@ class Book:
             if not self._dropped:
                 self._dropped = True
                 logger.warning(
-                    "The history of DLOCKS[%r] leaves holds out: %d wait",
+                    "The history of DLOCKS[%r] drops holds: %d are unwritten",
                     self.backend.alias,
                     KEPT,
                 )

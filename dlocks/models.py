@@ -1,4 +1,4 @@
-"""The tables of locks. The locking itself is elsewhere."""
+"""The models of locks, claims and ended holds. They contain no locking."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class ClaimState(models.TextChoices):
     HELD = "held", _("held")
     STALE = "stale", _("stale")
     WAITING = "waiting", _("waiting")
-    DEAD = "dead", _("silent")
+    DEAD = "dead", _("dead")
 
 
 class SchemaTable(BaseTable):
@@ -312,7 +312,7 @@ class ResourceLock(models.Model):
         SUCCEEDED = "S", _("succeeded")
         FAILED = "F", _("failed")
 
-    # Acquired and not released.
+    # The condition that a hold was acquired and not released.
     LEFT = models.Q(status=Status.PROCESSING)
 
     key_resource = KeyField(_("key"), primary_key=True, max_length=KEY_LENGTH)
@@ -333,7 +333,7 @@ class ResourceLock(models.Model):
     waiters = models.PositiveIntegerField(
         _("waiters"),
         db_default=0,
-        help_text=_("Not fewer than the counted claims in the queue."),
+        help_text=_("At least the number of counted claims in the queue."),
     )
     shares = models.PositiveIntegerField(
         _("shares"), db_default=0, help_text=_("The number of shared holds.")
@@ -379,26 +379,26 @@ class LockClaim(models.Model):
     shared = models.BooleanField(_("shared"))
     permits = models.PositiveIntegerField(
         _("permits"),
-        help_text=_("How many holds may share the key at once."),
+        help_text=_("The number of holds that may share the key."),
     )
     scope = models.CharField(
         _("scope"),
         max_length=1,
-        help_text=_("The status of the lock row once it is granted."),
+        help_text=_("The status of the lock row after the grant."),
     )
     takeover = models.BooleanField(_("takeover"))
     counted = models.BooleanField(
-        _("counted"), help_text=_("Whether the waiters of the lock row include it.")
+        _("counted"), help_text=_("Whether the lock row counts it as a waiter.")
     )
     handover_ttl = models.BigIntegerField(
         _("handover ttl"),
-        help_text=_("Microseconds of the lease that a handover gives."),
+        help_text=_("Microseconds of the lease after a handover."),
     )
     channel = models.CharField(
         _("channel"),
         max_length=63,
         blank=True,
-        help_text=_("Where its notification is sent."),
+        help_text=_("The channel for its notification."),
     )
 
     objects = ClaimQuerySet.as_manager()
@@ -414,7 +414,7 @@ class LockClaim(models.Model):
 
 
 class HoldRecord(models.Model):
-    """A hold that has ended, where the backend's option ``history`` is on."""
+    """An ended hold, recorded if the backend's option ``history`` is on."""
 
     class Scope(models.TextChoices):
         LEASE = "L", _("lease")
@@ -434,7 +434,7 @@ class HoldRecord(models.Model):
     scope = models.CharField(_("scope"), max_length=1, choices=Scope.choices)
     shared = models.BooleanField(_("shared"))
     waited = models.FloatField(
-        _("waited"), help_text=_("Seconds for which its holder waited for it.")
+        _("waited"), help_text=_("Seconds for which the holder waited.")
     )
     begin_time = ClockField(_("begin time"))
     end_time = ClockField(_("end time"))
@@ -443,8 +443,8 @@ class HoldRecord(models.Model):
     objects = RecordQuerySet.as_manager()
 
     class Meta:
-        verbose_name = _("finished hold")
-        verbose_name_plural = _("finished holds")
+        verbose_name = _("ended hold")
+        verbose_name_plural = _("ended holds")
         default_permissions = ()
         constraints = [
             models.UniqueConstraint(

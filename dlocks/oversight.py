@@ -17,14 +17,14 @@ from django.utils.translation import gettext as _
 from dlocks.backends.base import HEARD_FOR
 from dlocks.backends.database import DatabaseBackend
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
-from dlocks.text import duration, moment, printable, shown_address, shown_holder
+from dlocks.text import duration, printable, shown_address, shown_holder
 from dlocks.values import UNLIMITED
 
 # A ResourceLock with the annotations of ``by_clock()`` and ``with_line()``, or a
 # LockClaim with those of ``by_clock()``. The owner is deferred.
 Shown = Any
 
-# Rows that are in memory at a time.
+# Maximum number of rows in memory.
 PAGE = 500
 # Seconds for which a key must be free before a user may delete its row.
 IDLE_FOR = 86400.0
@@ -53,10 +53,10 @@ def reason_of(text: str) -> str:
     if not any(
         character.isprintable() and not character.isspace() for character in reason
     ):
-        raise ValueError(_("Say why: the reason is kept in the log."))
+        raise ValueError(_("Enter a reason. It is kept in the log."))
     if len(reason) > REASON_LENGTH:
         raise ValueError(
-            _("A reason has at most %(most)d characters, not %(number)d.")
+            _("A reason can have at most %(most)d characters, not %(number)d.")
             % {
                 "most": REASON_LENGTH,
                 "number": len(reason),
@@ -66,7 +66,7 @@ def reason_of(text: str) -> str:
         unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
         for character in reason
     ):
-        raise ValueError(_("A reason is one line, without control characters."))
+        raise ValueError(_("A reason must be one line without control characters."))
     return reason
 
 
@@ -215,8 +215,8 @@ def clear(
         lock = _unchanged(backend, key, version, stale_only)
         if stale_only and backend.observations is not None:
             why = _(
-                "stale by the clock only, which is not trusted here: force its release,"
-                " with a reason"
+                "expired by the database's clock, but not yet by observation: force its"
+                " release, with a reason"
             )
             raise NotCleared(why, lock)
         raise NotCleared(in_transaction(), lock)
@@ -224,7 +224,7 @@ def clear(
 
 
 def in_transaction() -> str:
-    return _("in a transaction at this moment: try again when that has ended")
+    return _("held by an open transaction: try again when it has ended")
 
 
 def end_share(
@@ -242,7 +242,7 @@ def end_share(
             else None
         )
         if share is None:
-            raise NotCleared(_("not shared with that token any more"), None)
+            raise NotCleared(_("the shared hold with this token has ended"), None)
         if is_kept(share):
             raise NotCleared(in_transaction(), share)
         if stale_only and share.state != ClaimState.STALE:
@@ -267,9 +267,9 @@ def take_out(backend: DatabaseBackend, key: str, number: int) -> Shown:
             else None
         )
         if claim is None:
-            raise NotCleared(_("not in line any more"), None)
+            raise NotCleared(_("no longer in the queue"), None)
         if claim.state != ClaimState.DEAD:
-            raise NotCleared(_("heard of again"), claim)
+            raise NotCleared(_("its heartbeat has resumed"), claim)
         return claim
 
     return _take_away(backend, look, lambda: backend.take_out(key, number))
@@ -294,16 +294,16 @@ def purge(backend: DatabaseBackend, key: str, version: int) -> Shown:
     ):
         purged = is_column(version) and backend.purge_one(key, version, IDLE_FOR)
     if not purged:
-        raise NotCleared(_("in use at this moment"), _unused(backend, key, version))
+        raise NotCleared(_("in use"), _unused(backend, key, version))
     return lock
 
 
 def _unused(backend: DatabaseBackend, key: str, version: int) -> Shown:
     lock = shown(backend, key)
     if lock is None:
-        raise NotCleared(_("not there any more"), None)
+        raise NotCleared(_("the row no longer exists"), None)
     if lock.version != version or not is_unused(lock):
-        raise NotCleared(_("used in the last day, or waited for"), lock)
+        raise NotCleared(_("used within the last day, or has waiters"), lock)
     return lock
 
 
@@ -332,13 +332,13 @@ def _unchanged(
 ) -> Shown:
     lock = shown(backend, key)
     if lock is None:
-        raise NotCleared(_("not there any more"), None)
+        raise NotCleared(_("the row no longer exists"), None)
     if lock.state == LockState.FREE:
-        raise NotCleared(_("free already"), lock)
+        raise NotCleared(_("already free"), lock)
     if not in_row(lock):
-        raise NotCleared(_("shared by then"), lock)
+        raise NotCleared(_("shared in the meantime"), lock)
     if lock.version != version:
-        raise NotCleared(_("taken by another holder meanwhile"), lock)
+        raise NotCleared(_("acquired by another holder in the meantime"), lock)
     if is_kept(lock):
         raise NotCleared(in_transaction(), lock)
     if stale_only and lock.state != LockState.STALE:
@@ -356,29 +356,29 @@ def address_of(lock: Shown) -> str:
 
 
 def describe(lock: Shown, *, on_page: bool = False) -> str:
-    """Return a description of the holder of a lock or a shared hold.
+    """Return a text about a waiter, or the holder of a lock or a shared hold.
 
-    It says since when, and how much time is left. For a waiter, it says since when it
-    has waited.
+    It says for how long it has waited or held the key, and how much time is left.
     """
     who = (name_of(lock) if on_page else printable(lock.holder)) or _(
         "an unknown holder"
     )
     if ip := address_of(lock) if on_page else lock.owner_ip:
         who += f" ({ip})"
+    is_waiter = _is_claim(lock) and lock.version is None
     if lock.begin_time is not None:
-        who = _("%(who)s since %(begin)s") % {
-            "who": who,
-            "begin": moment(lock.begin_time),
-        }
-    if _is_claim(lock) and lock.version is None:
+        text = (
+            _("%(who)s, waiting for %(age)s") if is_waiter else _("%(who)s for %(age)s")
+        )
+        who = text % {"who": who, "age": duration(lock.seconds_held)}
+    if is_waiter:
         return who if lock.seconds_left > 0 else f"{who}, {heard_of(lock)}"
     return f"{who}, {time_left(lock)}"
 
 
 def heard_of(claim: Shown) -> str:
     """Return for how long a queued claim has had no heartbeat."""
-    return _("not heard of for %(duration)s") % {
+    return _("no heartbeat for %(duration)s") % {
         "duration": duration(max(0.0, HEARD_FOR - claim.seconds_left))
     }
 
@@ -397,4 +397,4 @@ def time_left(lock: Shown) -> str:
         return _("in a transaction")
     if lock.seconds_left > 0:
         return _("%(duration)s left") % {"duration": duration(lock.seconds_left)}
-    return _("ran out %(duration)s ago") % {"duration": duration(-lock.seconds_left)}
+    return _("expired %(duration)s ago") % {"duration": duration(-lock.seconds_left)}

@@ -1,4 +1,4 @@
-"""Fixtures for pytest, available as soon as dlocks is installed.
+"""Fixtures for pytest, available once dlocks is installed.
 
 No other module of dlocks is imported before a test uses a fixture.
 """

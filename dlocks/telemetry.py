@@ -67,7 +67,7 @@ class Log(Watcher):
             )
         if hold.takeover:
             message = (
-                "%r was taken over by %s, token %d: its last holder never came back"
+                "%r was taken over by %s, token %d: its last holder never released it"
             )
             logger.warning(
                 message, hold.key, hold.claim.holder, hold.token, extra=_fields(hold)
@@ -101,7 +101,9 @@ class Log(Watcher):
                 extra=_fields(hold, held),
             )
         if slow is not None and held >= slow:
-            message = "%r was held for %.3f s by %s, token %d: slow_hold is %g s"
+            message = (
+                "%r was held for %.3f s by %s, token %d, longer than slow_hold (%g s)"
+            )
             logger.warning(
                 message,
                 hold.key,
@@ -122,17 +124,17 @@ class Log(Watcher):
         }
         who = f"held by {holder}" if holder is not None else "holder unknown"
         logger.debug(
-            "%r not acquired, waited %.3f s; %s", lock.key, waited, who, extra=fields
+            "%r not acquired, waited %.3f s, %s", lock.key, waited, who, extra=fields
         )
         slow = backends[lock.using].slow_wait
         if slow is not None and waited >= slow:
-            self._slow_wait(slow, lock.key, waited, f"not acquired; {who}", fields)
+            self._slow_wait(slow, lock.key, waited, f"not acquired, {who}", fields)
 
     def _slow_wait(
         self, slow: float, key: str, waited: float, what: str, fields: Mapping[str, Any]
     ) -> None:
         logger.warning(
-            "%r was waited for %.3f s: slow_wait is %g s; %s",
+            "%r: a caller waited %.3f s, longer than slow_wait (%g s): %s",
             key,
             waited,
             slow,
@@ -154,22 +156,22 @@ class OpenTelemetry(Watcher):
         self._wait = meter.create_histogram(
             "dlocks.wait.duration",
             "s",
-            "How long callers waited for a key.",
+            "Time for which callers waited for a key.",
             explicit_bucket_boundaries_advisory=BOUNDARIES,
         )
         self._hold = meter.create_histogram(
             "dlocks.hold.duration",
             "s",
-            "How long keys were held.",
+            "Time for which keys were held.",
             explicit_bucket_boundaries_advisory=BOUNDARIES,
         )
         self._contentions = meter.create_counter(
             "dlocks.contentions",
             "{attempt}",
-            "Attempts that did not find the key free at once.",
+            "Attempts that found the key busy.",
         )
         self._timeouts = meter.create_counter(
-            "dlocks.timeouts", "{attempt}", "Attempts that did not get the key."
+            "dlocks.timeouts", "{attempt}", "Attempts that timed out."
         )
         self._losses = meter.create_counter(
             "dlocks.losses", "{hold}", "Holds that were lost."
@@ -177,7 +179,7 @@ class OpenTelemetry(Watcher):
         self._takeovers = meter.create_counter(
             "dlocks.takeovers",
             "{hold}",
-            "Holds taken over from a holder that never came back.",
+            "Holds that took over an expired lease.",
         )
 
     def acquired(self, hold: ObservedHold) -> None:

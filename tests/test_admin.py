@@ -254,8 +254,8 @@ class TestPages:
     def test_the_list_shows_holders_and_times(self, viewer):
         """The list shows who holds which key, since when and for how long.
 
-        Its columns are key, state, holder, hold count, IP, begin, age and time left.
-        The page of a lock adds its version.
+        Its columns are key, state, holder, hold count, IP, age and time left. The title
+        of an age is the time. The page of a lock adds its token.
         """
         rows.held("stock:7", begin_time=rows.PAST, hold_count=3, version=1234567)
         rows.stale("report")
@@ -271,8 +271,8 @@ class TestPages:
             assert shown in text
         assert ">1234567<" in page(viewer.get(detail("stock:7")))
         assert re.search(r'class="field-left">\d+d\d\dh<', text)
-        assert re.search(r'class="field-left">ran out \d+d\d\dh ago<', text)
-        assert re.search(r'class="field-begin">.*<small>\d+d\d\dh ago<', text)
+        assert re.search(r'class="field-left">expired \d+d\d\dh ago<', text)
+        assert re.search(r'class="field-begin"><time [^>]*>\d+d\d\dh ago<', text)
 
     def test_states_are_words_and_colours(self, viewer):
         """Each state is a word with its own CSS class, for light and dark mode."""
@@ -392,11 +392,12 @@ class TestPages:
             page(boss.get(detail("a"))),
             act(boss, FORCE, "a"),
         ):
-            assert (
-                '<time datetime="2020-01-02T03:04:05+00:00">2020-01-01 22:04:05</time>'
-                in text
+            assert re.search(
+                '<time datetime="2020-01-02T03:04:05\\+00:00" title="2020-01-01'
+                r' 22:04:05">\d+d\d\dh ago</time>',
+                text,
             )
-        assert "1 lock was cleared: a" in told(act(boss, CLEAR, "a"))
+        assert "1 stale lock was cleared: a" in told(act(boss, CLEAR, "a"))
 
     def test_the_list_reads_the_database_of_the_locks(self, settings, monkeypatch):
         """The list reads the database that the default alias uses for its locks."""
@@ -442,13 +443,15 @@ class TestClear:
             "_selected_action": ["a"],
             "shown": [html.unescape(one) for one in shown],
         }
-        assert "not stale any more" in page(clearer.post(LIST, form, follow=True))
+        assert "no longer stale" in page(clearer.post(LIST, form, follow=True))
         assert rows.now("a").status == rows.P
         shown = re.findall(
             r'name="shown" value="([^"]+)"', page(clearer.get(detail("a")))
         )
         form["shown"] = [html.unescape(one) for one in shown]
-        assert "1 lock was cleared: a" in page(clearer.post(LIST, form, follow=True))
+        assert "1 stale lock was cleared: a" in page(
+            clearer.post(LIST, form, follow=True)
+        )
         assert rows.now("a").status == rows.F
 
     def test_stale_locks_are_cleared_and_logged(self, clearer):
@@ -457,12 +460,12 @@ class TestClear:
         rows.stale("b")
         rows.stale("c")
         text = act(clearer, CLEAR, "a", "b")
-        assert "2 locks were cleared: a, b" in told(text)
+        assert "2 stale locks were cleared: a, b" in told(text)
         assert [rows.now(key).state for key in "abc"] == ["free", "free", "stale"]
         assert rows.now("a").status == "F"
         assert [entry[:2] for entry in log()] == [("clearer", "a"), ("clearer", "b")]
         assert log()[0][2].startswith(
-            "Cleared the stale lock of web-1:4711:MainThread (192.0.2.7)"
+            "Cleared the stale lock held by web-1:4711:MainThread (192.0.2.7)"
         )
         entry = LogEntry.objects.get(object_id="a")
         assert (entry.is_change(), str(entry.get_edited_object())) == (True, "a")
@@ -470,14 +473,14 @@ class TestClear:
     def test_live_locks_are_never_cleared(self, clearer):
         """A held lock is never cleared, and the message says that it is not stale.
 
-        The message also names locks that are free already or no longer exist.
+        The message also names locks that are already free or no longer exist.
         """
         rows.held("alive")
         rows.free("free")
         text = told(act(clearer, CLEAR, "alive", "free", "gone", "nul\0"))
-        assert "1 lock was not cleared (not stale): alive" in text
-        assert "1 lock was not cleared (free already): free" in text
-        assert "2 locks were not cleared (not there any more): gone" in text
+        assert "1 lock was left unchanged (not stale): alive" in text
+        assert "1 lock was left unchanged (already free): free" in text
+        assert "2 locks were left unchanged (the row no longer exists): gone" in text
         assert (rows.now("alive").version, rows.now("free").version) == (1000, 1000)
         assert not log()
 
@@ -491,7 +494,7 @@ class TestClear:
             monkeypatch, end_time=rows.FUTURE, version=version
         ):
             text = told(act(clearer, CLEAR, "a"))
-        assert "1 lock was not cleared (" in text
+        assert "1 lock was left unchanged (" in text
         assert (rows.now("a").state, rows.now("a").version) == ("held", version)
         assert not log()
 
@@ -504,7 +507,7 @@ class TestClear:
     def test_a_lock_that_left_the_filter_is_reported(self, clearer):
         """The message names a lock that became free after the list was shown."""
         rows.free("a")
-        assert "(free already): a" in told(
+        assert "(already free): a" in told(
             act(clearer, CLEAR, "a", query="?state=stale")
         )
 
@@ -515,7 +518,7 @@ class TestClear:
             rows.stale(f"s{number}")
             rows.held(f"h{number}")
         text = told(act(clearer, CLEAR, "h0", select_across="1"))
-        assert "3 locks were cleared: s0, s1, s2" in text
+        assert "3 stale locks were cleared: s0, s1, s2" in text
         assert {
             lock.version for lock in ResourceLock.objects.filter(pk__startswith="h")
         } == {1000}
@@ -544,7 +547,7 @@ class TestClear:
                 LIST, {"action": CLEAR, "_selected_action": chosen}, follow=True
             )
         )
-        assert "1 lock was cleared" in told(text)
+        assert "1 stale lock was cleared" in told(text)
         assert (rows.now(key).state, rows.now("ab").state) == ("free", "stale")
         assert log()[0][1] == key
 
@@ -554,7 +557,7 @@ class TestClear:
         for key in keys:
             rows.stale(key)
         assert told(act(clearer, CLEAR, *keys)).endswith(
-            "12 locks were cleared: " + ", ".join(keys[:10]) + " and 2 more"
+            "12 stale locks were cleared: " + ", ".join(keys[:10]) + " and 2 more"
         )
 
     def test_a_failing_database_is_reported_by_the_admin(self, clearer, monkeypatch):
@@ -571,7 +574,7 @@ class TestClear:
 
         monkeypatch.setattr(backend, "clear", fail)
         text = told(act(clearer, CLEAR, "a", "b"))
-        assert "1 lock was cleared: a" in text
+        assert "1 stale lock was cleared: a" in text
         assert "he database is away" in text
         assert [entry[1] for entry in log()] == ["a"]
 
@@ -600,7 +603,7 @@ class TestForceRelease:
             "is not stopped",
         ):
             assert shown in text
-        assert "One selected lock is free already and is left out." in text
+        assert "One selected lock is already free and is left out." in text
         assert fields(text)["version"] == ["1000", "1000"]
         assert fields(text)["_selected_action"] == ["a", "b"]
         assert [rows.now(key).version for key in "abc"] == [1000, 1000, 1000]
@@ -616,13 +619,13 @@ class TestForceRelease:
         text = page(
             releaser.post(LIST, fields(act(releaser, FORCE, "a", "b")), follow=True)
         )
-        assert "2 locks were cleared: a, b" in told(text)
+        assert "The release of 2 locks was forced: a, b" in told(text)
         lock = rows.now("a")
         assert (lock.state, lock.owner, lock.status) == ("free", "", "F")
         assert lock.version > 1000
         assert [entry[:2] for entry in log()] == [("releaser", "a"), ("releaser", "b")]
         assert log()[0][2].startswith(
-            "Forced the release of the lock of web-1:4711:MainThread (192.0.2.7)"
+            "Forced the release of the lock held by web-1:4711:MainThread (192.0.2.7)"
         )
 
     def test_a_lock_that_changed_hands_since_the_page_is_kept(self, releaser):
@@ -635,8 +638,11 @@ class TestForceRelease:
         form = fields(act(releaser, FORCE, "a", "b"))
         ResourceLock.objects.filter(pk="a").update(version=1001, holder="web-2:1:t")
         text = told(page(releaser.post(LIST, form, follow=True)))
-        assert "1 lock was cleared: b" in text
-        assert "1 lock was not cleared (taken by another holder meanwhile): a" in text
+        assert "The release of 1 lock was forced: b" in text
+        assert (
+            "1 lock was left unchanged (acquired by another holder in the meantime): a"
+            in text
+        )
         assert (rows.now("a").state, rows.now("a").version) == ("held", 1001)
         assert [entry[1] for entry in log()] == ["b"]
 
@@ -648,7 +654,7 @@ class TestForceRelease:
         form = fields(act(releaser, FORCE, "a"))
         with changing_hands_before_the_write(monkeypatch, version=1001):
             text = told(page(releaser.post(LIST, form, follow=True)))
-        assert "taken by another holder meanwhile" in text
+        assert "acquired by another holder in the meantime" in text
         assert rows.now("a").version == 1001
 
     def test_a_confirmation_sent_twice_changes_nothing_more(self, releaser):
@@ -657,7 +663,7 @@ class TestForceRelease:
         form = fields(act(releaser, FORCE, "a"))
         releaser.post(LIST, form)
         version = rows.now("a").version
-        assert "(free already): a" in told(page(releaser.post(LIST, form, follow=True)))
+        assert "(already free): a" in told(page(releaser.post(LIST, form, follow=True)))
         assert rows.now("a").version == version
         assert len(log()) == 1
 
@@ -665,7 +671,9 @@ class TestForceRelease:
     def test_an_inconsistent_confirmation_changes_nothing(self, releaser, versions):
         """An inconsistent confirmation changes nothing."""
         rows.held("a")
-        assert "nothing is changed" in told(act(releaser, FORCE, "a", version=versions))
+        assert "Nothing was changed" in told(
+            act(releaser, FORCE, "a", version=versions)
+        )
         assert rows.now("a").version == 1000
 
     @pytest.mark.parametrize("version", ["-1", "0", "999", "9" * 40])
@@ -678,10 +686,12 @@ class TestForceRelease:
     def test_free_locks_leave_nothing_to_confirm(self, releaser):
         """If all selected locks are free, there is nothing to confirm."""
         rows.free("a")
-        assert "None of the selected locks is held any more" in told(
+        assert "None of the selected locks is still held" in told(
             act(releaser, FORCE, "a", "gone", "\0")
         )
-        assert "not there any more" in told(act(releaser, FORCE, "\0", version="1000"))
+        assert "the row no longer exists" in told(
+            act(releaser, FORCE, "\0", version="1000")
+        )
 
     def test_a_selection_over_djangos_form_limit_is_refused(
         self, releaser, monkeypatch
@@ -711,7 +721,7 @@ class TestForceRelease:
         rows.held("ab")
         text = act(releaser, FORCE, key)
         assert "<script>alert" not in text
-        assert "1 lock was cleared" in told(
+        assert "The release of 1 lock was forced" in told(
             page(releaser.post(LIST, fields(text), follow=True))
         )
         assert (rows.now(key).state, rows.now("ab").state) == ("free", "held")
@@ -736,7 +746,7 @@ def test_atomic_requests_commit_the_release_with_its_log(releaser, settings):
         text = told(page(releaser.post(LIST, form, follow=True)))
     finally:
         connection.settings_dict["ATOMIC_REQUESTS"] = False
-    assert "1 lock was cleared: a" in text
+    assert "The release of 1 lock was forced: a" in text
     assert rows.now("a").state == "free"
     assert len(log()) == 1
 
@@ -759,13 +769,15 @@ def test_a_row_locked_by_a_transaction_blocks_no_page_or_action(boss, in_other_t
             in_other_thread(boss.get, LIST + "?state=stale&q=a")
         )
         text = told(in_other_thread(act, boss, CLEAR, "a", "b"))
-        assert "1 lock was cleared: b" in text
-        assert "1 lock was not cleared (in a transaction at this moment" in text
+        assert "1 stale lock was cleared: b" in text
+        assert "1 lock was left unchanged (held by an open transaction" in text
         form = fields(in_other_thread(act, boss, FORCE, "a"))
         text = told(page(in_other_thread(boss.post, LIST, form, follow=True)))
-        assert "(in a transaction at this moment" in text
+        assert "(held by an open transaction" in text
     assert rows.now("a").version == 1000
-    assert "1 lock was cleared: a" in told(page(boss.post(LIST, form, follow=True)))
+    assert "The release of 1 lock was forced: a" in told(
+        page(boss.post(LIST, form, follow=True))
+    )
 
 
 @pytest.mark.django_db

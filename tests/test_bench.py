@@ -118,8 +118,8 @@ def test_backends_for_tests_are_not_compared_across_processes(
 ):
     finished = bench("--using", "memory", "dummy", *BRIEF)
     assert finished.returncode == 0, finished.stderr
-    assert "memory: excludes within one process only." in finished.stdout
-    assert "dummy: excludes nobody." in finished.stdout
+    assert "memory: excludes callers in the same process only." in finished.stdout
+    assert "dummy: excludes no other caller." in finished.stdout
 
 
 def test_figures_are_computed_from_samples():
@@ -212,7 +212,7 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
     ]
     assert "unable to open database file" in errors[-3]
     assert "unknown option 'speed'" in errors[-2]
-    assert errors[-1] == "CommandError: 2 of 3 aliases failed; see above."
+    assert errors[-1] == "CommandError: 2 of 3 aliases failed. See above."
     assert "default, 2 processes: " in finished.stdout
     assert "Traceback" not in finished.stderr
     assert keys_left() == []
@@ -223,7 +223,7 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
     [
         (
             ["--using", "default", "nope"],
-            "DLOCKS has no alias 'nope'; it has 'default', ",
+            "DLOCKS has no alias 'nope'. It has 'default', ",
         ),
         (["--seconds", "0"], "0 is not between 0.1 and 3600"),
         (["--seconds", "nan"], "nan is not between"),
@@ -249,7 +249,7 @@ def test_an_invalid_argument_is_reported_before_the_benchmark(arguments, complai
 
 def test_a_missing_settings_module_is_an_error(monkeypatch):
     monkeypatch.delenv("DJANGO_SETTINGS_MODULE")
-    with pytest.raises(CommandError, match="set it, or pass --settings"):
+    with pytest.raises(CommandError, match="Set it, or pass --settings"):
         call_command("lock_bench")
 
 
@@ -291,7 +291,8 @@ def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch)
     out, errors = StringIO(), StringIO()
     call_command("lock_bench", *BRIEF, using=["default"], stdout=out, stderr=errors)
     assert re.fullmatch(
-        r"default: the rows of 'dlocks-bench:\w+' may be left: permission denied .*\n",
+        r"default: the rows of 'dlocks-bench:\w+' could not be deleted: permission"
+        r" denied .*\n",
         errors.getvalue(),
     )
     assert "GRANTS" in out.getvalue()
@@ -318,13 +319,13 @@ def test_a_failed_or_killed_worker_is_reported():
         with pytest.raises(CrewError, match=r"(?s)process 1 failed:.*TypeError"):
             crew.hear(0, 60)
         crew._processes[1].kill()
-        with pytest.raises(CrewError, match="process 2 ended by itself"):
+        with pytest.raises(CrewError, match="process 2 ended unexpectedly"):
             crew.hear(1, 60)
 
 
 def test_a_worker_without_a_reply_times_out():
     with (
         Crew(1, jobs.echo) as crew,
-        pytest.raises(CrewError, match="process 1 gave no answer in time"),
+        pytest.raises(CrewError, match="process 1 did not reply in time"),
     ):
         crew.hear(0, 0)

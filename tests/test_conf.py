@@ -449,7 +449,10 @@ def test_the_key_is_the_primary_key_and_the_only_index():
 
 @pytest.mark.parametrize(
     ("kind", "whom"),
-    [("dummy.Dummy", "nobody"), ("memory.Memory", "nobody outside of the process")],
+    [
+        ("dummy.Dummy", "no other caller"),
+        ("memory.Memory", "no caller in another process"),
+    ],
 )
 def test_deploying_a_test_backend_causes_a_warning(kind, whom):
     with override_settings(
@@ -457,7 +460,7 @@ def test_deploying_a_test_backend_causes_a_warning(kind, whom):
     ):
         (found,) = check_deployment()
     assert found.id == "dlocks.W007"
-    assert found.msg.endswith(f"and exclude {whom}.")
+    assert found.msg.endswith(f"whose locks exclude {whom}.")
 
 
 @pytest.mark.parametrize("setting", [None, []])

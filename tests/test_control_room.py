@@ -107,7 +107,7 @@ class TestPage:
         assert row_of(text, "shared") == "shared shared (1)"
         assert 'id="lock-' in text
         assert "free" not in re.findall(r'<bdi class="dlocks-key">(.*?)</bdi>', text)
-        assert "1 held 1 shared 1 stale 5 in line" in text_of(text)
+        assert "1 held 1 shared 1 stale 5 waiting" in text_of(text)
 
     def test_a_free_key_with_waiters_is_shown(self, viewer):
         """A free key with waiters is shown.
@@ -121,7 +121,7 @@ class TestPage:
         )
 
     def test_an_empty_control_room_says_so(self, viewer):
-        assert "No lock is held, and nobody waits for one." in page(viewer.get(LIVE))
+        assert "No lock is held, and none has waiters." in page(viewer.get(LIVE))
 
     @pytest.mark.parametrize("key", [*ODD_KEYS, HOSTILE], ids=ascii)
     @pytest.mark.usefixtures("with_history")
@@ -240,16 +240,15 @@ class TestPast:
         ended("b", ago=3500)
         ended("b", ago=3700, waited=9)
         text = page(viewer.get(LIVE))
-        assert (
-            "5 holds, 1 of them (20 %) waited for; the longest wait was 2.5s."
-            in text_of(text)
+        assert "5 holds, 1 (20 %) after a wait. The longest wait was 2.5s." in text_of(
+            text
         )
         titles = re.findall(r"<g><title>(.*?)</title>", text)
         assert titles == [
-            "1 min ago: 4 holds, 1 of them waited for",
-            "58 min ago: 1 holds, 0 of them waited for",
+            "1 min ago: 4 holds, 1 after a wait",
+            "58 min ago: 1 holds, 0 after a wait",
         ]
-        assert "at most 4 in a minute" in text
+        assert "at most 4 per minute" in text
 
     @pytest.mark.usefixtures("with_history")
     def test_the_longest_holds_come_first(self, viewer):
@@ -265,7 +264,7 @@ class TestPast:
             f"key-{number}" for number in range(9, 3, -1)
         ]
         about = page(viewer.get(shown[0][0]))
-        assert "One hold, and nobody waited for it." in text_of(about)
+        assert "One hold, without a wait." in text_of(about)
 
     @pytest.mark.usefixtures("with_history")
     def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
@@ -312,7 +311,7 @@ class TestPast:
         """
         ended("gone")
         text = text_of(page(viewer.get(LIVE, {"key": "gone"})))
-        assert "Nobody has this key" in text
+        assert "This key is free and has no waiters." in text
         assert "Timeline of this key" in text
 
     @pytest.mark.usefixtures("with_history")
@@ -358,7 +357,7 @@ class TestRelease:
         confirmed["reason"] = "tests"
         response = releaser.post("/admin/dlocks/resourcelock/", confirmed)
         assert (response.status_code, response.url) == (302, LIVE + "?key=a&page=1")
-        assert "1 lock was cleared: a" in page(releaser.get(response.url))
+        assert "The release of 1 lock was forced: a" in page(releaser.get(response.url))
         assert rows.now("a").state == "free"
         assert LogEntry.objects.get().object_id == "a"
         late = releaser.post("/admin/dlocks/resourcelock/", sent)

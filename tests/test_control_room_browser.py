@@ -161,7 +161,9 @@ def test_a_waiter_acquires_after_a_forced_release(browser, boss, workers):
     page.get_by_role("button", name="Yes, force the release").click()
     assert waiter.hear() > token
     browser.expect(page).to_have_title("Control room | Django site admin")
-    browser.expect(page.get_by_text("1 lock was cleared: stock:7")).to_be_visible()
+    browser.expect(
+        page.get_by_text("The release of 1 lock was forced: stock:7")
+    ).to_be_visible()
     browser.expect(row(page, "stock:7").get_by_role("listitem")).to_have_count(0)
     browser.expect(row(page, "stock:7").get_by_role("cell").nth(0)).to_contain_text(
         f":{waiter.process.pid}:"
@@ -186,7 +188,9 @@ def test_the_page_works_without_scripts(browser, boss):
     row(page, "stock:7").get_by_role("button", name="Force release").click()
     page.get_by_label("Reason:").fill("tests")
     page.get_by_role("button", name="Yes, force the release").click()
-    browser.expect(page.get_by_text("1 lock was cleared: stock:7")).to_be_visible()
+    browser.expect(
+        page.get_by_text("The release of 1 lock was forced: stock:7")
+    ).to_be_visible()
     browser.expect(row(page, "stock:7")).to_have_count(0)
     browser.expect(row(page, "stock:8")).to_be_visible()
 
@@ -240,7 +244,9 @@ def test_the_focus_stays_in_place_during_a_refresh(browser, boss):
     page.get_by_label("Reason:").fill("tests")
     page.get_by_role("button", name="Yes, force the release").focus()
     page.keyboard.press("Enter")
-    browser.expect(page.get_by_text("1 lock was cleared: 0")).to_be_visible()
+    browser.expect(
+        page.get_by_text("The release of 1 lock was forced: 0")
+    ).to_be_visible()
 
 
 def test_the_refresh_can_be_paused(browser, boss):
@@ -273,7 +279,9 @@ def test_an_outdated_page_says_so(browser, boss):
     page.goto(LIVE)
     browser.expect(row(page, "stock:7")).to_be_visible()
     page.context.clear_cookies()
-    browser.expect(page.get_by_role("status")).to_contain_text("What you see is old")
+    browser.expect(page.get_by_role("status")).to_contain_text(
+        "This page is out of date"
+    )
     browser.expect(row(page, "stock:7")).to_be_visible()
 
 

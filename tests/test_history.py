@@ -293,7 +293,7 @@ def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
     ]
     assert sorted(told) == [
         "The history could not be written: the database is away",
-        "The history of DLOCKS['recorded'] leaves holds out: 2 wait",
+        "The history of DLOCKS['recorded'] drops holds: 2 are unwritten",
     ]
     down.down = False
     assert len(records()) == 2
@@ -429,9 +429,9 @@ def test_old_records_are_deleted():
     ended("now")
     assert (
         reap("--dry-run")
-        == "0 stale locks would be made free, 1 record of the history would be deleted."
+        == "0 stale locks would be cleared, 1 record of the history would be deleted."
     )
-    assert reap() == "0 stale locks made free, 1 record of the history deleted."
+    assert reap() == "0 stale locks cleared, 1 record of the history deleted."
     assert [record.key_resource for record in records()] == ["recent", "now"]
     assert reap("--history-for", "12h").endswith("1 record of the history deleted.")
     assert [record.key_resource for record in records()] == ["now"]

@@ -229,7 +229,7 @@ def test_commands_end_no_observed_lease_by_the_clock():
             assert sum(backend.reap()) == 0
             assert not backend.clear("stock:7", hold.token, stale_only=True)
             message = (
-                "stale by the clock only, which is not trusted here: force its release"
+                "expired by the database's clock, but not yet by observation: force its"
             )
             with pytest.raises(CommandError, match=message):
                 call_command("clear_lock", "stock:7", "--yes", using="watching")

@@ -95,7 +95,7 @@ def test_a_change_between_the_check_and_the_save_is_412_too(client, article):
 def test_without_if_match_a_conflict_is_409(client, article):
     refused = put(client, article, "?late")
     assert refused.status_code == 409
-    assert "nothing has been saved" in refused.content.decode()
+    assert "was not saved" in refused.content.decode()
 
 
 def test_if_match_can_be_required(client, article):

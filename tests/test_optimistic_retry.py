@@ -253,7 +253,7 @@ def test_the_last_error_is_raised_with_a_note(sleeps):
     with pytest.raises(StaleVersion) as caught:
         retry_on_conflict(attempts=3)(function)()
     assert len(calls) == 3
-    assert "given up after 3 attempts" in caught.value.__notes__[0]
+    assert "failed in all 3 attempts" in caught.value.__notes__[0]
     function, calls = failing(10)
     with pytest.raises(StaleVersion) as caught:
         retry_on_conflict(1)(function)()
@@ -348,7 +348,7 @@ async def test_the_last_error_of_a_coroutine_is_raised_with_a_note(sleeps):
 
     with pytest.raises(StaleVersion) as caught:
         await work()
-    assert "given up after 2 attempts" in caught.value.__notes__[0]
+    assert "failed in all 2 attempts" in caught.value.__notes__[0]
 
 
 @pytest.mark.django_db(transaction=True)

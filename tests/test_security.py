@@ -116,8 +116,9 @@ class TestReason:
 
     @pytest.mark.parametrize(
         ("reason", "error"),
-        [(None, "Say why"), ("", "Say why"), (" \t\u00a0\u3000", "Say why"),
-        ("\u200b\u2060", "Say why"),
+        [(None, "Enter a reason"), ("", "Enter a reason"),
+         (" \t\u00a0\u3000", "Enter a reason"),
+        ("\u200b\u2060", "Enter a reason"),
          ("x" * 201, "at most 200"), ("a\nb", "one line"), ("a\u2028b", "one line"),
          ("a\x00b", "one line")],
     )  # fmt: skip
@@ -146,9 +147,9 @@ class TestReason:
         assert again["version"] == ["1000", "share:1001", f"claim:{dead.pk}"]
         assert (rows.now("a").version, LockClaim.objects.count()) == (1000, 2)
         assert (log(), audited()) == ([], [])
-        assert "3 locks were cleared" in told(
-            page(releaser.post(LIST, again, follow=True))
-        )
+        told_of = told(page(releaser.post(LIST, again, follow=True)))
+        assert "The release of 2 locks was forced: a, b" in told_of
+        assert "1 dead claim was removed from the queue: c" in told_of
         assert [facts(record)["audit_action"] for record in audited()] == [
             "force_release", "force_release", "take_out",
         ]  # fmt: skip
@@ -159,9 +160,9 @@ class TestReason:
         form = {**fields(act(releaser, FORCE, "a")), "reason": ""}
         ResourceLock.objects.filter(pk="a").update(version=1001)
         text = page(releaser.post(LIST, form))
-        assert "changed meanwhile" in text
+        assert "changed in the meantime" in text
         assert fields(text)["version"] == ["1000"]
-        assert "taken by another holder meanwhile" in told(
+        assert "acquired by another holder in the meantime" in told(
             page(releaser.post(LIST, fields(text), follow=True))
         )
         assert rows.now("a").version == 1001
@@ -178,7 +179,7 @@ class TestReason:
                     {"action": FORCE, "_selected_action": [key], "version": [version]},
                 )
             )
-            assert "changed meanwhile" in text
+            assert "changed in the meantime" in text
 
     def test_an_entered_reason_is_escaped(self, releaser):
         rows.held("a")
@@ -275,7 +276,7 @@ class TestReason:
             "reap", 2, 1, 0,
         )  # fmt: skip
         assert record.getMessage().startswith(
-            "reap of 'default': 2 freed, 1 unused rows deleted, 0 records deleted"
+            "reap of 'default': 2 cleared, 1 unused rows deleted, 0 records deleted"
         )
 
     def test_the_reaper_audits_its_changes_before_a_failure(self, audited, monkeypatch):
@@ -303,7 +304,9 @@ class TestReason:
             **fields(act(client, FORCE, HOSTILE)),
             "reason": "why\u202e' via admin: 'x",
         }
-        assert "1 lock was cleared" in told(page(client.post(LIST, form, follow=True)))
+        assert "The release of 1 lock was forced" in told(
+            page(client.post(LIST, form, follow=True))
+        )
         (record,) = audited()
         line = record.getMessage()
         assert line.isprintable()
@@ -390,9 +393,9 @@ class TestRoles:
             assert actions(page(client.get(LIST))) == MAY.get(role, set())
             text = page(client.get(detail("held"))) + page(client.get(LIVE))
             assert ("Force release" in text) is (role == "releaser")
-            assert ("Clear what is stale" in page(client.get(detail("stale")))) is (
-                role == "clearer"
-            )
+            assert (
+                "Clear stale holds and dead claims" in page(client.get(detail("stale")))
+            ) is (role == "clearer")
 
     @pytest.mark.parametrize("role", ROLES)
     @pytest.mark.parametrize("action", [CLEAR, FORCE, PURGE])
@@ -494,7 +497,9 @@ class TestPurge:
         assert log() == [("purger", "old", "Deleted the row of the unused key.")]
         assert facts(audited()[0])["audit_action"] == "purge"
         assert facts(audited()[0])["audit_reason"] == "unused"
-        assert "not there any more" in told(page(purger.post(LIST, form, follow=True)))
+        assert "the row no longer exists" in told(
+            page(purger.post(LIST, form, follow=True))
+        )
 
     @pytest.mark.parametrize(
         "change",
@@ -519,7 +524,7 @@ class TestPurge:
             }
             ResourceLock.objects.update(**changed[change])
         text = told(page(purger.post(LIST, form, follow=True)))
-        assert "1 row was not deleted (" in text
+        assert "1 lock was left unchanged (" in text
         assert ResourceLock.objects.exists()
         assert not log()
 

@@ -111,7 +111,7 @@ def test_a_timeout_is_logged_with_its_wait_and_the_holder(caplog, frozen_lock_cl
         db_lock("stock:7", timeout=2).acquire()
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "'stock:7' not acquired, waited 2.000 s; held by web-2:1:x"
+        "'stock:7' not acquired, waited 2.000 s, held by web-2:1:x"
     )
     assert (record.lock_holder, record.lock_waited) == ("web-2:1:x", pytest.approx(2))
 
@@ -152,8 +152,8 @@ def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_c
     (record,) = caplog.records
     assert (
         record.getMessage()
-        == f"'stock:7' was held for 2.000 s by {hold.claim.holder}, token {hold.token}:"
-        " slow_hold is 2 s"
+        == f"'stock:7' was held for 2.000 s by {hold.claim.holder}, token"
+        f" {hold.token}, longer than slow_hold (2 s)"
     )
 
 
@@ -175,14 +175,14 @@ def test_a_slow_wait_is_a_warning_whether_or_not_it_got_the_key(
                 db_lock("stock:7", timeout=timeout).acquire()
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "'stock:7' was waited for 2.000 s: slow_wait is 2 s; not acquired; held by"
-        " web-2"
+        "'stock:7': a caller waited 2.000 s, longer than slow_wait (2 s): not acquired,"
+        " held by web-2"
     )
     caplog.clear()
     with held_elsewhere("stock:7", ttl=5), db_lock("stock:7", timeout=10) as hold:
         assert hold.waited > 5
-    assert "'stock:7' was waited for 5." in caplog.text
-    assert "slow_wait is 2 s; acquired by" in caplog.text
+    assert "'stock:7': a caller waited 5." in caplog.text
+    assert "slow_wait (2 s): acquired by" in caplog.text
 
 
 @pytest.mark.parametrize("option", ["slow_wait", "slow_hold"])

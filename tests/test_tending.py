@@ -105,16 +105,18 @@ class TestListLocks:
             "list_locks", "--waiting"
         ).splitlines()
         assert lock.startswith("stock:7")
-        assert first == "    1. web-2:1:t since 2020-01-01 22:04:05, exclusive"
         assert re.fullmatch(
-            r"    -\. web-3:1:t \(198\.51\.100\.8\) since .*, exclusive, not heard of"
-            r" for \d+d\d+h",
+            r"    1\. web-2:1:t, waiting for \d+d\d\dh, exclusive", first
+        )
+        assert re.fullmatch(
+            r"    -\. web-3:1:t \(198\.51\.100\.8\), waiting for \d+d\d\dh, no"
+            r" heartbeat for \d+d\d\dh, exclusive",
             silent,
         )
-        assert (
-            second
-            == r"    2. web-4:1:\x1b[31m (198.51.100.8) since 2020-01-01 22:04:05,"
-            r" shared by up to 5"
+        assert re.fullmatch(
+            r"    2\. web-4:1:\\x1b\[31m \(198\.51\.100\.8\), waiting for \d+d\d\dh,"
+            r" shared by up to 5",
+            second,
         )
         assert zoo.startswith("zoo")
 
@@ -128,9 +130,8 @@ class TestListLocks:
         _, lock, share = run("list_locks", "--waiting").splitlines()
         assert lock.startswith("catalogue  shared (1)")
         assert re.fullmatch(
-            r"    worker-1:815:MainThread \(198\.51\.100\.8\) since 2020-01-01"
-            r" 22:04:05, shared by up to 3,"
-            r" \d+d\d+h left \(token 1001\)",
+            r"    held by worker-1:815:MainThread \(198\.51\.100\.8\) for \d+d\d\dh,"
+            r" \d+d\d+h left, shared by up to 3 \(token 1001\)",
             share,
         )
 
@@ -233,8 +234,8 @@ class TestClearLock:
         out = run(
             "clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests"
         )
-        assert "held: web-1:1:t (198.51.100.8) since 2020-01-01 22:04:05" in out
-        assert "1 share is ended." in out
+        assert re.search(r"held by web-1:1:t \(198\.51\.100\.8\) for \d+d\d\dh, ", out)
+        assert "1 shared hold was ended." in out
         assert "fenced off" in out
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1002]
         assert counters("catalogue") == (0, 1)
@@ -251,15 +252,15 @@ class TestClearLock:
         for token in (1001, 1002):
             rows.shares("catalogue", token)
         asked = answer("y", before=lambda: rows.shares("catalogue", 1003))
-        assert "2 shares are ended." in run(
+        assert "2 shared holds were ended." in run(
             "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
         )
         assert asked == [
-            "Its holder may still be at work. End these 2 shares of 'catalogue'? [y/N] "
+            "A holder may still be working. End 2 shared holds of 'catalogue'? [y/N] "
         ]
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1003]
         answer("n")
-        assert "nothing is changed" in refused(
+        assert "Nothing was changed" in refused(
             "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
         )
         assert counters("catalogue") == (0, 1)
@@ -279,7 +280,7 @@ class TestClearLock:
             "--reason",
             "tests",
         )
-        assert "1 share is ended." in run(
+        assert "1 shared hold was ended." in run(
             "clear_lock",
             "catalogue",
             "--all-shares",
@@ -295,7 +296,7 @@ class TestClearLock:
         rows.free("catalogue")
         rows.shares("catalogue", 1001)
         answer("y", before=LockClaim.objects.all().delete)
-        assert "not shared with that token any more" in refused(
+        assert "the shared hold with this token has ended" in refused(
             "clear_lock", "catalogue", "--share", "1001", "--reason", "tests"
         )
 
@@ -313,7 +314,7 @@ class TestClearLock:
         rows.dead("stock:7", holder="gone:1:t")
         rows.waits("stock:7", holder="web-2:1:t")
         out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
-        assert "'stock:7' is cleared. Now it is held: web-2:1:t" in out
+        assert "'stock:7' was cleared. It is now held by web-2:1:t" in out
         lock = rows.now("stock:7")
         assert (lock.state, lock.holder, lock.version > 1001, lock.waiters) == (
             "held",
@@ -334,11 +335,11 @@ class TestReap:
         rows.shares("catalogue", 1001)
         rows.stale_share("catalogue", 1002)
         rows.stale("stock:7")
-        assert run("reap_locks", "--dry-run") == "2 stale locks would be made free.\n"
+        assert run("reap_locks", "--dry-run") == "2 stale locks would be cleared.\n"
         assert counters("catalogue") == (0, 2)
-        assert run("reap_locks") == "2 stale locks made free.\n"
+        assert run("reap_locks") == "2 stale locks cleared.\n"
         assert counters("catalogue") == (0, 1)
-        assert run("reap_locks") == "0 stale locks made free.\n"
+        assert run("reap_locks") == "0 stale locks cleared.\n"
 
     def test_dead_claims_are_reaped_and_the_counters_corrected(self):
         """Claims of dead processes leave the queue.
@@ -361,7 +362,7 @@ class TestReap:
         """A reaped lock with waiters goes to the first of them."""
         rows.stale("stock:7")
         rows.waits("stock:7", holder="web-2:1:t")
-        assert run("reap_locks") == "1 stale lock made free.\n"
+        assert run("reap_locks") == "1 stale lock cleared.\n"
         lock = rows.now("stock:7")
         assert (lock.state, lock.holder) == ("held", "web-2:1:t")
         assert counters("stock:7") == (0, 0)
@@ -372,7 +373,7 @@ class TestReap:
         rows.stale_share("gone", 1001)
         rows.shares("alive", 1002)
         rows.dead("alive", counted=False)
-        assert run("reap_locks") == "1 stale lock made free.\n"
+        assert run("reap_locks") == "1 stale lock cleared.\n"
         assert list(LockClaim.objects.values_list("key_resource", flat=True)) == [
             "alive"
         ]
@@ -444,7 +445,7 @@ class TestAdmin:
             "shared by up to 3",
             "1001",
             "dlocks-stale",
-            "ran out",
+            "expired",
         ):
             assert told_of in shared
         for told_of in (
@@ -452,8 +453,8 @@ class TestAdmin:
             "waiting",
             "exclusive",
             "web-4:1:t",
-            "not heard of for",
-            "2020-01-01 22:04:05",
+            "no heartbeat for",
+            'title="2020-01-01 22:04:05"',
         ):
             assert told_of in line
         assert "<td>1</td>" in line
@@ -489,18 +490,19 @@ class TestAdmin:
         text = page(releaser.post(LIST, first))
         assert "web-1:1:t" in text
         assert "is not stopped" in text
-        assert "who else shares the key keeps it" in text
+        assert "Other shared holds of the key are not affected" in text
         assert LockClaim.objects.count() == 2
         form = fields(text)
         assert form["version"] == ["share:1001"]
-        assert "1 lock was cleared" in told(
+        assert "The release of 1 lock was forced" in told(
             page(releaser.post(LIST, form, follow=True))
         )
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1002]
         assert log()[0][2].startswith(
-            "Ended the share of web-1:1:t (198.51.100.8) since"
+            "Forced the release of the shared lock held by web-1:1:t (198.51.100.8) for"
+            " "
         )
-        assert "not shared with that token any more" in told(
+        assert "the shared hold with this token has ended" in told(
             page(releaser.post(LIST, form, follow=True))
         )
         assert len(log()) == 1
@@ -513,7 +515,7 @@ class TestAdmin:
         rows.held("stock:7")
         rows.free("unused")
         text = act(releaser, FORCE, "catalogue", "stock:7", "unused")
-        assert "One selected lock is free already and is left out." in text
+        assert "One selected lock is already free and is left out." in text
         form = fields(text)
         assert form["version"] == ["share:1001", "share:1002", "1000"]
         rows.shares("catalogue", 1003)
@@ -541,9 +543,10 @@ class TestAdmin:
         assert list(LockClaim.objects.values_list("pk", flat=True)) == [live.pk]
         assert counters("busy") == (1, 0)
         assert log()[0][2].startswith(
-            "Took the claim of web-9:1:t (198.51.100.8) since"
+            "Removed a dead claim from the queue: web-9:1:t (198.51.100.8), waiting"
+            " for "
         )
-        assert "heard of again" in told(
+        assert "its heartbeat has resumed" in told(
             act(releaser, FORCE, "busy", version=f"claim:{live.pk}")
         )
         assert counters("busy") == (1, 0)
@@ -555,7 +558,7 @@ class TestAdmin:
         """An inconsistent confirmation changes nothing."""
         rows.free("a")
         rows.shares("a", 1001)
-        assert "nothing is changed" in told(act(releaser, FORCE, "a", version=version))
+        assert "Nothing was changed" in told(act(releaser, FORCE, "a", version=version))
         assert LockClaim.objects.exists()
 
     @pytest.mark.parametrize(
@@ -596,17 +599,20 @@ class TestAdmin:
         rows.stale("stale")
         rows.stale_share("other", 1003)
         text = told(act(clearer, CLEAR, "catalogue", "busy", "stale"))
-        assert "3 locks were cleared" in text
-        assert "not cleared" not in text
+        assert "2 stale locks were cleared: catalogue, stale" in text
+        assert "1 dead claim was removed from the queue: busy" in text
+        assert "left unchanged" not in text
         assert sorted(LockClaim.objects.values_list("version", flat=True)) == [
             1001,
             1003,
         ]
         assert (counters("catalogue"), counters("busy")) == ((0, 1), (0, 0))
         assert rows.now("busy").version == 1000
-        assert {entry[1]: entry[2].split(" of ")[0] for entry in log()} == {
-            "catalogue": "Ended the stale share",
-            "busy": "Took the claim",
+        assert {
+            entry[1]: entry[2].split(" held by ")[0].split(": ")[0] for entry in log()
+        } == {
+            "catalogue": "Cleared the stale shared lock",
+            "busy": "Removed a dead claim from the queue",
             "stale": "Cleared the stale lock",
         }
 
@@ -621,7 +627,7 @@ class TestAdmin:
             for form in re.findall(r"<form.*?</form>", text, re.DOTALL)
             if CLEAR in form
         ]
-        assert "1 lock was cleared: a" in told(
+        assert "1 stale lock was cleared: a" in told(
             page(clearer.post(LIST, form, follow=True))
         )
         assert rows.now("a").state == "free"
@@ -787,17 +793,17 @@ class TestRaces:
         dead = rows.dead("api")
         with transaction.atomic():
             ResourceLock.objects.select_for_update().get(pk="api")
-            assert in_other_thread(run, "reap_locks") == "0 stale locks made free.\n"
+            assert in_other_thread(run, "reap_locks") == "0 stale locks cleared.\n"
             for version in ("share:1001", f"claim:{dead.pk}"):
-                assert "in a transaction at this moment" in told(
+                assert "held by an open transaction" in told(
                     in_other_thread(act, releaser, FORCE, "api", version=version)
                 )
             message = in_other_thread(
                 refused, "clear_lock", "api", "--all-shares", "--yes"
             )
-            assert "in a transaction at this moment" in message
+            assert "held by an open transaction" in message
         assert LockClaim.objects.count() == 2
-        assert run("reap_locks") == "1 stale lock made free.\n"
+        assert run("reap_locks") == "1 stale lock cleared.\n"
 
 
 @pytest.mark.django_db(transaction=True)

@@ -139,7 +139,9 @@ class Crew:
         try:
             pipe.send(request)
         except OSError:
-            raise CrewError(f"{self._processes[number].name} ended by itself") from None
+            raise CrewError(
+                f"{self._processes[number].name} ended unexpectedly"
+            ) from None
 
     def hear(self, number: int, seconds: float | None = None) -> Any:
         """Return the next reply of a worker.
@@ -148,11 +150,11 @@ class Crew:
         """
         name, pipe = self._processes[number].name, self.pipes[number]
         if seconds is not None and not pipe.poll(max(0.0, seconds)):
-            raise CrewError(f"{name} gave no answer in time")
+            raise CrewError(f"{name} did not reply in time")
         try:
             well, answer = pipe.recv()
         except (EOFError, OSError):
-            raise CrewError(f"{name} ended by itself") from None
+            raise CrewError(f"{name} ended unexpectedly") from None
         if not well:
             raise CrewError(f"{name} failed:\n{answer}")
         return answer

@@ -143,7 +143,7 @@ def _measure(
         for answer in _answers(crew, size, WARM_UP + seconds + PATIENCE)
     ]
     if not any(grants(samples, begin, end)):
-        raise NotMeasured(f"nobody was granted the key in {seconds:g} s")
+        raise NotMeasured(f"no process acquired the key in {seconds:g} s")
     return samples, begin, end
 
 
@@ -161,9 +161,9 @@ def _answers(crew: Crew, size: int, seconds: float) -> list[Any]:
 def why_not_together(backend: BaseBackend) -> str | None:
     """Return why this backend cannot be measured under contention, or None."""
     if not backend.exclusive:
-        return "excludes nobody"
+        return "excludes no other caller"
     if isinstance(backend, MemoryBackend):
-        return "excludes within one process only"
+        return "excludes callers in the same process only"
     return None
 
 

@@ -54,7 +54,7 @@ def handovers(samples: Samples, begin: float, end: float) -> list[float]:
 
 
 def overlaps(samples: Samples) -> int:
-    """Return how often the key was granted while another holder had it."""
+    """Return how often the key was granted while another process held it."""
     found, latest = 0, float("-inf")
     for hold in _by_grant(samples):
         found += hold[GRANTED] < latest

@@ -1,4 +1,4 @@
-"""The base class of the management commands: the alias and short errors."""
+"""The base class of the commands: the option --using, and short errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LockCommand(BaseCommand):
             "--using",
             default=DEFAULT_ALIAS,
             metavar="ALIAS",
-            help="Alias of the DLOCKS setting. Default: %(default)s.",
+            help="An alias of the DLOCKS setting. Default: %(default)s.",
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -51,7 +51,7 @@ class LockCommand(BaseCommand):
             raise CommandError(str(error)) from error
         if not backend.supports_clearing or not isinstance(backend, DatabaseBackend):
             raise CommandError(
-                f"The locks of DLOCKS[{alias!r}] cannot be seen or cleared from here:"
-                f" {type(backend).__name__} keeps none in a database."
+                f"The locks of DLOCKS[{alias!r}] cannot be listed or cleared, because"
+                f" {type(backend).__name__} keeps no rows in a database."
             )
         return backend

@@ -87,7 +87,7 @@ class Migration(migrations.Migration):
                     "waiters",
                     models.PositiveIntegerField(
                         db_default=0,
-                        help_text="Not fewer than the counted claims in the queue.",
+                        help_text="At least the number of counted claims in the queue.",
                         verbose_name="waiters",
                     ),
                 ),
@@ -139,14 +139,14 @@ class Migration(migrations.Migration):
                 (
                     "permits",
                     models.PositiveIntegerField(
-                        help_text="How many holds may share the key at once.",
+                        help_text="The number of holds that may share the key.",
                         verbose_name="permits",
                     ),
                 ),
                 (
                     "scope",
                     models.CharField(
-                        help_text="The status of the lock row once it is granted.",
+                        help_text="The status of the lock row after the grant.",
                         max_length=1,
                         verbose_name="scope",
                     ),
@@ -155,14 +155,14 @@ class Migration(migrations.Migration):
                 (
                     "counted",
                     models.BooleanField(
-                        help_text="Whether the waiters of the lock row include it.",
+                        help_text="Whether the lock row counts it as a waiter.",
                         verbose_name="counted",
                     ),
                 ),
                 (
                     "handover_ttl",
                     models.BigIntegerField(
-                        help_text="Microseconds of the lease that a handover gives.",
+                        help_text="Microseconds of the lease after a handover.",
                         verbose_name="handover ttl",
                     ),
                 ),
@@ -170,7 +170,7 @@ class Migration(migrations.Migration):
                     "channel",
                     models.CharField(
                         blank=True,
-                        help_text="Where its notification is sent.",
+                        help_text="The channel for its notification.",
                         max_length=63,
                         verbose_name="channel",
                     ),
@@ -214,7 +214,7 @@ class Migration(migrations.Migration):
                 (
                     "waited",
                     models.FloatField(
-                        help_text="Seconds for which its holder waited for it.",
+                        help_text="Seconds for which the holder waited.",
                         verbose_name="waited",
                     ),
                 ),
@@ -235,8 +235,8 @@ class Migration(migrations.Migration):
                 ),
             ],
             options={
-                "verbose_name": "finished hold",
-                "verbose_name_plural": "finished holds",
+                "verbose_name": "ended hold",
+                "verbose_name_plural": "ended holds",
                 "default_permissions": (),
                 "indexes": [
                     models.Index(fields=["end_time"], name="dlocks_record_end")

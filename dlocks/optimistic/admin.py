@@ -41,8 +41,8 @@ class _CheckForm:
         if not issubclass(self.form, VersionedModelForm):
             messages.append(
                 checks.Error(
-                    f"{type(self).__name__}.form carries no version, so an edit would"
-                    " be lost to a later one.",
+                    f"{type(self).__name__}.form carries no version, so it would"
+                    " overwrite concurrent changes.",
                     hint=(
                         "Derive the form from"
                         " dlocks.optimistic.forms.VersionedModelForm."
@@ -141,9 +141,10 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
             self.message_user(
                 request,
                 _(
-                    "Somebody else has changed this meanwhile, and nothing has been"
-                    " deleted. See whether it should go."
-                ),
+                    "%(object)s has changed in the meantime and was not deleted. Review"
+                    " the changes before you confirm again."
+                )
+                % {"object": shown},
                 messages.ERROR,
             )
         query = request.GET.copy()

@@ -35,9 +35,9 @@ def token_of(hold: HasToken | int) -> int:
     """Return the fencing token of a hold, or the token itself."""
     token = hold if isinstance(hold, int) else getattr(hold, "token", None)
     if isinstance(token, bool) or not isinstance(token, int):
-        raise TypeError(f"A hold or its token is needed, not {type(hold).__name__}.")
+        raise TypeError(f"Pass a hold or its token, not {type(hold).__name__}.")
     if token < 1:
-        raise ValueError(f"A token is 1 or more, not {token}.")
+        raise ValueError(f"A token must be 1 or more, not {token}.")
     return token
 
 
@@ -80,8 +80,8 @@ class FencedQuerySet(models.QuerySet[Any]):
         """
         if "fence" in kwargs:
             raise ValueError(
-                "The fence is written by fenced(hold).update(), and cannot be updated"
-                " to a value."
+                "fence cannot be set to a value. fenced(hold).update() writes the token"
+                " of the hold."
             )
         with self._fenced() as rows:
             updated = super(FencedQuerySet, rows).update(**kwargs)
@@ -143,8 +143,8 @@ class FencedQuerySet(models.QuerySet[Any]):
         """
         if update_conflicts:
             raise ValueError(
-                "bulk_create(update_conflicts=True) would write over rows without"
-                " looking at tokens."
+                "bulk_create(update_conflicts=True) would overwrite rows without"
+                " comparing tokens."
             )
         objs = list(objs)
         before = [
@@ -175,7 +175,7 @@ class FencedQuerySet(models.QuerySet[Any]):
     def _need_token(self) -> int:
         if self._token is None:
             raise RuntimeError(
-                f"{self.model._meta.label} is written only with a token:"
+                f"{self.model._meta.label} can only be written with a token. Use"
                 " objects.fenced(hold).update(…), or objects.claim(pk, hold) and then"
                 " save()."
             )
@@ -276,7 +276,7 @@ class FencedModel(models.Model):
 
     A row refuses a token that is older than its own. Under a lock, ``claim()`` the row
     with the hold, which also reads it, then change it and ``save()``. A holder that was
-    paused and has lost the lock meanwhile gets StaleToken, and does not overwrite its
+    paused and has lost the lock gets StaleToken, and does not overwrite its
     successor's work. All writers of a row use the tokens of one lock.
     """
 
@@ -444,9 +444,9 @@ class FencedModel(models.Model):
         token: int | None = getattr(self._state, "token", None)
         if token is None:
             raise RuntimeError(
-                f"{self._meta.label} {self.pk!r} is written only with a token:"
-                " claim(hold) it first, which also reads it anew, and then save(); or"
-                " save(token=hold) values that were not derived from the row."
+                f"{self._meta.label} {self.pk!r} can only be written with a token. Call"
+                " claim(hold) first, which also reads the row again, and then save()."
+                " For values that were not derived from the row, use save(token=hold)."
             )
         return token
 
@@ -482,8 +482,8 @@ class FencedModel(models.Model):
                 checks.Error(
                     f"{cls._meta.label} is both a VersionedModel and a FencedModel.",
                     hint=(
-                        "Choose: a version for rows that people edit, a fence for rows"
-                        " that are written under a lock."
+                        "Choose one of them: a version for rows that users edit, or a"
+                        " fence for rows that are written under a lock."
                     ),
                     obj=cls,
                     id="dlocks.E023",
@@ -494,11 +494,11 @@ class FencedModel(models.Model):
             if not issubclass(manager._queryset_class, FencedQuerySet):
                 messages.append(
                     checks.Error(
-                        f"{cls._meta.label}.{manager.name} is not a FencedManager: its"
-                        " update() would ask for no token.",
+                        f"{cls._meta.label}.{manager.name} is not a FencedManager, so"
+                        " its update() would not require a token.",
                         hint=(
                             "Derive the manager from dlocks.optimistic.FencedManager,"
-                            " its queryset from FencedQuerySet."
+                            " and its queryset from FencedQuerySet."
                         ),
                         obj=cls,
                         id="dlocks.E024",

@@ -82,7 +82,7 @@ class Difference:
 
 
 class Conflict:
-    """The submitted values and the values that another user has written meanwhile.
+    """The submitted values and the values that another user has written since.
 
     As a string, it is an HTML table.
     """
@@ -148,8 +148,8 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
                 None,
                 ValidationError(
                     _(
-                        "The form does not say which version of the row it was made"
-                        " from. Please open it again."
+                        "The form does not contain the version of its row. Nothing was"
+                        " saved. Open the form again."
                     ),
                     code="version",
                 ),
@@ -180,16 +180,16 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             message: str = format_html(
                 "{} {}",
                 _(
-                    "Somebody else has changed this meanwhile. What is in the database"
-                    " now is shown; enter yours again where it should stand."
+                    "This row has changed in the meantime. The form shows its current"
+                    " values. Enter your values again where they should replace them."
                 ),
                 self.conflict,
             )
         else:
             message = _(
-                "Somebody else has changed this meanwhile, and nothing has been saved."
-                " Compare below: what you had not changed is now as theirs; when you"
-                " save, the rest of your values replace theirs."
+                "This object has changed in the meantime and was not saved. Fields that"
+                " you did not change show the current values. If you save again, your"
+                " other values replace the current ones."
             )
         self.add_error(None, ValidationError(message, code="conflict"))
 

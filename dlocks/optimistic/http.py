@@ -72,7 +72,8 @@ class StaleVersionMiddleware(MiddlewareMixin):
             )
         except TemplateDoesNotExist:
             return HttpResponse(
-                "Somebody else has changed this meanwhile, and nothing has been saved.",
+                "This object has changed in the meantime and was not saved. Load it"
+                " again and repeat your change.",
                 status=status,
                 content_type="text/plain",
             )

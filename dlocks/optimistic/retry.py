@@ -44,7 +44,7 @@ def retry_on_conflict(
     atomic block, where another attempt could not see new data.
     """
     if callable(attempts):
-        raise TypeError("Write @retry_on_conflict(), with parentheses.")
+        raise TypeError("Write @retry_on_conflict() with parentheses.")
     if isinstance(attempts, bool) or not isinstance(attempts, int):
         raise TypeError(f"attempts must be an int, not {type(attempts).__name__}")
     if attempts < 1:
@@ -57,7 +57,8 @@ def retry_on_conflict(
             function
         ):
             raise TypeError(
-                "A generator cannot be retried: what it has yielded is out."
+                "A generator cannot be retried, because the caller already has the"
+                " yielded values."
             )
         name = getattr(function, "__qualname__", repr(function))
 
@@ -69,7 +70,7 @@ def retry_on_conflict(
                 if attempts > 1:
                     took = clock.real_now() - began
                     error.add_note(
-                        f"{name} was given up after {attempts} attempts in"
+                        f"{name} failed in all {attempts} attempts, within"
                         f" {took:.2f} s."
                     )
                 raise error
@@ -142,7 +143,7 @@ def _refuse_open_transactions(name: str, using: str | None) -> None:
         opened.append(using)
     if opened:
         raise RuntimeError(
-            f"{name} is run again on a conflict as a whole transaction, but was called"
-            f" inside of an open one on {opened[0]!r}, where another attempt could not"
-            " see new data. Put retry_on_conflict() around the outermost transaction."
+            f"{name} retries a whole transaction, but was called inside an open one on"
+            f" {opened[0]!r}, where a retry could not see new data. Put"
+            " retry_on_conflict() around the outermost transaction."
         )

@@ -200,8 +200,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         field = version_field(self.model)
         if field.name in kwargs:
             raise ValueError(
-                f"{self.model._meta.label}.{field.name} counts itself, and cannot be"
-                " updated to a value."
+                f"{self.model._meta.label}.{field.name} is incremented by each update,"
+                " and cannot be set to a value."
             )
         if field.ignores(self.model, kwargs):
             return super().update(**kwargs)
@@ -253,8 +253,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         field = version_field(self.model)
         if field.name in fields:
             raise ValueError(
-                f"{self.model._meta.label}.{field.name} counts itself, and cannot be"
-                " updated to a value."
+                f"{self.model._meta.label}.{field.name} is incremented by each update,"
+                " and cannot be set to a value."
             )
         if (
             not objs
@@ -268,7 +268,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         held = {obj._get_pk_val(model._meta): obj._held_version() for obj in objs}
         if len(held) < len(objs):
             raise ValueError(
-                "bulk_update() was given two instances of the same row, of which one"
+                "bulk_update() received two instances of the same row, and one of them"
                 " would be lost."
             )
         self._for_write = True
@@ -321,10 +321,10 @@ class VersionedQuerySet(models.QuerySet[Any]):
         """
         if update_conflicts:
             raise ValueError(
-                "bulk_create(update_conflicts=True) would write over rows without"
-                " comparing or counting up their versions: insert with"
-                " ignore_conflicts=True, then read what was there, and bulk_update()"
-                " that."
+                "bulk_create(update_conflicts=True) would overwrite rows without"
+                " comparing or incrementing their versions. Insert with"
+                " ignore_conflicts=True, then read the existing rows, and use"
+                " bulk_update() on them."
             )
         objs = super().bulk_create(
             objs,
@@ -712,8 +712,8 @@ class VersionedModel(models.Model):
         if held is None:
             raise RuntimeError(
                 f"{self._meta.label} {self.pk!r} was loaded without its {field.name},"
-                " so nothing tells whether the row has changed since. Load it with the"
-                " instance, or, to write over whatever is there, call"
+                " so a change of the row since then cannot be detected. Load the field"
+                " with the instance. To overwrite the row anyway, call"
                 f" refresh_from_db(fields=[{field.name!r}]) first."
             )
         held = int(field.to_python(held))
@@ -729,7 +729,8 @@ class VersionedModel(models.Model):
         if self._state.adding and held == field.get_default():
             raise ValueError(
                 f"{self._meta.label} {self.pk!r} was not read from the database and has"
-                f" no {field.name}: give it the one that it was read with, or read it."
+                f" no {field.name}. Read it, or set the {field.name} that it was read"
+                " with."
             )
         return held
 
@@ -752,11 +753,11 @@ class VersionedModel(models.Model):
         if len(fields) != 1:
             messages.append(
                 checks.Error(
-                    f"{cls._meta.label} has {len(fields)} version fields; it needs"
-                    " one.",
+                    f"{cls._meta.label} has {len(fields)} version fields, but needs"
+                    " exactly one.",
                     hint=(
-                        "Use the one of VersionedModel, or set version = None beside a"
-                        " VersionField of your own."
+                        "Use the field of VersionedModel, or set version = None and add"
+                        " a VersionField of your own."
                     ),
                     obj=cls,
                     id="dlocks.E020",
@@ -772,14 +773,13 @@ class VersionedModel(models.Model):
             if not issubclass(manager._queryset_class, VersionedQuerySet):
                 messages.append(
                     checks.Error(
-                        f"{cls._meta.label}.{manager.name} is not a VersionedManager:"
-                        " its update() would not be seen by whoever has read the row"
-                        " before.",
+                        f"{cls._meta.label}.{manager.name} is not a VersionedManager,"
+                        " so its update() would not increment the version.",
                         hint=(
                             "Derive the manager from"
-                            " dlocks.optimistic.VersionedManager, its queryset from"
-                            " VersionedQuerySet, and let VersionedModel be the first of"
-                            " the model's bases."
+                            " dlocks.optimistic.VersionedManager and its queryset from"
+                            " VersionedQuerySet. Make VersionedModel the first base of"
+                            " the model."
                         ),
                         obj=cls,
                         id="dlocks.E021",
@@ -790,7 +790,7 @@ class VersionedModel(models.Model):
                 messages.append(
                     checks.Error(
                         f"{cls._meta.label} has no field {name!r} to ignore.",
-                        hint=f"Correct ignore_fields of {fields[0].name}.",
+                        hint=f"Correct the ignore_fields of {fields[0].name}.",
                         obj=cls,
                         id="dlocks.E022",
                     )

@@ -192,8 +192,7 @@ def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[BaseBackend, 
     backend = backends[using]
     if not backend.exclusive:
         raise RuntimeError(
-            f"DLOCKS[{using!r}] is a {type(backend).__name__}, where nobody can hold a"
-            " key."
+            f"DLOCKS[{using!r}] is a {type(backend).__name__}, which cannot hold a key."
         )
     full_key = Lock(key=key, using=using)._full_key(backend)
     return backend, Claim(key=full_key, ttl=ttl, holder=holder, owner_ip=HOLDER_IP)
@@ -202,7 +201,7 @@ def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[BaseBackend, 
 def _take(backend: BaseBackend, claim: Claim) -> None:
     if backend.acquire(claim) is None:
         raise RuntimeError(
-            f"{claim.key!r} is held already, by {backend.holder(claim.key)}."
+            f"{claim.key!r} is already held by {backend.holder(claim.key)}."
         )
 
 
@@ -221,7 +220,7 @@ def _end_lease(backend: BaseBackend, claim: Claim) -> None:
             backend._text(sql),
             {"owner": claim.owner, "idle": -round(LONG_AGO * MICROSECONDS)},
         ):
-            raise RuntimeError(f"{claim.key!r} is not held by {claim.holder} any more.")
+            raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
     elif isinstance(backend, DatabaseBackend):
         ended = backend._write(
             claim,
@@ -230,10 +229,10 @@ def _end_lease(backend: BaseBackend, claim: Claim) -> None:
             {"idle": -round(LONG_AGO * MICROSECONDS)},
         )
         if not ended:
-            raise RuntimeError(f"{claim.key!r} is not held by {claim.holder} any more.")
+            raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
     else:
         raise NotImplementedError(
-            f"A lease of {type(backend).__name__} cannot be ended for a test."
+            f"A lease of {type(backend).__name__} cannot be expired for a test."
         )
 
 
@@ -255,7 +254,7 @@ def _live(hold: Hold | str, using: str) -> Hold:
         hold = hold.holds[0]
     if hold.scope != "lease" or not hold.held:
         raise RuntimeError(
-            f"{hold!r} is no lease that could end: a transaction keeps its locks. Take"
-            " it outside of the transaction, or put the test under override_locks()."
+            f"{hold!r} is not a live lease. Acquire it outside a transaction, or use"
+            " override_locks()."
         )
     return hold

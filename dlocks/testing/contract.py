@@ -50,7 +50,7 @@ class BackendContract(TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         if not cls.__test__:
-            raise SkipTest("the rules themselves, without a backend")
+            raise SkipTest("a suite without a backend")
         super().setUpClass()
 
     def setUp(self) -> None:
@@ -79,7 +79,7 @@ class BackendContract(TestCase):
 
     def needs(self, capability: str) -> None:
         if not getattr(self.backend, capability):
-            raise SkipTest(f"{type(self.backend).__name__} does not have {capability}")
+            raise SkipTest(f"{type(self.backend).__name__} has no {capability}")
 
     # Rules 1 and 2.
 
@@ -91,7 +91,7 @@ class BackendContract(TestCase):
         self.granted(self.claim())
         started = time.monotonic()
         self.assertIsNone(self.backend.acquire(self.claim()))
-        _in_time(time.monotonic() - started, 2.0, "it did not answer at once")
+        _in_time(time.monotonic() - started, 2.0, "acquire() waited")
 
     def test_keys_are_independent(self) -> None:
         self.granted(self.claim("contract:1"))
@@ -284,10 +284,10 @@ class BackendContract(TestCase):
     def kept_by_renewing(self, **options: Any) -> Claim:
         """Renew a claim for three times its ttl, and return it.
 
-        No other claim may be granted its key meanwhile.
+        No other claim may be granted its key in that time.
 
-        If the machine stands still for longer than the ttl, the lease rightly expires.
-        Such an attempt proves nothing and is repeated.
+        If the machine pauses for longer than the ttl, the lease expires. Such an
+        attempt is repeated.
         """
         for number in range(20):
             claim = self.claim(f"contract:renewed:{number}", ttl=self.ttl, **options)
@@ -309,7 +309,7 @@ class BackendContract(TestCase):
             else:
                 return claim
         raise AssertionError(
-            f"The machine stood still for {self.ttl} seconds in each of 20 attempts."
+            f"The machine paused for {self.ttl} seconds in each of 20 attempts."
         )
 
     def test_a_released_key_is_free_at_once(self) -> None:
@@ -362,7 +362,7 @@ class BackendContract(TestCase):
     def granted_together(self, claims: Sequence[Claim]) -> Sequence[Grant]:
         grants = self.backend.acquire_all(claims)
         if grants is None:
-            raise SkipTest(f"{type(self.backend).__name__} takes one key at a time")
+            raise SkipTest(f"{type(self.backend).__name__} acquires one key at a time")
         return grants
 
     def test_several_keys_are_granted_and_given_back_together(self) -> None:
@@ -471,10 +471,10 @@ class BackendContract(TestCase):
         deadline = time.monotonic() + seconds
         while True:
             place = self.backend.look([claim]).get(claim.owner)
-            assert place is not None, "the claim lost its place"
+            assert place is not None, "the claim is not in the queue"
             if place.grant is not None:
                 return place.grant
-            _in_time(time.monotonic(), deadline, "its turn did not come")
+            _in_time(time.monotonic(), deadline, "the claim was not granted")
             time.sleep(0.01)
 
     def test_a_release_hands_over_in_the_order_of_arrival(self) -> None:
@@ -581,7 +581,7 @@ class BackendContract(TestCase):
         self.in_line(claim)
         deadline = time.monotonic() + HEARD_FOR + 2.0
         while self.backend.waiting(claim.key) != 1:
-            _in_time(time.monotonic(), deadline, "it is still waited for")
+            _in_time(time.monotonic(), deadline, "the dead claim still counts")
             self.backend.look([claim])
             time.sleep(0.1)
         self.backend.release(holder)
@@ -761,7 +761,7 @@ class BackendContract(TestCase):
         try:
             started = time.monotonic()
             self.assertIsNone(self.backend.acquire(self.claim()))
-            _in_time(time.monotonic() - started, 2.0, "it did not answer at once")
+            _in_time(time.monotonic() - started, 2.0, "acquire() waited")
         finally:
             done.set()
             thread.join(60)
@@ -777,8 +777,8 @@ class _RolledBackError(Exception):
 def _in_time(now: float, limit: float, late: str) -> None:
     """Raise TimeoutError if ``now`` has reached ``limit``.
 
-    The error type differs from a failed assertion: a machine that stood still looks the
-    same as a wrong backend.
+    It is not an AssertionError, because a paused machine looks the same as a wrong
+    backend.
     """
     if now >= limit:
-        raise TimeoutError(f"{late}: {now - limit:.3f} s later than it may")
+        raise TimeoutError(f"{late}: {now - limit:.3f} s over the limit")

@@ -185,6 +185,6 @@ def test_lock_bench_names_a_missing_server_and_no_password(redis_server):
         r"^nowhere: LockBackendError: .*'nowhere'", finished.stderr, re.MULTILINE
     )
     assert "there, 2 processes: " in finished.stdout
-    assert "CommandError: 2 of 3 aliases failed; see above." in finished.stderr
+    assert "CommandError: 2 of 3 aliases failed. See above." in finished.stderr
     assert "secret-word" not in finished.stdout + finished.stderr
     assert "Traceback" not in finished.stderr

@@ -1,4 +1,4 @@
-"""``manage.py clear_lock``: free one key, whatever its holder."""
+"""``manage.py clear_lock``: clear a stale lock, or force its release."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ from dlocks.text import printable
 # Shared holds that are shown.
 SHOWN = 100
 
-FENCED_OFF = "is fenced off, and is told at its next renewal that the lock is lost"
+FENCED_OFF = "is fenced off: its next renewal reports the loss"
 
 
 class Command(LockCommand):
     help = (
-        "Takes a key, or shares of it, from its holder, if that is still the one that"
-        " was shown; the line moves on."
+        "Clears a stale lock, or forces the release of a held one, if it still has the"
+        " holder that was shown. The first waiter then acquires the key."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
-            "key", metavar="KEY", help="The key, as the application names it."
+            "key", metavar="KEY", help="The key, without the prefix of the alias."
         )
         shares = parser.add_mutually_exclusive_group()
         shares.add_argument(
             "--share",
             type=int,
             metavar="TOKEN",
-            help="End the one share that has this token.",
+            help="End the shared hold that has this token.",
         )
         shares.add_argument(
             "--all-shares",
             action="store_true",
-            help="End all shares that there are now.",
+            help="End all current shared holds.",
         )
-        parser.add_argument("--yes", action="store_true", help="Do not ask.")
+        parser.add_argument("--yes", action="store_true", help="Do not confirm.")
         parser.add_argument(
             "--stale-only",
             action="store_true",
-            help="Refuse to clear a lock or share that is held.",
+            help="Clear only what is stale, and refuse what is held.",
         )
         parser.add_argument(
             "--reason",
             metavar="TEXT",
-            help="Why, for the log; has to be given where a lock or share is held.",
+            help="The reason, for the log. Required if the lock is held.",
         )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
@@ -81,24 +81,24 @@ class Command(LockCommand):
         name = f"'{printable(key)}'"
         lock = shown(backend, backend.prefix + key)
         if lock is None:
-            raise CommandError(f"There is no lock {name} in DLOCKS[{backend.alias!r}].")
+            raise CommandError(f"DLOCKS[{backend.alias!r}] has no lock {name}.")
         if options["share"] is not None or options["all_shares"]:
             self._end_shares(backend, lock, name, **options)
             return
         if lock.state == LockState.FREE:
-            self.stdout.write(f"{name} is free already: nothing is changed.")
+            self.stdout.write(f"{name} is already free. Nothing was changed.")
             return
         if not in_row(lock):
             self._write_shares(name, shares(backend, [lock.pk])[:SHOWN])
             raise CommandError(
-                f"{name} is shared: pass --share TOKEN to end one share, or"
-                " --all-shares to end all. Nothing is changed."
+                f"{name} is shared. Pass --share TOKEN to end one shared hold, or"
+                " --all-shares to end all. Nothing was changed."
             )
         self.stdout.write(f"{name} is {_state(lock)}.")
         if is_kept(lock):
-            raise CommandError(f"{name} is not cleared ({in_transaction()}).")
+            raise CommandError(f"{name} was not cleared ({in_transaction()}).")
         if options["stale_only"] and lock.state != LockState.STALE:
-            raise CommandError(f"{name} is not stale: nothing is changed.")
+            raise CommandError(f"{name} is not stale. Nothing was changed.")
         held = lock.state == LockState.HELD
         self._refuse_without_reason(name, held, options["reason"])
         if not options["yes"]:
@@ -113,8 +113,8 @@ class Command(LockCommand):
                 stale_only=options["stale_only"] or options["reason"] is None,
             )
         except NotCleared as why:
-            now = "" if why.lock is None else f" Now it is {_state(why.lock)}."
-            raise CommandError(f"{name} is not cleared ({why}).{now}") from None
+            now = "" if why.lock is None else f" It is now {_state(why.lock)}."
+            raise CommandError(f"{name} was not cleared ({why}).{now}") from None
         self._audit(backend, "lock", lock.pk, lost, options["reason"])
         self.stdout.write(
             self._now(backend, lock.pk, name) + f" Its former holder {FENCED_OFF}."
@@ -131,10 +131,10 @@ class Command(LockCommand):
             found = found.filter(state=ClaimState.STALE)
         chosen = list(found)
         if not chosen:
-            which = "a stale share" if options["stale_only"] else "a share"
+            which = "stale shared hold" if options["stale_only"] else "shared hold"
             with_token = "" if token is None else f" with token {token}"
             raise CommandError(
-                f"{name} has not {which}{with_token}: nothing is changed."
+                f"{name} has no {which}{with_token}. Nothing was changed."
             )
         self._write_shares(name, chosen)
         held = any(
@@ -142,7 +142,7 @@ class Command(LockCommand):
         )
         self._refuse_without_reason(name, held, options["reason"])
         if not options["yes"]:
-            number = "this share" if len(chosen) == 1 else f"these {len(chosen)} shares"
+            number = f"{len(chosen)} shared hold{'' if len(chosen) == 1 else 's'}"
             self._ask(f"End {number} of {name}?", held=held)
         refused = []
         stale_only = options["stale_only"] or options["reason"] is None
@@ -150,11 +150,11 @@ class Command(LockCommand):
             try:
                 lost = end_share(backend, lock.pk, share.version, stale_only=stale_only)
             except NotCleared as why:
-                refused.append(f"token {share.version} is not ended ({why})")
+                refused.append(f"token {share.version} was not ended ({why})")
             else:
                 self._audit(backend, "share", lock.pk, lost, options["reason"])
         if ended := len(chosen) - len(refused):
-            number = "1 share is" if ended == 1 else f"{ended} shares are"
+            number = "1 shared hold was" if ended == 1 else f"{ended} shared holds were"
             whose = (
                 f"Its former holder {FENCED_OFF}"
                 if ended == 1
@@ -167,8 +167,8 @@ class Command(LockCommand):
     def _refuse_without_reason(self, name: str, held: bool, reason: str | None) -> None:
         if held and reason is None:
             raise CommandError(
-                f"{name} is held: pass --reason TEXT to take it by force; the reason is"
-                " kept in the log. Nothing is changed."
+                f"{name} is held. To force its release, pass --reason TEXT for the log."
+                " Nothing was changed."
             )
 
     def _audit(
@@ -196,32 +196,37 @@ class Command(LockCommand):
     def _write_shares(self, name: str, found: Any) -> None:
         self.stdout.write(f"{name} is shared:")
         for share in found:
-            self.stdout.write(
-                f"    {share.state}: {describe(share)} (token {share.version})"
-            )
+            self.stdout.write(f"    {_held_by(share)}")
 
     def _now(self, backend: DatabaseBackend, key: str, name: str) -> str:
         lock = shown(backend, key)
         if lock is None or lock.state == LockState.FREE:
-            return self.style.SUCCESS(f"{name} is cleared and free.")
-        return self.style.SUCCESS(f"{name} is cleared.") + f" Now it is {_state(lock)}."
+            return self.style.SUCCESS(f"{name} was cleared and is free.")
+        return (
+            self.style.SUCCESS(f"{name} was cleared.") + f" It is now {_state(lock)}."
+        )
 
     def _ask(self, question: str, *, held: bool) -> None:
         if not sys.stdin.isatty():
             raise CommandError(
-                "There is nobody to ask: pass --yes to clear unasked. Nothing is"
-                " changed."
+                "The confirmation needs a terminal. Pass --yes to clear without it."
+                " Nothing was changed."
             )
-        warning = "Its holder may still be at work. " if held else ""
+        warning = "A holder may still be working. " if held else ""
         try:
             answer = input(f"{warning}{question} [y/N] ")
         except EOFError:
             answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
-            raise CommandError("Not confirmed: nothing is changed.")
+            raise CommandError("Not confirmed. Nothing was changed.")
 
 
 def _state(lock: Shown) -> str:
     if lock.state == LockState.FREE or not in_row(lock):
         return state_of(lock)
-    return f"{lock.state}: {describe(lock)} (token {lock.version})"
+    return _held_by(lock)
+
+
+def _held_by(lock: Shown) -> str:
+    stale = "" if lock.state == LockState.HELD else f"{lock.state}: "
+    return f"{stale}held by {describe(lock)} (token {lock.version})"

@@ -16,7 +16,7 @@ from dlocks.management.base import LockCommand
 from dlocks.models import ClaimState, LockState
 from dlocks.oversight import (
     Shown,
-    heard_of,
+    describe,
     in_row,
     is_kept,
     mode,
@@ -25,7 +25,7 @@ from dlocks.oversight import (
     time_left,
     with_claims,
 )
-from dlocks.text import duration, moment, printable
+from dlocks.text import duration, printable
 from dlocks.values import UNLIMITED
 
 COLUMNS = (
@@ -33,22 +33,21 @@ COLUMNS = (
     "STATE",
     "HOLDER",
     "IP",
-    "BEGIN",
-    "AGE",
-    "LEFT",
+    "ACQUIRED",
+    "LEASE",
     "COUNT",
     "WAITING",
     "TOKEN",
 )
-NUMBERS = {"AGE", "LEFT", "COUNT", "WAITING", "TOKEN"}
-# Characters to which a column grows. Longer values are not cut off.
+NUMBERS = {"ACQUIRED", "LEASE", "COUNT", "WAITING", "TOKEN"}
+# Maximum width of a column in characters. Longer values are not truncated.
 WIDEST = 60
 
 
 class Command(LockCommand):
     help = (
-        "Lists the locks that are held, shared or stale, by the database's clock, with"
-        " their holders."
+        "Lists the locks that are held, shared or stale, with their holders. Ages and"
+        " leases are by the database's clock."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -60,23 +59,25 @@ class Command(LockCommand):
         states.add_argument(
             "--stale",
             action="store_true",
-            help="Only locks whose holder never came back.",
+            help="Only locks whose lease has expired without a release.",
         )
         states.add_argument(
-            "--all", action="store_true", help="Free ones too, with their last holder."
+            "--all",
+            action="store_true",
+            help="Also free locks, with their last holders.",
         )
         parser.add_argument(
             "--waiting",
             action="store_true",
             help=(
-                "Behind each lock those who share it and those who wait for it; also"
-                " free ones that are waited for."
+                "Also the shared holds and waiters of each lock, and free locks with"
+                " waiters."
             ),
         )
         parser.add_argument(
             "--json",
             action="store_true",
-            help="A JSON array, with seconds and UTC times.",
+            help="A JSON array, with UTC times, and ages in seconds.",
         )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
@@ -135,15 +136,12 @@ class Command(LockCommand):
         for share in claims:
             if share.version is not None:
                 self.stdout.write(
-                    f"    {_who(share)}, {mode(share)}, {time_left(share)} (token"
+                    f"    held by {describe(share)}, {mode(share)} (token"
                     f" {share.version})"
                 )
         for place, claim in _in_line(claims):
-            silent = "" if claim.state == ClaimState.WAITING else f", {heard_of(claim)}"
-            self.stdout.write(
-                f"    {'-' if place is None else place}. {_who(claim)},"
-                f" {mode(claim)}{silent}"
-            )
+            number = "-" if place is None else place
+            self.stdout.write(f"    {number}. {describe(claim)}, {mode(claim)}")
 
     def _cells(self, lock: Shown, prefix: str) -> tuple[str, ...]:
         # The row of a shared key describes only its last exclusive holder.
@@ -154,13 +152,12 @@ class Command(LockCommand):
             state_of(lock),
             (alone and printable(lock.holder)) or "-",
             (alone and lock.owner_ip) or "-",
-            "-" if not alone or lock.begin_time is None else moment(lock.begin_time),
             (
                 "-"
-                if not taken or lock.seconds_held is None
-                else duration(lock.seconds_held)
+                if not alone or lock.begin_time is None
+                else f"{duration(lock.seconds_held)} ago"
             ),
-            duration(lock.seconds_left) if taken and not is_kept(lock) else "-",
+            time_left(lock) if taken and not is_kept(lock) else "-",
             str(lock.hold_count),
             str(lock.waiting),
             str(lock.version),
@@ -225,11 +222,6 @@ def _in_line(claims: list[Shown]) -> Iterator[tuple[int | None, Shown]]:
         if claim.version is None:
             place += claim.state == ClaimState.WAITING
             yield place if claim.state == ClaimState.WAITING else None, claim
-
-
-def _who(claim: Shown) -> str:
-    ip = f" ({claim.owner_ip})" if claim.owner_ip else ""
-    return f"{printable(claim.holder) or '-'}{ip} since {moment(claim.begin_time)}"
 
 
 def _claim_fields(claim: Shown) -> dict[str, Any]:

@@ -40,25 +40,25 @@ from dlocks.exceptions import LockBackendError
 
 COLUMNS = [
     # Two header lines, and the part and the name of the figure.
-    ("TAKE", "p50 µs", "alone", "take_p50_us"),
+    ("ACQUIRE", "p50 µs", "alone", "take_p50_us"),
     ("", "p95 µs", "alone", "take_p95_us"),
-    ("GIVE", "p50 µs", "alone", "give_p50_us"),
+    ("RELEASE", "p50 µs", "alone", "give_p50_us"),
     ("", "p95 µs", "alone", "give_p95_us"),
     ("GRANTS", "per s", "together", "grants_per_s"),
     ("WAIT", "p50 ms", "together", "wait_p50_ms"),
     ("", "p99 ms", "together", "wait_p99_ms"),
     ("", "max ms", "together", "wait_max_ms"),
-    ("JAIN", "", "together", "jain"),
-    ("HAND-OVER", "p50 ms", "together", "handover_p50_ms"),
+    ("FAIRNESS", "Jain", "together", "jain"),
+    ("HANDOVER", "p50 ms", "together", "handover_p50_ms"),
     ("", "p99 ms", "together", "handover_p99_ms"),
 ]
 
 
 class Command(BaseCommand):
     help = (
-        "Measures the locks of every alias of DLOCKS, or of those named, on the servers"
-        " that it has: taking and giving back alone, and by several processes that want"
-        " the same key. Its keys are its own."
+        "Measures the locks of all aliases of DLOCKS, or of those named, on their own"
+        " servers: acquire and release without contention, and with several processes"
+        " that compete for one key. It uses keys of its own."
     )
     # A misconfigured alias is reported, and the others are measured.
     requires_system_checks = []
@@ -75,34 +75,34 @@ class Command(BaseCommand):
             "--seconds",
             type=_number(float, 0.1, 3600),
             default=3.0,
-            help="How long each measurement takes (3).",
+            help="How long each measurement takes. Default: %(default)g.",
         )
         parser.add_argument(
             "--processes",
             type=_number(int, 2, 256),
             default=8,
-            help="How many processes want the key (8).",
+            help="How many processes compete for the key. Default: %(default)d.",
         )
         parser.add_argument(
             "--hold-ms",
             type=_number(float, 0, 60_000),
             default=1.0,
-            help="How long each holds it, in ms (1).",
+            help="How long each holds it, in milliseconds. Default: %(default)g.",
         )
         parser.add_argument("--json", metavar="FILE", help="Write all figures as JSON.")
-        parser.add_argument("--svg", metavar="FILE", help="Write a picture of them.")
+        parser.add_argument("--svg", metavar="FILE", help="Write charts as SVG.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = list(dict.fromkeys(options["using"] or backends))
         if unknown := [alias for alias in aliases if alias not in list(backends)]:
             raise CommandError(
-                f"DLOCKS has no alias {unknown[0]!r}; it has"
-                f" {', '.join(map(repr, backends))}. Nothing is measured."
+                f"DLOCKS has no alias {unknown[0]!r}. It has"
+                f" {', '.join(map(repr, backends))}. Nothing was measured."
             )
         if not os.environ.get(ENVIRONMENT_VARIABLE):
             raise CommandError(
                 "lock_bench starts processes, which find the settings by"
-                f" {ENVIRONMENT_VARIABLE}: set it, or pass --settings."
+                f" {ENVIRONMENT_VARIABLE}. Set it, or pass --settings."
             )
         for option in ("json", "svg"):
             _check_writable(option, options[option])
@@ -111,9 +111,9 @@ class Command(BaseCommand):
         try:
             self._measure(results, keys, options)
         except CrewError as error:
-            raise CommandError(f"The measurement was broken off: {error}.") from error
+            raise CommandError(f"The measurement was aborted: {error}.") from error
         except KeyboardInterrupt:
-            self.stderr.write("Interrupted: the measurement was broken off.")
+            self.stderr.write("Interrupted. The measurement was aborted.")
             sys.exit(130)
         finally:
             self._purge(keys)
@@ -153,7 +153,7 @@ class Command(BaseCommand):
             options["processes"],
             options["hold_ms"] / 1000,
         )
-        self._progress(options, f"{processes} processes start …")
+        self._progress(options, f"Starting {processes} processes …")
         with Crew(processes, serve) as crew:
             for done, (alias, name) in enumerate(steps):
                 result = results[alias]
@@ -200,7 +200,7 @@ class Command(BaseCommand):
                     purge(backend, key)
                 except (Error, LockBackendError) as error:
                     self.stderr.write(
-                        f"{alias}: the rows of {key!r} may be left:"
+                        f"{alias}: the rows of {key!r} could not be deleted:"
                         f" {' '.join(str(error).split())}"
                     )
 
@@ -230,8 +230,8 @@ class Command(BaseCommand):
             if overlaps := result.get("together", {}).get("overlaps"):
                 wrong += 1
                 self.stderr.write(
-                    f"{alias}: a key was granted {overlaps} times while somebody"
-                    " had it."
+                    f"{alias}: a key was granted {overlaps} times while another process"
+                    " held it."
                 )
             if "note" in result:
                 self.stdout.write(f"{alias}: {result['note']}.")
@@ -239,7 +239,7 @@ class Command(BaseCommand):
                 wrong += 1
                 self.stderr.write(f"{alias}: {result['error']}")
         if wrong:
-            raise CommandError(f"{wrong} of {len(results)} aliases failed; see above.")
+            raise CommandError(f"{wrong} of {len(results)} aliases failed. See above.")
 
 
 def _described(
@@ -273,12 +273,12 @@ def _picture(run: dict[str, Any]) -> str:
         )
 
     return draw(
-        "dlocks: the aliases side by side",
+        "dlocks: comparison of the aliases",
         f"{run['when']} · dlocks {run['dlocks']}, Python {run['python']},"
         f" {run['system']}, {run['cores']} cores",
         [
             chart(
-                "Take and give back, alone",
+                "Acquire and release, uncontended",
                 "p50, µs · less is better",
                 "alone",
                 "pair_p50_us",
@@ -296,14 +296,12 @@ def _picture(run: dict[str, Any]) -> str:
                 "wait_p99_ms",
             ),
             chart(
-                "Hand-over, p50",
+                "Handover, p50",
                 "ms from one holder to the next · less is better",
                 "together",
                 "handover_p50_ms",
             ),
-            chart(
-                "Fairness", "Jain's index · 1: all got equally many", "together", "jain"
-            ),
+            chart("Fairness", "Jain's index · 1: equal numbers", "together", "jain"),
         ],
     )
 

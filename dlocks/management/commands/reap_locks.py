@@ -17,9 +17,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 class Command(LockCommand):
     help = (
-        "Makes stale locks and shares free, forgets dead claims in line and the history"
-        " of long ago, and with --idle-for deletes the rows of keys that are not used"
-        " any more."
+        "Clears stale locks and shared holds. Deletes dead claims, old records of the"
+        " history and, with --idle-for, the rows of unused keys."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -27,18 +26,23 @@ class Command(LockCommand):
         parser.add_argument(
             "--idle-for",
             metavar="DURATION",
-            help="Also delete rows that have been free so long: 90s, 15m, 12h, 30d.",
+            help=(
+                "Also delete rows that have been free for this time, such as 90s, 15m,"
+                " 12h or 30d."
+            ),
         )
         parser.add_argument(
             "--history-for",
             metavar="DURATION",
             default="30d",
             help=(
-                "Delete the records of holds that ended longer ago. Default:"
+                "Delete the records of holds that ended longer ago than this. Default:"
                 " %(default)s."
             ),
         )
-        parser.add_argument("--dry-run", action="store_true", help="Only count.")
+        parser.add_argument(
+            "--dry-run", action="store_true", help="Only count, and change nothing."
+        )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
         idle_for, dry_run = options["idle_for"], options["dry_run"]
@@ -59,7 +63,7 @@ class Command(LockCommand):
             for number in backend.reap(dry_run=dry_run):
                 freed += number
             told.insert(
-                0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}made free"
+                0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}cleared"
             )
             for number in backend.forget(history_for, dry_run=dry_run):
                 forgotten += number

@@ -37,9 +37,9 @@ FROM_TERMINAL = {"SIGINT", "SIGQUIT"}
 
 class Command(BaseCommand):
     help = (
-        "Runs a command under a lock and exits with its status: 75 when the lock is"
-        " busy, 128 + N when signal N ended the command. When the lock is lost, the"
-        " command is sent SIGTERM."
+        "Runs a command under a lock and exits with its status. The status is 75 if the"
+        " lock is busy, and 128 + N if signal N ended the command. If the lock is lost,"
+        " the command receives SIGTERM."
     )
     # The command does not depend on the checks of other apps.
     requires_system_checks = []
@@ -53,38 +53,38 @@ class Command(BaseCommand):
         return super().create_parser(prog_name, subcommand, usage=usage, **kwargs)
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("key", metavar="KEY", help="What is locked.")
+        parser.add_argument("key", metavar="KEY", help="The key to lock.")
         parser.add_argument(
             "--using",
             default=DEFAULT_ALIAS,
             metavar="ALIAS",
-            help="Alias of the DLOCKS setting. Default: %(default)s.",
+            help="An alias of the DLOCKS setting. Default: %(default)s.",
         )
         parser.add_argument(
             "--timeout",
             type=float,
             default=0.0,
             metavar="SECONDS",
-            help="How long to wait for it. Default: not.",
+            help="How long to wait for the lock. Default: 0.",
         )
         parser.add_argument(
             "--ttl",
             type=float,
             metavar="SECONDS",
-            help="How long it outlives a host that died.",
+            help="How long the lock outlives a crash.",
         )
         parser.add_argument(
             "--max-hold",
             type=float,
             metavar="SECONDS",
-            help="How long it is held at most.",
+            help="How long the lock is held at most.",
         )
         parser.add_argument(
             "--min-hold",
             type=float,
             default=0.0,
             metavar="SECONDS",
-            help="How long it stays taken at least.",
+            help="How long the lock is held at least.",
         )
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -100,7 +100,7 @@ class Command(BaseCommand):
         command = list(command or getattr(self, "_command", []))
         if not command:
             raise CommandError(
-                "Say what to run, after '--': run_locked KEY -- command args"
+                "The command is missing. Write it after '--': run_locked KEY -- command"
             )
         child = _Child(command)
         entered = False
@@ -135,7 +135,7 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
         except OSError as error:
             raise CommandError(
-                f"{command[0]!r} cannot be run: {error.strerror}",
+                f"{command[0]!r} could not be run: {error.strerror}",
                 returncode=(
                     NOT_FOUND
                     if isinstance(error, FileNotFoundError)
@@ -176,9 +176,9 @@ class _Child:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch signals that are not ignored.
+        """Catch signals that this process does not ignore.
 
-        The command must also ignore those that this process ignores.
+        The command must ignore the others as well.
         """
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():

@@ -1,13 +1,13 @@
 "use strict";
-// The control room: asks for its parts again and again, and changes only what has changed, so that the focus, a
-// selection and a click on its way stay where they are. Without it, the page reloads itself.
+// Refresh the parts of the control room, and change only the elements that differ. The focus, a selection and a pending
+// click stay in place. Without this script, the page reloads itself.
 {
     const room = document.querySelector(".dlocks-room");
     const pause = document.getElementById("dlocks-pause");
     const trouble = document.getElementById("dlocks-trouble");
     const parts = [...room.querySelectorAll("[data-part]")].map((section) => ({section, timer: null, busy: false}));
 
-    // Make an element like a fresh one: children with an id are found by it, the others by their place.
+    // Make an element equal to a fresh one. Children with an id are matched by it, the others by their position.
     const renew = (old, fresh) => {
         if (old.isEqualNode(fresh)) {
             return;
@@ -58,12 +58,12 @@
 
     const show = (section, text) => {
         const inside = section.contains(document.activeElement) ? document.activeElement : null;
-        // Inert: nothing in a template is loaded or run.
+        // The content of a template element is inert: it loads and runs nothing.
         const fresh = document.createElement("template");
         fresh.innerHTML = text;
         renewChildren(section, fresh.content);
         if (inside && document.activeElement !== inside) {
-            // What had the focus has moved, or is gone: then the keyboard goes on from where the part begins.
+            // The focused element was moved or removed. If it is gone, focus the part, so that Tab continues there.
             (document.getElementById(inside.id) || section).focus({preventScroll: true});
         }
     };
@@ -89,7 +89,7 @@
             trouble.textContent = trouble.dataset.text;
         }
         part.busy = false;
-        // A server that is slow is asked less often.
+        // Poll a slow server less often.
         later(part, Math.max(part.section.dataset.every * 1000, 10 * (performance.now() - began)));
     };
 
