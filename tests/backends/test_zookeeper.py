@@ -26,7 +26,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase
 from kazoo.client import KazooClient
-from kazoo.exceptions import NoNodeError
+from kazoo.exceptions import ConnectionLoss, NoNodeError
 
 from dlocks import (
     LockBackendError,
@@ -694,6 +694,26 @@ def test_a_silent_claim_is_skipped_beside_an_orphaned_node(server, configured, u
         assert backend.release(holder)
         until(lambda: backend.look([waits])[waits.owner].grant)
         assert backend.release(waits)
+
+
+def test_a_busy_key_is_no_error_when_the_server_then_leaves(
+    backend, person, root, until, monkeypatch
+):
+    """The caller knows that the key is busy, and waits. Its node is deleted later."""
+    holder, ask = claim(), backend.ensemble.ask
+    assert backend.acquire(holder)
+
+    def unreachable(*requests, once=False, **options):
+        if once and len(requests) == 1:
+            raise backend.ensemble._unanswered(None) from ConnectionLoss()
+        return ask(*requests, once=once, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zookeeper, "SOON", 0.05)
+        patched.setattr(backend.ensemble, "ask", unreachable)
+        assert backend.acquire(claim()) is None
+    until(lambda: len(nodes(person, root)) == 1)
+    assert backend.release(holder)
 
 
 def test_a_waiter_that_times_out_leaves_the_queue(process, backend, person, root):

@@ -248,7 +248,12 @@ class ZooKeeperBackend(BaseBackend):
         if (grant := self._grant(entry)) is not None:
             return grant
         self._crowd(claim.key)
-        self._leave(entry, patience=SOON, had=False)
+        try:
+            self._leave(entry, patience=SOON, had=False)
+        except LockBackendError as error:
+            # The key is known to be busy. The node is deleted later.
+            if not is_unanswered(error):
+                raise
         return None
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
