@@ -598,10 +598,19 @@ def test_a_missing_table_is_an_error(command):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0s"), (9.94, "9.9s"), (-3, "-3.0s"), (10, "10s"), (59.6, "1m00s"), (3599,
-    "59m59s"), (-3660, "-1h01m"),
-     (90000, "1d01h"), (86400 * 400, "400d00h")],
-)  # fmt: skip
+    [
+        (0.04, "0.0 s"),
+        (0.4, "0.4 s"),
+        (-3, "-3.0 s"),
+        (42, "42 s"),
+        (119, "119 s"),
+        (180, "3 minutes"),
+        (7199, "120 minutes"),
+        (-5 * 3600, "-5 hours"),
+        (90000, "25 hours"),
+        (86400 * 3, "3 days"),
+    ],
+)
 def test_durations_for_people(seconds, text):
-    """A duration is shown in at most two units."""
+    """A duration is shown in the largest unit of which there are at least two."""
     assert duration(seconds) == text

@@ -241,7 +241,7 @@ class TestPast:
         ended("b", ago=3700, waited=9)
         text = page(viewer.get(LIVE))
         assert (
-            "5 holds, 1 of them (20 %) waited for; the longest wait was 2.5s."
+            "5 holds, 1 of them (20 %) waited for; the longest wait was 2.5 s."
             in text_of(text)
         )
         titles = re.findall(r"<g><title>(.*?)</title>", text)

@@ -176,7 +176,9 @@ def test_waiting(elsewhere, workers, until):
         assert elsewhere(page.report) == "somebody else is at it"
     with db_lock("order:7"):
         page.db_lock = lambda key, timeout: db_lock(key, timeout=0)
-        assert re.fullmatch(r"not now: .* s left is at it", elsewhere(page.ship, 7))
+        assert re.fullmatch(
+            r"not now: held by .* left on its lease", elsewhere(page.ship, 7)
+        )
 
 
 @database
@@ -336,7 +338,8 @@ def test_seeing_and_clearing(elsewhere, caplog):
         assert page.who() == "nobody"
         with pytest.raises(LockLost), db_lock("stock:7"):
             assert re.fullmatch(
-                r".*:\d+:MainThread \(.*\) since .*, [\d.]+ s left", page.who()
+                r".*:\d+:MainThread \(.*\) for .* s, \d+ s left on its lease",
+                page.who(),
             )
             with pytest.raises(LockTimeout):
                 elsewhere(db_lock("stock:7", timeout=0).acquire)

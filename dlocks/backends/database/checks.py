@@ -15,8 +15,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"The locks of DLOCKS[{alias!r}] are in an in-memory SQLite"
-                    " database. Each connection has a database of its own, so the locks"
-                    " do not exclude callers in other threads and processes.",
+                    " database. Each connection has its own, so the locks do not"
+                    " exclude callers in other threads and processes.",
                     hint=(
                         "Use a database in a file, or"
                         " dlocks.backends.memory.MemoryBackend in tests."
@@ -31,8 +31,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"Transactions on the SQLite database {database!r} begin as"
-                    " readers, and fail at once with 'database is locked' when they"
-                    " come to write, as a lock inside of them does.",
+                    " readers. They fail with 'database is locked' when they start to"
+                    " write, for example to acquire a lock.",
                     hint=(
                         f"Set DATABASES[{database!r}]['OPTIONS']['transaction_mode'] ="
                         " 'IMMEDIATE'."
@@ -46,9 +46,9 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"Transactions on database {database!r} run at"
-                    f" {level or 'the server default'}, where a snapshot older than the"
-                    " lock hides what its last holder did: locks inside transactions"
-                    " are refused.",
+                    f" {level or 'the server default'}. A snapshot older than the lock"
+                    " hides the last holder's changes, so locks inside transactions are"
+                    " refused.",
                     hint=(
                         f"Set DATABASES[{database!r}]['OPTIONS']['isolation_level'] ="
                         " 'read committed'."
@@ -63,12 +63,10 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"Transactions on database {database!r} run at an isolation level"
-                    " above READ COMMITTED, where a snapshot older than the lock hides"
-                    " what its last holder did: locks inside transactions are"
-                    " refused.",
+                    " above READ COMMITTED. A snapshot older than the lock hides the"
+                    " last holder's changes, so locks inside transactions are refused.",
                     hint=(
-                        "Leave out"
-                        f" DATABASES[{database!r}]['OPTIONS']['isolation_level']."
+                        f"Remove DATABASES[{database!r}]['OPTIONS']['isolation_level']."
                     ),
                     id="dlocks.W003",
                 )
@@ -76,8 +74,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
     else:
         return [
             checks.Error(
-                f"DLOCKS[{alias!r}] is on database {database!r} of the kind"
-                f" {connection.vendor!r}.",
+                f"DLOCKS[{alias!r}] uses database {database!r}, whose engine"
+                f" {connection.vendor!r} is not supported.",
                 hint="Use PostgreSQL, MariaDB, MySQL or SQLite.",
                 id="dlocks.E004",
             )
