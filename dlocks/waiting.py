@@ -393,8 +393,7 @@ class WaitingRoom:
                 ).start()
             except RuntimeError as error:
                 logger.warning(
-                    "Waiting callers have to poll, as no thread could be started: %s",
-                    error,
+                    "Waiting callers poll, as no thread could be started: %s", error
                 )
                 self._disconnect(listener, broken=False)
                 self.channel, listener = "", None
@@ -433,8 +432,7 @@ class WaitingRoom:
         # A listening thread stops in time for a poll.
         if not listener.ears.acquire(timeout=EARS_PATIENCE):
             raise LockBackendError(
-                "A thread that listens for notifications was interrupted and did not"
-                " stop."
+                "A listening thread was interrupted and did not stop."
             )
         self._overheard = False
         try:

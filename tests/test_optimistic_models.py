@@ -136,7 +136,7 @@ def test_the_error_can_be_pickled_and_has_a_hint(article, another):
         another.save()
     copied = pickle.loads(pickle.dumps(caught.value))
     assert str(copied) == str(caught.value)
-    assert "Nothing was written: read it again" in str(copied)
+    assert "Nothing was written. Read it again" in str(copied)
     assert (copied.model, copied.pk, copied.pks) == (Article, article.pk, (article.pk,))
 
 

@@ -108,7 +108,7 @@ class TestListLocks:
         assert first == "    1. web-2:1:t since 2020-01-01 22:04:05, exclusive"
         assert re.fullmatch(
             r"    -\. web-3:1:t \(198\.51\.100\.8\) since .*, exclusive, not heard of"
-            r" for \d+d\d+h",
+            r" for \d+ days",
             silent,
         )
         assert (
@@ -130,7 +130,7 @@ class TestListLocks:
         assert re.fullmatch(
             r"    worker-1:815:MainThread \(198\.51\.100\.8\) since 2020-01-01"
             r" 22:04:05, shared by up to 3,"
-            r" \d+d\d+h left \(token 1001\)",
+            r" \d+ days left \(token 1001\)",
             share,
         )
 

@@ -134,8 +134,7 @@ class RedisBackend(BaseBackend):
         if answer == "young":
             raise LockBackendError(
                 f"DLOCKS[{self.alias!r}]: Redis at {self._address} started less than"
-                f" {self.settle:g} s ago and may have lost its locks. Retry after that"
-                " time."
+                f" {self.settle:g} s ago and may have lost its locks. Retry later."
             )
         token, takeover = answer
         return Grant(int(token), takeover=bool(takeover))
