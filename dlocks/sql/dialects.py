@@ -189,14 +189,14 @@ class Dialect:
         raise NotImplementedError
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
-        """Return the cheapest statement that writes one row or gives up at once.
+        """Return the cheapest statement that writes one row or fails at once.
 
         It is for use outside a transaction.
         """
         return self.update(table, assignments, where)
 
     def write_or_leave(self, table: str, assignments: str, where: str) -> str:
-        """Return a statement that writes one row or gives up at once.
+        """Return a statement that writes one row or fails at once.
 
         It is for use inside a caller's transaction. If it does not write the row, it
         leaves it unlocked. Where the engine ``locks_in_passing``, its savepoint does

@@ -528,10 +528,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         for who, when, message in entries.order_by("action_time").values_list(*columns)[
             :1
         ]:
-            age = duration(max(0.0, (timezone.now() - when).total_seconds()))
+            since = duration(max(0.0, (timezone.now() - when).total_seconds()))
             if not shows_holder():
-                return f"it was force released in the admin {age} ago"
-            return f"{who} wrote in the admin {age} ago: {message}"
+                return f"it was force released in the admin {since} ago"
+            return f"{who} wrote in the admin {since} ago: {message}"
         return None
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
