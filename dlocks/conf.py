@@ -56,7 +56,7 @@ class BackendHandler:
         configured = getattr(settings, "DLOCKS", {})
         if not isinstance(configured, dict):
             raise ImproperlyConfigured(
-                f"DLOCKS is a dict of aliases, not {type(configured).__name__}."
+                f"DLOCKS must be a dict of aliases, not {type(configured).__name__}."
             )
         return {**DEFAULT, **configured}
 
@@ -87,7 +87,7 @@ class BackendHandler:
         options = conf.get("OPTIONS", {}) if isinstance(conf, dict) else None
         if not isinstance(options, dict):
             raise ImproperlyConfigured(
-                f"DLOCKS[{alias!r}] is a dict, and so are its 'OPTIONS'."
+                f"DLOCKS[{alias!r}] and its 'OPTIONS' must be dicts."
             )
         conf, options = dict(conf), dict(options)
         path = conf.pop("BACKEND", None)
@@ -95,13 +95,13 @@ class BackendHandler:
         if conf:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it"
-                " takes 'BACKEND' and 'OPTIONS'."
+                " accepts 'BACKEND' and 'OPTIONS'."
             )
         if path is None:
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}] names no 'BACKEND'.")
+            raise ImproperlyConfigured(f"DLOCKS[{alias!r}] has no 'BACKEND'.")
         if not isinstance(path, str):
             raise ImproperlyConfigured(
-                f"DLOCKS[{alias!r}]['BACKEND'] is a dotted path, not {path!r}."
+                f"DLOCKS[{alias!r}]['BACKEND'] must be a dotted path, not {path!r}."
             )
         try:
             backend_class = import_string(path)
@@ -120,7 +120,7 @@ class BackendHandler:
             if option not in known:
                 raise ImproperlyConfigured(
                     f"DLOCKS[{alias!r}]['OPTIONS'] has an unknown option {option!r};"
-                    f" {backend_class.__name__} takes {', '.join(sorted(known))}."
+                    f" {backend_class.__name__} accepts {', '.join(sorted(known))}."
                 )
         try:
             backend = backend_class(alias, **options)
@@ -133,8 +133,8 @@ class BackendHandler:
             and (database := backend.database) not in connections.settings
         ):
             raise UnknownDatabaseError(
-                f"DLOCKS[{alias!r}]['OPTIONS']['database'] is {database!r}, which"
-                " DATABASES does not have; it has"
+                f"DLOCKS[{alias!r}]['OPTIONS']['database'] is {database!r}, which is"
+                " not in DATABASES; it has"
                 f" {', '.join(map(repr, connections.settings))}."
             )
         backend.runtime = KeeperRuntime(backend)

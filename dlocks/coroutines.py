@@ -46,7 +46,7 @@ def refuse_in_a_coroutine(instead: str) -> None:
         "DJANGO_ALLOW_ASYNC_UNSAFE"
     ):
         raise SynchronousOnlyOperation(
-            f"This would stop the event loop: in a coroutine it is {instead}."
+            f"This call would block the event loop. In a coroutine, use {instead}."
         )
 
 

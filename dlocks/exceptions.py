@@ -63,9 +63,9 @@ class LockStale(LockError):
 
     def __init__(self, *, key: str, holder: Holder | None) -> None:
         super().__init__(
-            f"{key!r} was never given back by {holder or 'its holder'}. takeover=False"
-            " leaves it to a person: see what became of that run, then clear the key;"
-            " where it is in a database, with 'manage.py clear_lock' or in the admin."
+            f"{key!r} is stale: held by {holder or 'an unknown holder'}. takeover=False"
+            " forbids taking it over. Find out how that run ended, then clear the key."
+            " If it is in a database, use 'manage.py clear_lock' or the admin."
         )
         self.key = key
         self.holder = holder
@@ -105,18 +105,18 @@ class StaleVersion(LockError):
     def __str__(self) -> str:
         held = "no version" if self.held is None else f"version {self.held}"
         if self.found is None:
-            what = f"{self.model._meta.label} {self.pk!r} is gone; {held} was held"
+            what = f"{self.model._meta.label} {self.pk!r} is gone; expected {held}"
         else:
             what = (
-                f"{self.model._meta.label} {self.pk!r} has changed: {held} was held,"
-                f" version {self.found} was found"
+                f"{self.model._meta.label} {self.pk!r} has changed: expected {held},"
+                f" found version {self.found}"
             )
         if len(self.pks) > 1:
             named = ", ".join(map(repr, self.pks[:NAMED])) + (
                 ", ..." if len(self.pks) > NAMED else ""
             )
             what += f"; {len(self.pks)} rows are stale: {named}"
-        return f"{what}. Nothing was written: read it again, and decide anew."
+        return f"{what}. Nothing was written. Read it again, then repeat the change."
 
 
 class StaleToken(LockError):
@@ -137,11 +137,11 @@ class StaleToken(LockError):
     def __str__(self) -> str:
         what = f"{self.model._meta.label} {self.pk!r}"
         if self.found is None:
-            return f"{what} is gone; token {self.token} can write nothing there."
+            return f"{what} is gone. Token {self.token} cannot write to it."
         return (
-            f"{what} has been claimed with token {self.found}; the older token"
-            f" {self.token} writes nothing any more. The lock has changed hands: stop"
-            " this work."
+            f"{what} has token {self.found}, which is newer than token {self.token}."
+            " Nothing was written. Another caller has acquired the lock: stop this"
+            " work."
         )
 
 

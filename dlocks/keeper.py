@@ -55,7 +55,7 @@ FOREVER = float("inf")
 # Maximum lost holds per renewal for which the backend is asked who took the key.
 EXPLAINED = 10
 # The reason given for all other lost holds.
-GONE = "the backend says it is no longer this hold's"
+GONE = "the backend reports that this hold has ended"
 
 
 class Desk:
@@ -95,7 +95,7 @@ class Desk:
             try:
                 job()
             except BaseException:  # the worker survives any error of a job
-                logger.exception("The keeper of dlocks failed, and goes on")
+                logger.exception("A background job failed. Others continue.")
                 time.sleep(LINGER)
 
         self._queue(safely, self.renewals if renewal else self.jobs)
@@ -126,9 +126,9 @@ class Desk:
             done.get(timeout=patience)
         except Empty:
             raise LockBackendError(
-                f"There was no answer in {patience:g} s on a connection outside of the"
-                " caller's transaction. Have those who wait in one all the sessions of"
-                " a pooler?"
+                f"No second database connection became available within {patience:g} s"
+                " (one is needed because this transaction is still open). The"
+                " connection pool may be exhausted by transactions that wait for locks."
             ) from None
         if errors:
             raise errors[0]
@@ -166,8 +166,7 @@ class Desk:
         while True:
             with self._mutex:
                 if self._thread is not this:
-                    # The start of this thread was interrupted, and another one has
-                    # started since.
+                    # Its start was interrupted, and another thread has started since.
                     self._changed.notify()
                     break
                 # A test may have turned the clock back.
@@ -232,7 +231,7 @@ class Keeper:
     def _reset(self) -> None:
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        # Weak references in a plain set. WeakSet is written in Python.
+        # A plain set, since WeakSet is written in Python.
         self._kept: set[weakref.ref[KeptHold]] = set()
         # Holds that may have no other reference, to be released at the end of a
         # transaction.
@@ -267,8 +266,7 @@ class Keeper:
         with self._mutex:
             self._kept.add(weakref.ref(hold, self._kept.discard))
             self._has_kept = True
-            # A hold is due long after it was added, so it is rarely necessary to wake
-            # up.
+            # A hold is due long after it was added, so this is rarely necessary.
             thread = self._thread
             if (
                 thread is None
@@ -412,7 +410,7 @@ class Keeper:
             work()
         except Exception:
             # An error in one step must not prevent the others.
-            logger.exception("The keeper of dlocks failed at the end, and goes on")
+            logger.exception("A step of the shutdown failed. Others continue.")
 
     # The keeper's thread.
 
@@ -464,7 +462,7 @@ class Keeper:
                 try:
                     self._wakes_at = self._next()
                 except Exception:
-                    logger.exception("The keeper of dlocks failed, and goes on")
+                    logger.exception("A background job failed. Others continue.")
                     self._wakes_at = clock.now() + LINGER
                 pause = self._wakes_at - clock.now()
                 if not self._jobs and pause > 0:
@@ -508,7 +506,7 @@ class Keeper:
         try:
             return step(*arguments) is not False
         except BaseException:
-            logger.exception("The keeper of dlocks failed, and goes on")
+            logger.exception("A background job failed. Others continue.")
             return False
 
     def _next(self) -> float:
@@ -643,10 +641,13 @@ class Keeper:
             try:
                 left = backend.renew(claims)
             except Exception as error:  # noqa: BLE001 (it concerns one backend only)
-                # Not lost, but unknown until each deadline. The next try reconnects.
-                # After a failover, for example, the old server may answer but never
-                # write again.
-                logger.warning("Could not renew %d holds: %s", len(claims), error)
+                # Not lost, but unknown until each deadline. The next try reconnects,
+                # since after a failover the old server may answer but never write.
+                named = [repr(claim.key) for claim in claims[:EXPLAINED]]
+                named += ["…"] * (len(claims) > EXPLAINED)
+                logger.warning(
+                    "Could not renew the holds on %s: %s", ", ".join(named), error
+                )
                 with suppress(Exception):
                     connections.close_all()
                 for hold in by_owner.values():
@@ -659,8 +660,7 @@ class Keeper:
                 else:
                     lost.append(hold)
             for number, hold in enumerate(lost):
-                # After a long pause there may be many, and other holds wait to be
-                # renewed.
+                # After a long pause there may be many, and other holds wait.
                 hold.lose(hold.why_gone() if number < EXPLAINED else GONE)
 
     # Forks.

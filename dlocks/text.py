@@ -46,19 +46,17 @@ def permits_taken(permits: int, sharers: Sequence[object], waiting: int) -> str:
     """Return a phrase about a full semaphore, with its holders and waiters."""
     taken = len(sharers)
     if permits == 1:
-        number = "the only permit is taken"
+        number = "the only permit is"
     elif taken >= permits:
-        number = f"all {permits} permits are taken"
+        number = f"all {permits} permits are"
     else:
-        number = f"{taken} of {permits} permits {'is' if taken == 1 else 'are'} taken"
+        number = f"{taken} of {permits} permits {'is' if taken == 1 else 'are'}"
     *first, last = [str(one) for one in sharers[:NAMED]] + (
         [f"{taken - NAMED} more"] if taken > NAMED else []
     )
     by = f"{', '.join(first)} and {last}" if first else last
-    queue = (
-        f"; {waiting} {'is' if waiting == 1 else 'are'} waiting" if waiting > 0 else ""
-    )
-    return f"{number}, by {by}{queue}"
+    callers = "1 caller is" if waiting == 1 else f"{waiting} callers are"
+    return f"{number} held by {by}" + (f"; {callers} waiting" if waiting > 0 else "")
 
 
 def moment(value: Any) -> str:
@@ -68,18 +66,13 @@ def moment(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in its two largest units."""
+    """Return a length of time in the largest unit of which there are at least two."""
     if abs(seconds) < 10:
-        return f"{seconds:.1f}s"
-    sign, whole = "-" if seconds < 0 else "", round(abs(seconds))
-    for unit, size, smaller, part in (
-        ("d", 86400, "h", 3600),
-        ("h", 3600, "m", 60),
-        ("m", 60, "s", 1),
-    ):
-        if whole >= size:
-            return f"{sign}{whole // size}{unit}{whole % size // part:02}{smaller}"
-    return f"{sign}{whole}s"
+        return f"{seconds:.1f} s"
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if abs(seconds) >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def printable(text: str) -> str:

@@ -260,8 +260,8 @@ def why_untold(connection: BaseDatabaseWrapper) -> str | None:
     if connection.in_atomic_block and connection.commit_on_exit:
         return None
     return (
-        f"Autocommit is switched off on {connection.alias!r}, and Django does not tell"
-        " when such a transaction ends. Use 'with atomic()' where it is on"
+        f"Autocommit is off on {connection.alias!r}, so Django does not report when"
+        " this transaction ends. Use 'with atomic()' with autocommit on"
     )
 
 
@@ -282,10 +282,10 @@ def warn_of_old_snapshots(key: str) -> None:
             continue
         if level not in {"READ COMMITTED", "READ UNCOMMITTED"}:
             warnings.warn(
-                f"The lease on {key!r} is taken inside a transaction on"
-                f" {connection.alias!r} at {level}, whose snapshot may be older than"
-                " the lock and would not show what the last holder did. Take the lock"
-                " before the transaction begins, or run it at READ COMMITTED.",
+                f"The lease on {key!r} is acquired inside a transaction on"
+                f" {connection.alias!r} at {level}. Its snapshot may be older than the"
+                " lock and hide the last holder's changes. Acquire the lock before the"
+                " transaction begins, or run it at READ COMMITTED.",
                 RuntimeWarning,
                 stacklevel=5,
             )

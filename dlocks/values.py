@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
-from django.utils import timezone
-
-from dlocks.text import shown_address, shown_holder
+from dlocks.text import duration, shown_address, shown_holder
 
 Scope = Literal["lease", "transaction"]
 
@@ -141,19 +139,15 @@ class Holder:
         if ip := shown_address(self.owner_ip):
             who += f" ({ip})"
         if self.since is not None:
-            since = (
-                timezone.localtime(self.since)
-                if timezone.is_aware(self.since)
-                else self.since
-            )
-            who += f" since {since:%H:%M:%S}"
+            held = datetime.now(self.since.tzinfo) - self.since
+            who += f" for {duration(max(0.0, held.total_seconds()))}"
         if self.in_transaction:
             return f"{who}, in a transaction"
         if self.remaining == math.inf:
             return who
         if self.stale:
-            return f"{who}, which ran out {-self.remaining:.1f} s ago"
-        return f"{who}, {self.remaining:.1f} s left"
+            return f"{who}, its lease expired {duration(-self.remaining)} ago"
+        return f"{who}, {duration(self.remaining)} left on its lease"
 
 
 class Kept(NamedTuple):

@@ -349,7 +349,7 @@ class WaitingRoom:
                     if failing_since is None:
                         failing_since = clock.now()
                         logger.warning(
-                            "Those who wait for a lock could not be looked after: %s",
+                            "The waiting callers could not be served. Retrying: %s",
                             error,
                         )
                     if clock.now() - failing_since >= PATIENCE:
@@ -361,9 +361,9 @@ class WaitingRoom:
                         # A poll has to come before any thread listens.
                         self._looks_at, self._seated = 0.0, True
         except BaseException as error:
-            logger.exception("The waiting room of dlocks failed")
+            logger.exception("The thread that serves waiting callers failed")
             self._fail(
-                LockBackendError(f"The line could not be looked after: {error}"), this
+                LockBackendError(f"Waiting callers could not be served: {error}"), this
             )
         finally:
             self._disconnect(listener, broken=False)
@@ -393,7 +393,7 @@ class WaitingRoom:
                 ).start()
             except RuntimeError as error:
                 logger.warning(
-                    "Those who wait for a lock have to look for their turn: %s", error
+                    "Waiting callers poll, as no thread could be started: %s", error
                 )
                 self._disconnect(listener, broken=False)
                 self.channel, listener = "", None
@@ -432,7 +432,7 @@ class WaitingRoom:
         # A listening thread stops in time for a poll.
         if not listener.ears.acquire(timeout=EARS_PATIENCE):
             raise LockBackendError(
-                "A thread that listened was interrupted, and never stopped."
+                "A listening thread was interrupted and did not stop."
             )
         self._overheard = False
         try:

@@ -63,7 +63,7 @@ def test_without_settings_the_default_database_is_used():
             {"BACKEND": "django.db.models.Model"},
             r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend",
         ),
-        ({"OPTIONS": {}}, r"'default'.*names no 'BACKEND'"),
+        ({"OPTIONS": {}}, r"'default'.*has no 'BACKEND'"),
         (
             {"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3},
             r"'default'.*unknown keys 'TIMEOUT'",
@@ -71,7 +71,7 @@ def test_without_settings_the_default_database_is_used():
         (
             {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"tll": 3}},
             (
-                r"'default'.*unknown option 'tll'; MemoryBackend takes grace, prefix,"
+                r"'default'.*unknown option 'tll'; MemoryBackend accepts grace, prefix,"
                 r" slow_hold, slow_wait, timeout, ttl"
             ),
         ),
@@ -81,7 +81,7 @@ def test_without_settings_the_default_database_is_used():
                 "OPTIONS": {"expires": "x"},
             },
             (
-                r"takes database, expiry, grace, history, listen, prefix, prepare,"
+                r"accepts database, expiry, grace, history, listen, prefix, prepare,"
                 r" slow_hold, slow_wait, timeout, ttl"
             ),
         ),

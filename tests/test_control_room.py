@@ -97,7 +97,7 @@ class TestPage:
         rows.shares("shared", 2)
         text = page(viewer.get(LIVE))
         assert re.search(
-            r"busy held web-1:4711:MainThread 192.0.2.7 1m1[5-9]s 1[0-5]s 5"
+            r"busy held web-1:4711:MainThread 192.0.2.7 7[5-9] s 1[0-5] s 5"
             r" worker-0:1:t .* and 2 more",
             row_of(text, "busy"),
         )
@@ -240,7 +240,7 @@ class TestPast:
         ended("b", ago=3500)
         ended("b", ago=3700, waited=9)
         text = page(viewer.get(LIVE))
-        assert "5 holds, 1 (20 %) after a wait. The longest wait was 2.5s." in text_of(
+        assert "5 holds, 1 (20 %) after a wait. The longest wait was 2.5 s." in text_of(
             text
         )
         titles = re.findall(r"<g><title>(.*?)</title>", text)

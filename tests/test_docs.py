@@ -177,7 +177,7 @@ def test_the_examples_on_waiting(in_other_thread, workers, until):
     with db_lock("order:7"):
         page.db_lock = lambda key, timeout: db_lock(key, timeout=0)
         assert re.fullmatch(
-            r"not now: .* s left is at it", in_other_thread(page.ship, 7)
+            r"not now: held by .* left on its lease", in_other_thread(page.ship, 7)
         )
 
 
@@ -338,7 +338,8 @@ def test_the_examples_on_seeing_and_clearing(in_other_thread, caplog):
         assert page.who() == "nobody"
         with pytest.raises(LockLost), db_lock("stock:7"):
             assert re.fullmatch(
-                r".*:\d+:MainThread \(.*\) since .*, [\d.]+ s left", page.who()
+                r".*:\d+:MainThread \(.*\) for .* s, \d+ s left on its lease",
+                page.who(),
             )
             with pytest.raises(LockTimeout):
                 in_other_thread(db_lock("stock:7", timeout=0).acquire)

@@ -244,7 +244,7 @@ def test_a_guard_is_refused_without_autocommit(row, using, in_other_thread):
     try:
         with transaction.atomic():
             with (
-                pytest.raises(RuntimeError, match="[Aa]utocommit is switched off"),
+                pytest.raises(RuntimeError, match="[Aa]utocommit is off"),
                 hold.atomic(),
             ):
                 pass

@@ -227,7 +227,7 @@ def test_an_ended_or_lost_hold_cannot_be_detached(using):
         hold.detach()
     hold = db_lock("export:7", using=using).acquire()
     expire(hold)
-    with pytest.raises(LockLost, match="no longer this hold's"):
+    with pytest.raises(LockLost, match="reports that this hold has ended"):
         hold.detach()
     with pytest.raises(LockLost):
         hold.check()

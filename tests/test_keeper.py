@@ -252,7 +252,12 @@ def test_a_renewal_error_is_no_loss_before_the_deadline(monkeypatch, until, capl
     lost = []
     with pytest.raises(LockLost, match="not renewed within its ttl"):
         with db_lock("stock:7", using="brisk", ttl=1.5, on_lost=lost.append) as hold:
-            until(lambda: "Could not renew 1 holds: could not ask" in caplog.text)
+            until(
+                lambda: (
+                    "Could not renew the holds on 'stock:7': could not ask"
+                    in caplog.text
+                )
+            )
             hold.check()
             assert not lost
             until(lambda: lost)

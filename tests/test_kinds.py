@@ -138,7 +138,9 @@ def test_a_semaphore_grants_no_more_than_its_permits(using, in_other_thread):
 def message_of(error):
     """Return the message of a LockTimeout without times and addresses."""
     return re.sub(
-        r" \([^()]*\) since [^ ]+ [\d.]+ s left", "", str(error).split(": ", 1)[1]
+        r" \([^()]*\) for [\d.]+ s, \d+ s left on its lease",
+        "",
+        str(error).split(": ", 1)[1],
     )
 
 
@@ -156,10 +158,10 @@ async def test_a_full_semaphore_names_all_of_its_holders(
     for timeout in (0, 0.1):
         with pytest.raises(LockTimeout) as full:
             await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
-        assert message_of(full.value) == f"all 2 permits are taken, by {names}"
+        assert message_of(full.value) == f"all 2 permits are held by {names}"
         assert full.value.holder.holder == other.claim.holder
     waiting = []
-    for number, phrase in ((1, "1 is waiting"), (2, "2 are waiting")):
+    for number, phrase in ((1, "1 caller is waiting"), (2, "2 callers are waiting")):
         waiting.append(threads(dataclasses.replace(lock, timeout=30).acquire))
         await do.sync(
             until, lambda number=number: backends[using].waiting("api") == number
@@ -168,8 +170,7 @@ async def test_a_full_semaphore_names_all_of_its_holders(
             with pytest.raises(LockTimeout) as full:
                 await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
             assert (
-                message_of(full.value)
-                == f"all 2 permits are taken, by {names}; {phrase}"
+                message_of(full.value) == f"all 2 permits are held by {names}; {phrase}"
             )
     await do.ask(mine, "release")
     in_other_thread(other.release)
@@ -183,14 +184,14 @@ def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread):
     with db_semaphore("api", permits=1, timeout=0) as hold:
         with pytest.raises(
             LockTimeout,
-            match=rf": the only permit is taken, by {re.escape(hold.claim.holder)}",
+            match=rf": the only permit is held by {re.escape(hold.claim.holder)}",
         ):
             in_other_thread(db_semaphore("api", permits=1, timeout=0).acquire)
     many = [
         db_semaphore("api", permits=12, reentrant=False).acquire() for _ in range(12)
     ]
     with pytest.raises(
-        LockTimeout, match=r": all 12 permits are taken, by .* and 2 more$"
+        LockTimeout, match=r": all 12 permits are held by .* and 2 more$"
     ) as full:
         in_other_thread(db_semaphore("api", permits=12, timeout=0).acquire)
     assert str(full.value).count(many[0].claim.holder) == 10
@@ -211,9 +212,7 @@ def test_a_hidden_holder_of_a_permit_is_not_named(in_other_thread, settings):
     """``DLOCKS_SHOW_HOLDER`` applies to every holder."""
     settings.DLOCKS_SHOW_HOLDER = False
     with db_semaphore("api", permits=1, timeout=0) as hold:
-        with pytest.raises(
-            LockTimeout, match="taken, by a hidden holder since"
-        ) as full:
+        with pytest.raises(LockTimeout, match="held by a hidden holder for") as full:
             in_other_thread(db_semaphore("api", permits=1, timeout=0).acquire)
         assert hold.claim.holder not in str(full.value)
 
@@ -226,7 +225,8 @@ def test_a_full_semaphore_in_a_transaction_names_its_holders(in_other_thread):
     with (
         transaction.atomic(),
         pytest.raises(
-            LockNotAwaitable, match="is full: all 2 permits are taken, by .* and "
+            LockNotAwaitable,
+            match="inside a transaction: all 2 permits are held by .* and ",
         ),
     ):
         lock.acquire()

@@ -882,11 +882,11 @@ def test_a_connection_lost_at_the_end_of_a_transaction_raises(
         hold = db_lock("stock:7").acquire()
         lost_on_the_way(1)
     assert not hold.held
-    with pytest.raises(LockBackendError, match="lost on the way out"):
+    with pytest.raises(LockBackendError, match="lost while a transaction ended"):
         db_lock("stock:8").acquire()
     with db_lock("stock:8", scope="lease") as lease:
         with (
-            pytest.raises(LockBackendError, match="lost on the way out"),
+            pytest.raises(LockBackendError, match="lost while a transaction ended"),
             lease.atomic(),
         ):
             pass

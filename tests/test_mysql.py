@@ -327,14 +327,15 @@ def test_repeatable_read_refuses_locks_in_transactions_only(
             with transaction.atomic():
                 Group.objects.count()
                 with pytest.raises(
-                    RuntimeError, match="runs at REPEATABLE READ.*Take the lock before"
+                    RuntimeError,
+                    match="runs at REPEATABLE READ.*Acquire the lock before",
                 ):
                     db_lock(key, using=using).acquire()
                 Group.objects.create(name=key)
         with lock as hold, transaction.atomic():
             hold.check()
         with pytest.warns(
-            RuntimeWarning, match="at REPEATABLE READ, whose snapshot may be older"
+            RuntimeWarning, match=r"at REPEATABLE READ\. Its snapshot may be older"
         ):
             with transaction.atomic(), db_lock("stock:7", using=using, scope="lease"):
                 assert is_busy("stock:7", using)

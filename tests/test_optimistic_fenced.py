@@ -44,7 +44,7 @@ def test_an_older_token_can_no_longer_write(model):
         lambda: paused.save(update_fields=["state"]),
     ):
         with pytest.raises(
-            StaleToken, match="claimed with token 6; the older token 5"
+            StaleToken, match="has token 6, which is newer than token 5"
         ) as caught:
             write()
     error = caught.value

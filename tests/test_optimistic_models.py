@@ -103,7 +103,7 @@ def test_a_stale_save_is_refused_with_both_versions(model, field):
     first.save()
     setattr(second, field, "8")
     with pytest.raises(
-        StaleVersion, match="version 1 was held, version 2 was found"
+        StaleVersion, match="expected version 1, found version 2"
     ) as caught:
         second.save()
     error = caught.value
@@ -136,7 +136,7 @@ def test_the_error_can_be_pickled_and_has_a_hint(article, another):
         another.save()
     copied = pickle.loads(pickle.dumps(caught.value))
     assert str(copied) == str(caught.value)
-    assert "Nothing was written: read it again" in str(copied)
+    assert "Nothing was written. Read it again" in str(copied)
     assert (copied.model, copied.pk, copied.pks) == (Article, article.pk, (article.pk,))
 
 
@@ -349,7 +349,7 @@ def test_after_a_rollback_the_instance_is_stale():
         article.save()
         raise ZeroDivisionError
     assert (article.version, stored(Article, article.pk)) == (2, 1)
-    with pytest.raises(StaleVersion, match="version 2 was held, version 1 was found"):
+    with pytest.raises(StaleVersion, match="expected version 2, found version 1"):
         article.save()
     article.refresh_from_db()
     article.save()

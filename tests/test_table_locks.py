@@ -33,7 +33,7 @@ READ_LOCK = {
     "postgresql": "LOCK TABLE dlocks_resourcelock, dlocks_lockclaim IN SHARE MODE",
     "mysql": "FLUSH TABLES WITH READ LOCK",
 }.get(connection.vendor, "")
-SAYS = "a whole table of dlocks is locked"
+SAYS = "A table of dlocks is locked as a whole"
 
 
 @pytest.fixture

@@ -306,14 +306,14 @@ def test_tables_that_no_new_session_finds_are_refused(schema):
     try:
         with pytest.raises(
             ImproperlyConfigured,
-            match=r"in 'its own', and in no schema .*: \"\$user\", public\.",
+            match=r"in 'its own', but the search path .*: \"\$user\", public\.",
         ):
             db_lock("stock:7").acquire()
         with connection.cursor() as cursor:
             cursor.execute('DROP SCHEMA "its own" CASCADE')
             cursor.execute('CREATE SCHEMA "its own"')
         with pytest.raises(
-            LockBackendError, match="no tables for locks. Run 'manage.py migrate dlocks"
+            LockBackendError, match="no tables of dlocks. Run 'manage.py migrate dlocks"
         ):
             db_lock("stock:7").acquire()
     finally:

@@ -292,9 +292,7 @@ def test_a_lock_with_autocommit_switched_off_is_refused(is_busy):
     connection.ensure_connection()
     transaction.set_autocommit(False)
     try:
-        with pytest.raises(
-            RuntimeError, match=r"Autocommit is switched off.*atomic\(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"Autocommit is off.*atomic\(\)"):
             db_lock("stock:7").acquire()
         with transaction.atomic(), db_lock("stock:7") as hold:
             assert hold.scope == "transaction"
@@ -341,7 +339,7 @@ def test_a_lock_with_an_old_snapshot_is_refused(using, level, isolation, is_busy
         with transaction.atomic():
             Counter.objects.count()
             with pytest.raises(
-                RuntimeError, match=f"runs at {level}.*Take the lock before"
+                RuntimeError, match=f"runs at {level}.*Acquire the lock before"
             ):
                 db_lock(key, using=using).acquire()
             # Nothing was locked, and nothing was aborted.
@@ -369,7 +367,7 @@ def test_a_lease_inside_a_snapshot_transaction_is_a_warning(level, isolation):
     isolation(level)
     with (
         transaction.atomic(),
-        pytest.warns(RuntimeWarning, match=f"at {level}, whose snapshot may be older"),
+        pytest.warns(RuntimeWarning, match=rf"at {level}\. Its snapshot may be older"),
     ):
         with db_lock("stock:7", scope="lease") as hold:
             assert hold.held

@@ -330,7 +330,7 @@ class BaseBackend:
         return (
             None
             if holder is None or holder.token == token
-            else f"it is held by {holder}"
+            else f"it is now held by {holder}"
         )
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:

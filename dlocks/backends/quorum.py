@@ -180,11 +180,11 @@ class QuorumBackend(BaseBackend):
             raise TypeError("of must be a list of aliases of DLOCKS")
         if len(of) % 2 == 0:
             raise ValueError(
-                f"of must name an odd number of aliases, not {len(of)}: of an even"
-                " number, one more is needed for a majority, and no more can be lost"
+                f"of must name an odd number of aliases, not {len(of)}: an even number"
+                " tolerates no more failures than one alias less"
             )
         if len(set(of)) < len(of):
-            raise ValueError("of names an alias twice, which has one vote")
+            raise ValueError("of names an alias twice, but it has only one vote")
         if alias in of:
             raise ValueError(f"of names {alias!r} itself")
         self.of = tuple(of)
@@ -376,12 +376,12 @@ class QuorumBackend(BaseBackend):
                         # caller's tenant.
                         raise self._impossible(
                             f"{alias!r} cannot be a member: its prefix is a function."
-                            f" Let {self.alias!r} have it."
+                            f" Set the prefix on {self.alias!r} instead."
                         )
                     if (other := places.setdefault(backend.identity, alias)) != alias:
                         raise self._impossible(
                             f"{other!r} and {alias!r} keep their locks in the same"
-                            " place, which has one vote."
+                            " place, which has only one vote."
                         )
                     found.append(Member(alias, backend))
                 self._found = found
@@ -499,7 +499,7 @@ class QuorumBackend(BaseBackend):
                 for future in pending:
                     futures[future].silent = True
                     answers.failed[futures[future].alias] = TimeoutError(
-                        f"no answer in {self.node_timeout:g} s"
+                        f"no answer within {self.node_timeout:g} s"
                     )
                 break
             for future in done:
@@ -546,7 +546,7 @@ class QuorumBackend(BaseBackend):
         )
         trouble = LockBackendError(
             f"DLOCKS[{self.alias!r}]: {len(answers.said)} of {len(self.of)} members"
-            f" could be asked, and {self.majority} have to agree. {failed}"
+            f" answered, and {self.majority} must agree. {failed}"
         )
         trouble.__cause__ = next(iter(answers.failed.values()), None)
         return trouble

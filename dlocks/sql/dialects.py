@@ -189,14 +189,14 @@ class Dialect:
         raise NotImplementedError
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
-        """Return the cheapest statement that writes one row or gives up at once.
+        """Return the cheapest statement that writes one row or fails at once.
 
         It is for use outside a transaction.
         """
         return self.update(table, assignments, where)
 
     def write_or_leave(self, table: str, assignments: str, where: str) -> str:
-        """Return a statement that writes one row or gives up at once.
+        """Return a statement that writes one row or fails at once.
 
         It is for use inside a caller's transaction. If it does not write the row, it
         leaves it unlocked. Where the engine ``locks_in_passing``, its savepoint does
@@ -862,8 +862,8 @@ def dialect_of(connection: BaseDatabaseWrapper) -> Dialect:
         return _DIALECTS[vendor]
     except KeyError:
         raise ImproperlyConfigured(
-            f"dlocks has no database backend for {connection.vendor!r}: use PostgreSQL,"
-            " MariaDB, MySQL or SQLite"
+            f"dlocks has no database backend for {connection.vendor!r}. Use PostgreSQL,"
+            " MariaDB, MySQL or SQLite."
         ) from None
 
 
@@ -905,7 +905,7 @@ def refuse_lost(connection: BaseDatabaseWrapper) -> None:
         and not connection.is_usable()
     ):
         raise LockBackendError(
-            f"The connection to database {connection.alias!r} was lost on the way out"
-            " of a transaction. Close it, as Django does at the end of a request:"
-            " 'connection.close()'."
+            f"The connection to database {connection.alias!r} was lost while a"
+            " transaction ended. Close it with 'connection.close()', as Django does at"
+            " the end of a request."
         )

@@ -286,9 +286,9 @@ def _await_end(pgconn: PGconn, deadline: float) -> None:
             left = deadline - clock.real_now()
             if left <= 0:
                 logger.warning(
-                    "PostgreSQL has not ended a statement %g s after it was"
-                    " interrupted. A key that it takes yet is free again when the lease"
-                    " is over.",
+                    "PostgreSQL did not end a statement within %g s of its"
+                    " interruption. If the statement acquires a key, the key is free"
+                    " again after its ttl.",
                     PATIENCE,
                 )
                 return

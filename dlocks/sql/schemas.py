@@ -62,12 +62,12 @@ class Tables:
             ", …" if len(self.schemas) > NAMED else ""
         )
         return (
-            f"Database {database!r} has the tables of dlocks in {named}, and in no"
-            " schema of the search path that its sessions begin with:"
-            f" {self.search_path or 'it is empty'}. The locks of a database are in one"
-            " schema, which all callers share. For a schema per tenant, add 'dlocks'"
-            " to SHARED_APPS and run 'manage.py migrate_schemas --shared'. Otherwise"
-            f" set DATABASES[{database!r}]['OPTIONS']['options'] = '-c"
+            f"Database {database!r} has the tables of dlocks in {named}, but the search"
+            " path of its sessions does not include that schema:"
+            f" {self.search_path or 'it is empty'}. All callers share the locks in one"
+            " schema. For a schema per tenant, add 'dlocks' to SHARED_APPS and run"
+            " 'manage.py migrate_schemas --shared'. Otherwise set"
+            f" DATABASES[{database!r}]['OPTIONS']['options'] = '-c"
             f" search_path={self.schemas[0]}'."
         )
 

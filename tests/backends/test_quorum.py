@@ -190,7 +190,7 @@ def test_a_quorum_of_five_works_without_two_but_not_three(
     began = time.monotonic()
     with pytest.raises(
         LockBackendError,
-        match=r"DLOCKS\['quorum'\]: 2 of 5 members could be asked, and 3 have to",
+        match=r"DLOCKS\['quorum'\]: 2 of 5 members answered, and 3 must agree",
     ) as raised:
         lock.acquire()
     # The request and its cancellation each took at most ``node_timeout``. No thread

@@ -159,7 +159,10 @@ def test_reentering_counts_and_the_holder_is_shown(server, aliases, in_other_thr
         assert (holder.count, holder.token, holder.stale) == (2, hold.token, False)
         with pytest.raises(
             LockTimeout,
-            match=r"'key' could not be acquired without waiting: held by .* s left",
+            match=(
+                r"'key' could not be acquired without waiting: held by .* s left on"
+                r" its lease"
+            ),
         ):
             in_other_thread(db_lock("key", using="redis", timeout=0).acquire)
     assert db_lock("key", using="redis").holder() is None
@@ -499,7 +502,7 @@ def test_a_crashed_redis_raises_an_error(start, aliases):
     aliases(redis=alias(server.port))
     hold = db_lock("key", using="redis").acquire()
     server.crash()
-    with pytest.raises(LockBackendError, match="could not be asked"):
+    with pytest.raises(LockBackendError, match=r"a request to Redis at .* failed"):
         db_lock("other", using="redis").acquire()
     with pytest.raises(LockBackendError):
         hold.release()
@@ -622,7 +625,10 @@ backends["redis"]
         ({"sentinels": [f"{SECRET}@host"]}, "sentinels is not a URL"),
         ({"cluster": 1}, "cluster must be True or False"),
         ({"cluster": True, "url": f"redis://:{SECRET}@host/3"}, "only database 0"),
-        ({"cluster": True, "sentinels": [f"redis://:{SECRET}@host"]}, "no sentinels"),
+        (
+            {"cluster": True, "sentinels": [f"redis://:{SECRET}@host"]},
+            "cannot be combined",
+        ),
         ({"socket_timeout": 0}, "socket_timeout must be above 0"),
         ({"secret": SECRET}, "unknown option 'secret'"),
     ],
@@ -649,9 +655,7 @@ def test_wrong_redis_credentials_name_the_alias_and_no_secret(
     aliases(redis=alias(server.port, secret))
     with (
         caplog.at_level(logging.DEBUG),
-        pytest.raises(
-            LockBackendError, match=r"DLOCKS\['redis'\].*could not"
-        ) as raised,
+        pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\].*failed") as raised,
     ):
         db_lock("key", using="redis").acquire()
     told = "".join(traceback.format_exception(raised.value)) + caplog.text

@@ -324,7 +324,8 @@ def test_an_unknown_sentinel_master_names_the_alias(
         sentinels=[f"redis://:open@127.0.0.1:{sentinel.port}"],
     )
     with pytest.raises(
-        LockBackendError, match=r"DLOCKS\['redis'\]: Redis at 'nobody' of the Sentinels"
+        LockBackendError,
+        match=r"DLOCKS\['redis'\]: a request to Redis at 'nobody' of the Sentinels",
     ) as raised:
         backend.acquire(Claim(key="key", ttl=60.0))
     assert (

@@ -57,7 +57,7 @@ from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.pools import is_pooled
 from dlocks.sql.dialects import KEY, MySQL, refuse_lost
 from dlocks.sql.direct import Reply
-from dlocks.text import permits_taken, printable, shown_holder, shows_holder
+from dlocks.text import duration, permits_taken, printable, shown_holder, shows_holder
 from dlocks.values import UNLIMITED, Claim, Grant, Holder, Kept
 
 # Attempts to acquire a key that appears to be free, per call.
@@ -491,14 +491,14 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             return None
         holder = _holder_of(row)
         if row["state"] != LockState.FREE:
-            return f"it is held by {holder}"
-        ago = f"{-holder.remaining:.1f} s ago"
+            return f"it is now held by {holder}"
+        ago = f"{duration(-holder.remaining)} ago"
         if row["status"] == "F" and not row["owner"]:
             return (
-                f"it was cleared, or released by force, {ago}. The log dlocks.audit"
-                " says by whom and why"
+                f"it was cleared or force released {ago}. The log dlocks.audit names"
+                " the user and the reason"
             )
-        return f"{shown_holder(holder.holder)} has had it since, and released it {ago}"
+        return f"{shown_holder(holder.holder)} took it over and released it {ago}"
 
     def _taken_in_admin(self, claim: Claim, age: float) -> str | None:
         """Return what the admin's log says about a forced release of the claim.
@@ -528,10 +528,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         for who, when, message in entries.order_by("action_time").values_list(*columns)[
             :1
         ]:
-            ago = f"{max(0.0, (timezone.now() - when).total_seconds()):.1f} s ago"
+            since = duration(max(0.0, (timezone.now() - when).total_seconds()))
             if not shows_holder():
-                return f"it was released in the admin {ago}"
-            return f"{who} wrote in the admin {ago}: {message}"
+                return f"it was force released in the admin {since} ago"
+            return f"{who} wrote in the admin {since} ago: {message}"
         return None
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
@@ -563,9 +563,8 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         if not self.connection.in_atomic_block:
             refuse_lost(self.connection)
             return (
-                f"Autocommit is switched off on {self.database!r}, and Django does not"
-                " tell when such a transaction ends. Use 'with atomic()', or"
-                " scope='lease'."
+                f"Autocommit is off on {self.database!r}, so Django does not report"
+                " when this transaction ends. Use 'with atomic()' or scope='lease'."
             )
         return None
 
@@ -583,18 +582,18 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def lease_refused(self) -> str | None:
         if self.dialect.one_writer and self.in_transaction():
             return (
-                f"SQLite has one writer, and the transaction open on {self.database!r}"
-                " may be it: a lease could not be written beside it. Take the lock"
-                " before the transaction, or leave out scope='lease'."
+                "SQLite has one writer, which may be the transaction open on"
+                f" {self.database!r}. A lease could not be written beside it. Acquire"
+                " the lock before the transaction, or omit scope='lease'."
             )
         return None
 
     def ttl_refused(self, ttl: float) -> str | None:
         if self.observations is not None and ttl > self.ttl:
             return (
-                "With expiry='observed' others watch a row for the ttl of the backend,"
-                f" which is {self.ttl:g} s, and would take a longer lease for ended."
-                " Raise OPTIONS['ttl'], in all processes."
+                "With expiry='observed', other callers watch a row for the ttl of the"
+                f" backend ({self.ttl:g} s). They would treat a longer lease as"
+                " expired. Raise OPTIONS['ttl'] in all processes."
             )
         return None
 
@@ -804,18 +803,17 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         level, all_or_nothing = self._isolation()
         if level not in STATEMENT_SNAPSHOTS:
             raise RuntimeError(
-                f"{claim.key!r} cannot be locked in this transaction: on database"
-                f" {self.database!r} it runs at {level}, so its snapshot may be older"
-                " than the lock and would not show what the last holder did. Take the"
-                " lock before the transaction begins, or run it at READ COMMITTED."
+                f"{claim.key!r} cannot be locked in this transaction, which runs at"
+                f" {level} on database {self.database!r}. Its snapshot may be older"
+                " than the lock and hide the last holder's changes. Acquire the lock"
+                " before the transaction begins, or run it at READ COMMITTED."
             )
         if all_or_nothing:
             raise RuntimeError(
-                f"{claim.key!r} cannot be locked in this transaction: on database"
-                f" {self.database!r} the server runs with"
-                " innodb_rollback_on_timeout=ON, and a key that is busy would take"
-                " back all of the transaction. Take the lock before the transaction"
-                " begins, or with scope='lease'."
+                f"{claim.key!r} cannot be locked in this transaction. The server of"
+                f" database {self.database!r} runs with innodb_rollback_on_timeout=ON,"
+                " so a busy key would roll back the whole transaction. Acquire the lock"
+                " before the transaction begins, or with scope='lease'."
             )
 
     def _isolation(self) -> tuple[str, bool]:
@@ -836,18 +834,15 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         ):
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
-            holder, who = self.holder(claim.key), ""
+            holder = self.holder(claim.key)
+            who = f"held by {holder or 'another caller'}"
             if claim.permits < UNLIMITED:
                 sharers, waiting = self.sharers(claim.key)
-                who = (
-                    f"is full: {permits_taken(claim.permits, sharers, waiting)}"
-                    if sharers
-                    else ""
-                )
+                who = permits_taken(claim.permits, sharers, waiting) if sharers else who
             raise LockNotAwaitable(
-                f"{claim.key!r} {who or f'is held by {holder}'}, and cannot be waited"
-                " for inside a transaction: SQLite has one writer, so its holder could"
-                " never give it back. Take the lock before the transaction.",
+                f"{claim.key!r} cannot be waited for inside a transaction: {who}."
+                " SQLite has one writer, so its holder cannot release it before this"
+                " transaction ends. Acquire the lock before the transaction.",
                 key=claim.key,
                 holder=holder,
             )
@@ -1027,8 +1022,8 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             # The lease has expired, and an open transaction is taking it over.
             return None
         raise LockBackendError(
-            f"The row of {key!r} on database {self.database!r} is locked by another"
-            " transaction."
+            f"The lock row of {key!r} on database {self.database!r} is locked by"
+            " another transaction."
         )
 
     def _free(self, claim: Claim, free: str) -> str:

@@ -15,8 +15,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"The locks of DLOCKS[{alias!r}] are in an in-memory SQLite"
-                    " database. Each connection has a database of its own, so the locks"
-                    " do not exclude callers in other threads and processes.",
+                    " database. Each connection has its own, so the locks do not"
+                    " exclude callers in other threads and processes.",
                     hint=(
                         "Use a database in a file, or"
                         " dlocks.backends.memory.MemoryBackend in tests."
@@ -31,8 +31,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"Transactions on the SQLite database {database!r} begin as"
-                    " readers. A lock inside such a transaction writes, and fails"
-                    " immediately with 'database is locked'.",
+                    " readers. They fail with 'database is locked' when they start to"
+                    " write, for example to acquire a lock.",
                     hint=(
                         f"Set DATABASES[{database!r}]['OPTIONS']['transaction_mode'] ="
                         " 'IMMEDIATE'."
@@ -46,8 +46,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"Transactions on database {database!r} run at"
-                    f" {level or 'the server default'}, where an older snapshot hides"
-                    " the writes of the last holder. Locks inside transactions are"
+                    f" {level or 'the server default'}. A snapshot older than the lock"
+                    " hides the last holder's changes, so locks inside transactions are"
                     " refused.",
                     hint=(
                         f"Set DATABASES[{database!r}]['OPTIONS']['isolation_level'] ="
@@ -63,8 +63,8 @@ def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
             return [
                 checks.Warning(
                     f"Transactions on database {database!r} run at an isolation level"
-                    " above READ COMMITTED, where an older snapshot hides the writes of"
-                    " the last holder. Locks inside transactions are refused.",
+                    " above READ COMMITTED. A snapshot older than the lock hides the"
+                    " last holder's changes, so locks inside transactions are refused.",
                     hint=(
                         f"Remove DATABASES[{database!r}]['OPTIONS']['isolation_level']."
                     ),

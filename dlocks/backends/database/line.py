@@ -484,7 +484,7 @@ class Line(Statements):
                 row = self._row_of(claim)
             if row is None:
                 raise LockBackendError(
-                    f"The claim on {claim.key!r} did not find its place in line."
+                    f"The claim on {claim.key!r} could not join the queue."
                 )
             place, version, left = row
             if version is not None:
@@ -686,7 +686,7 @@ class Line(Statements):
         if not self._step(key, step, busy=lambda: False):
             return False
         logger.warning(
-            "%r was taken from a holder of whom nothing was seen for its ttl and the"
+            "The lease on %r has expired: no renewal was observed for its ttl and the"
             " grace.",
             key,
         )
@@ -958,7 +958,7 @@ class Line(Statements):
             # It is skipped soon in any case.
             if self.dialect.one_writer and failed and self._only_waits(claim):
                 raise LockBackendError(
-                    f"The one writer of database {self.database!r} is busy."
+                    f"The single writer of database {self.database!r} is busy."
                 )
             return None
 
@@ -988,7 +988,7 @@ class Line(Statements):
             # key over.
             return False
         raise LockBackendError(
-            f"The row of {claim.key!r} on database {self.database!r} is locked by"
+            f"The lock row of {claim.key!r} on database {self.database!r} is locked by"
             " another transaction."
         )
 
@@ -1488,8 +1488,8 @@ class Line(Statements):
         if refused and not self._refused:
             self._refused = True
             logger.warning(
-                "Those who wait for a lock have to look whether it is their turn, since"
-                " database %r refuses KILL QUERY, which ends their sleep: %s",
+                "Waiting callers have to poll, because database %r refuses KILL QUERY,"
+                " which notifies them: %s",
                 self.database,
                 error,
             )

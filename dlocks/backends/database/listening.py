@@ -94,7 +94,7 @@ class PostgreSQLListener(Listener):
                 # No other exception is converted. An exception from a signal handler
                 # belongs to the caller, whose thread this may be.
                 raise LockBackendError(
-                    f"The connection that listens was lost: {error}"
+                    f"The connection for notifications was lost: {error}"
                 ) from error
         messages = [_parsed(message) for message in self._messages]
         self._messages.clear()
@@ -276,7 +276,7 @@ class MySQLListener(Listener):
         A statement that was interrupted may be sent again.
         """
         if self._wrapper.connection is not self._session:
-            raise LockBackendError("The session that listens was lost.")
+            raise LockBackendError("The connection for notifications was lost.")
         try:
             with self._wrapper.cursor() as cursor:
                 cursor.execute(self._statements._text(sql), parameters)
@@ -289,5 +289,5 @@ class MySQLListener(Listener):
             ) and self._statements.dialect.is_contention(error):
                 return None
             raise LockBackendError(
-                f"The session that listens was lost: {error}"
+                f"The connection for notifications was lost: {error}"
             ) from error

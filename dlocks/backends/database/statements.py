@@ -174,7 +174,7 @@ class Statements:
             ) is not None:
                 raise ImproperlyConfigured(refusal)
             raise LockBackendError(
-                f"Database {self.database!r} has no tables for locks."
+                f"Database {self.database!r} has no tables of dlocks."
                 f" {self._how_to_migrate}"
             )
         return [
@@ -250,8 +250,8 @@ class Statements:
         """Raise UnstorableKeyError if the database cannot store a key's characters."""
         if (fitted := self._fitted(key)) != key:
             raise UnstorableKeyError(
-                f"The key {key!r} cannot be stored on database {self.database!r}: its"
-                " encoding, or the charset of the connection, has no such characters"
+                f"The key {key!r} cannot be stored on database {self.database!r}. Its"
+                " encoding, or the charset of the connection, lacks some characters"
                 f" ({fitted}). Use user_key(), which makes keys of ASCII characters."
             )
 
@@ -392,8 +392,8 @@ class Statements:
                     and self.dialect.was_cancelled(error)
                 ):
                     raise TableLockedError(
-                        f"Database {self.database!r} could not be asked about a lock: a"
-                        " whole table of dlocks is locked, as by a migration, a"
+                        f"A lock request to database {self.database!r} was cancelled. A"
+                        " table of dlocks is locked as a whole by a migration, a"
                         " backup, VACUUM FULL or LOCK TABLE. Wait for its end, or end"
                         " the session that locks it."
                     ) from error
@@ -527,7 +527,7 @@ class Statements:
 
     def _failure(self, error: Error) -> LockBackendError:
         what = (
-            f"Database {self.database!r} could not be asked about a lock:"
+            f"A lock request to database {self.database!r} failed:"
             f" {type(error).__name__}: {error}"
         )
         if is_unmigrated(error):

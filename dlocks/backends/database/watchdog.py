@@ -198,7 +198,7 @@ class Watchdog:
                 return
         except Exception as error:  # noqa: BLE001 (the thread has other statements to watch)
             logger.debug(
-                "Whether a table of database %r is locked could not be found out: %s",
+                "Could not find out whether a table of database %r is locked: %s",
                 alias,
                 error,
             )

@@ -89,7 +89,7 @@ class RedisBackend(BaseBackend):
         if isinstance(sentinels, str) or not isinstance(sentinels, Sequence):
             raise TypeError("sentinels must be a list of URLs")
         if cluster and sentinels:
-            raise ValueError("A cluster has no sentinels: choose one of them")
+            raise ValueError("cluster and sentinels cannot be combined")
         self._address = Address("url", url)
         if (cluster or sentinels) and "path" in self._address.keywords:
             raise ValueError(
@@ -133,8 +133,8 @@ class RedisBackend(BaseBackend):
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if answer == "young":
             raise LockBackendError(
-                f"DLOCKS[{self.alias!r}]: Redis at {self._address} was started less"
-                f" than {self.settle:g} s ago, and may have forgotten who holds what."
+                f"DLOCKS[{self.alias!r}]: Redis at {self._address} started less than"
+                f" {self.settle:g} s ago and may have lost its locks. Retry later."
             )
         token, takeover = answer
         return Grant(int(token), takeover=bool(takeover))
@@ -343,7 +343,7 @@ class RedisBackend(BaseBackend):
             else str(self._address)
         )
         return LockBackendError(
-            f"DLOCKS[{self.alias!r}]: {who} at {where} could not be asked: {error}"
+            f"DLOCKS[{self.alias!r}]: a request to {who} at {where} failed: {error}"
         )
 
     def _forked(self) -> None:

@@ -53,8 +53,8 @@ class Address:
             # The original error may quote part of a password.
             raise ValueError(
                 f"{name} is not a URL of Redis, as in"
-                " 'redis://user:password@host:6379/0' (or rediss:// or unix://). What"
-                " is special in a password has to be percent-encoded."
+                " 'redis://user:password@host:6379/0' (or rediss:// or unix://)."
+                " Special characters in a password must be percent-encoded."
             ) from None
         keywords = _keywords(
             name, url, parts.scheme, parse_qs(parts.query, keep_blank_values=True)

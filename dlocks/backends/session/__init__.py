@@ -307,9 +307,8 @@ class SessionBackend(Statements, BaseBackend):
     def transaction_refused(self) -> str | None:
         if not self.connection.in_atomic_block:
             return (
-                f"Autocommit is switched off on {self.database!r}, and Django does not"
-                " tell when such a transaction ends. Use 'with atomic()', or"
-                " scope='lease'."
+                f"Autocommit is off on {self.database!r}, so Django does not report"
+                " when this transaction ends. Use 'with atomic()' or scope='lease'."
             )
         return None
 
@@ -352,11 +351,10 @@ class SessionBackend(Statements, BaseBackend):
         ((token,),) = self._rows(sql, {"name": self._name(claim.key)})
         if token == -1:
             raise RuntimeError(
-                f"{claim.key!r} cannot be locked in this transaction: on database"
-                f" {self.database!r} its isolation level is above READ COMMITTED, so"
-                " its snapshot may be older than the lock and would not show what the"
-                " last holder did. Take the lock before the transaction begins, or run"
-                " it at READ COMMITTED."
+                f"{claim.key!r} cannot be locked in this transaction, which runs above"
+                f" READ COMMITTED on database {self.database!r}. Its snapshot may be"
+                " older than the lock and hide the last holder's changes. Acquire the"
+                " lock before the transaction begins, or run it at READ COMMITTED."
             )
         return None if token is None else Grant(token)
 
@@ -443,7 +441,7 @@ class SessionBackend(Statements, BaseBackend):
                     raise
             elif entry.ends_at == -math.inf:
                 raise LockBackendError(
-                    f"The session for locks was not to be had for {PATIENCE:g} s."
+                    f"No session for locks became available within {PATIENCE:g} s."
                 )
         return None if entry.token is None else Grant(entry.token)
 
@@ -860,7 +858,7 @@ class SessionBackend(Statements, BaseBackend):
         except LockBackendError as error:
             raise SessionDiedError(str(error)) from error
         if answer is None:
-            raise SessionDiedError("it was cancelled twice")
+            raise SessionDiedError("its statement was cancelled twice")
 
     def _unregister(self, session: Session) -> None:
         if self._selector is None:
@@ -896,11 +894,11 @@ class SessionBackend(Statements, BaseBackend):
                     late = True
                     row = self._ask_main("cancel", session.wire.identity)
                     if row is not None and row[0] == "0":
-                        raise SessionDiedError("the server does not know it any more")
+                        raise SessionDiedError("the server no longer knows it")
                     # Closing the session would lose its other holds, so a busy server
                     # gets some time.
                     if not session.settle(CANCEL_PATIENCE):
-                        raise SessionDiedError("it did not answer to being cancelled")
+                        raise SessionDiedError("it did not react to a cancellation")
         except (SessionDiedError, LockBackendError) as error:
             self._bury(session, error)
             return
@@ -1058,7 +1056,7 @@ class SessionBackend(Statements, BaseBackend):
             return
         if int(row[0]) != session.wire.pid:
             session.dead = True
-            raise SessionDiedError("a pooler in between has given it to somebody else")
+            raise SessionDiedError("a pooler has assigned it to another client")
         session.stood_at = max(session.stood_at, sent)
 
     def _bury(self, session: Session, error: BaseException | None = None) -> None:
@@ -1078,7 +1076,7 @@ class SessionBackend(Statements, BaseBackend):
                 self._forget(entry)
         if error is not None and entries:
             logger.warning(
-                "A session of database %r with %d locks is gone: %s",
+                "A session on database %r with %d locks was lost: %s",
                 self.database,
                 len(entries),
                 error,
@@ -1093,11 +1091,11 @@ class SessionBackend(Statements, BaseBackend):
         ]
         if lost:
             # Holds that are not renewed would not notice the loss.
-            self.runtime.on_lost(lost, "its session of the database has ended")
+            self.runtime.on_lost(lost, "the database session that held it has ended")
 
     def _failed(self, error: Exception) -> LockBackendError:
         return LockBackendError(
-            f"Database {self.database!r} could not be asked about a lock: {error}"
+            f"A lock request to database {self.database!r} failed: {error}"
         )
 
     # Background maintenance.

@@ -104,7 +104,7 @@ class Session:
         """
         if not self.settle(PATIENCE, here=here):
             raise LockBackendError(
-                f"The session for locks has not answered for {PATIENCE:g} s."
+                f"The session for locks did not answer within {PATIENCE:g} s."
             )
 
     def start(

@@ -206,15 +206,15 @@ class PostgreSQLWire(Wire):
             self._check(self.pgconn.exec_(prepare.encode()))
         except (self.raw_errors, SessionDiedError) as error:
             raise LockBackendError(
-                f"No session on database {self.wrapper.alias!r} for locks:"
+                f"No session for locks on database {self.wrapper.alias!r}:"
                 f" {str(error).strip()}"
             ) from error
         if self.first_row("SELECT pg_is_in_recovery()")[0]:
             # This may be temporary, as after a failover.
             raise LockBackendError(
-                f"The server of database {self.wrapper.alias!r} is a standby, whose"
-                " session locks nobody else sees: let this alias of DATABASES connect"
-                " to the primary (target_session_attrs=read-write)."
+                f"The server of database {self.wrapper.alias!r} is a standby, where"
+                " other callers do not see session locks. Connect this alias of"
+                " DATABASES to the primary (target_session_attrs=read-write)."
             )
         # The project's timeouts are meant for its own statements. The server checks
         # whether the client of a waiting statement is still connected. Otherwise a dead
@@ -284,7 +284,7 @@ class PostgreSQLWire(Wire):
         ):
             raise SessionDiedError(message)
         raise LockBackendError(
-            f"Database {self.wrapper.alias!r} refused a statement of a lock: {message}"
+            f"Database {self.wrapper.alias!r} rejected a lock statement: {message}"
         )
 
     def _last_words(self) -> str:
@@ -351,8 +351,8 @@ class MySQLWire(Wire):
         if before == after:
             raise ImproperlyConfigured(
                 f"The server of database {self.wrapper.alias!r} runs with"
-                " sysdate-is-now: the token of a lock that was waited for would be"
-                " older than its grant. Switch that off, or use"
+                " sysdate-is-now. The token of a lock that was waited for would be"
+                " older than its grant. Turn that option off, or use"
                 " dlocks.backends.database.PessimisticBackend."
             )
         with self.wrapper.cursor() as cursor:
@@ -364,8 +364,8 @@ class MySQLWire(Wire):
         if replicated:
             raise ImproperlyConfigured(
                 f"The server of database {self.wrapper.alias!r} is a node of a Galera"
-                " cluster, and GET_LOCK is known to one node only: two nodes would"
-                " give one lock to two. Use"
+                " cluster, and GET_LOCK is known to one node only. Two nodes would"
+                " grant the same lock to two callers. Use"
                 " dlocks.backends.database.PessimisticBackend."
             )
         is_mariadb = "mariadb" in version.lower()
@@ -417,8 +417,7 @@ class MySQLWire(Wire):
             if 2000 <= number < 3000 or number in ENDED:
                 raise SessionDiedError(str(error)) from error
             raise LockBackendError(
-                f"Database {self.wrapper.alias!r} refused a statement of a lock:"
-                f" {error}"
+                f"Database {self.wrapper.alias!r} rejected a lock statement: {error}"
             ) from error
         if result is None:
             return None
@@ -449,8 +448,8 @@ def wire_class(database: str) -> type[Wire]:
     vendor = connections[database].vendor
     if vendor not in WIRES:
         raise ImproperlyConfigured(
-            f"Session locks need PostgreSQL, MariaDB or MySQL; database {database!r} is"
-            f" {vendor}, which has none. Use"
+            "Session locks need PostgreSQL, MariaDB or MySQL, but database"
+            f" {database!r} is {vendor}. Use"
             " dlocks.backends.database.PessimisticBackend."
         )
     return WIRES[vendor]
@@ -470,7 +469,7 @@ def connect(database: str, name: str, idle: float, *, pooled: bool) -> Wire:
     except Error as error:
         wire.close()
         raise LockBackendError(
-            f"No session on database {database!r} for locks: {error}"
+            f"No session for locks on database {database!r}: {error}"
         ) from error
     except BaseException:
         wire.close()
@@ -488,7 +487,7 @@ def _wire(database: str, idle: float) -> Wire:
     except Error as error:
         wrapper.close()
         raise LockBackendError(
-            f"No session on database {database!r} for locks: {error}"
+            f"No session for locks on database {database!r}: {error}"
         ) from error
     except BaseException:
         wrapper.close()
@@ -503,21 +502,20 @@ def _refuse_pooler(database: str, wire: Wire, *, pooled: bool) -> None:
     if not pooled:
         raise ImproperlyConfigured(
             f"Database {database!r} is behind a pooler (the session is {wire.pid}, and"
-            f" the connection says {wire.told}). A session lock needs a session of its"
-            " own for as long as it is held: a pooler that hands sessions out for each"
-            " transaction or statement would give one lock to several. Let this alias"
-            " of DATABASES connect to the server itself, or use"
-            " dlocks.backends.database.PessimisticBackend. If the pooler keeps"
-            " sessions (pool_mode = session), say so by OPTIONS['session_pooling'] ="
-            " True."
+            f" the connection reports {wire.told}). A session lock needs its own"
+            " session while it is held. A pooler that assigns sessions per transaction"
+            " or statement would grant one lock to several callers. Connect this alias"
+            " of DATABASES to the server itself, or use"
+            " dlocks.backends.database.PessimisticBackend. If the pooler keeps sessions"
+            " (pool_mode = session), set OPTIONS['session_pooling'] = True."
         )
     other = _wire(database, wire.idle)
     other.close()
     if other.pid == wire.pid:
         raise ImproperlyConfigured(
-            "OPTIONS['session_pooling'] says that the pooler before database"
-            f" {database!r} keeps sessions, but it has given the session {wire.pid} to"
-            " two connections at a time. Set its pool_mode to session, let this alias"
-            " of DATABASES connect to the server itself, or use"
+            "OPTIONS['session_pooling'] states that the pooler of database"
+            f" {database!r} keeps sessions, but it assigned session {wire.pid} to two"
+            " connections at a time. Set its pool_mode to session, connect this alias"
+            " of DATABASES to the server itself, or use"
             " dlocks.backends.database.PessimisticBackend."
         )

@@ -154,8 +154,8 @@ class ZooKeeperBackend(BaseBackend):
             hosts = ",".join(hosts)
         if "/" in hosts or "@" in hosts:
             raise ValueError(
-                "hosts must be like 'zk1:2181,zk2:2181': a path is the option root, a"
-                " password is auth"
+                "hosts must be like 'zk1:2181,zk2:2181'. Use the option root for a"
+                " path, and auth for a password"
             )
         try:
             collect_hosts(hosts)
@@ -176,8 +176,8 @@ class ZooKeeperBackend(BaseBackend):
             raise TypeError("client must be a dictionary of keywords for KazooClient")
         if unknown := set(client or {}) - zookeeper.KEYWORDS:
             raise ValueError(
-                f"client has unknown {', '.join(sorted(map(str, unknown)))}; it takes "
-                f"{', '.join(sorted(zookeeper.KEYWORDS))}"
+                f"client has unknown options {', '.join(sorted(map(str, unknown)))}; it"
+                f" accepts {', '.join(sorted(zookeeper.KEYWORDS))}"
             )
         self.root = root
         self.ensemble = Ensemble(
@@ -543,8 +543,7 @@ class ZooKeeperBackend(BaseBackend):
                 _ok(answer)
         if not data.isdigit():
             raise LockBackendError(
-                f"{self.ensemble} has something else in {self.root}: choose another"
-                " 'root'."
+                f"{self.ensemble} has other data in {self.root}. Choose another 'root'."
             )
         return int(data)
 
@@ -834,11 +833,11 @@ class ZooKeeperBackend(BaseBackend):
             self._base = None
         if lost and tell:
             logger.warning(
-                "The session of DLOCKS[%r] with its ZooKeeper has ended, with %d locks",
+                "The ZooKeeper session of DLOCKS[%r] ended with %d locks",
                 self.alias,
                 len(lost),
             )
-            self.runtime.on_lost(lost, "its session with ZooKeeper has ended")
+            self.runtime.on_lost(lost, "the ZooKeeper session that held it has ended")
 
     # Background maintenance.
 
@@ -918,7 +917,7 @@ class ZooKeeperBackend(BaseBackend):
             self._leave(entry, patience=SOON, had=True)
         except LockBackendError as error:
             logger.warning(
-                "A claim on %r could not be taken back yet: %s", entry.claim.key, error
+                "A claim on %r could not be cancelled yet: %s", entry.claim.key, error
             )
 
     def _bury(self, entry: Entry) -> None:
@@ -971,7 +970,7 @@ def _line(names: Any) -> Line:
 def _ok(answer: Any) -> Any:
     if isinstance(answer, ZookeeperError):
         raise LockBackendError(
-            f"ZooKeeper refused a lock: {type(answer).__name__}."
+            f"ZooKeeper rejected a lock request: {type(answer).__name__}."
         ) from answer
     return answer
 

@@ -177,7 +177,7 @@ class Ensemble:
             self._make()
         except Exception as error:
             raise ValueError(
-                f"client has a value that kazoo does not take: {error}"
+                f"client has a value that kazoo does not accept: {error}"
             ) from error
 
     def reset(self) -> None:
@@ -231,7 +231,7 @@ class Ensemble:
             refused := next((one for one in answers if isinstance(one, REFUSED)), None)
         ) is not None:
             raise LockBackendError(
-                f"{self} refuses a lock to these credentials: {_said(refused)}."
+                f"{self} denies these credentials access: {_said(refused)}."
             ) from refused
         with self._mutex:
             if self.number == number:
@@ -271,7 +271,7 @@ class Ensemble:
             state = client.client_state
             if state == KeeperState.AUTH_FAILED:
                 self.close()
-                raise LockBackendError(f"{self} refuses the credentials.")
+                raise LockBackendError(f"{self} rejects the credentials in 'auth'.")
             if clock.real_now() >= until:
                 if state == KeeperState.CLOSED:
                     # Its thread has failed, and does not connect any more.
@@ -348,11 +348,11 @@ class Ensemble:
 
     def _unanswered(self, error: BaseException | None) -> LockBackendError:
         what = (
-            "it cannot be reached, or has no majority of its servers"
+            "it cannot be reached, or most of its servers are down"
             if error is None
             else _said(error)
         )
-        return LockBackendError(f"{self} could not be asked about a lock: {what}.")
+        return LockBackendError(f"{self} did not answer: {what}.")
 
     def __str__(self) -> str:
         return f"The ZooKeeper of DLOCKS[{self._alias!r}] ({', '.join(self.hosts)})"
@@ -360,9 +360,9 @@ class Ensemble:
 
 def _said(error: BaseException) -> str:
     return {
-        NoAuthError: "the nodes under its root belong to others",
+        NoAuthError: "the nodes under its root belong to another user",
         ConnectionLoss: "the connection was lost",
-        KazooTimeoutError: "no answer in time",
+        KazooTimeoutError: "the request timed out",
     }.get(type(error), type(error).__name__)
 
 
@@ -373,7 +373,7 @@ def end(client: Any) -> None:
         client.stop()
         client.close()
     except Exception as error:  # noqa: BLE001 (the servers end the session anyway)
-        client.logger.warning("A session could not be ended: %s", error)
+        client.logger.warning("A ZooKeeper session could not be closed: %s", error)
 
 
 # Requests.
