@@ -247,7 +247,7 @@ class Hold:
         if self.owner not in left:
             self.lose(self.why_gone())
             raise self._told_lost()
-        if self.backend.lease_refused() is None:
+        if self.backend.refusal(self.claim) is None:
             # Otherwise the caller's transaction wrote it, and may roll it back.
             self.note_answer(sent, left[self.owner])
 
@@ -437,7 +437,7 @@ class Hold:
                 f"{type(self.backend).__name__} cannot hand {self.key!r} over to"
                 " another process."
             )
-        if (why := self.backend.lease_refused()) is not None:
+        if (why := self.backend.refusal(self.claim)) is not None:
             raise RuntimeError(f"{self.key!r} cannot be handed over here. {why}")
         with self._mutex:
             if self._count > 1:
@@ -626,7 +626,7 @@ class Hold:
             clock.now(),
         )
         confirmed = bool(self._ask(self.backend.recount, claim, count))
-        if confirmed and claim.late and self.backend.lease_refused() is None:
+        if confirmed and claim.late and self.backend.refusal(self.claim) is None:
             self.note_answer(sent, claim.ttl)
         return confirmed
 
@@ -864,7 +864,7 @@ class Hold:
                 for mark in map(Mark.whole, open_connections())
                 if mark not in marks
             ]
-        elif not marks and self.backend.lease_refused() is not None:
+        elif not marks and self.backend.refusal(self.claim) is not None:
             # A rollback would undo a release written here.
             marks = [
                 Mark.whole(one)
@@ -967,7 +967,7 @@ class Hold:
         backend = self.backend
         ask = partial(backend.taken_by, self.claim, self.token, self.age)
         try:
-            outside = backend.in_transaction() and backend.lease_refused() is None
+            outside = backend.in_transaction() and backend.refusal(self.claim) is None
             fact = (
                 keeper.run(ask, backend, patience=OUTSIDE_PATIENCE)
                 if outside

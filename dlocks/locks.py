@@ -14,12 +14,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast
 
 from dlocks import clock
 from dlocks.backends.base import (
+    ANY_LEASE,
     KEPT_FOR,
     BaseBackend,
     TableLockedError,
@@ -749,7 +750,7 @@ class Attempt:
             return False
         # No caller can queue in the transaction of a single writer. The request reports
         # that.
-        return claim.scope == "lease" or self.backend.lease_refused() is None
+        return claim.scope == "lease" or self.backend.refusal(ANY_LEASE) is None
 
     def _stand_in_line(self, claim: Claim) -> bool:
         """Join the queue, and return whether there is something to try at once."""
@@ -875,17 +876,6 @@ class Attempt:
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
-        if lock.shared and not backend.supports_sharing:
-            raise RuntimeError(
-                f"{type(backend).__name__} does not support shared locks."
-            )
-        if lock.shared and lock.permits < UNLIMITED and not backend.supports_permits:
-            raise RuntimeError(f"{type(backend).__name__} does not support semaphores.")
-        if not lock.takeover and not backend.knows_takeovers:
-            raise RuntimeError(
-                f"{type(backend).__name__} does not support takeover=False, because it"
-                " does not record whether the last holder released the key."
-            )
         other = hold_by((self.caller, backend.identity, self.key, not lock.shared))
         if other is not None and not (
             other.is_left or (other.enterable and other.count)
@@ -900,53 +890,14 @@ class Attempt:
                 f" the write lock from the start.{kept}"
             )
         in_transaction = backend.in_transaction()
-        scope = lock.scope
-        if scope is None:
-            scope = (
-                "transaction"
-                if in_transaction and self._can_belong_to_transaction()
-                else "lease"
-            )
-        elif scope == "transaction" and not (
-            backend.supports_transactions and self._can_belong_to_transaction()
-        ):
-            what = (
-                "for a shared lock" if lock.shared else f"with {type(backend).__name__}"
-            )
-            raise RuntimeError(f"scope='transaction' is not possible {what}.")
-        if scope == "transaction" and not in_transaction:
-            raise RuntimeError(
-                "scope='transaction' requires an open transaction. Enter 'with"
-                f" atomic(using={_database_of(backend)!r})' before you acquire"
-                f" {lock.key!r}."
-            )
-        if (
-            scope == "transaction"
-            and (why := backend.transaction_refused()) is not None
-        ):
-            raise RuntimeError(
-                f"{lock.key!r} cannot be locked in this transaction. {why}"
-            )
-        if scope == "lease":
-            if (why := backend.lease_refused()) is not None:
-                raise RuntimeError(f"{lock.key!r} cannot be leased here. {why}")
-            if in_transaction and Mark.keeps(
-                connection_of(_database_of(backend)), (backend.identity, self.key)
-            ):
-                raise RuntimeError(
-                    f"{lock.key!r} is kept by the transaction of this thread until it"
-                    " ends. A lease or a shared hold would have to wait for that."
-                )
-            warn_of_old_snapshots(lock.key)
         ttl = backend.ttl if isinstance(lock.ttl, _FromSettings) else float(lock.ttl)
         if lock.max_hold is not None:
             ttl = min(ttl, lock.max_hold)
-        if (why := backend.ttl_refused(ttl)) is not None:
-            raise ValueError(f"{lock.key!r} cannot be leased for {ttl:g} s. {why}")
-        return Claim(
+        belongs = in_transaction and backend.supports_transactions
+        claim = Claim(
             key=self.key,
             ttl=ttl,
-            scope=scope,
+            scope=lock.scope or ("transaction" if belongs else "lease"),
             takeover=lock.takeover,
             fair=lock.fair,
             shared=lock.shared,
@@ -955,12 +906,26 @@ class Attempt:
             holder=_own_holder_name(),
             owner_ip=_own_ip(),
         )
-
-    def _can_belong_to_transaction(self) -> bool:
-        # A shared hold is not the lock row, which a transaction could keep.
-        return self.backend.supports_transactions and (
-            not self.lock.shared or self.backend.keeps_shares()
-        )
+        why = backend.refusal(claim)
+        if why and lock.shared and lock.scope is None and belongs:
+            claim = replace(claim, scope="lease")
+            why = backend.refusal(claim)
+        if why is not None:
+            text = f"{lock.key!r} cannot be acquired here. {why}"
+            # A claim that is only refused for its ttl has a wrong argument.
+            if backend.refusal(replace(claim, ttl=0.0)) is None:
+                raise ValueError(text)
+            raise RuntimeError(text)
+        if claim.scope == "lease":
+            if in_transaction and Mark.keeps(
+                connection_of(_database_of(backend)), (backend.identity, self.key)
+            ):
+                raise RuntimeError(
+                    f"{lock.key!r} is kept by the transaction of this thread until it"
+                    " ends. A lease or a shared hold would have to wait for that."
+                )
+            warn_of_old_snapshots(lock.key)
+        return claim
 
     def _given_back_inside(self, release: Callable[[], bool]) -> bool:
         """Release what was granted in the caller's transaction, inside of it.

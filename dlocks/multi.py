@@ -238,14 +238,22 @@ class MultiHold(Hold):
     def _claims(self) -> list[Any]:
         return [hold.claim for hold in self.holds]
 
+    def _leaves_nothing(self, holds: Sequence[Hold]) -> bool:
+        """Return whether no open transaction needs the leases."""
+        return (
+            self.backend.refusal(holds[0].claim) is None
+            and not any(hold.pinned for hold in holds)
+            and (
+                all(hold.leaves_at_exit for hold in holds)
+                or not any(open_connections())
+            )
+        )
+
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
-        leaves_nothing = self.backend.lease_refused() is None and not any(
-            hold.pinned for hold in holds
-        )
-        if not all(hold.leaves_at_exit for hold in holds):
-            leaves_nothing = leaves_nothing and not any(open_connections())
-        if self._is_alike and (self.scope == "transaction" or leaves_nothing):
+        if self._is_alike and (
+            self.scope == "transaction" or self._leaves_nothing(holds)
+        ):
             together = [hold for hold in holds if hold.end_with_others(failed=failed)]
         done = False
         trouble: LockError | None = None

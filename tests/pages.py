@@ -7,6 +7,8 @@ import sys
 import types
 from pathlib import Path
 
+from tests.internals import BaseBackend, Claim
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 FENCE = re.compile(
@@ -60,9 +62,23 @@ TOLD_AS = {
     "supports_queue": "fair line",
     "supports_sharing": "Can be [shared]",
     "supports_handover": "handed over",
-    "knows_takeovers": "`takeover=False`",
     "supports_clearing": "Is shown by commands and admin",
 }
+
+
+def check_refusals(backend: BaseBackend) -> None:
+    """Check that the table says which claims a backend refuses."""
+    table = table_of_backends()
+    name = type(backend).__name__.removesuffix("Backend")
+    for part, options in (
+        ("`takeover=False`", {"takeover": False}),
+        ("by a number of them", {"shared": True, "permits": 3}),
+    ):
+        told = next(table[row][name] for row in table if part in row)
+        refused = backend.refusal(Claim(key="k", ttl=1.0, **options)) is not None
+        if refused or told != "–":
+            # A dash stands for a backend that can share no keys or exclude nobody.
+            assert refused == (told == "no" or (told == "–" and "permits" in options))
 
 
 def told_of(kind: type) -> dict[str, bool]:

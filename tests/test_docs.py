@@ -310,7 +310,7 @@ def test_transactions(lamp, is_busy):
     assert Product.objects.get().stock == 3
     assert not is_busy(f"stock:{lamp.pk}")
     if connection.vendor == "sqlite":
-        with pytest.raises(RuntimeError, match="cannot be leased here"):
+        with pytest.raises(RuntimeError, match=r"cannot be acquired here\. SQLite"):
             page.pay(7)
     else:
         assert page.pay(7) == "lease"
@@ -542,8 +542,7 @@ def test_every_flag_of_a_backend_is_documented():
     }
     assert flags == set(
         re.findall(
-            r"^\| `(exclusive|tells_here|tells_leases|keeps_places|knows_takeovers"
-            r"|supports_\w+)` \|",
+            r"^\| `(exclusive|tells_here|tells_leases|supports_\w+)` \|",
             text,
             re.MULTILINE,
         )
@@ -558,17 +557,16 @@ def test_every_flag_of_a_backend_is_documented():
         assert pages.told_of(kind) == {
             flag: getattr(kind, flag) for flag in pages.TOLD_AS
         }
+        pages.check_refusals(kind("default"))
     assert pages.TOLD_AS.keys() == flags - NOT_TOLD
 
 
 # These flags only concern authors of backends.
 NOT_TOLD = {
     "exclusive",
-    "supports_permits",
     "supports_fencing",
     "tells_here",
     "tells_leases",
-    "keeps_places",
 }
 
 

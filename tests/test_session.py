@@ -1192,7 +1192,7 @@ def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
     assert not is_busy(using="session")
     with (
         transaction.atomic(),
-        pytest.raises(RuntimeError, match="scope='transaction' is not possible"),
+        pytest.raises(RuntimeError, match="does not support scope='transaction'"),
     ):
         lock(scope="transaction").acquire()
 

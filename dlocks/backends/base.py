@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
+from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError
 from dlocks.values import (
     KEY_LENGTH,
@@ -39,6 +40,14 @@ from dlocks.values import (
 
 T = TypeVar("T")
 
+# A claim by which to ask whether a lease is possible here at all.
+ANY_LEASE = Claim(key="*", ttl=0.0, owner="")
+
+# Why some backends refuse a claim with ``takeover=False``.
+NO_TAKEOVERS = (
+    "{} does not support takeover=False, because it does not record whether the last"
+    " holder released the key."
+)
 # Seconds without a heartbeat after which a waiter is skipped.
 HEARD_FOR = 2.0
 # Seconds for which a key is reserved for the waiter whose turn it is.
@@ -153,11 +162,6 @@ class BaseBackend:
     supports_transactions: ClassVar[bool] = False
     # Whether claims can queue, and are granted in turn.
     supports_queue: ClassVar[bool] = False
-    # Whether the queue is the backend's own rather than the engine's. Then it knows how
-    # many claims are ahead, and skips waiters without a heartbeat.
-    keeps_places: ClassVar[bool] = True
-    # Whether a grant says if the previous holder never released the key.
-    knows_takeovers: ClassVar[bool] = True
     # Whether a waiting thread can receive its own notification. That saves waking
     # another thread first.
     tells_here: ClassVar[bool] = False
@@ -166,8 +170,6 @@ class BaseBackend:
     tells_leases: ClassVar[bool] = True
     # Whether several claims can share a key.
     supports_sharing: ClassVar[bool] = False
-    # Whether the number of shared holds can be limited.
-    supports_permits: ClassVar[bool] = True
     # Whether tokens grow even if the backend's clock steps back.
     supports_fencing: ClassVar[bool] = True
     # Whether people can list and clear holds.
@@ -240,8 +242,30 @@ class BaseBackend:
         """
         return False
 
-    def ttl_refused(self, ttl: float) -> str | None:
-        """Return why a lease of ``ttl`` seconds is refused, or None."""
+    def refusal(self, claim: Claim) -> str | None:
+        """Return why the claim cannot be made here, as a sentence, or None.
+
+        No query is sent. A refused claim must not be passed to ``acquire()``.
+        """
+        kind = type(self).__name__
+        if claim.shared and not self.supports_sharing:
+            return f"{kind} does not support shared locks."
+        if claim.scope == "lease":
+            return None
+        if not self.supports_transactions:
+            return f"{kind} does not support scope='transaction'."
+        database = self.database
+        if not self.in_transaction():
+            return (
+                "scope='transaction' requires an open transaction. Enter 'with"
+                f" atomic(using={database!r})' first."
+            )
+        if not connection_of(database).in_atomic_block:
+            return (
+                f"Autocommit is switched off on {database!r}, and Django does not"
+                " report when such a transaction ends. Use 'with atomic()', or"
+                " scope='lease'."
+            )
         return None
 
     def acquire(self, claim: Claim) -> Grant | None:
@@ -413,23 +437,8 @@ class BaseBackend:
         They use a connection of the process instead.
         """
         return (
-            self.in_transaction() and self.lease_refused() is None
+            self.in_transaction() and self.refusal(ANY_LEASE) is None
         ) or self.lacks_connection()
-
-    def transaction_refused(self) -> str | None:
-        """Return why a hold cannot belong to the caller's transaction, or None."""
-        return None
-
-    def keeps_shares(self) -> bool:
-        """Return whether a shared hold can belong to the caller's transaction.
-
-        That is possible if no other caller can exist beside it.
-        """
-        return False
-
-    def lease_refused(self) -> str | None:
-        """Return why no lease is possible in the caller's transaction, or None."""
-        return None
 
     def close(self) -> None:
         """Close the resources that this thread has open for the backend."""

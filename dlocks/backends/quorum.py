@@ -330,17 +330,22 @@ class QuorumBackend(BaseBackend):
             remaining=self._shorter(last.remaining),
         )
 
-    def lease_refused(self) -> str | None:
+    def refusal(self, claim: Claim) -> str | None:
+        if (why := super().refusal(claim)) is not None:
+            return why
+        # A member without a record of takeovers only frees a stale key earlier.
+        claim = replace(claim, takeover=True)
         refusals = [
-            why
+            (member.backend, why)
             for member in self.members()
-            if (why := member.backend.lease_refused()) is not None
+            if (why := member.backend.refusal(claim)) is not None
         ]
-        return refusals[0] if len(refusals) > len(self.of) - self.majority else None
-
-    def ttl_refused(self, ttl: float) -> str | None:
-        refusals = (member.backend.ttl_refused(ttl) for member in self.members())
-        return next((why for why in refusals if why is not None), None)
+        # Each member must accept the ttl, and a majority must accept leases at all.
+        any_ttl = replace(claim, ttl=0.0)
+        no_lease = [why for one, why in refusals if one.refusal(any_ttl) is not None]
+        if len(no_lease) > len(self.of) - self.majority:
+            return no_lease[0]
+        return next((why for _, why in refusals if why not in no_lease), None)
 
     def check(self) -> list[Any]:
         self.members()

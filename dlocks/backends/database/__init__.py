@@ -559,19 +559,37 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def connect(self) -> None:
         self._session()
 
-    def transaction_refused(self) -> str | None:
-        if not self.connection.in_atomic_block:
+    def refusal(self, claim: Claim) -> str | None:
+        if claim.scope == "lease":
+            if self.dialect.one_writer and self.in_transaction():
+                return (
+                    "SQLite has one writer, which may be the transaction that is open"
+                    f" on {self.database!r}. A lease cannot be written meanwhile. Take"
+                    " the lock before the transaction, or leave out scope='lease'."
+                )
+        elif claim.shared:
+            # A shared hold is not the lock row, which a transaction could keep.
+            if not self.keeps_shares():
+                return "A shared lock does not support scope='transaction'."
+        elif self.in_transaction() and not self.connection.in_atomic_block:
             refuse_lost(self.connection)
+        if (why := super().refusal(claim)) is not None:
+            return why
+        if self.observations is not None and claim.ttl > self.ttl:
             return (
-                f"Autocommit is switched off on {self.database!r}, and Django does not"
-                " tell when such a transaction ends. Use 'with atomic()', or"
-                " scope='lease'."
+                f"A ttl of {claim.ttl:g} s is too long. With expiry='observed', other"
+                f" callers observe a row for the backend's ttl of {self.ttl:g} s, and"
+                " would take over a longer lease too early. Raise OPTIONS['ttl'] in all"
+                " processes."
             )
         return None
 
     def keeps_shares(self) -> bool:
-        # In a TestCase no other caller can wait, and a committed row would remain for
-        # the next test.
+        """Return whether no other caller can exist beside the open transaction.
+
+        Then even a shared hold can belong to it. In a TestCase no other caller can
+        wait, and a committed row would remain for the next test.
+        """
         return self.in_transaction() and (
             self.dialect.one_writer
             or any(
@@ -579,24 +597,6 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 for block in self.connection.atomic_blocks
             )
         )
-
-    def lease_refused(self) -> str | None:
-        if self.dialect.one_writer and self.in_transaction():
-            return (
-                f"SQLite has one writer, and the transaction open on {self.database!r}"
-                " may be it: a lease could not be written beside it. Take the lock"
-                " before the transaction, or leave out scope='lease'."
-            )
-        return None
-
-    def ttl_refused(self, ttl: float) -> str | None:
-        if self.observations is not None and ttl > self.ttl:
-            return (
-                "With expiry='observed' others watch a row for the ttl of the backend,"
-                f" which is {self.ttl:g} s, and would take a longer lease for ended."
-                " Raise OPTIONS['ttl'], in all processes."
-            )
-        return None
 
     def close(self) -> None:
         self.connection.close()

@@ -40,7 +40,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Listener
+from dlocks.backends.base import NO_TAKEOVERS, BaseBackend, Listener
 from dlocks.backends.database.statements import Statements
 from dlocks.backends.session.checks import check_session
 from dlocks.backends.session.sessions import PATIENCE, Entry, Session
@@ -53,7 +53,15 @@ from dlocks.backends.session.wires import (
 )
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
-from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
+from dlocks.values import (
+    UNLIMITED,
+    Claim,
+    Grant,
+    Holder,
+    Message,
+    Place,
+    seconds,
+)
 
 logger = logging.getLogger("dlocks")
 
@@ -100,12 +108,9 @@ class SessionBackend(Statements, BaseBackend):
     """
 
     supports_queue: ClassVar[bool] = True
-    keeps_places: ClassVar[bool] = False
-    knows_takeovers: ClassVar[bool] = False
     tells_here: ClassVar[bool] = True
     tells_leases: ClassVar[bool] = False
     supports_fencing: ClassVar[bool] = False
-    supports_permits: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -304,14 +309,14 @@ class SessionBackend(Statements, BaseBackend):
         # MariaDB includes the port.
         return host.rpartition(":")[0] if host and host.count(":") == 1 else host
 
-    def transaction_refused(self) -> str | None:
-        if not self.connection.in_atomic_block:
-            return (
-                f"Autocommit is switched off on {self.database!r}, and Django does not"
-                " tell when such a transaction ends. Use 'with atomic()', or"
-                " scope='lease'."
-            )
-        return None
+    def refusal(self, claim: Claim) -> str | None:
+        if (why := super().refusal(claim)) is not None:
+            return why
+        if claim.shared and claim.scope == "transaction":
+            return "A shared lock does not support scope='transaction'."
+        if claim.shared and claim.permits < UNLIMITED:
+            return f"{type(self).__name__} does not support semaphores."
+        return None if claim.takeover else NO_TAKEOVERS.format(type(self).__name__)
 
     def check(self) -> list[Any]:
         return check_session(self.alias, self.database)

@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, BaseBackend, Listener
+from dlocks.backends.base import HEARD_FOR, NO_TAKEOVERS, BaseBackend, Listener
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import (
     BadVersionError,
@@ -51,7 +51,15 @@ from dlocks.backends.zookeeper.ensemble import (
 from dlocks.backends.zookeeper.tickets import Line, Ticket, name_for, node_of
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
-from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
+from dlocks.values import (
+    UNLIMITED,
+    Claim,
+    Grant,
+    Holder,
+    Message,
+    Place,
+    seconds,
+)
 
 logger = logging.getLogger("dlocks")
 
@@ -130,8 +138,6 @@ class ZooKeeperBackend(BaseBackend):
     supports_queue: ClassVar[bool] = True
     tells_here: ClassVar[bool] = True
     supports_sharing: ClassVar[bool] = True
-    supports_permits: ClassVar[bool] = False
-    knows_takeovers: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -224,6 +230,13 @@ class ZooKeeperBackend(BaseBackend):
         return self.ensemble.session_timeout * ASKED_AGAIN
 
     # The backend interface.
+
+    def refusal(self, claim: Claim) -> str | None:
+        if (why := super().refusal(claim)) is not None:
+            return why
+        if claim.shared and claim.permits < UNLIMITED:
+            return f"{type(self).__name__} does not support semaphores."
+        return None if claim.takeover else NO_TAKEOVERS.format(type(self).__name__)
 
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
