@@ -625,7 +625,7 @@ class Hold:
             self.next_claim() if self._may_be_late else self.claim,
             clock.now(),
         )
-        confirmed = bool(self._ask(self.backend.recount, claim, count))
+        confirmed = bool(self._ask(self.backend.verify, claim, count))
         if confirmed and claim.late and self.backend.refusal(self.claim) is None:
             self.note_answer(sent, claim.ttl)
         return confirmed

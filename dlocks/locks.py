@@ -758,10 +758,10 @@ class Attempt:
         until = math.inf if self.timeout is None else self.began + self.timeout
         self.waiter = waiter = Waiter(claim, self.ring, self.caller, until)
         if self.here and self.backend.tells_here:
-            place = self._outside(functools.partial(self.backend.queue, claim))
-            if place is not None and place.here:
+            place = self._outside(functools.partial(self.backend.enqueue, claim))
+            if place is not None and place.own_thread:
                 waiter.here = True
-                return place.ask
+                return place.must_retry
         waiter.listens = self.here
         room.enter(waiter)
         sent = clock.now()
@@ -769,10 +769,10 @@ class Attempt:
             None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_PATIENCE
         )
         place = self._outside(
-            functools.partial(self.backend.queue, claim, room.channel),
+            functools.partial(self.backend.enqueue, claim, room.channel),
             patience=patience,
         )
-        if place is None or (place.ask and place.number is None):
+        if place is None or (place.must_retry and place.position is None):
             # Queueing is not possible at the moment, or not necessary.
             room.leave(waiter)
             self.waiter, self.unknown = None, place is not None
@@ -787,10 +787,10 @@ class Attempt:
         """Return whether the key was granted at the last moment, or can be now."""
         for _ in range(2):
             sent = clock.now()
-            look = functools.partial(self.backend.look, [waiter.claim], heard=False)
+            look = functools.partial(self.backend.poll, [waiter.claim], heartbeat=False)
             places = self._outside(look, patience=OUTSIDE_PATIENCE)
             place = places.get(waiter.claim.owner)
-            if place is None or place.grant is not None or place.ask:
+            if place is None or place.grant is not None or place.must_retry:
                 return place is not None and waiter.told(place, sent)
             if place.ahead:
                 break

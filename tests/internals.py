@@ -101,7 +101,7 @@ NAMES = {
     "Grant": "dlocks.values:Grant",
     "KEY_LENGTH": "dlocks.values:KEY_LENGTH",
     "Message": "dlocks.values:Message",
-    "Place": "dlocks.values:Place",
+    "Ticket": "dlocks.values:Ticket",
     "UNLIMITED": "dlocks.values:UNLIMITED",
     "room_of": "dlocks.waiting:room_of",
     "Waiter": "dlocks.waiting:Waiter",

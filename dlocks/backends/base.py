@@ -8,7 +8,7 @@ A backend is the source of truth about locks. These rules bind every backend, an
 3. Acquiring again with the same claim succeeds again, so a lost reply is harmless. So
    is releasing twice.
 4. ``None`` means that another claim holds the key. Every other problem raises.
-5. ``renew()``, ``recount()``, ``release()`` and ``exchange()`` act only for the owner
+5. ``renew()``, ``verify()``, ``release()`` and ``exchange()`` act only for the owner
    that they are given. Otherwise they change nothing and report it.
 6. A claim that is abandoned with an unknown result is always cancelled by
    ``release()``.
@@ -34,7 +34,7 @@ from dlocks.values import (
     Grant,
     Holder,
     Message,
-    Place,
+    Ticket,
     seconds,
 )
 
@@ -65,7 +65,7 @@ class TableLockedError(LockBackendError):
     """
 
 
-class Listener:
+class Notifier:
     """A connection on which a process is notified about its queued claims.
 
     A listener that ``asks`` sends a query to the server. It receives messages only
@@ -80,7 +80,7 @@ class Listener:
     hears_all: bool = True
     # A second listener, on which a thread of its own waits at the same time. If it is
     # this listener itself, only that thread waits on it.
-    beside: Listener | None = None
+    beside: Notifier | None = None
     # Held by the thread that waits on this listener or uses its connection. None if
     # there is only one such thread.
     ears: threading.RLock | None = None
@@ -92,11 +92,11 @@ class Listener:
         """
         raise NotImplementedError
 
-    def calm(self, claims: Sequence[Claim]) -> Place | None:
+    def heartbeat(self, claims: Sequence[Claim]) -> Ticket | None:
         """Send a heartbeat for the claims; return what applies to all of them.
 
-        That is a ``Place`` with ``soon`` and ``clock``, or None if the queue has to be
-        polled. It is only called if the listener ``asks``.
+        That is a ``Ticket`` with ``next_check`` and ``clock``, or None if the queue has
+        to be polled. It is only called if the notifier ``asks``.
         """
         return None
 
@@ -284,7 +284,7 @@ class BaseBackend:
         """
         raise NotImplementedError
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         """Write the hold count, and return whether the claim is still held.
 
         This also renews a claim that is ``late``.
@@ -368,28 +368,29 @@ class BaseBackend:
         """Return whether the key is known to have waiters, without a request."""
         return False
 
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         """Add the claim to the queue, and return its ticket.
 
-        Return None if queueing is not possible at the moment. A ticket with ``ask`` but
-        without a number means that the claim was not queued, since the key is free.
-        Number 0 means that the key is reserved for the claim. Acquiring it may still
+        Return None if queueing is not possible at the moment. A ticket that
+        ``must_retry`` but has no position means that the claim was not queued, since
+        the key is free.
+        Position 0 means that the key is reserved for the claim. Acquiring it may still
         fail, for example while another transaction has locked a row.
 
-        ``number`` is an earlier position of the claim, which it gets again. A grant is
+        ``position`` is an earlier one of the claim, which it gets again. A grant is
         notified on ``channel``. Without a channel, a backend that ``tells_here``
-        returns a ticket that is ``here``.
+        returns a ticket of the ``own_thread``.
         """
         raise NotImplementedError
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
         """Return the tickets of queued claims by owner, and advance the queue.
 
-        ``heard`` sends a heartbeat for the claims, since a claim without one is
+        ``heartbeat`` sends a heartbeat for the claims, since a claim without one is
         skipped. An owner that is missing is not in the queue any more.
         """
         raise NotImplementedError
@@ -397,8 +398,8 @@ class BaseBackend:
     def wait(self, claim: Claim, timeout: float | None) -> bool:
         """Wait in this thread until the state of a claim may have changed.
 
-        The claim has a ticket that is ``here``. ``timeout`` is in seconds. Return False
-        at once if the claim no longer has such a ticket.
+        The claim has a ticket of the ``own_thread``. ``timeout`` is in seconds. Return
+        False at once if the claim no longer has such a ticket.
         """
         raise NotImplementedError
 
@@ -413,7 +414,7 @@ class BaseBackend:
         """Return the number of claims that are queued for the key."""
         return 0
 
-    def listen(self, channel: str) -> Listener | None:
+    def notifier(self, channel: str) -> Notifier | None:
         """Listen on a channel with this thread's connection.
 
         Return None if the backend has to be polled instead.

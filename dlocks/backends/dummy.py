@@ -27,7 +27,7 @@ class DummyBackend(BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         return {claim.owner: claim.ttl for claim in claims}
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         return True
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:

@@ -66,7 +66,7 @@ class MemoryBackend(BaseBackend):
                     left[claim.owner] = claim.ttl
             return left
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         with self._mutex:
             entry = self._live(claim)
             if entry is None:

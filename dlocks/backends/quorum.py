@@ -295,11 +295,11 @@ class QuorumBackend(BaseBackend):
                 result[claim.owner] = max(0.0, term.ends - clock.now())
         return result
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
             return False
         return self._agreed(
-            lambda member: member.backend.recount(self._at(member, claim, term), count)
+            lambda member: member.backend.verify(self._at(member, claim, term), count)
         )
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:

@@ -16,7 +16,7 @@ from django.db import connections, transaction
 
 from dlocks.backends.base import HEARD_FOR, BaseBackend
 from dlocks.testing.refusals import RefusalContract
-from dlocks.values import Claim, Grant, Place
+from dlocks.values import Claim, Grant, Ticket
 
 
 class BackendContract(RefusalContract):
@@ -187,7 +187,7 @@ class BackendContract(RefusalContract):
         self.granted(self.claim())
         stranger = self.claim()
         self.assertEqual(dict(self.backend.renew([stranger])), {})
-        self.assertFalse(self.backend.recount(stranger, 2))
+        self.assertFalse(self.backend.verify(stranger, 2))
 
     def test_a_released_claim_is_not_renewed(self) -> None:
         self.needs("exclusive")
@@ -195,7 +195,7 @@ class BackendContract(RefusalContract):
         self.granted(claim)
         self.backend.release(claim)
         self.assertEqual(dict(self.backend.renew([claim])), {})
-        self.assertFalse(self.backend.recount(claim, 2))
+        self.assertFalse(self.backend.verify(claim, 2))
 
     def test_a_taken_over_claim_changes_nothing_more(self) -> None:
         self.needs("exclusive")
@@ -204,7 +204,7 @@ class BackendContract(RefusalContract):
         successor = self.claim()
         self.granted_in_time(successor)
         self.assertEqual(dict(self.backend.renew([late])), {})
-        self.assertFalse(self.backend.recount(late, 1))
+        self.assertFalse(self.backend.verify(late, 1))
         self.assertFalse(self.backend.release(late))
         self.assertIn(successor.owner, self.backend.renew([successor]))
 
@@ -423,7 +423,7 @@ class BackendContract(RefusalContract):
         self.assertIsNone(self.backend.holder("contract:1"))
         claim = self.claim()
         grant = self.granted(claim)
-        self.backend.recount(claim, 2)
+        self.backend.verify(claim, 2)
         holder = self.backend.holder("contract:1")
         assert holder is not None
         self.assertEqual(
@@ -468,9 +468,9 @@ class BackendContract(RefusalContract):
         A backend of several servers overrides this.
         """
 
-    def in_line(self, claim: Claim, number: int | None = None) -> Place:
+    def in_line(self, claim: Claim, number: int | None = None) -> Ticket:
         """Add a claim to the queue. It must not be granted yet."""
-        place = self.backend.queue(claim, "", number)
+        place = self.backend.enqueue(claim, "", number)
         assert place is not None
         self.assertIsNone(place.grant)
         return place
@@ -479,7 +479,7 @@ class BackendContract(RefusalContract):
         """Poll until the claim is granted, as its caller does."""
         deadline = time.monotonic() + seconds
         while True:
-            place = self.backend.look([claim]).get(claim.owner)
+            place = self.backend.poll([claim]).get(claim.owner)
             assert place is not None, "the claim lost its place"
             if place.grant is not None:
                 return place.grant
@@ -494,7 +494,7 @@ class BackendContract(RefusalContract):
             self.in_line(claim)
             self.assertEqual(self.backend.waiting(claim.key), number + 1)
         self.assertEqual(
-            [self.backend.look([claim])[claim.owner].ahead for claim in waiting],
+            [self.backend.poll([claim])[claim.owner].ahead for claim in waiting],
             [0, 1, 2],
         )
         for claim in waiting:
@@ -510,12 +510,12 @@ class BackendContract(RefusalContract):
     def test_a_claim_in_line_for_a_free_key_has_its_turn_at_once(self) -> None:
         self.needs_positions()
         claim = self.claim()
-        place = self.backend.queue(claim)
+        place = self.backend.enqueue(claim)
         assert place is not None
         if place.grant is None:
             # The claim needs no position, since it may acquire the key at once.
-            self.assertTrue(place.ask)
-            self.assertIsNone(place.number)
+            self.assertTrue(place.must_retry)
+            self.assertIsNone(place.position)
             self.granted(claim)
         self.assertIn(claim.owner, self.backend.renew([claim]))
         self.assertEqual(self.backend.waiting(claim.key), 0)
@@ -542,9 +542,9 @@ class BackendContract(RefusalContract):
         self.backend.release(holder)
         grant = self.turn(claim)
         for _ in range(2):
-            place = self.backend.queue(claim)
+            place = self.backend.enqueue(claim)
             self.assertTrue(
-                place is not None and (place.ask or place.grant is not None)
+                place is not None and (place.must_retry or place.grant is not None)
             )
         self.assertGreaterEqual(self.granted(claim).token, grant.token)
         self.assertTrue(self.backend.release(claim))
@@ -560,7 +560,7 @@ class BackendContract(RefusalContract):
         self.assertFalse(self.backend.release(gone))
         if not self.engine_queue:
             self.assertEqual(self.backend.waiting(claim.key), 1)
-        self.assertNotIn(gone.owner, self.backend.look([gone]))
+        self.assertNotIn(gone.owner, self.backend.poll([gone]))
         self.backend.release(holder)
         self.assertTrue(self.turn(claim))
 
@@ -580,16 +580,16 @@ class BackendContract(RefusalContract):
         self.needs_positions()
         holder, silent, claim = self.claim(), self.claim(), self.claim()
         self.granted(holder)
-        number = self.in_line(silent).number
+        number = self.in_line(silent).position
         self.in_line(claim)
         deadline = time.monotonic() + HEARD_FOR + 2.0
         while self.backend.waiting(claim.key) != 1:
             _in_time(time.monotonic(), deadline, "it is still waited for")
-            self.backend.look([claim])
+            self.backend.poll([claim])
             time.sleep(0.1)
         self.backend.release(holder)
         self.turn(claim)
-        place = self.backend.look([silent]).get(silent.owner) or self.in_line(
+        place = self.backend.poll([silent]).get(silent.owner) or self.in_line(
             silent, number
         )
         self.assertEqual(place.ahead, 0)
@@ -653,15 +653,15 @@ class BackendContract(RefusalContract):
         share, stranger = self.shared(), self.shared()
         token = self.granted(share).token
         self.assertGreaterEqual(self.granted(share).token, token)
-        self.assertTrue(self.backend.recount(share, 2))
-        self.assertFalse(self.backend.recount(stranger, 2))
+        self.assertTrue(self.backend.verify(share, 2))
+        self.assertFalse(self.backend.verify(stranger, 2))
         self.assertFalse(self.backend.release(stranger))
         self.assertEqual(set(self.backend.renew([share, stranger])), {share.owner})
         share = self.kept_by_renewing(shared=True)
         alone = self.claim(share.key)
         self.granted_in_time(alone)
         self.assertEqual(dict(self.backend.renew([share])), {})
-        self.assertFalse(self.backend.recount(share, 1))
+        self.assertFalse(self.backend.verify(share, 1))
         self.assertFalse(self.backend.release(share))
         self.assertTrue(self.backend.release(alone))
 
@@ -701,7 +701,7 @@ class BackendContract(RefusalContract):
         tokens = [self.turn(claim).token for claim in sharing]
         self.assertEqual(tokens, sorted(set(tokens)))
         for claim in sharing:
-            self.assertIsNone(self.backend.look([last])[last.owner].grant)
+            self.assertIsNone(self.backend.poll([last])[last.owner].grant)
             self.assertTrue(self.backend.release(claim))
         self.assertGreater(self.turn(last).token, tokens[-1])
 

@@ -624,11 +624,11 @@ def test_a_queued_claim_is_found_again_when_its_reply_is_lost(
         first, second = claim(), claim()
         assert backend.acquire(first)
         proxy.swallow(b".alone..")
-        backend.queue(second)
+        backend.enqueue(second)
         assert proxy.swallowed.wait(10)
         assert len(nodes(person, root)) == 2
         assert backend.release(first)
-        until(lambda: backend.look([second])[second.owner].grant)
+        until(lambda: backend.poll([second])[second.owner].grant)
         assert backend.release(second)
         assert nodes(person, root) == []
 
@@ -688,11 +688,11 @@ def test_a_silent_claim_is_skipped_beside_an_orphaned_node(server, configured, u
         proxy.cut.clear()
         backend.ensemble.patience = 20.0
         for one in (silent, waits):
-            assert backend.queue(one).number
-        until(lambda: backend.look([waits]) and backend.waiting("key") == 1, seconds=20)
+            assert backend.enqueue(one).position
+        until(lambda: backend.poll([waits]) and backend.waiting("key") == 1, seconds=20)
         assert backend._orphans
         assert backend.release(holder)
-        until(lambda: backend.look([waits])[waits.owner].grant)
+        until(lambda: backend.poll([waits])[waits.owner].grant)
         assert backend.release(waits)
 
 
@@ -869,10 +869,10 @@ def test_a_key_is_not_granted_without_a_remaining_lease(
 def test_a_queued_grant_without_a_lease_is_requested_again(backend, answered_late):
     mine = claim()
     with answered_late():
-        place = backend.queue(mine)
-        assert (place.grant, place.ask) == (None, True)
-        place = backend.look([mine])[mine.owner]
-        assert (place.grant, place.ask) == (None, True)
+        place = backend.enqueue(mine)
+        assert (place.grant, place.must_retry) == (None, True)
+        place = backend.poll([mine])[mine.owner]
+        assert (place.grant, place.must_retry) == (None, True)
     assert backend.acquire(mine).lease > 0
     assert backend.release(mine)
 

@@ -225,7 +225,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 left |= self._renew(alike[start : start + BATCH], *kind)
         return left
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         assignments = "hold_count = %(count)s" + (
             f", end_time = {self._renewed}" if claim.late else ""
         )

@@ -162,7 +162,7 @@ return 1
 )
 
 # count → 1 if the claim is still held.
-RECOUNT = Script(
+VERIFY = Script(
     _COMMON
     + """
 if not holds(me) then return 0 end

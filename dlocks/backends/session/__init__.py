@@ -40,7 +40,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import NO_TAKEOVERS, BaseBackend, Listener
+from dlocks.backends.base import NO_TAKEOVERS, BaseBackend, Notifier
 from dlocks.backends.database.statements import Statements
 from dlocks.backends.session.checks import check_session
 from dlocks.backends.session.sessions import PATIENCE, Entry, Session
@@ -59,7 +59,7 @@ from dlocks.values import (
     Grant,
     Holder,
     Message,
-    Place,
+    Ticket,
     seconds,
 )
 
@@ -226,7 +226,7 @@ class SessionBackend(Statements, BaseBackend):
                 self._tend_from(entry)
         return left
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         if claim.scope == "transaction":
             return bool(self._rows(*self._held_by_transaction(claim)))
         entry = self._entries.get(claim.owner)
@@ -625,9 +625,9 @@ class SessionBackend(Statements, BaseBackend):
             self._crowded.clear()
         self._crowded[key] = None
 
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         if claim.scope != "lease" or claim.beside or not self.places:
             return None
         with self._mutex:
@@ -642,7 +642,11 @@ class SessionBackend(Statements, BaseBackend):
             entry.watched = True
             if session is not None:
                 self._watch(entry, session)
-        return Place(ask=entry.token is not None, number=1, here=session is not None)
+        return Ticket(
+            must_retry=entry.token is not None,
+            position=1,
+            own_thread=session is not None,
+        )
 
     def wait(self, claim: Claim, timeout: float | None) -> bool:
         entry = self._entries.get(claim.owner)
@@ -659,9 +663,9 @@ class SessionBackend(Statements, BaseBackend):
             self._advance()
         return True
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
         places = {}
         self._advance()
         self._poll()
@@ -674,11 +678,11 @@ class SessionBackend(Statements, BaseBackend):
                 continue
             if entry.token is not None:
                 # The claim gets its lease when it is acquired again.
-                places[claim.owner] = Place(grant=Grant(entry.token))
+                places[claim.owner] = Ticket(grant=Grant(entry.token))
             else:
                 polled = entry.session is None and entry.name not in self._foremost
-                places[claim.owner] = Place(
-                    number=1, soon=POLL_EVERY if polled else float("inf")
+                places[claim.owner] = Ticket(
+                    position=1, next_check=POLL_EVERY if polled else float("inf")
                 )
         return places
 
@@ -690,7 +694,7 @@ class SessionBackend(Statements, BaseBackend):
         row = self._ask_main("waiting", name)
         return (int(row[0]) if row else 0) + len(self._line.get(name, ()))
 
-    def listen(self, channel: str) -> Grants:
+    def notifier(self, channel: str) -> Grants:
         return Grants(self)
 
     @property
@@ -1211,7 +1215,7 @@ class SessionBackend(Statements, BaseBackend):
         self._reset()
 
 
-class Grants(Listener):
+class Grants(Notifier):
     """A listener on the sessions of a process in the engine's queue."""
 
     def __init__(self, backend: SessionBackend) -> None:
@@ -1230,7 +1234,7 @@ class Grants(Listener):
             messages += self._backend.answered(key.data)
         return messages
 
-    def calm(self, claims: Sequence[Claim]) -> Place | None:
+    def heartbeat(self, claims: Sequence[Claim]) -> Ticket | None:
         return None
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, NO_TAKEOVERS, BaseBackend, Listener
+from dlocks.backends.base import HEARD_FOR, NO_TAKEOVERS, BaseBackend, Notifier
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import (
     BadVersionError,
@@ -48,7 +48,7 @@ from dlocks.backends.zookeeper.ensemble import (
     collect_hosts,
     is_unanswered,
 )
-from dlocks.backends.zookeeper.tickets import Line, Ticket, name_for, node_of
+from dlocks.backends.zookeeper.tickets import Line, QueueNode, name_for, node_of
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
 from dlocks.values import (
@@ -57,7 +57,7 @@ from dlocks.values import (
     Grant,
     Holder,
     Message,
-    Place,
+    Ticket,
     seconds,
 )
 
@@ -93,7 +93,7 @@ class Entry:
     # Identifies its node. The owner is a secret that proves the hold, so a client that
     # can read the nodes must not see it.
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    ticket: Ticket | None = None
+    ticket: QueueNode | None = None
     # The token that it gets with its grant.
     number: int = 0
     token: int | None = None
@@ -246,7 +246,7 @@ class ZooKeeperBackend(BaseBackend):
             certain = (
                 self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
             )
-            if not certain and not self.recount(claim, entry.count):
+            if not certain and not self.verify(claim, entry.count):
                 return self.acquire(claim)
         else:
             if entry is None:
@@ -297,7 +297,7 @@ class ZooKeeperBackend(BaseBackend):
             if not (entry.gone or entry.ending)
         }
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claim: Claim, count: int) -> bool:
         entry = self._held(claim)
         if entry is None:
             return False
@@ -630,9 +630,9 @@ class ZooKeeperBackend(BaseBackend):
             self._crowded.clear()
         self._crowded[key] = None
 
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         if claim.scope != "lease":
             return None
         entry = self._entries.get(claim.owner)
@@ -644,17 +644,19 @@ class ZooKeeperBackend(BaseBackend):
         if entry.ticket is None:
             # A claim that has lost its position is not alone in its thread. The other
             # waiters need their heartbeats meanwhile.
-            self._join(entry, None if number is None else SOON)
+            self._join(entry, None if position is None else SOON)
         if entry.token is not None:
-            if number is None:
+            if position is None:
                 self._crowded.pop(claim.key, None)
-            return Place(grant=self._grant(entry), ask=True, here=not channel)
+            return Ticket(
+                grant=self._grant(entry), must_retry=True, own_thread=not channel
+            )
         self._crowd(claim.key)
-        return Place(
-            ask=entry.gone,
+        return Ticket(
+            must_retry=entry.gone,
             ahead=entry.ahead,
-            number=None if entry.gone else 1,
-            here=not channel,
+            position=None if entry.gone else 1,
+            own_thread=not channel,
         )
 
     def wait(self, claim: Claim, timeout: float | None) -> bool:
@@ -685,9 +687,9 @@ class ZooKeeperBackend(BaseBackend):
         finally:
             entry.heard_at = clock.now()
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
         entries = [
             entry
             for claim in claims
@@ -699,9 +701,9 @@ class ZooKeeperBackend(BaseBackend):
         return {
             # A claim without a certain lease has to retry.
             entry.claim.owner: (
-                Place(number=1, ahead=entry.ahead)
+                Ticket(position=1, ahead=entry.ahead)
                 if entry.token is None
-                else Place(grant=self._grant(entry), ask=True)
+                else Ticket(grant=self._grant(entry), must_retry=True)
             )
             for entry in entries
             if not (entry.gone or entry.ending)
@@ -714,7 +716,7 @@ class ZooKeeperBackend(BaseBackend):
     def move_on(self, key: str) -> bool:
         return False
 
-    def listen(self, channel: str) -> Turns:
+    def notifier(self, channel: str) -> Turns:
         return Turns(self)
 
     def turns(self, timeout: float) -> list[Message]:
@@ -959,7 +961,7 @@ class ZooKeeperBackend(BaseBackend):
         self._reset()
 
 
-class Turns(Listener):
+class Turns(Notifier):
     """A listener for claims whose turn has come."""
 
     def __init__(self, backend: ZooKeeperBackend) -> None:
