@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 from django.db import connections
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend, is_outside
 from dlocks.connected import connection_of
 from dlocks.coroutines import in_django_thread, refuse_in_a_coroutine
 from dlocks.exceptions import LockBackendError, LockError, LockLost
@@ -103,7 +103,7 @@ class Hold:
     def __init__(
         self,
         lock: Policy,
-        backend: BaseBackend,
+        backend: Backend,
         claim: Claim,
         grant: Grant,
         caller: Caller,
@@ -212,9 +212,8 @@ class Hold:
         This asks the backend. It is 0 where there is no queue.
         """
         backend = self.backend
-        if backend.must_ask_outside():
-            return keeper.run(partial(backend.waiting, self.claim.key), backend)
-        return backend.waiting(self.claim.key)
+        ask = partial(backend.waiting, self.claim.key)
+        return keeper.run(ask, backend) if is_outside(backend) else ask()
 
     def check(self) -> None:
         """Check with the backend that the key is held, or raise LockLost."""
@@ -625,7 +624,7 @@ class Hold:
             self.next_claim() if self._may_be_late else self.claim,
             clock.now(),
         )
-        confirmed = bool(self._ask(self.backend.verify, claim, count))
+        confirmed = bool(self._ask(self.backend.verify, [claim], count))
         if confirmed and claim.late and self.backend.refusal(self.claim) is None:
             self.note_answer(sent, claim.ttl)
         return confirmed
@@ -842,8 +841,8 @@ class Hold:
         # Within hold.atomic() only the caller's transaction can write the row.
         if (
             self.scope == "lease"
-            and backend.must_ask_outside()
-            and (not self.pinned or backend.lacks_connection())
+            and is_outside(backend)
+            and (not self.pinned or backend.connect_first)
         ):
             return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
@@ -965,7 +964,7 @@ class Hold:
         if self.scope == "transaction" or self._lost is not None:
             return GONE
         backend = self.backend
-        ask = partial(backend.taken_by, self.claim, self.token, self.age)
+        ask = partial(backend.inspector.taken_by, self.claim, self.token, self.age)
         try:
             outside = backend.in_transaction() and backend.refusal(self.claim) is None
             fact = (

@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast
 
 from dlocks import clock
 from dlocks.backends.base import (
     ANY_LEASE,
     KEPT_FOR,
-    BaseBackend,
+    Backend,
     TableLockedError,
     UnstorableKeyError,
+    is_outside,
 )
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.connected import connection_of
@@ -180,9 +182,8 @@ class Lock:
         A key that a transaction has acquired is not visible until the transaction ends.
         """
         backend = backends[self.using]
-        return _outside(
-            backend, functools.partial(backend.holder, self._full_key(backend))
-        )
+        ask = partial(backend.holder, self._full_key(backend))
+        return _run_outside(ask, backend, OUTSIDE_PATIENCE)
 
     def locked(self) -> bool:
         """Return whether the key is leased, by this caller or another."""
@@ -309,7 +310,7 @@ class Lock:
 
     async def _aacquire(self, *, wait: bool) -> Hold:
         bell = asyncio.Event()
-        ring = functools.partial(ring_in, asyncio.get_running_loop(), bell)
+        ring = partial(ring_in, asyncio.get_running_loop(), bell)
         caller = current_caller()
         if backends[self.using].has_fixed_prefix:
             attempt = self._attempt(caller, ring, wait=wait)
@@ -317,7 +318,7 @@ class Lock:
             # The prefix may depend on Django's connections, which belong to Django's
             # sync thread.
             attempt = await in_django_thread(
-                functools.partial(self._attempt, caller, ring, wait=wait),
+                partial(self._attempt, caller, ring, wait=wait),
                 only_there=True,
             )
         acquiring.add(caller)
@@ -353,7 +354,7 @@ class Lock:
     ) -> Trying:
         return Attempt(self, caller, ring, wait=wait, here=here)
 
-    def _full_key(self, backend: BaseBackend) -> str:
+    def _full_key(self, backend: Backend) -> str:
         key = backend.prefix + self.key
         if len(key) > KEY_LENGTH:
             raise ValueError(
@@ -538,11 +539,12 @@ class Attempt:
         if mine is not None and self._enter(mine):
             return mine
         self.claim = self._claim()
-        if self.backend.lacks_connection() and not keeper.keeps_for(self.caller):
+        connect = self.backend.connect_first
+        if connect is not None and not keeper.keeps_for(self.caller):
             # Connect before waiting. Otherwise the callers behind this one may use up
             # the pool before its turn. A caller that holds a lock must not wait for the
             # pool, because waiters for that lock may have used it up.
-            self.backend.connect()
+            connect()
         return None
 
     @staticmethod
@@ -640,7 +642,9 @@ class Attempt:
                 # likely brief.
                 self.asks_again = True
                 return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
-            if not self.waiter.here and (not self.waiter.seated or self.waiter.woken):
+            if self.waiter.notifier is None and (
+                not self.waiter.seated or self.waiter.woken
+            ):
                 # The row is still locked, or the waiter was late. It returns to its
                 # position.
                 self.waiter.woken = 0.0
@@ -653,7 +657,7 @@ class Attempt:
             return delay
         holder, who = None, ""
         with suppress(LockBackendError):
-            holder, who = _outside(self.backend, self._who_has_it)
+            holder, who = _run_outside(self._who_has_it, self.backend, OUTSIDE_PATIENCE)
         tell_timed_out(self.lock, holder, clock.now() - self.began)
         when = f"within {shown(self.timeout)} s" if self.timeout else "without waiting"
         who = who or "held by an open transaction, or just released"
@@ -670,7 +674,7 @@ class Attempt:
         Another caller is preferred to this one.
         """
         if self.lock.permits < UNLIMITED:
-            sharers, waiting = self.backend.sharers(self.key)
+            sharers, waiting = self.backend.inspector.sharers(self.key)
             if sharers:
                 own = _own_holder_name()
                 other = next((one for one in sharers if one.holder != own), sharers[0])
@@ -696,9 +700,10 @@ class Attempt:
                 )
             bell.clear()
             return True
-        if not waiter.here:
+        if waiter.notifier is None:
             return False
-        if not self.backend.wait(waiter.claim, pause):
+        timeout = math.inf if pause is None else pause
+        if not waiter.notifier.wait(timeout, [waiter.claim]):
             # The position was lost. Retry, and join the queue again.
             self.waiter, self.unknown = None, True
         return True
@@ -713,12 +718,12 @@ class Attempt:
         if self.claim is None or not (self.unknown or waiter is not None):
             return
         ended = self.hold is not None and self.hold.abandon()
-        release = functools.partial(self.backend.release, self.claim, failed=True)
+        release = partial(self.backend.release, self.claim, failed=True)
         try:
             if waiter is None:
                 self._ask(release)
             elif not self._given_back_inside(release):
-                self._outside(release, patience=OUTSIDE_PATIENCE)
+                _run_outside(release, self.backend, OUTSIDE_PATIENCE)
         except LockError as trouble:
             logger.warning(
                 "The claim on %r could not be cancelled, and expires by itself: %s",
@@ -745,7 +750,7 @@ class Attempt:
             and claim.fair
             and claim.takeover
             and not claim.beside
-            and self.backend.crowded(claim.key)
+            and claim.key in self.backend.contended
         ):
             return False
         # No caller can queue in the transaction of a single writer. The request reports
@@ -757,10 +762,11 @@ class Attempt:
         room = room_of(self.backend)
         until = math.inf if self.timeout is None else self.began + self.timeout
         self.waiter = waiter = Waiter(claim, self.ring, self.caller, until)
-        if self.here and self.backend.tells_here:
-            place = self._outside(functools.partial(self.backend.enqueue, claim))
+        notifier = self.backend.notifier("") if self.here else None
+        if notifier is not None:
+            place = _run_outside(partial(self.backend.enqueue, claim), self.backend)
             if place is not None and place.own_thread:
-                waiter.here = True
+                waiter.notifier = notifier
                 return place.must_retry
         waiter.listens = self.here
         room.enter(waiter)
@@ -768,10 +774,8 @@ class Attempt:
         patience = (
             None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_PATIENCE
         )
-        place = self._outside(
-            functools.partial(self.backend.enqueue, claim, room.channel),
-            patience=patience,
-        )
+        enqueue = partial(self.backend.enqueue, claim, room.channel)
+        place = _run_outside(enqueue, self.backend, patience)
         if place is None or (place.must_retry and place.position is None):
             # Queueing is not possible at the moment, or not necessary.
             room.leave(waiter)
@@ -787,8 +791,8 @@ class Attempt:
         """Return whether the key was granted at the last moment, or can be now."""
         for _ in range(2):
             sent = clock.now()
-            look = functools.partial(self.backend.poll, [waiter.claim], heartbeat=False)
-            places = self._outside(look, patience=OUTSIDE_PATIENCE)
+            look = partial(self.backend.poll, [waiter.claim], heartbeat=False)
+            places = _run_outside(look, self.backend, OUTSIDE_PATIENCE)
             place = places.get(waiter.claim.owner)
             if place is None or place.grant is not None or place.must_retry:
                 return place is not None and waiter.told(place, sent)
@@ -806,7 +810,7 @@ class Attempt:
             given is None
             or claim.scope != "lease"
             or not self.lock.renew
-            or not self.backend.tells_leases
+            or not self.backend.grants_in_queue
         ):
             # The queue grants a short lease, which the keeper has to renew.
             return None
@@ -918,7 +922,7 @@ class Attempt:
             raise RuntimeError(text)
         if claim.scope == "lease":
             if in_transaction and Mark.keeps(
-                connection_of(_database_of(backend)), (backend.identity, self.key)
+                connection_of(backend.database), (backend.identity, self.key)
             ):
                 raise RuntimeError(
                     f"{lock.key!r} is kept by the transaction of this thread until it"
@@ -934,22 +938,11 @@ class Attempt:
         """
         if self.claim is None or self.claim.scope != "transaction" or not self.granted:
             return False
-        if connection_of(_database_of(self.backend)).needs_rollback:
+        if connection_of(self.backend.database).needs_rollback:
             return False
         with suppress(LockError):
             return release()
         return False
-
-    def _outside(
-        self, function: Callable[[], T], *, patience: float | None = None
-    ) -> T:
-        """Call a function about the queue, which belongs to no transaction.
-
-        This takes no connection from a pool.
-        """
-        if self.backend.must_ask_outside():
-            return keeper.run(function, self.backend, patience=patience)
-        return function()
 
     def _ask(
         self, function: Callable[..., Any], *arguments: Any, **keywords: Any
@@ -959,11 +952,10 @@ class Attempt:
         A lease is requested outside of the caller's transaction and pool.
         """
         lease = self.claim is not None and self.claim.scope == "lease"
-        if lease and (self.backend.in_transaction() or self.backend.lacks_connection()):
-            return keeper.run(
-                functools.partial(function, *arguments, **keywords), self.backend
-            )
-        return function(*arguments, **keywords)
+        ask = partial(function, *arguments, **keywords)
+        if lease and (self.backend.in_transaction() or self.backend.connect_first):
+            return keeper.run(ask, self.backend)
+        return ask()
 
 
 def check_key(key: object) -> None:
@@ -1022,20 +1014,13 @@ def ring_in(loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
     clock.call_in(loop, bell.set)
 
 
-def _outside(backend: BaseBackend, ask: Callable[[], T]) -> T:
-    """Call a function outside of the caller's transaction and pool.
-
-    The transaction may have locked the rows that it reads.
-    """
-    return (
-        keeper.run(ask, backend, patience=OUTSIDE_PATIENCE)
-        if backend.must_ask_outside()
-        else ask()
-    )
-
-
-def _database_of(backend: BaseBackend) -> str:
-    return getattr(backend, "database", "default")
+def _run_outside(
+    function: Callable[[], T], backend: Backend, patience: float | None = None
+) -> T:
+    """Call a function outside of the caller's transaction and pool."""
+    if is_outside(backend):
+        return keeper.run(function, backend, patience=patience)
+    return function()
 
 
 def _sayable(name: str) -> str:

@@ -181,7 +181,7 @@ class MultiHold(Hold):
         if not (
             self.held
             and self._is_alike
-            and self._ask(self.backend.check_all, self._claims)
+            and self._ask(self.backend.verify, self._claims)
         ):
             for hold in self.holds:
                 hold.check()
@@ -240,14 +240,9 @@ class MultiHold(Hold):
 
     def _leaves_nothing(self, holds: Sequence[Hold]) -> bool:
         """Return whether no open transaction needs the leases."""
-        return (
-            self.backend.refusal(holds[0].claim) is None
-            and not any(hold.pinned for hold in holds)
-            and (
-                all(hold.leaves_at_exit for hold in holds)
-                or not any(open_connections())
-            )
-        )
+        if self.pinned or self.backend.refusal(self.holds[0].claim):
+            return False
+        return all(hold.leaves_at_exit for hold in holds) or not open_connections()
 
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []

@@ -19,7 +19,7 @@ from dlocks.locks import Lock, shown
 from dlocks.options import KEYS, RUN, RunOptions, refuse_unknown
 from dlocks.values import Duration, seconds
 
-SHARED_IN_TRANSACTION = replace(ANY_LEASE, shared=True, scope="transaction")
+SHARED = replace(ANY_LEASE, shared=True, scope="transaction")
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried later.
 BUSY = 75
@@ -44,11 +44,11 @@ class _OneRun(LockDecorator[None]):
         if (
             backend.in_transaction()
             and backend.refusal(ANY_LEASE) is None
-            and backend.refusal(SHARED_IN_TRANSACTION) is not None
+            and backend.refusal(SHARED) is not None
         ):
             # A hold in transaction scope would end with the caller's transaction, and a
-            # rollback would undo it. In a TestCase there is no other transaction, and
-            # therefore shared holds in transaction scope are accepted.
+            # rollback would undo it. A TestCase accepts even shared holds in its
+            # transaction.
             policy["scope"] = "lease"
         return Lock(key=key, ttl=ttl, **policy)
 

@@ -93,8 +93,8 @@ class Ticket:
     position: int | None = None
     # Whether the key may become free without a notification.
     unnotified: bool = False
-    # Whether the caller's own thread can wait for the turn with ``wait()``, so that no
-    # other thread needs to poll.
+    # Whether the caller's own thread can wait for the turn, so that no other thread
+    # needs to poll.
     own_thread: bool = False
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, BaseBackend, Notifier
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Backend
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
 from dlocks.pools import leave_pools
@@ -90,8 +91,7 @@ class Waiter:
         self.claim = claim
         self.wake = wake
         self.caller = caller
-        # When its timeout ends. If its thread or loop is too busy to notice, other
-        # waiters must not wait for it.
+        # When its timeout ends. Other waiters do not wait for it much beyond that.
         self.until = until
         self.asked = clock.now(), 0.0
         self.given: tuple[Grant, float] | None = None
@@ -107,9 +107,9 @@ class Waiter:
         self.woken = 0.0
         # Whether the key may become free without a notification.
         self.silent = False
-        # Whether its own thread waits instead of the background thread, or listens if
-        # no other thread does.
-        self.here = False
+        # With it, its own thread waits instead of the background thread.
+        self.notifier: Notifier | None = None
+        # Whether its own thread listens if no other thread does.
         self.listens = False
         # Whether its coroutine was closed, so that no caller waits any more.
         self.closed = False
@@ -161,7 +161,7 @@ class WaitingRoom:
     the first one in the queue.
     """
 
-    def __init__(self, backend: BaseBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._reset()
         _rooms.add(self)
@@ -467,7 +467,7 @@ class WaitingRoom:
             time.sleep(SOONEST_LOOK)
         while self._news:
             with self._alone(listener):
-                self.backend.move_on(self._news.popleft())
+                listener.advance(self._news.popleft())
             with self._mutex:
                 self._looks_at, self._seated = 0.0, True
 
@@ -657,7 +657,7 @@ in_child(_forked)
 _making = threading.Lock()
 
 
-def room_of(backend: BaseBackend) -> WaitingRoom:
+def room_of(backend: Backend) -> WaitingRoom:
     """Return the waiters of a backend in this process."""
     room: WaitingRoom | None
     with _making:

@@ -15,7 +15,7 @@ NAMES = {
     "admin": "dlocks.admin",
     "ResourceLockAdmin": "dlocks.admin:ResourceLockAdmin",
     "audit": "dlocks.audit",
-    "BaseBackend": "dlocks.backends.base:BaseBackend",
+    "Backend": "dlocks.backends.base:Backend",
     "HEARD_FOR": "dlocks.backends.base:HEARD_FOR",
     "KEPT_FOR": "dlocks.backends.base:KEPT_FOR",
     "database": "dlocks.backends.database",

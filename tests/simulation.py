@@ -26,7 +26,7 @@ from dlocks import (
 from tests.internals import (
     HEARD_FOR,
     KEPT_FOR,
-    BaseBackend,
+    Backend,
     Claim,
     Grant,
     Keeper,
@@ -94,7 +94,7 @@ class Database:
             )
 
 
-class SimulatedBackend(BaseBackend):
+class SimulatedBackend(Backend):
     supports_queue: ClassVar[bool] = True
 
     def __init__(self, number: int, sim: Simulation) -> None:
@@ -145,8 +145,8 @@ class SimulatedBackend(BaseBackend):
         found: dict[str, float] = self._call(act)
         return found
 
-    def verify(self, claim: Claim, count: int) -> bool:
-        return bool(self._call(lambda: self._live(claim)))
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        return bool(self._call(lambda: self._live(claims[0])))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         def act() -> bool:

@@ -34,7 +34,7 @@ from example_project.shop.models import Product, Sale
 from tests import jobs, pages
 from tests.internals import (
     After,
-    BaseBackend,
+    Backend,
     DummyBackend,
     HoldRecord,
     InsertBackend,
@@ -537,12 +537,10 @@ def test_the_documented_checks_are_the_existing_ones():
 
 def test_every_flag_of_a_backend_is_documented():
     text = (pages.DOCS / "reference/backends.md").read_text()
-    flags = {
-        name for name, value in vars(BaseBackend).items() if isinstance(value, bool)
-    }
+    flags = {name for name, value in vars(Backend).items() if isinstance(value, bool)}
     assert flags == set(
         re.findall(
-            r"^\| `(exclusive|tells_here|tells_leases|supports_\w+)` \|",
+            r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|",
             text,
             re.MULTILINE,
         )
@@ -565,8 +563,7 @@ def test_every_flag_of_a_backend_is_documented():
 NOT_TOLD = {
     "exclusive",
     "supports_fencing",
-    "tells_here",
-    "tells_leases",
+    "grants_in_queue",
 }
 
 

@@ -236,7 +236,7 @@ def test_no_write_after_a_conflict_is_committed_alone(stock, renew_elsewhere):
             Counter.objects.update(value=11)
             renew_elsewhere(hold)
             with suppress(LockBackendError):
-                backends["default"].verify(hold.claim, 2)
+                backends["default"].verify([hold.claim], 2)
             with suppress(DatabaseError):
                 Counter.objects.create(name="price", value=22)
     whole = not refuses_changes()

@@ -14,7 +14,7 @@ from unittest import SkipTest
 
 from django.db import connections, transaction
 
-from dlocks.backends.base import HEARD_FOR, BaseBackend
+from dlocks.backends.base import HEARD_FOR, Backend
 from dlocks.testing.refusals import RefusalContract
 from dlocks.values import Claim, Grant, Ticket
 
@@ -47,7 +47,7 @@ class BackendContract(RefusalContract):
             and cls.make_backend is not BackendContract.make_backend
         )
 
-    def make_backend(self, **options: Any) -> BaseBackend:
+    def make_backend(self, **options: Any) -> Backend:
         """Return a backend whose keys are not in use."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class BackendContract(RefusalContract):
             **{"ttl": 30.0, "holder": "contract", "owner_ip": "192.0.2.1", **options},
         )
 
-    def granted(self, claim: Claim, backend: BaseBackend | None = None) -> Grant:
+    def granted(self, claim: Claim, backend: Backend | None = None) -> Grant:
         grant = (backend or self.backend).acquire(claim)
         self.assertIsNotNone(grant)
         assert grant is not None
@@ -81,9 +81,11 @@ class BackendContract(RefusalContract):
             time.sleep(0.01)
         return time.monotonic()
 
-    def needs(self, capability: str) -> None:
-        if not getattr(self.backend, capability):
-            raise SkipTest(f"{type(self.backend).__name__} does not have {capability}")
+    def needs(self, *capabilities: str) -> None:
+        for capability in capabilities:
+            if not getattr(self.backend, capability):
+                name = type(self.backend).__name__
+                raise SkipTest(f"{name} does not have {capability}")
 
     def needs_positions(self) -> None:
         self.needs("supports_queue")
@@ -187,7 +189,7 @@ class BackendContract(RefusalContract):
         self.granted(self.claim())
         stranger = self.claim()
         self.assertEqual(dict(self.backend.renew([stranger])), {})
-        self.assertFalse(self.backend.verify(stranger, 2))
+        self.assertFalse(self.backend.verify([stranger], 2))
 
     def test_a_released_claim_is_not_renewed(self) -> None:
         self.needs("exclusive")
@@ -195,7 +197,7 @@ class BackendContract(RefusalContract):
         self.granted(claim)
         self.backend.release(claim)
         self.assertEqual(dict(self.backend.renew([claim])), {})
-        self.assertFalse(self.backend.verify(claim, 2))
+        self.assertFalse(self.backend.verify([claim], 2))
 
     def test_a_taken_over_claim_changes_nothing_more(self) -> None:
         self.needs("exclusive")
@@ -204,7 +206,7 @@ class BackendContract(RefusalContract):
         successor = self.claim()
         self.granted_in_time(successor)
         self.assertEqual(dict(self.backend.renew([late])), {})
-        self.assertFalse(self.backend.verify(late, 1))
+        self.assertFalse(self.backend.verify([late], 1))
         self.assertFalse(self.backend.release(late))
         self.assertIn(successor.owner, self.backend.renew([successor]))
 
@@ -241,8 +243,7 @@ class BackendContract(RefusalContract):
         self.assertIsNotNone(self.backend.exchange(claim, successor))
 
     def test_only_what_is_held_is_exchanged(self) -> None:
-        self.needs("supports_handover")
-        self.needs("exclusive")
+        self.needs("supports_handover", "exclusive")
         late = self.claim(ttl=0.05)
         self.assertIsNone(self.backend.exchange(late, self.claim()))
         self.granted(late)
@@ -252,8 +253,7 @@ class BackendContract(RefusalContract):
         self.assertIsNone(self.backend.exchange(other, self.claim()))
 
     def test_of_many_successors_one_is_granted(self) -> None:
-        self.needs("supports_handover")
-        self.needs("exclusive")
+        self.needs("supports_handover", "exclusive")
         self.granted(claim := self.claim("contract:exchange"))
         self.assertEqual(
             len(
@@ -380,12 +380,12 @@ class BackendContract(RefusalContract):
             claims = self.several()
             for number, grant in enumerate(self.granted_together(claims)):
                 tokens[number].append(grant.token)
-            self.assertTrue(self.backend.check_all(claims))
+            self.assertTrue(self.backend.verify(claims))
             self.assertEqual(len(self.backend.renew(claims)), 3)
             for claim in claims:
                 self.assertIsNone(self.backend.acquire(self.claim(claim.key)))
             self.assertTrue(self.backend.release_all(claims))
-            self.assertFalse(self.backend.check_all(claims))
+            self.assertFalse(self.backend.verify(claims))
         for of_key in tokens:
             self.assertEqual(of_key, sorted(set(of_key)))
 
@@ -410,7 +410,7 @@ class BackendContract(RefusalContract):
         self.granted_together(claims)
         self.assertTrue(self.backend.release(claims[1]))
         self.granted(self.claim(claims[1].key))
-        self.assertFalse(self.backend.check_all(claims))
+        self.assertFalse(self.backend.verify(claims))
         self.assertFalse(self.backend.release_all(claims))
         for claim in (claims[0], claims[2]):
             self.assertIsNone(self.backend.acquire(self.claim(claim.key)))
@@ -423,7 +423,7 @@ class BackendContract(RefusalContract):
         self.assertIsNone(self.backend.holder("contract:1"))
         claim = self.claim()
         grant = self.granted(claim)
-        self.backend.verify(claim, 2)
+        self.backend.verify([claim], 2)
         holder = self.backend.holder("contract:1")
         assert holder is not None
         self.assertEqual(
@@ -653,15 +653,15 @@ class BackendContract(RefusalContract):
         share, stranger = self.shared(), self.shared()
         token = self.granted(share).token
         self.assertGreaterEqual(self.granted(share).token, token)
-        self.assertTrue(self.backend.verify(share, 2))
-        self.assertFalse(self.backend.verify(stranger, 2))
+        self.assertTrue(self.backend.verify([share], 2))
+        self.assertFalse(self.backend.verify([stranger], 2))
         self.assertFalse(self.backend.release(stranger))
         self.assertEqual(set(self.backend.renew([share, stranger])), {share.owner})
         share = self.kept_by_renewing(shared=True)
         alone = self.claim(share.key)
         self.granted_in_time(alone)
         self.assertEqual(dict(self.backend.renew([share])), {})
-        self.assertFalse(self.backend.verify(share, 1))
+        self.assertFalse(self.backend.verify([share], 1))
         self.assertFalse(self.backend.release(share))
         self.assertTrue(self.backend.release(alone))
 
@@ -689,8 +689,7 @@ class BackendContract(RefusalContract):
         self.turn(later)
 
     def test_those_in_line_who_may_share_are_let_in_together(self) -> None:
-        self.needs("supports_sharing")
-        self.needs("supports_queue")
+        self.needs("supports_sharing", "supports_queue")
         alone, *sharing = self.claim(), self.shared(), self.shared(), self.shared()
         self.granted(alone)
         for claim in sharing:

@@ -40,7 +40,7 @@ from dlocks.testing import BackendContract
 from tests import jobs, pages
 from tests.backends import zookeeper_jobs
 from tests.internals import (
-    BaseBackend,
+    Backend,
     Claim,
     ZooKeeperBackend,
     backends,
@@ -1233,5 +1233,5 @@ def test_the_zookeeper_page(server, settings, root):
     text = (pages.DOCS / "how-to/zookeeper.md").read_text()
     assert all(
         f"`{option}`" in text
-        for option in options_of(ZooKeeperBackend) - options_of(BaseBackend)
+        for option in options_of(ZooKeeperBackend) - options_of(Backend)
     )

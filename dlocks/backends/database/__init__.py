@@ -21,24 +21,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from django.apps import apps
-from django.db import router, transaction
+from django.db import transaction
 from django.db.utils import DatabaseError, Error
-from django.utils import timezone
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.backends.database.checks import check_database
+from dlocks.backends.database.inspector import DatabaseInspector, holder_of
 from dlocks.backends.database.line import PERSISTENT_FOR, STOPPED_FOR, Entrance
 from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.records import Records
@@ -53,12 +50,15 @@ from dlocks.backends.database.statements import (
 )
 from dlocks.backends.database.tending import BATCH, STALE, Tending
 from dlocks.backends.database.watchdog import table_watchdog
+from dlocks.backends.notifiers import RecentKeys
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.pools import is_pooled
 from dlocks.sql.dialects import KEY, MySQL, refuse_lost
 from dlocks.sql.direct import Reply
-from dlocks.text import permits_taken, printable, shown_holder, shows_holder
+from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant, Holder, Kept
+
+T = TypeVar("T")
 
 # Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
@@ -82,7 +82,17 @@ class Row:
     ends: int
 
 
-class DatabaseBackend(Several, Tending, Records, BaseBackend):
+class Either:
+    """The members of two sets."""
+
+    def __init__(self, one: set[str], other: set[str]) -> None:
+        self._sets = one, other
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sets[0] or key in self._sets[1]
+
+
+class DatabaseBackend(Several, Tending, Records, Backend):
     """The base class of the database backends.
 
     ``database`` is an alias of DATABASES that accepts writes.
@@ -139,19 +149,21 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         self.listening = listen
         self.prepare = prepare
         self.history = history
-        self._crowded: set[str] = set()
+        self._crowded = RecentKeys()
         self._asked: set[str] = set()
+        self.contended = Either(self._crowded, self._asked)
         self._entrance = Entrance()
         # The texts of the most frequent statements, by what they depend on.
         self._texts = {}
         self._grants: dict[tuple[Any, ...], str] = {}
         self._releases: dict[bool, str] = {}
+        self.inspector = DatabaseInspector(self)
         self.expiry = expiry
         if expiry == "observed":
             self.observations = Observations(self.ttl + self.grace)
 
     @property
-    def tells_leases(self) -> bool:  # type: ignore[override]
+    def grants_in_queue(self) -> bool:  # type: ignore[override]
         return self.observations is None
 
     @property
@@ -202,11 +214,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         ):
             # Observations decide here, not the clock.
             end = partial(self._end_silent, claim.key, row.version, row.ends)
-            if (
-                self.runtime.run(end)
-                if self.in_transaction() and not self.dialect.one_writer
-                else end()
-            ):
+            if self._beside(end):
                 token, _ = self._take(claim)
         if token is not None:
             return Grant(token, takeover=row is not None and row.stale)
@@ -225,7 +233,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 left |= self._renew(alike[start : start + BATCH], *kind)
         return left
 
-    def verify(self, claim: Claim, count: int) -> bool:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        if count is None:
+            return self._verify_all(claims)
+        (claim,) = claims
         assignments = "hold_count = %(count)s" + (
             f", end_time = {self._renewed}" if claim.late else ""
         )
@@ -458,87 +469,24 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             row = self._holder_row(key, kept)
         if row is None or row["state"] == LockState.FREE:
             return None
-        return _holder_of(row)
+        return holder_of(row)
+
+    def row_of(self, key: str, kept: Kept = Kept()) -> Any:  # noqa: B008 (immutable)
+        from dlocks.models import ResourceLock
+
+        rows = ResourceLock.objects.using(self.database).by_clock(kept)
+        return self._run(lambda *_: rows.filter(pk=key).values().first())
 
     def _holder_row(self, key: str, kept: Kept) -> Any:
-        from dlocks.models import LockState, ResourceLock
+        from dlocks.models import LockState
 
-        rows = (
-            ResourceLock.objects.using(self.database)
-            .by_clock(kept)
-            .filter(pk=key)
-            .values()
-        )
-        row: Any = self._run(lambda *_: rows.first())
+        row = self.row_of(key, kept)
         if row is None or row["state"] != LockState.FREE or not row["shares"]:
             return row
         # A live hold comes before a stale one.
-        return self._run(lambda *_: self._shares_of(key, kept).first())
+        return self._run(lambda *_: self.shares_of(key, kept).first())
 
-    def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
-        from dlocks.models import LockState, ResourceLock
-
-        if (fact := self._taken_in_admin(claim, age)) is not None or claim.shared:
-            return fact
-        rows = (
-            ResourceLock.objects.using(self.database)
-            .by_clock()
-            .filter(pk=claim.key)
-            .values()
-        )
-        row: Any = self._run(lambda *_: rows.first())
-        if row is None or row["version"] == token:
-            return None
-        holder = _holder_of(row)
-        if row["state"] != LockState.FREE:
-            return f"it is held by {holder}"
-        ago = f"{-holder.remaining:.1f} s ago"
-        if row["status"] == "F" and not row["owner"]:
-            return (
-                f"it was cleared, or released by force, {ago}. The log dlocks.audit"
-                " says by whom and why"
-            )
-        return f"{shown_holder(holder.holder)} has had it since, and released it {ago}"
-
-    def _taken_in_admin(self, claim: Claim, age: float) -> str | None:
-        """Return what the admin's log says about a forced release of the claim.
-
-        Return None without an entry, or if the log is in another database.
-        """
-        if not apps.is_installed("django.contrib.admin"):
-            return None
-        from django.contrib.admin.models import LogEntry
-        from django.contrib.auth import get_user_model
-
-        if router.db_for_read(LogEntry) != self.database:
-            return None
-        entries = LogEntry.objects.using(self.database).filter(
-            content_type__app_label="dlocks",
-            content_type__model="resourcelock",
-            object_id=claim.key,
-            change_message__contains=printable(shown_holder(claim.holder)),
-            # The clocks of the hosts may differ slightly.
-            action_time__gte=timezone.now() - timedelta(seconds=age + 1),
-        )
-        columns = (
-            f"user__{get_user_model().USERNAME_FIELD}",
-            "action_time",
-            "change_message",
-        )
-        for who, when, message in entries.order_by("action_time").values_list(*columns)[
-            :1
-        ]:
-            ago = f"{max(0.0, (timezone.now() - when).total_seconds()):.1f} s ago"
-            if not shows_holder():
-                return f"it was released in the admin {ago}"
-            return f"{who} wrote in the admin {ago}: {message}"
-        return None
-
-    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
-        rows = self._run(lambda *_: list(self._shares_of(key, self.kept([key]))))
-        return [_holder_of(row) for row in rows], self.waiting(key)
-
-    def _shares_of(self, key: str, kept: Kept) -> Any:
+    def shares_of(self, key: str, kept: Kept) -> Any:
         from dlocks.models import LockClaim
 
         shares = (
@@ -552,12 +500,12 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def identity(self) -> str:
         return f"database {self.database}"
 
-    def lacks_connection(self) -> bool:
+    @property
+    def connect_first(self) -> Callable[[], object] | None:
         connection = self.connection
-        return connection.connection is None and is_pooled(connection)
-
-    def connect(self) -> None:
-        self._session()
+        if connection.connection is None and is_pooled(connection):
+            return self._session
+        return None
 
     def refusal(self, claim: Claim) -> str | None:
         if claim.scope == "lease":
@@ -736,8 +684,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 )
         # In a caller's transaction, a row locked by this read would stay locked until
         # the end.
-        look = partial(self._look_for_locks, rows, table, primary)
-        return self.runtime.run(look) if self.in_transaction() else look()
+        return self._beside(partial(self._look_for_locks, rows, table, primary))
 
     def _look_for_locks(
         self, rows: Sequence[Any], table: str, primary: str
@@ -760,9 +707,13 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _unblock(self, key: str) -> bool:
         """Advance the queue; return whether no waiter is in the way any more."""
+        return self._beside(partial(self.move_on, key))
+
+    def _beside(self, function: Callable[[], T]) -> T:
+        """Call a function outside of the caller's transaction, where that can be."""
         if self.in_transaction() and not self.dialect.one_writer:
-            return self.runtime.run(partial(self.move_on, key))
-        return self.move_on(key)
+            return self.runtime.run(function)
+        return function()
 
     def _create(self, key: str) -> None:
         """Create the row as free, in a statement that is committed by itself.
@@ -838,7 +789,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
             holder, who = self.holder(claim.key), ""
             if claim.permits < UNLIMITED:
-                sharers, waiting = self.sharers(claim.key)
+                sharers, waiting = self.inspector.sharers(claim.key)
                 who = (
                     f"is full: {permits_taken(claim.permits, sharers, waiting)}"
                     if sharers
@@ -1057,23 +1008,6 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         }
 
 
-def _holder_of(row: Mapping[str, Any]) -> Holder:
-    """Return the holder named by a lock row or by the row of a shared hold."""
-    # The same rule as in ``LockState`` and ``ClaimState``.
-    in_transaction = row["state"] == "held" and row["seconds_left"] <= 0
-    return Holder(
-        key=row["key_resource"],
-        holder=row["holder"],
-        owner_ip=row["owner_ip"],
-        since=row["begin_time"],
-        remaining=math.inf if in_transaction else row["seconds_left"],
-        token=row["version"],
-        count=row["hold_count"],
-        stale=row["state"] == "stale",
-        in_transaction=in_transaction,
-    )
-
-
 def _nothing() -> Reply:
     return Reply([], 0)
 
@@ -1136,8 +1070,8 @@ class InsertBackend(DatabaseBackend):
     """
 
     # Its rows are inserted and deleted one by one.
-    acquire_all = BaseBackend.acquire_all
-    release_all = BaseBackend.release_all
+    acquire_all = Backend.acquire_all
+    release_all = Backend.release_all
     supports_fencing: ClassVar[bool] = False
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:

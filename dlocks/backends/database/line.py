@@ -25,7 +25,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Notifier, TableLockedError
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, TableLockedError
 from dlocks.backends.database.listening import (
     INTERRUPTED,
     MySQLNotifier,
@@ -51,6 +51,7 @@ from dlocks.backends.database.statements import (
     Statements,
     T,
 )
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.greenlets import threads_are_green
 from dlocks.sql.dialects import KEY
@@ -69,9 +70,6 @@ AT_ONCE = 1000
 # Maximum number of times that a step reads the queue. It reads again if the claims that
 # it was about to grant have just left.
 ADMISSION_TRIES = 3
-
-# Maximum number of keys that a process remembers as contended.
-CROWDED_AT_MOST = 10_000
 
 # Attempts to queue a claim in one round trip while other callers have locked the lock
 # row.
@@ -269,15 +267,10 @@ class Line(Statements):
     # moment. Further callers need not send the same request, as a crowd would.
     _asked: set[str]
 
-    def crowded(self, key: str) -> bool:
-        return key in self._crowded or key in self._asked
-
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
         self._refuse_unstorable(claim.key)
-        if len(self._crowded) >= CROWDED_AT_MOST:
-            self._crowded.clear()
         self._crowded.add(claim.key)
         if position is not None:
             return self._queue(claim, channel, position)
@@ -773,6 +766,10 @@ class Line(Statements):
         return [row[:2] for row in rows]
 
     def move_on(self, key: str) -> bool:
+        """Grant the key to its first waiter if it is free.
+
+        Return True if no holder or waiter is in the way any more.
+        """
         if self._hand_on(key):
             return False
 
@@ -792,7 +789,7 @@ class Line(Statements):
         return int(self._rows(sql, {"key": key})[0][0])
 
     def notifier(self, channel: str) -> Notifier | None:
-        if self.listening is False:
+        if self.listening is False or not channel:
             return None
         if (
             self._door is None
@@ -815,7 +812,7 @@ class Line(Statements):
                 channel + ALONE,
             )
         if listener is not None:
-            listener.channel = channel
+            listener.channel, listener.advance = channel, self.move_on
         return listener
 
     def _listen_to_the_server(self, channel: str, door: Door | None) -> Notifier | None:

@@ -16,9 +16,10 @@ from typing import Any, Self
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error
 
-from dlocks.backends.base import HEARD_FOR, Notifier
+from dlocks.backends.base import HEARD_FOR
 from dlocks.backends.database.neighbours import Door
 from dlocks.backends.database.statements import MICROSECONDS, Statements
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.polling import ready
 from dlocks.values import Claim, Message, Ticket

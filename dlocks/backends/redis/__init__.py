@@ -29,7 +29,8 @@ except ImportError as error:
         "redis-py is not installed: pip install 'dlocks[redis]'"
     ) from error
 
-from dlocks.backends.base import KEPT_FOR, BaseBackend, Notifier
+from dlocks.backends.base import KEPT_FOR, Backend
+from dlocks.backends.notifiers import Notifier
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connecting import Address, client
 from dlocks.exceptions import LockBackendError, LockStale
@@ -54,7 +55,7 @@ SILENT = (
 OF_A_SLOT = redis.exceptions.SlotNotCoveredError
 
 
-class RedisBackend(BaseBackend):
+class RedisBackend(Backend):
     """A backend that keeps locks in Redis.
 
     ``url`` is ``redis://user:password@host:port/database``, ``rediss://`` for TLS, or
@@ -161,8 +162,8 @@ class RedisBackend(BaseBackend):
             if renewed
         }
 
-    def verify(self, claim: Claim, count: int) -> bool:
-        return bool(self._run(scripts.VERIFY, claim, count))
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         arguments = "F" if failed else "S", _milliseconds(keep) if keep else 0
@@ -213,12 +214,8 @@ class RedisBackend(BaseBackend):
             "patience": _milliseconds(min(claim.ttl, KEPT_FOR)),
             "channel": channel,
         }
-        place, *now = self._run(
-            scripts.QUEUE,
-            claim,
-            json.dumps(waits),
-            "" if position is None else position,
-        )
+        at = "" if position is None else position
+        place, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
         if place == "ask":
             return Ticket(must_retry=True)
         return Ticket(position=int(place), clock=int(now[0]) / MICROSECONDS)
@@ -236,20 +233,18 @@ class RedisBackend(BaseBackend):
             if found
         }
 
-    def move_on(self, key: str) -> bool:
-        return bool(self._run_all(scripts.MOVE_ON, [(key, "", ())])[0])
-
     def waiting(self, key: str) -> int:
         return int(self._run_all(scripts.WAITING, [(key, "", ())])[0])
 
-    def notifier(self, channel: str) -> RedisNotifier:
-        listener: RedisNotifier = self._asked(
-            lambda client: self._listener(client, channel)
+    def notifier(self, channel: str) -> RedisNotifier | None:
+        if not channel:
+            return None
+        notifier: RedisNotifier = self._asked(
+            lambda client: RedisNotifier(
+                client, channel, self.socket_timeout, self._failure
+            )
         )
-        return listener
-
-    def _listener(self, client: Any, channel: str) -> RedisNotifier:
-        return RedisNotifier(client, channel, self.socket_timeout, self._failure)
+        return notifier
 
     # Requests.
 

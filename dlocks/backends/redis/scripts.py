@@ -306,12 +306,3 @@ row[6] = text(tonumber(row[6]) - now)
 return row
 """
 )
-
-# → 1 if no holder or waiter is in the way any more.
-MOVE_ON = Script(
-    _COMMON
-    + """
-if redis.call('EXISTS', lock) == 0 then move_on() end
-return 1
-"""
-)

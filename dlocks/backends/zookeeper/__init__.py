@@ -37,7 +37,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, NO_TAKEOVERS, BaseBackend, Notifier
+from dlocks.backends.base import HEARD_FOR, Backend, refusal_without_rows
+from dlocks.backends.notifiers import Notifier, OwnThreadNotifier, RecentKeys
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import (
     BadVersionError,
@@ -51,15 +52,7 @@ from dlocks.backends.zookeeper.ensemble import (
 from dlocks.backends.zookeeper.tickets import Line, QueueNode, name_for, node_of
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
-from dlocks.values import (
-    UNLIMITED,
-    Claim,
-    Grant,
-    Holder,
-    Message,
-    Ticket,
-    seconds,
-)
+from dlocks.values import Claim, Grant, Holder, Message, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
 
@@ -72,8 +65,6 @@ PATIENCE = 10.0
 LOOK_EVERY = 5.0
 # Fraction of the session timeout after which the session is checked again.
 ASKED_AGAIN = 1 / 8
-# Number of contended keys that a process remembers.
-CROWDED_AT_MOST = 10_000
 # Seconds for which a session without claims stays open.
 LINGER = 10.0
 # Seconds between two passes of the maintenance thread while there is work.
@@ -121,7 +112,7 @@ class Entry:
         return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
 
 
-class ZooKeeperBackend(BaseBackend):
+class ZooKeeperBackend(Backend):
     """A backend that keeps locks in a ZooKeeper ensemble.
 
     ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
@@ -136,7 +127,6 @@ class ZooKeeperBackend(BaseBackend):
     """
 
     supports_queue: ClassVar[bool] = True
-    tells_here: ClassVar[bool] = True
     supports_sharing: ClassVar[bool] = True
 
     def __init__(
@@ -215,7 +205,7 @@ class ZooKeeperBackend(BaseBackend):
         # The offset of the tokens.
         self._base: int | None = None
         # Keys that another claim held at the last attempt.
-        self._crowded: dict[str, None] = {}
+        self.contended: RecentKeys = RecentKeys()
         self._tender: threading.Thread | None = None
         self._tends_at = 0.0
         self._used_at = 0.0
@@ -232,11 +222,7 @@ class ZooKeeperBackend(BaseBackend):
     # The backend interface.
 
     def refusal(self, claim: Claim) -> str | None:
-        if (why := super().refusal(claim)) is not None:
-            return why
-        if claim.shared and claim.permits < UNLIMITED:
-            return f"{type(self).__name__} does not support semaphores."
-        return None if claim.takeover else NO_TAKEOVERS.format(type(self).__name__)
+        return super().refusal(claim) or refusal_without_rows(self, claim)
 
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
@@ -246,21 +232,21 @@ class ZooKeeperBackend(BaseBackend):
             certain = (
                 self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
             )
-            if not certain and not self.verify(claim, entry.count):
+            if not certain and not self.verify([claim], entry.count):
                 return self.acquire(claim)
         else:
             if entry is None:
                 entry = self._entry(claim)
-                if claim.key in self._crowded and self._is_busy(entry):
+                if claim.key in self.contended and self._is_busy(entry):
                     return None
             if not self._join(entry):
                 # The session has just ended. Retry in the next one.
                 return self.acquire(claim)
             if entry.token is not None:
-                self._crowded.pop(claim.key, None)
+                self.contended.discard(claim.key)
         if (grant := self._grant(entry)) is not None:
             return grant
-        self._crowd(claim.key)
+        self.contended.add(claim.key)
         self._leave(entry, patience=SOON, had=False)
         return None
 
@@ -297,9 +283,9 @@ class ZooKeeperBackend(BaseBackend):
             if not (entry.gone or entry.ending)
         }
 
-    def verify(self, claim: Claim, count: int) -> bool:
-        entry = self._held(claim)
-        if entry is None:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        entry = self._held(claims[0])
+        if entry is None or count is None:
             return False
         (stat,) = self.ensemble.ask(zookeeper.exists(entry.path))
         if stat is None or entry.gone:
@@ -622,14 +608,6 @@ class ZooKeeperBackend(BaseBackend):
 
     # Waiting in the queue.
 
-    def crowded(self, key: str) -> bool:
-        return key in self._crowded
-
-    def _crowd(self, key: str) -> None:
-        if len(self._crowded) >= CROWDED_AT_MOST:
-            self._crowded.clear()
-        self._crowded[key] = None
-
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
@@ -647,11 +625,11 @@ class ZooKeeperBackend(BaseBackend):
             self._join(entry, None if position is None else SOON)
         if entry.token is not None:
             if position is None:
-                self._crowded.pop(claim.key, None)
+                self.contended.discard(claim.key)
             return Ticket(
                 grant=self._grant(entry), must_retry=True, own_thread=not channel
             )
-        self._crowd(claim.key)
+        self.contended.add(claim.key)
         return Ticket(
             must_retry=entry.gone,
             ahead=entry.ahead,
@@ -659,15 +637,14 @@ class ZooKeeperBackend(BaseBackend):
             own_thread=not channel,
         )
 
-    def wait(self, claim: Claim, timeout: float | None) -> bool:
+    def wait(self, claim: Claim, timeout: float) -> bool:
+        """Wait in this thread; return False if the claim has lost its ticket."""
         entry = self._entries.get(claim.owner)
         if entry is None:
             return False
         entry.heard_at = math.inf
         try:
-            entry.stirred.wait(
-                LOOK_EVERY if timeout is None else min(timeout, LOOK_EVERY)
-            )
+            entry.stirred.wait(min(timeout, LOOK_EVERY))
             if entry.gone:
                 return False
             try:
@@ -713,11 +690,8 @@ class ZooKeeperBackend(BaseBackend):
         line = self._line(self._parent(key))
         return len(line.tickets) - len(line.granted)
 
-    def move_on(self, key: str) -> bool:
-        return False
-
-    def notifier(self, channel: str) -> Turns:
-        return Turns(self)
+    def notifier(self, channel: str) -> Notifier:
+        return Turns(self) if channel else OwnThreadNotifier(self.wait)
 
     def turns(self, timeout: float) -> list[Message]:
         """Wait up to ``timeout`` seconds for events of waiters with a channel.
