@@ -1009,7 +1009,7 @@ def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
     """
     backend, asked, go_on = backends["default"], threading.Event(), threading.Event()
     monkeypatch.setattr(room_of(backend), "_looks_until", 0.0)
-    look = type(backend).look
+    look = type(backend).poll
 
     def slow(self, claims, *, heartbeat=True):
         asked.set()

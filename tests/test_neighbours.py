@@ -421,4 +421,4 @@ def test_a_waiter_polls_if_no_thread_can_be_started(near, in_line, monkeypatch):
 
 def test_with_listen_false_there_is_no_listener(channel):
     backend = backends["default"]
-    assert type(backend)("default", listen=False).listen(channel) is None
+    assert type(backend)("default", listen=False).notifier(channel) is None

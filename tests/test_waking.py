@@ -260,7 +260,7 @@ def test_a_waiter_polls_if_a_proxy_changes_sessions(channel):
         elsewhere.close()
     assert backend.notifier(channel).hears_all
     connection.close()
-    assert type(backend)("default", listen=False).listen(channel) is None
+    assert type(backend)("default", listen=False).notifier(channel) is None
 
 
 def test_a_process_may_end_while_it_sleeps_in_the_server(in_line):
