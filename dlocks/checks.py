@@ -20,7 +20,7 @@ from dlocks.sql.schemas import find_tables
 from dlocks.text import HASH
 
 if TYPE_CHECKING:
-    from dlocks.backends.base import BaseBackend
+    from dlocks.backends.base import Backend
     from dlocks.backends.database import DatabaseBackend
     from dlocks.backends.session import SessionBackend
 
@@ -103,7 +103,7 @@ def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
     return messages
 
 
-def _made() -> Iterator[tuple[str, BaseBackend]]:
+def _made() -> Iterator[tuple[str, Backend]]:
     """Yield the backends that can be created.
 
     Another check reports why the others cannot.

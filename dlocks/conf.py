@@ -13,7 +13,7 @@ from django.core.signals import setting_changed
 from django.db import connections
 from django.utils.module_loading import import_string
 
-from dlocks.backends.base import BaseBackend, Runtime
+from dlocks.backends.base import Backend, Runtime
 from dlocks.keeper import OUTSIDE_PATIENCE, keeper
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class KeeperRuntime(Runtime):
     def on_lost(self, owners: Collection[str], why: str) -> None:
         keeper.tell_lost(owners, why)
 
-    def backend_of(self, alias: str) -> BaseBackend:
+    def backend_of(self, alias: str) -> Backend:
         return backends[alias]
 
 
@@ -48,7 +48,7 @@ class BackendHandler:
     """The backends by alias, created on first access."""
 
     def __init__(self) -> None:
-        self._backends: dict[str, BaseBackend] = {}
+        self._backends: dict[str, Backend] = {}
         self._mutex = threading.Lock()
 
     @property
@@ -60,7 +60,7 @@ class BackendHandler:
             )
         return {**DEFAULT, **configured}
 
-    def __getitem__(self, alias: str) -> BaseBackend:
+    def __getitem__(self, alias: str) -> Backend:
         try:
             return self._backends[alias]
         except KeyError:
@@ -77,7 +77,7 @@ class BackendHandler:
         with self._mutex:
             self._backends.clear()
 
-    def _make(self, alias: str) -> BaseBackend:
+    def _make(self, alias: str) -> Backend:
         if alias not in self.settings:
             raise ImproperlyConfigured(
                 f"DLOCKS has no alias {alias!r}; it has"
@@ -109,9 +109,7 @@ class BackendHandler:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}"
             ) from error
-        if not (
-            isinstance(backend_class, type) and issubclass(backend_class, BaseBackend)
-        ):
+        if not (isinstance(backend_class, type) and issubclass(backend_class, Backend)):
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,10 @@ def detach(hold: DetachedHold, *, within: Duration | None = None) -> str:
     """
     if within is not None:
         within = seconds("within", within, above_zero=True)
-        if (why := hold.backend.ttl_refused(within)) is not None:
-            raise ValueError(f"{hold.key!r} cannot be detached for {within:g} s. {why}")
+        refusal, claim = hold.backend.refusal, hold.claim
+        why = refusal(dataclasses.replace(claim, ttl=within))
+        if why is not None and refusal(claim) is None:
+            raise ValueError(f"{hold.key!r} cannot be detached. {why}")
     was_over = hold.is_over
     try:
         return _detached(hold, hold.claim.ttl if within is None else within)

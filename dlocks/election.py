@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import inspect
 import logging
 import os
@@ -17,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 from django.db import connections
@@ -132,7 +132,7 @@ class LeaderElection:
         # A signal handler can put into a SimpleQueue whatever it interrupts. It cannot
         # safely set an Event.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ring: Callable[[], object] = functools.partial(self._bell.put, None)
+        self._ring: Callable[[], object] = partial(self._bell.put, None)
         # One queue for each thread in ``wait()``.
         self._bells_of_work: list[queue.SimpleQueue[None]] = []
 
@@ -276,7 +276,7 @@ class LeaderElection:
         """
         self._begin()
         bell = asyncio.Event()
-        self._ring = functools.partial(ring_in, asyncio.get_running_loop(), bell)
+        self._ring = partial(ring_in, asyncio.get_running_loop(), bell)
         retries = _retries()
         try:
             while not self._stopping:
@@ -540,9 +540,7 @@ class LeaderElection:
             and isinstance(trouble := work.exception(), Exception)
         ):
             failure = self._failure(hold, trouble)
-        await in_django_thread(
-            functools.partial(self._give_back, failed=failure is not None)
-        )
+        await in_django_thread(partial(self._give_back, failed=failure is not None))
         deadline, failure = clock.now() + self._pause_after(failure), None
         while not self._stopping and (left := deadline - clock.now()) > 0:
             await _arest(bell, left)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 from django.db import connections
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend, is_outside
 from dlocks.connected import connection_of
 from dlocks.coroutines import in_django_thread, refuse_in_a_coroutine
 from dlocks.exceptions import LockBackendError, LockError, LockLost
@@ -103,7 +103,7 @@ class Hold:
     def __init__(
         self,
         lock: Policy,
-        backend: BaseBackend,
+        backend: Backend,
         claim: Claim,
         grant: Grant,
         caller: Caller,
@@ -212,9 +212,8 @@ class Hold:
         This asks the backend. It is 0 where there is no queue.
         """
         backend = self.backend
-        if backend.must_ask_outside():
-            return keeper.run(partial(backend.waiting, self.claim.key), backend)
-        return backend.waiting(self.claim.key)
+        ask = partial(backend.waiting, self.claim.key)
+        return keeper.run(ask, backend) if is_outside(backend) else ask()
 
     def check(self) -> None:
         """Check with the backend that the key is held, or raise LockLost."""
@@ -247,7 +246,7 @@ class Hold:
         if self.owner not in left:
             self.lose(self.why_gone())
             raise self._told_lost()
-        if self.backend.lease_refused() is None:
+        if self.backend.refusal(self.claim) is None:
             # Otherwise the caller's transaction wrote it, and may roll it back.
             self.note_answer(sent, left[self.owner])
 
@@ -437,7 +436,7 @@ class Hold:
                 f"{type(self.backend).__name__} cannot hand {self.key!r} over to"
                 " another process."
             )
-        if (why := self.backend.lease_refused()) is not None:
+        if (why := self.backend.refusal(self.claim)) is not None:
             raise RuntimeError(f"{self.key!r} cannot be handed over here. {why}")
         with self._mutex:
             if self._count > 1:
@@ -625,8 +624,8 @@ class Hold:
             self.next_claim() if self._may_be_late else self.claim,
             clock.now(),
         )
-        confirmed = bool(self._ask(self.backend.recount, claim, count))
-        if confirmed and claim.late and self.backend.lease_refused() is None:
+        confirmed = bool(self._ask(self.backend.verify, [claim], count))
+        if confirmed and claim.late and self.backend.refusal(self.claim) is None:
             self.note_answer(sent, claim.ttl)
         return confirmed
 
@@ -842,8 +841,8 @@ class Hold:
         # Within hold.atomic() only the caller's transaction can write the row.
         if (
             self.scope == "lease"
-            and backend.must_ask_outside()
-            and (not self.pinned or backend.lacks_connection())
+            and is_outside(backend)
+            and (not self.pinned or backend.connect_first)
         ):
             return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
@@ -864,7 +863,7 @@ class Hold:
                 for mark in map(Mark.whole, open_connections())
                 if mark not in marks
             ]
-        elif not marks and self.backend.lease_refused() is not None:
+        elif not marks and self.backend.refusal(self.claim) is not None:
             # A rollback would undo a release written here.
             marks = [
                 Mark.whole(one)
@@ -965,9 +964,9 @@ class Hold:
         if self.scope == "transaction" or self._lost is not None:
             return GONE
         backend = self.backend
-        ask = partial(backend.taken_by, self.claim, self.token, self.age)
+        ask = partial(backend.inspector.taken_by, self.claim, self.token, self.age)
         try:
-            outside = backend.in_transaction() and backend.lease_refused() is None
+            outside = backend.in_transaction() and backend.refusal(self.claim) is None
             fact = (
                 keeper.run(ask, backend, patience=OUTSIDE_PATIENCE)
                 if outside

@@ -28,7 +28,7 @@ from dlocks.greenlets import is_alive
 from dlocks.pools import leave_pools
 
 if TYPE_CHECKING:
-    from dlocks.backends.base import BaseBackend
+    from dlocks.backends.base import Backend
     from dlocks.protocols import KeptHold
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Desk:
         self.connected: list[Any] = []
         # The backends that are renewing their holds, with the time of the start, and
         # the holds that are about to be settled.
-        self.renewing: dict[BaseBackend, float] = {}
+        self.renewing: dict[Backend, float] = {}
         self.settling: set[KeptHold] = set()
 
     @property
@@ -328,7 +328,7 @@ class Keeper:
     def run(
         self,
         function: Callable[[], T],
-        backend: BaseBackend | None = None,
+        backend: Backend | None = None,
         *,
         patience: float | None = None,
     ) -> T:
@@ -344,7 +344,7 @@ class Keeper:
         )
 
     def later(
-        self, chore: Callable[[], None], seconds: float, backend: BaseBackend
+        self, chore: Callable[[], None], seconds: float, backend: Backend
     ) -> None:
         """Call a function in the worker of a backend after ``seconds``, or at exit.
 
@@ -414,7 +414,7 @@ class Keeper:
 
     # The keeper's thread.
 
-    def _desk(self, backend: BaseBackend | None) -> Desk:
+    def _desk(self, backend: Backend | None) -> Desk:
         identity = "" if backend is None else backend.identity
         desk = self._desks.get(identity)
         if desk is None:
@@ -549,9 +549,7 @@ class Keeper:
         if answer_by is None or clock.now() >= answer_by:
             hold.look()
 
-    def _due(
-        self, holds: Iterable[KeptHold]
-    ) -> list[tuple[BaseBackend, list[KeptHold]]]:
+    def _due(self, holds: Iterable[KeptHold]) -> list[tuple[Backend, list[KeptHold]]]:
         """Return the backends with a lease to renew now, each with its holds."""
         now = clock.now()
         due = {
@@ -599,7 +597,7 @@ class Keeper:
         finally:
             desk.settling.discard(hold)
 
-    def _have_renewed(self, backend: BaseBackend, holds: Iterable[KeptHold]) -> None:
+    def _have_renewed(self, backend: Backend, holds: Iterable[KeptHold]) -> None:
         desk = self._desk(backend)
         if backend in desk.renewing:
             return
@@ -614,7 +612,7 @@ class Keeper:
                 hold.put_off_renewal()
             raise
 
-    def _renew_all(self, desk: Desk, backend: BaseBackend) -> None:
+    def _renew_all(self, desk: Desk, backend: Backend) -> None:
         try:
             with self._mutex:
                 holds = [hold for hold in self.holds if hold.backend is backend]

@@ -14,16 +14,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeVar, cast
 
 from dlocks import clock
 from dlocks.backends.base import (
+    ANY_LEASE,
     KEPT_FOR,
-    BaseBackend,
+    Backend,
     TableLockedError,
     UnstorableKeyError,
+    is_outside,
 )
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.connected import connection_of
@@ -179,9 +182,8 @@ class Lock:
         A key that a transaction has acquired is not visible until the transaction ends.
         """
         backend = backends[self.using]
-        return _outside(
-            backend, functools.partial(backend.holder, self._full_key(backend))
-        )
+        ask = partial(backend.holder, self._full_key(backend))
+        return _run_outside(ask, backend, OUTSIDE_PATIENCE)
 
     def locked(self) -> bool:
         """Return whether the key is leased, by this caller or another."""
@@ -308,7 +310,7 @@ class Lock:
 
     async def _aacquire(self, *, wait: bool) -> Hold:
         bell = asyncio.Event()
-        ring = functools.partial(ring_in, asyncio.get_running_loop(), bell)
+        ring = partial(ring_in, asyncio.get_running_loop(), bell)
         caller = current_caller()
         if backends[self.using].has_fixed_prefix:
             attempt = self._attempt(caller, ring, wait=wait)
@@ -316,7 +318,7 @@ class Lock:
             # The prefix may depend on Django's connections, which belong to Django's
             # sync thread.
             attempt = await in_django_thread(
-                functools.partial(self._attempt, caller, ring, wait=wait),
+                partial(self._attempt, caller, ring, wait=wait),
                 only_there=True,
             )
         acquiring.add(caller)
@@ -352,7 +354,7 @@ class Lock:
     ) -> Trying:
         return Attempt(self, caller, ring, wait=wait, here=here)
 
-    def _full_key(self, backend: BaseBackend) -> str:
+    def _full_key(self, backend: Backend) -> str:
         key = backend.prefix + self.key
         if len(key) > KEY_LENGTH:
             raise ValueError(
@@ -537,11 +539,12 @@ class Attempt:
         if mine is not None and self._enter(mine):
             return mine
         self.claim = self._claim()
-        if self.backend.lacks_connection() and not keeper.keeps_for(self.caller):
+        connect = self.backend.connect_first
+        if connect is not None and not keeper.keeps_for(self.caller):
             # Connect before waiting. Otherwise the callers behind this one may use up
             # the pool before its turn. A caller that holds a lock must not wait for the
             # pool, because waiters for that lock may have used it up.
-            self.backend.connect()
+            connect()
         return None
 
     @staticmethod
@@ -639,7 +642,9 @@ class Attempt:
                 # likely brief.
                 self.asks_again = True
                 return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
-            if not self.waiter.here and (not self.waiter.seated or self.waiter.woken):
+            if self.waiter.notifier is None and (
+                not self.waiter.seated or self.waiter.woken
+            ):
                 # The row is still locked, or the waiter was late. It returns to its
                 # position.
                 self.waiter.woken = 0.0
@@ -652,7 +657,7 @@ class Attempt:
             return delay
         holder, who = None, ""
         with suppress(LockBackendError):
-            holder, who = _outside(self.backend, self._who_has_it)
+            holder, who = _run_outside(self._who_has_it, self.backend, OUTSIDE_PATIENCE)
         tell_timed_out(self.lock, holder, clock.now() - self.began)
         when = f"within {shown(self.timeout)} s" if self.timeout else "without waiting"
         who = who or "held by an open transaction, or just released"
@@ -669,7 +674,7 @@ class Attempt:
         Another caller is preferred to this one.
         """
         if self.lock.permits < UNLIMITED:
-            sharers, waiting = self.backend.sharers(self.key)
+            sharers, waiting = self.backend.inspector.sharers(self.key)
             if sharers:
                 own = _own_holder_name()
                 other = next((one for one in sharers if one.holder != own), sharers[0])
@@ -695,9 +700,10 @@ class Attempt:
                 )
             bell.clear()
             return True
-        if not waiter.here:
+        if waiter.notifier is None:
             return False
-        if not self.backend.wait(waiter.claim, pause):
+        timeout = math.inf if pause is None else pause
+        if not waiter.notifier.wait(timeout, [waiter.claim]):
             # The position was lost. Retry, and join the queue again.
             self.waiter, self.unknown = None, True
         return True
@@ -712,12 +718,12 @@ class Attempt:
         if self.claim is None or not (self.unknown or waiter is not None):
             return
         ended = self.hold is not None and self.hold.abandon()
-        release = functools.partial(self.backend.release, self.claim, failed=True)
+        release = partial(self.backend.release, self.claim, failed=True)
         try:
             if waiter is None:
                 self._ask(release)
             elif not self._given_back_inside(release):
-                self._outside(release, patience=OUTSIDE_PATIENCE)
+                _run_outside(release, self.backend, OUTSIDE_PATIENCE)
         except LockError as trouble:
             logger.warning(
                 "The claim on %r could not be cancelled, and expires by itself: %s",
@@ -744,34 +750,33 @@ class Attempt:
             and claim.fair
             and claim.takeover
             and not claim.beside
-            and self.backend.crowded(claim.key)
+            and claim.key in self.backend.contended
         ):
             return False
         # No caller can queue in the transaction of a single writer. The request reports
         # that.
-        return claim.scope == "lease" or self.backend.lease_refused() is None
+        return claim.scope == "lease" or self.backend.refusal(ANY_LEASE) is None
 
     def _stand_in_line(self, claim: Claim) -> bool:
         """Join the queue, and return whether there is something to try at once."""
         room = room_of(self.backend)
         until = math.inf if self.timeout is None else self.began + self.timeout
         self.waiter = waiter = Waiter(claim, self.ring, self.caller, until)
-        if self.here and self.backend.tells_here:
-            place = self._outside(functools.partial(self.backend.queue, claim))
-            if place is not None and place.here:
-                waiter.here = True
-                return place.ask
+        notifier = self.backend.notifier("") if self.here else None
+        if notifier is not None:
+            place = _run_outside(partial(self.backend.enqueue, claim), self.backend)
+            if place is not None and place.own_thread:
+                waiter.notifier = notifier
+                return place.must_retry
         waiter.listens = self.here
         room.enter(waiter)
         sent = clock.now()
         patience = (
             None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_PATIENCE
         )
-        place = self._outside(
-            functools.partial(self.backend.queue, claim, room.channel),
-            patience=patience,
-        )
-        if place is None or (place.ask and place.number is None):
+        enqueue = partial(self.backend.enqueue, claim, room.channel)
+        place = _run_outside(enqueue, self.backend, patience)
+        if place is None or (place.must_retry and place.position is None):
             # Queueing is not possible at the moment, or not necessary.
             room.leave(waiter)
             self.waiter, self.unknown = None, place is not None
@@ -786,10 +791,10 @@ class Attempt:
         """Return whether the key was granted at the last moment, or can be now."""
         for _ in range(2):
             sent = clock.now()
-            look = functools.partial(self.backend.look, [waiter.claim], heard=False)
-            places = self._outside(look, patience=OUTSIDE_PATIENCE)
+            look = partial(self.backend.poll, [waiter.claim], heartbeat=False)
+            places = _run_outside(look, self.backend, OUTSIDE_PATIENCE)
             place = places.get(waiter.claim.owner)
-            if place is None or place.grant is not None or place.ask:
+            if place is None or place.grant is not None or place.must_retry:
                 return place is not None and waiter.told(place, sent)
             if place.ahead:
                 break
@@ -805,7 +810,7 @@ class Attempt:
             given is None
             or claim.scope != "lease"
             or not self.lock.renew
-            or not self.backend.tells_leases
+            or not self.backend.grants_in_queue
         ):
             # The queue grants a short lease, which the keeper has to renew.
             return None
@@ -875,17 +880,6 @@ class Attempt:
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
-        if lock.shared and not backend.supports_sharing:
-            raise RuntimeError(
-                f"{type(backend).__name__} does not support shared locks."
-            )
-        if lock.shared and lock.permits < UNLIMITED and not backend.supports_permits:
-            raise RuntimeError(f"{type(backend).__name__} does not support semaphores.")
-        if not lock.takeover and not backend.knows_takeovers:
-            raise RuntimeError(
-                f"{type(backend).__name__} does not support takeover=False, because it"
-                " does not record whether the last holder released the key."
-            )
         other = hold_by((self.caller, backend.identity, self.key, not lock.shared))
         if other is not None and not (
             other.is_left or (other.enterable and other.count)
@@ -900,53 +894,14 @@ class Attempt:
                 f" the write lock from the start.{kept}"
             )
         in_transaction = backend.in_transaction()
-        scope = lock.scope
-        if scope is None:
-            scope = (
-                "transaction"
-                if in_transaction and self._can_belong_to_transaction()
-                else "lease"
-            )
-        elif scope == "transaction" and not (
-            backend.supports_transactions and self._can_belong_to_transaction()
-        ):
-            what = (
-                "for a shared lock" if lock.shared else f"with {type(backend).__name__}"
-            )
-            raise RuntimeError(f"scope='transaction' is not possible {what}.")
-        if scope == "transaction" and not in_transaction:
-            raise RuntimeError(
-                "scope='transaction' requires an open transaction. Enter 'with"
-                f" atomic(using={_database_of(backend)!r})' before you acquire"
-                f" {lock.key!r}."
-            )
-        if (
-            scope == "transaction"
-            and (why := backend.transaction_refused()) is not None
-        ):
-            raise RuntimeError(
-                f"{lock.key!r} cannot be locked in this transaction. {why}"
-            )
-        if scope == "lease":
-            if (why := backend.lease_refused()) is not None:
-                raise RuntimeError(f"{lock.key!r} cannot be leased here. {why}")
-            if in_transaction and Mark.keeps(
-                connection_of(_database_of(backend)), (backend.identity, self.key)
-            ):
-                raise RuntimeError(
-                    f"{lock.key!r} is kept by the transaction of this thread until it"
-                    " ends. A lease or a shared hold would have to wait for that."
-                )
-            warn_of_old_snapshots(lock.key)
         ttl = backend.ttl if isinstance(lock.ttl, _FromSettings) else float(lock.ttl)
         if lock.max_hold is not None:
             ttl = min(ttl, lock.max_hold)
-        if (why := backend.ttl_refused(ttl)) is not None:
-            raise ValueError(f"{lock.key!r} cannot be leased for {ttl:g} s. {why}")
-        return Claim(
+        belongs = in_transaction and backend.supports_transactions
+        claim = Claim(
             key=self.key,
             ttl=ttl,
-            scope=scope,
+            scope=lock.scope or ("transaction" if belongs else "lease"),
             takeover=lock.takeover,
             fair=lock.fair,
             shared=lock.shared,
@@ -955,12 +910,26 @@ class Attempt:
             holder=_own_holder_name(),
             owner_ip=_own_ip(),
         )
-
-    def _can_belong_to_transaction(self) -> bool:
-        # A shared hold is not the lock row, which a transaction could keep.
-        return self.backend.supports_transactions and (
-            not self.lock.shared or self.backend.keeps_shares()
-        )
+        why = backend.refusal(claim)
+        if why and lock.shared and lock.scope is None and belongs:
+            claim = replace(claim, scope="lease")
+            why = backend.refusal(claim)
+        if why is not None:
+            text = f"{lock.key!r} cannot be acquired here. {why}"
+            # A claim that is only refused for its ttl has a wrong argument.
+            if backend.refusal(replace(claim, ttl=0.0)) is None:
+                raise ValueError(text)
+            raise RuntimeError(text)
+        if claim.scope == "lease":
+            if in_transaction and Mark.keeps(
+                connection_of(backend.database), (backend.identity, self.key)
+            ):
+                raise RuntimeError(
+                    f"{lock.key!r} is kept by the transaction of this thread until it"
+                    " ends. A lease or a shared hold would have to wait for that."
+                )
+            warn_of_old_snapshots(lock.key)
+        return claim
 
     def _given_back_inside(self, release: Callable[[], bool]) -> bool:
         """Release what was granted in the caller's transaction, inside of it.
@@ -969,22 +938,11 @@ class Attempt:
         """
         if self.claim is None or self.claim.scope != "transaction" or not self.granted:
             return False
-        if connection_of(_database_of(self.backend)).needs_rollback:
+        if connection_of(self.backend.database).needs_rollback:
             return False
         with suppress(LockError):
             return release()
         return False
-
-    def _outside(
-        self, function: Callable[[], T], *, patience: float | None = None
-    ) -> T:
-        """Call a function about the queue, which belongs to no transaction.
-
-        This takes no connection from a pool.
-        """
-        if self.backend.must_ask_outside():
-            return keeper.run(function, self.backend, patience=patience)
-        return function()
 
     def _ask(
         self, function: Callable[..., Any], *arguments: Any, **keywords: Any
@@ -994,11 +952,10 @@ class Attempt:
         A lease is requested outside of the caller's transaction and pool.
         """
         lease = self.claim is not None and self.claim.scope == "lease"
-        if lease and (self.backend.in_transaction() or self.backend.lacks_connection()):
-            return keeper.run(
-                functools.partial(function, *arguments, **keywords), self.backend
-            )
-        return function(*arguments, **keywords)
+        ask = partial(function, *arguments, **keywords)
+        if lease and (self.backend.in_transaction() or self.backend.connect_first):
+            return keeper.run(ask, self.backend)
+        return ask()
 
 
 def check_key(key: object) -> None:
@@ -1057,20 +1014,13 @@ def ring_in(loop: asyncio.AbstractEventLoop, bell: asyncio.Event) -> None:
     clock.call_in(loop, bell.set)
 
 
-def _outside(backend: BaseBackend, ask: Callable[[], T]) -> T:
-    """Call a function outside of the caller's transaction and pool.
-
-    The transaction may have locked the rows that it reads.
-    """
-    return (
-        keeper.run(ask, backend, patience=OUTSIDE_PATIENCE)
-        if backend.must_ask_outside()
-        else ask()
-    )
-
-
-def _database_of(backend: BaseBackend) -> str:
-    return getattr(backend, "database", "default")
+def _run_outside(
+    function: Callable[[], T], backend: Backend, patience: float | None = None
+) -> T:
+    """Call a function outside of the caller's transaction and pool."""
+    if is_outside(backend):
+        return keeper.run(function, backend, patience=patience)
+    return function()
 
 
 def _sayable(name: str) -> str:

@@ -181,7 +181,7 @@ class MultiHold(Hold):
         if not (
             self.held
             and self._is_alike
-            and self._ask(self.backend.check_all, self._claims)
+            and self._ask(self.backend.verify, self._claims)
         ):
             for hold in self.holds:
                 hold.check()
@@ -238,14 +238,17 @@ class MultiHold(Hold):
     def _claims(self) -> list[Any]:
         return [hold.claim for hold in self.holds]
 
+    def _leaves_nothing(self, holds: Sequence[Hold]) -> bool:
+        """Return whether no open transaction needs the leases."""
+        if self.pinned or self.backend.refusal(self.holds[0].claim):
+            return False
+        return all(hold.leaves_at_exit for hold in holds) or not open_connections()
+
     def _release(self, holds: Sequence[Hold], *, failed: bool) -> None:
         together: list[Hold] = []
-        leaves_nothing = self.backend.lease_refused() is None and not any(
-            hold.pinned for hold in holds
-        )
-        if not all(hold.leaves_at_exit for hold in holds):
-            leaves_nothing = leaves_nothing and not any(open_connections())
-        if self._is_alike and (self.scope == "transaction" or leaves_nothing):
+        if self._is_alike and (
+            self.scope == "transaction" or self._leaves_nothing(holds)
+        ):
             together = [hold for hold in holds if hold.end_with_others(failed=failed)]
         done = False
         trouble: LockError | None = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from django.db import transaction
@@ -196,6 +197,12 @@ def _is_claim(lock: Shown) -> bool:
     return isinstance(lock, LockClaim)
 
 
+def _savepoint(backend: DatabaseBackend) -> AbstractContextManager[None]:
+    # It keeps the transaction of a request usable if the database refuses.
+    inside = backend.in_transaction()
+    return transaction.atomic(using=backend.database) if inside else nullcontext()
+
+
 def clear(
     backend: DatabaseBackend, key: str, version: int, *, stale_only: bool = False
 ) -> Shown:
@@ -204,12 +211,7 @@ def clear(
     Return the lock as it was before, or raise NotCleared.
     """
     lock = _unchanged(backend, key, version, stale_only)
-    # A savepoint keeps the transaction of a request usable if the database refuses.
-    with (
-        transaction.atomic(using=backend.database)
-        if backend.in_transaction()
-        else nullcontext()
-    ):
+    with _savepoint(backend):
         cleared = backend.clear(key, version, stale_only=stale_only)
     if not cleared:
         lock = _unchanged(backend, key, version, stale_only)
@@ -286,16 +288,12 @@ def purge(backend: DatabaseBackend, key: str, version: int) -> Shown:
 
     Return the row as it was before, or raise NotCleared.
     """
-    lock = _unused(backend, key, version)
-    with (
-        transaction.atomic(using=backend.database)
-        if backend.in_transaction()
-        else nullcontext()
-    ):
-        purged = is_column(version) and backend.purge_one(key, version, IDLE_FOR)
-    if not purged:
-        raise NotCleared(_("in use"), _unused(backend, key, version))
-    return lock
+
+    def act() -> bool:
+        return is_column(version) and backend.purge_one(key, version, IDLE_FOR)
+
+    look = partial(_unused, backend, key, version)
+    return _take_away(backend, look, act, _("in use"))
 
 
 def _unused(backend: DatabaseBackend, key: str, version: int) -> Shown:
@@ -308,17 +306,16 @@ def _unused(backend: DatabaseBackend, key: str, version: int) -> Shown:
 
 
 def _take_away(
-    backend: DatabaseBackend, look: Callable[[], Shown], act: Callable[[], bool]
+    backend: DatabaseBackend,
+    look: Callable[[], Shown],
+    act: Callable[[], bool],
+    why: str = "",
 ) -> Shown:
     claim = look()
-    with (
-        transaction.atomic(using=backend.database)
-        if backend.in_transaction()
-        else nullcontext()
-    ):
+    with _savepoint(backend):
         done = act()
     if not done:
-        raise NotCleared(in_transaction(), look())
+        raise NotCleared(why or in_transaction(), look())
     return claim
 
 

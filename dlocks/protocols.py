@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import asyncio
     import threading
 
-    from dlocks.backends.base import BaseBackend
+    from dlocks.backends.base import Backend
     from dlocks.exceptions import LockLost
     from dlocks.transactions import Mark
     from dlocks.values import Claim
@@ -50,7 +50,7 @@ class ObservedHold(Protocol):
     """A ``Hold`` for signals and watchers."""
 
     lock: Policy
-    backend: BaseBackend
+    backend: Backend
     claim: Claim
     scope: str
     token: int

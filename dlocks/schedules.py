@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
 from django.core.management.base import BaseCommand, CommandError
 
+from dlocks.backends.base import ANY_LEASE
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.coroutines import in_django_thread
 from dlocks.decorators import Key, LockDecorator, Template
@@ -16,6 +18,8 @@ from dlocks.holds import Hold
 from dlocks.locks import Lock, shown
 from dlocks.options import KEYS, RUN, RunOptions, refuse_unknown
 from dlocks.values import Duration, seconds
+
+SHARED = replace(ANY_LEASE, shared=True, scope="transaction")
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried later.
 BUSY = 75
@@ -39,11 +43,12 @@ class _OneRun(LockDecorator[None]):
         policy = dict(self.policy)
         if (
             backend.in_transaction()
-            and backend.lease_refused() is None
-            and not backend.keeps_shares()
+            and backend.refusal(ANY_LEASE) is None
+            and backend.refusal(SHARED) is not None
         ):
             # A hold in transaction scope would end with the caller's transaction, and a
-            # rollback would undo it.
+            # rollback would undo it. A TestCase accepts even shared holds in its
+            # transaction.
             policy["scope"] = "lease"
         return Lock(key=key, ttl=ttl, **policy)
 

@@ -73,27 +73,27 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Ticket:
     """The ticket of a claim in the queue.
 
-    Either the claim has a ``grant``, or it must retry by itself (``ask``), or ``ahead``
-    other claims come first. ``soon`` is the number of seconds after which the passing
-    of time alone may change the result. ``clock`` is the backend's clock in seconds at
-    its reply. ``number`` is the position, with which a claim that was skipped can
+    Either the claim has a ``grant``, or it has to be acquired again (``must_retry``),
+    or ``ahead`` other claims come first. ``next_check`` is the number of seconds after
+    which the passing of time alone may change the result. ``clock`` is the backend's
+    clock in seconds at its reply. With its ``position``, a claim that was skipped can
     rejoin the queue. It is 0 if its turn has come.
     """
 
     grant: Grant | None = None
-    ask: bool = False
+    must_retry: bool = False
     ahead: int = 0
-    soon: float = math.inf
+    next_check: float = math.inf
     clock: float = 0.0
-    number: int | None = None
+    position: int | None = None
     # Whether the key may become free without a notification.
-    silent: bool = False
-    # Whether the caller's own thread can wait for the turn with ``wait()``, so that no
-    # other thread needs to poll.
-    here: bool = False
+    unnotified: bool = False
+    # Whether the caller's own thread can wait for the turn, so that no other thread
+    # needs to poll.
+    own_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, BaseBackend, Listener
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Backend
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
 from dlocks.pools import leave_pools
-from dlocks.values import Claim, Grant, Message, Place
+from dlocks.values import Claim, Grant, Message, Ticket
 
 logger = logging.getLogger("dlocks")
 
@@ -90,8 +91,7 @@ class Waiter:
         self.claim = claim
         self.wake = wake
         self.caller = caller
-        # When its timeout ends. If its thread or loop is too busy to notice, other
-        # waiters must not wait for it.
+        # When its timeout ends. Other waiters do not wait for it much beyond that.
         self.until = until
         self.asked = clock.now(), 0.0
         self.given: tuple[Grant, float] | None = None
@@ -107,9 +107,9 @@ class Waiter:
         self.woken = 0.0
         # Whether the key may become free without a notification.
         self.silent = False
-        # Whether its own thread waits instead of the background thread, or listens if
-        # no other thread does.
-        self.here = False
+        # With it, its own thread waits instead of the background thread.
+        self.notifier: Notifier | None = None
+        # Whether its own thread listens if no other thread does.
         self.listens = False
         # Whether its coroutine was closed, so that no caller waits any more.
         self.closed = False
@@ -125,18 +125,18 @@ class Waiter:
     def is_overdue(self) -> bool:
         return clock.now() > self.until + OVERDUE
 
-    def told(self, place: Place, sent: float) -> bool:
+    def told(self, place: Ticket, sent: float) -> bool:
         """Record the reply to a request that was sent at ``sent``.
 
         Return whether the caller has to be woken.
         """
-        self.number = place.number or self.number
-        self.silent = place.silent
+        self.number = place.position or self.number
+        self.silent = place.unnotified
         if place.grant is not None:
             self.given = place.grant, sent
         elif place.clock:
             self.asked = sent, place.clock
-        asks = place.grant is not None or place.ask
+        asks = place.grant is not None or place.must_retry
         if asks:
             self.woken = clock.now()
         return asks
@@ -161,7 +161,7 @@ class WaitingRoom:
     the first one in the queue.
     """
 
-    def __init__(self, backend: BaseBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._reset()
         _rooms.add(self)
@@ -190,9 +190,9 @@ class WaitingRoom:
         self._listened_at = 0.0
         # Set if a caller's own thread can listen. Its turn then wakes no other thread
         # first.
-        self._listener: Listener | None = None
+        self._listener: Notifier | None = None
         # The listener of the second thread.
-        self._beside: Listener | None = None
+        self._beside: Notifier | None = None
         # Whether a caller listens, and which keys were reported as free.
         self._overheard = False
         self._news: deque[str] = deque()
@@ -285,7 +285,7 @@ class WaitingRoom:
 
     def _loop(self) -> None:
         this = threading.current_thread()
-        listener: Listener | None = None
+        listener: Notifier | None = None
         try:
             leave_pools()
             listener = self._listen()
@@ -371,9 +371,9 @@ class WaitingRoom:
                 if self._thread is this:
                     self._thread = None
 
-    def _listen(self) -> Listener | None:
+    def _listen(self) -> Notifier | None:
         try:
-            listener = self.backend.listen(self._name)
+            listener = self.backend.notifier(self._name)
         except LockBackendError as error:
             # Polling finds out whether the backend is reachable again.
             logger.warning("%s", error)
@@ -400,12 +400,12 @@ class WaitingRoom:
         self._ready.set()
         return listener
 
-    def _hear(self, beside: Listener) -> None:
+    def _hear(self, beside: Notifier) -> None:
         """Receive messages while the background thread does something else."""
         while self._beside is beside:
             self._take(beside.wait(LINGER, ()))
 
-    def _disconnect(self, listener: Listener | None, *, broken: bool) -> None:
+    def _disconnect(self, listener: Notifier | None, *, broken: bool) -> None:
         with self._mutex:
             if self._listener is listener:
                 # Otherwise it belongs to a later thread.
@@ -424,7 +424,7 @@ class WaitingRoom:
         )
 
     @contextmanager
-    def _alone(self, listener: Listener | None) -> Iterator[None]:
+    def _alone(self, listener: Notifier | None) -> Iterator[None]:
         """Use the connection on which another thread may listen."""
         if listener is None or listener.ears is None:
             yield
@@ -440,7 +440,7 @@ class WaitingRoom:
         finally:
             listener.ears.release()
 
-    def _listens(self, listener: Listener | None) -> bool:
+    def _listens(self, listener: Notifier | None) -> bool:
         """Return whether to wait for messages now, instead of for new waiters."""
         if listener is None or listener.beside is listener:
             return False
@@ -454,7 +454,7 @@ class WaitingRoom:
             waiter.seated and not waiter.woken for waiter in self._waiters.values()
         )
 
-    def _listen_with(self, listener: Listener) -> None:
+    def _listen_with(self, listener: Notifier) -> None:
         if listener.ears is None:
             self._take(self._heard(listener, self._looks_at))
         elif listener.ears.acquire(blocking=False):
@@ -467,7 +467,7 @@ class WaitingRoom:
             time.sleep(SOONEST_LOOK)
         while self._news:
             with self._alone(listener):
-                self.backend.move_on(self._news.popleft())
+                listener.advance(self._news.popleft())
             with self._mutex:
                 self._looks_at, self._seated = 0.0, True
 
@@ -481,7 +481,7 @@ class WaitingRoom:
                 waiter.heard(message)
                 waiter.wake()
 
-    def _heard(self, listener: Listener, until: float) -> Sequence[Message]:
+    def _heard(self, listener: Notifier, until: float) -> Sequence[Message]:
         """Return the messages that arrive until ``until``."""
         pause = max(0.0, min(until - clock.now(), LINGER))
         claims: list[Claim] = []
@@ -500,7 +500,7 @@ class WaitingRoom:
         self._listened_at = clock.now()
         return messages
 
-    def _calm(self, listener: Listener | None) -> float | None:
+    def _calm(self, listener: Notifier | None) -> float | None:
         """Send heartbeats, and return the seconds until the next poll.
 
         Return None if a poll is due now.
@@ -517,13 +517,13 @@ class WaitingRoom:
             ]
         if not waiters:
             return float("inf")
-        place = listener.calm([waiter.claim for waiter in waiters])
+        place = listener.heartbeat([waiter.claim for waiter in waiters])
         if place is None:
             return None
         if place.clock:
             for waiter in waiters:
                 waiter.told(place, sent)
-        return place.soon
+        return place.next_check
 
     def _dismiss(self) -> None:
         """Cancel the claims of waiters that will never continue."""
@@ -576,8 +576,8 @@ class WaitingRoom:
                 waiter.look_at = sent + HEARD_EVERY * 0.9
         if not waiters:
             return self._soonest(), 0
-        places = self.backend.look(
-            [waiter.claim for waiter in waiters.values()], heard=heard
+        places = self.backend.poll(
+            [waiter.claim for waiter in waiters.values()], heartbeat=heard
         )
         answered = clock.now()
         nearest = sys.maxsize
@@ -594,16 +594,16 @@ class WaitingRoom:
                         # on.
                         continue
                     sent_again = clock.now()
-                    place = self.backend.queue(
+                    place = self.backend.enqueue(
                         waiter.claim, self.channel, waiter.number
-                    ) or Place(soon=0.0)
+                    ) or Ticket(next_check=0.0)
                     if waiter.told(place, sent_again):
                         waiter.wake()
                     continue
             if waiter.told(place, sent):
                 waiter.wake()
             else:
-                waiter.look_at = min(waiter.look_at, sent + place.soon)
+                waiter.look_at = min(waiter.look_at, sent + place.next_check)
                 nearest = min(nearest, place.ahead)
         return self._soonest(), 0 if nearest == sys.maxsize else nearest
 
@@ -617,10 +617,10 @@ class WaitingRoom:
             ]
         return min(look_at, default=float("inf")) - clock.now()
 
-    def _came_unheard(self, waiter: Waiter, place: Place, answered: float) -> bool:
+    def _came_unheard(self, waiter: Waiter, place: Ticket, answered: float) -> bool:
         """Return whether a claim's turn came, or will come, without a message."""
         if place.grant is None or place.grant.lease is None or waiter.woken:
-            return place.silent
+            return place.unnotified
         # The latest possible time of the grant.
         granted_at = answered + place.grant.lease - min(waiter.claim.ttl, KEPT_FOR)
         # A second thread that does nothing else has received all messages.
@@ -657,7 +657,7 @@ in_child(_forked)
 _making = threading.Lock()
 
 
-def room_of(backend: BaseBackend) -> WaitingRoom:
+def room_of(backend: Backend) -> WaitingRoom:
     """Return the waiters of a backend in this process."""
     room: WaitingRoom | None
     with _making:

@@ -1058,7 +1058,7 @@ def listens(pipe, *, listening=None):
     backend = backends["default"]
     backend.listening = listening
     try:
-        listener = backend.listen(f"dlocks_test_{os.getpid()}")
+        listener = backend.notifier(f"dlocks_test_{os.getpid()}")
         return listener is not None and listener.hears_all
     finally:
         backend.listening = None
@@ -1273,21 +1273,21 @@ def take_turns(pipe, key, *, times, **policy):
     from tests.internals import backends
 
     backend, looked = backends["default"], []
-    look = backend.look
+    look = backend.poll
     # An earlier job may have started polling.
     room_of(backend)._looks_until = 0.0
 
-    def counting(claims, *, heard=True):
+    def counting(claims, *, heartbeat=True):
         looked.append(claims)
-        return look(claims, heard=heard)
+        return look(claims, heartbeat=heartbeat)
 
-    backend.look = counting
+    backend.poll = counting
     try:
         for _ in range(times):
             with db_lock(key, timeout=60, **policy):
                 time.sleep(0.001)
     finally:
-        del backend.look
+        del backend.poll
     return len(looked)
 
 

@@ -7,6 +7,8 @@ import sys
 import types
 from pathlib import Path
 
+from tests.internals import Backend, Claim, DatabaseBackend
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 FENCE = re.compile(
@@ -60,9 +62,24 @@ TOLD_AS = {
     "supports_queue": "fair line",
     "supports_sharing": "Can be [shared]",
     "supports_handover": "handed over",
-    "knows_takeovers": "`takeover=False`",
-    "supports_clearing": "Is shown by commands and admin",
 }
+
+
+def check_refusals(backend: Backend) -> None:
+    """Check that the table says which claims a backend refuses."""
+    table = table_of_backends()
+    name = type(backend).__name__.removesuffix("Backend")
+    shown = next(table[row][name] for row in table if "by commands and admin" in row)
+    assert (shown == "yes") == isinstance(backend, DatabaseBackend)
+    for part, options in (
+        ("`takeover=False`", {"takeover": False}),
+        ("by a number of them", {"shared": True, "permits": 3}),
+    ):
+        told = next(table[row][name] for row in table if part in row)
+        refused = backend.refusal(Claim(key="k", ttl=1.0, **options)) is not None
+        if refused or told != "–":
+            # A dash stands for a backend that can share no keys or exclude nobody.
+            assert refused == (told == "no" or (told == "–" and "permits" in options))
 
 
 def told_of(kind: type) -> dict[str, bool]:

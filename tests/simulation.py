@@ -26,12 +26,12 @@ from dlocks import (
 from tests.internals import (
     HEARD_FOR,
     KEPT_FOR,
-    BaseBackend,
+    Backend,
     Claim,
     Grant,
     Keeper,
     Message,
-    Place,
+    Ticket,
     WaitingRoom,
     backends,
     clock,
@@ -47,7 +47,7 @@ KEY = "stock:7"
 
 
 @dataclass
-class Ticket:
+class QueuedClaim:
     claim: Claim
     number: int
     heard_until: float
@@ -63,7 +63,7 @@ class Database:
     processing: bool = False
     end: float = -math.inf
     token: int = 0
-    line: list[Ticket] = field(default_factory=list)
+    line: list[QueuedClaim] = field(default_factory=list)
     tickets: int = 0
 
     @property
@@ -73,7 +73,7 @@ class Database:
     def free(self, grace: float) -> bool:
         return self.end + (grace if self.processing else 0.0) <= self.now
 
-    def live(self) -> list[Ticket]:
+    def live(self) -> list[QueuedClaim]:
         return [ticket for ticket in self.line if ticket.heard_until > self.now]
 
     def grant(self, claim: Claim, seconds: float) -> int:
@@ -94,7 +94,7 @@ class Database:
             )
 
 
-class SimulatedBackend(BaseBackend):
+class SimulatedBackend(Backend):
     supports_queue: ClassVar[bool] = True
 
     def __init__(self, number: int, sim: Simulation) -> None:
@@ -145,8 +145,8 @@ class SimulatedBackend(BaseBackend):
         found: dict[str, float] = self._call(act)
         return found
 
-    def recount(self, claim: Claim, count: int) -> bool:
-        return bool(self._call(lambda: self._live(claim)))
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        return bool(self._call(lambda: self._live(claims[0])))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         def act() -> bool:
@@ -166,23 +166,23 @@ class SimulatedBackend(BaseBackend):
     def holder(self, key: str) -> None:
         return None
 
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
-        def act() -> Place:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
+        def act() -> Ticket:
             database = self.database
             if (
                 database.owner == claim.owner
                 and database.processing
                 and not database.free(self.grace)
             ):
-                return Place(ask=True)
+                return Ticket(must_retry=True)
             if all(ticket.claim.owner != claim.owner for ticket in database.line):
                 if database.free(self.grace) and not database.live():
-                    return Place(ask=True)
+                    return Ticket(must_retry=True)
                 database.tickets += 1
-                ticket = Ticket(
-                    claim, number or database.tickets, database.now + HEARD_FOR
+                ticket = QueuedClaim(
+                    claim, position or database.tickets, database.now + HEARD_FOR
                 )
                 database.line.append(ticket)
                 database.line.sort(key=lambda one: one.number)
@@ -194,19 +194,19 @@ class SimulatedBackend(BaseBackend):
                     if ticket.claim.owner == claim.owner
                 )
             database.move_on(self.grace)
-            return Place(number=number_, clock=database.now)
+            return Ticket(position=number_, clock=database.now)
 
-        found: Place = self._call(act)
+        found: Ticket = self._call(act)
         return found
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
-        def act() -> dict[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        def act() -> dict[str, Ticket]:
             database, places = self.database, {}
             for claim in claims:
                 for ticket in database.line:
-                    if ticket.claim.owner == claim.owner and heard:
+                    if ticket.claim.owner == claim.owner and heartbeat:
                         ticket.heard_until = database.now + HEARD_FOR
             database.move_on(self.grace)
             for claim in claims:
@@ -215,14 +215,14 @@ class SimulatedBackend(BaseBackend):
                     and database.processing
                     and database.end > database.now
                 ):
-                    places[claim.owner] = Place(
+                    places[claim.owner] = Ticket(
                         grant=Grant(database.token, database.end - database.now)
                     )
                 elif any(ticket.claim.owner == claim.owner for ticket in database.line):
-                    places[claim.owner] = Place(ahead=1, clock=database.now)
+                    places[claim.owner] = Ticket(ahead=1, clock=database.now)
             return places
 
-        found: dict[str, Place] = self._call(act)
+        found: dict[str, Ticket] = self._call(act)
         return found
 
     def _live(self, claim: Claim) -> bool:

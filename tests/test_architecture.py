@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dlocks"
 LIMIT_OF_LINES = 400
 # Formatted at 88 columns. The goal is 540,000 bytes.
-LIMIT_OF_BYTES = 1_064_000
+LIMIT_OF_BYTES = 1_066_100
 
 # Modules may import from their own layer and from those below. The longest prefix of a
 # module's name decides.
@@ -26,6 +26,7 @@ LAYERS = {
     1: [
         # The interface is below its implementations.
         "backends.base",
+        "backends.notifiers",
         "connected", "coroutines", "forks", "greenlets", "keeper", "models", "polling",
         "pools", "protocols", "signals", "sql", "transactions",
         "waiting",
@@ -45,26 +46,25 @@ UPWARD_IMPORTS: set[tuple[str, str]] = set()
 CIRCLES: list[int] = []
 LARGE_FILES = {
     "admin.py": 910,
-    "backends/base.py": 447,
-    "backends/database/__init__.py": 1219,
-    "backends/database/line.py": 1714,
+    "backends/database/__init__.py": 1153,
+    "backends/database/line.py": 1713,
     "backends/database/statements.py": 610,
     "backends/quorum.py": 552,
-    "backends/redis/__init__.py": 478,
-    "backends/session/__init__.py": 1255,
+    "backends/redis/__init__.py": 476,
+    "backends/session/__init__.py": 1239,
     "backends/session/wires.py": 523,
-    "backends/zookeeper/__init__.py": 1004,
+    "backends/zookeeper/__init__.py": 993,
     "backends/zookeeper/ensemble.py": 425,
     "control_room.py": 450,
     "decorators.py": 481,
-    "election.py": 617,
-    "holds.py": 1020,
-    "keeper.py": 693,
-    "locks.py": 1110,
+    "election.py": 615,
+    "holds.py": 1019,
+    "keeper.py": 691,
+    "locks.py": 1060,
     "models.py": 457,
     "optimistic/fenced.py": 523,
     "optimistic/versioned.py": 798,
-    "testing/contract.py": 784,
+    "testing/contract.py": 783,
     "sql/dialects.py": 911,
     "waiting.py": 667,
 }

@@ -126,6 +126,7 @@ class TestInsert(BackendContract, TransactionTestCase):
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 class TestSession(BackendContract, TransactionTestCase):
     available_apps = ["dlocks"]
+    engine_queue = True
 
     def make_backend(self, **options):
         backend = SessionBackend("default", **options)

@@ -34,7 +34,7 @@ from example_project.shop.models import Product, Sale
 from tests import jobs, pages
 from tests.internals import (
     After,
-    BaseBackend,
+    Backend,
     DummyBackend,
     HoldRecord,
     InsertBackend,
@@ -312,7 +312,7 @@ def test_the_examples_on_transactions(lamp, is_busy):
     assert Product.objects.get().stock == 3
     assert not is_busy(f"stock:{lamp.pk}")
     if connection.vendor == "sqlite":
-        with pytest.raises(RuntimeError, match="cannot be leased here"):
+        with pytest.raises(RuntimeError, match=r"cannot be acquired here\. SQLite"):
             page.pay(7)
     else:
         assert page.pay(7) == "lease"
@@ -542,13 +542,10 @@ def test_the_documented_checks_are_the_existing_ones():
 
 def test_every_flag_of_a_backend_is_documented():
     text = (pages.DOCS / "reference/backends.md").read_text()
-    flags = {
-        name for name, value in vars(BaseBackend).items() if isinstance(value, bool)
-    }
+    flags = {name for name, value in vars(Backend).items() if isinstance(value, bool)}
     assert flags == set(
         re.findall(
-            r"^\| `(exclusive|tells_here|tells_leases|keeps_places|knows_takeovers"
-            r"|supports_\w+)` \|",
+            r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|",
             text,
             re.MULTILINE,
         )
@@ -563,17 +560,15 @@ def test_every_flag_of_a_backend_is_documented():
         assert pages.told_of(kind) == {
             flag: getattr(kind, flag) for flag in pages.TOLD_AS
         }
+        pages.check_refusals(kind("default"))
     assert pages.TOLD_AS.keys() == flags - NOT_TOLD
 
 
 # These flags only concern authors of backends.
 NOT_TOLD = {
     "exclusive",
-    "supports_permits",
     "supports_fencing",
-    "tells_here",
-    "tells_leases",
-    "keeps_places",
+    "grants_in_queue",
 }
 
 

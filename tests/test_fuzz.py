@@ -22,8 +22,8 @@ from dlocks import Lock, MultiLock, db_lock, db_rwlock, db_semaphore, user_key
 from tests.internals import (
     DEFAULT_ALIAS,
     KEY_LENGTH,
+    Backend,
     BackendHandler,
-    BaseBackend,
     Claim,
     PessimisticBackend,
     backends,
@@ -167,15 +167,13 @@ class TestRefusals:
     @example({DEFAULT_ALIAS: {"BACKEND": 5}})
     @example({DEFAULT_ALIAS: {"BACKEND": "."}})
     @example({DEFAULT_ALIAS: {"BACKEND": "\0.x"}})
-    @example(
-        {DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.base.BaseBackend", "OPTIONS": 5}}
-    )
+    @example({DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.base.Backend", "OPTIONS": 5}})
     def test_any_value_of_the_setting_works_or_is_refused(self, configured):
         """Any value of ``DLOCKS`` works or is refused."""
         made(configured)
 
 
-def made(configured) -> BaseBackend | None:
+def made(configured) -> Backend | None:
     """Return the default backend of a setting, or None if it is refused."""
     handler = BackendHandler()
     with pytest.MonkeyPatch.context() as patch:
@@ -279,7 +277,7 @@ class TestUserKeys:
         )
 
 
-def exclude(backend: BaseBackend, one: str, other: str) -> bool:
+def exclude(backend: Backend, one: str, other: str) -> bool:
     """Return whether two keys exclude each other."""
     mine, theirs = (Claim(key=key, ttl=30) for key in (one, other))
     assert backend.acquire(mine) is not None

@@ -238,7 +238,7 @@ def test_no_write_after_a_conflict_is_committed_alone(stock, renew_in_other_thre
             Counter.objects.update(value=11)
             renew_in_other_thread(hold)
             with suppress(LockBackendError):
-                backends["default"].recount(hold.claim, 2)
+                backends["default"].verify([hold.claim], 2)
             with suppress(DatabaseError):
                 Counter.objects.create(name="price", value=22)
     whole = not refuses_changes()

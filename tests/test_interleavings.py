@@ -122,11 +122,11 @@ def test_entering_during_a_release_by_the_keeper_holds_the_key(
         with lock as hold:
             pass
         transaction.set_rollback(True)
-        recount = backend.recount
+        verify = backend.verify
         settled = []
 
         def meanwhile(claim, count):
-            answer = recount(claim, count)
+            answer = verify(claim, count)
             # The transaction ends and the keeper checks it, just between the reply and
             # the block.
             monkeypatch.setattr(Mark, "stands", property(lambda mark: False))
@@ -135,7 +135,7 @@ def test_entering_during_a_release_by_the_keeper_holds_the_key(
             settled.append(True)
             return answer
 
-        monkeypatch.setattr(backend, "recount", meanwhile)
+        monkeypatch.setattr(backend, "verify", meanwhile)
         with lock as again:
             assert settled
             assert again is hold

@@ -240,7 +240,7 @@ def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
     A free permit costs no additional statement.
     """
     monkeypatch.setattr(
-        type(backends["default"]),
+        backends["default"].inspector,
         "sharers",
         lambda *args: pytest.fail("read the holders"),
     )

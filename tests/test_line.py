@@ -40,8 +40,8 @@ from tests.internals import (
     Claim,
     LockClaim,
     Message,
-    Place,
     ResourceLock,
+    Ticket,
     Waiter,
     backends,
     clock,
@@ -221,10 +221,10 @@ def test_a_grant_message_read_after_its_end_gives_no_hold():
         db_lock("stock:7"), threading.current_thread(), lambda: None, wait=True
     )
     now = clock.now()
-    waiter.told(Place(number=1, clock=1000.0), now - 4.0)
+    waiter.told(Ticket(position=1, clock=1000.0), now - 4.0)
     waiter.heard(Message(owner=waiter.claim.owner, token=17, ends=1002.0))
     # Its turn ended two seconds ago. It is back in the queue, as a poll has shown.
-    waiter.told(Place(number=1, clock=1003.9), now - 0.1)
+    waiter.told(Ticket(position=1, clock=1003.9), now - 0.1)
     assert attempt._given(waiter.claim, waiter) is None
     assert not keeper.holds
 
@@ -346,8 +346,8 @@ def test_a_reused_queue_number_is_replaced(in_other_thread):
     backend = backends["default"]
     holder, first, second = claim(), claim(), claim()
     backend.acquire(holder)
-    number = backend.queue(first).number
-    assert backend.queue(second, "", number).number > number
+    number = backend.enqueue(first).position
+    assert backend.enqueue(second, "", number).position > number
     for one in (second, first, holder):
         backend.release(one)
 
@@ -380,13 +380,13 @@ def test_forgotten_queue_numbers_are_not_assigned_twice(forgetful):
     holder, *olds = (claim() for _ in range(4))
     others = [claim() for _ in range(3)]
     backend.acquire(holder)
-    numbers = [backend.queue(one).number for one in olds]
+    numbers = [backend.enqueue(one).position for one in olds]
     for one in olds:
         backend.release(one)
     forgetful(numbers[0] - 1 or 1)
     for one, number in zip(olds, numbers, strict=True):
-        assert backend.queue(one, "", number).number == number
-    new = [backend.queue(one).number for one in others]
+        assert backend.enqueue(one, "", number).position == number
+    new = [backend.enqueue(one).position for one in others]
     assert new == sorted(new)
     assert not set(new) & set(numbers)
     for one in (*others, *olds, holder):
@@ -397,10 +397,10 @@ def test_a_shared_hold_is_granted_despite_a_restored_number(forgetful):
     backend = backends["default"]
     holder, waiting, share = claim(), claim(), claim(key="another", shared=True)
     backend.acquire(holder)
-    number = backend.queue(waiting).number
+    number = backend.enqueue(waiting).position
     backend.release(waiting)
     forgetful(number)
-    assert backend.queue(waiting, "", number + 1).number == number + 1
+    assert backend.enqueue(waiting, "", number + 1).position == number + 1
     assert backend.acquire(share)
     for one in (share, waiting, holder):
         assert backend.release(one) == (one is not waiting)
@@ -415,10 +415,10 @@ def test_concurrent_threads_queue_despite_a_restored_number(
     backend = backends["default"]
     with db_lock("stock:7") as hold:
         waiting = claim()
-        number = backend.queue(waiting).number
+        number = backend.enqueue(waiting).position
         backend.release(waiting)
         forgetful(number)
-        assert backend.queue(waiting, "", number + 1).number == number + 1
+        assert backend.enqueue(waiting, "", number + 1).position == number + 1
         had = []
 
         def take():
@@ -479,8 +479,8 @@ async def test_waiters_of_one_process_are_polled_together(monkeypatch):
     kind = type(backend)
     monkeypatch.setattr(
         kind,
-        "look",
-        lambda *args, look=kind.look, **kw: looks.append(args[1:]) or look(*args, **kw),
+        "poll",
+        lambda *args, look=kind.poll, **kw: looks.append(args[1:]) or look(*args, **kw),
     )
     holder = await db_lock("stock:7").aacquire()
 
@@ -960,9 +960,9 @@ def test_an_interrupted_grant_is_released_in_its_transaction(
         monkeypatch.undo()
         monkeypatch.setattr(Attempt, "_hold", interrupted)
         in_other_thread(held.release)
-        return backend.queue(*arguments)
+        return backend.enqueue(*arguments)
 
-    monkeypatch.setattr(backend, "queue", queue)
+    monkeypatch.setattr(backend, "enqueue", queue)
 
     def wait():
         with transaction.atomic():
@@ -1013,17 +1013,17 @@ def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
     """
     backend, asked, go_on = backends["default"], threading.Event(), threading.Event()
     monkeypatch.setattr(room_of(backend), "_looks_until", 0.0)
-    look = type(backend).look
+    look = type(backend).poll
 
-    def slow(self, claims, *, heard=True):
+    def slow(self, claims, *, heartbeat=True):
         asked.set()
         go_on.wait(30)
-        return look(self, claims, heard=heard)
+        return look(self, claims, heartbeat=heartbeat)
 
     hold = db_lock("stock:7").acquire()
     waits = threads(lambda: db_lock("stock:7").acquire().release())
     in_line(1)
-    monkeypatch.setattr(type(backend), "look", slow)
+    monkeypatch.setattr(type(backend), "poll", slow)
     assert asked.wait(30)
     hold.release()
     time.sleep(0.3)
@@ -1302,13 +1302,13 @@ def outside_sqlite(monkeypatch):
             return
         is_out, gate = threading.Event(), threading.Lock()
 
-        def look(*args, look=backend.look, **options):
+        def look(*args, look=backend.poll, **options):
             is_out.set()
             with gate:
                 return look(*args, **options)
 
         with monkeypatch.context() as patch, gate:
-            patch.setattr(backend, "look", look)
+            patch.setattr(backend, "poll", look)
             assert is_out.wait(10)
             yield
 
@@ -1704,7 +1704,7 @@ def test_a_claim_cancelled_just_before_its_grant_is_skipped(
         return live
 
     hold = db_lock("stock:7").acquire()
-    assert backend.queue(mine).number
+    assert backend.enqueue(mine).position
     monkeypatch.setattr(backend, "_hand_on", lambda key: False)
     monkeypatch.setattr(backend, "_hand_over", lambda claim, failed: False)
     monkeypatch.setattr(backend, "_in_line", leaves)
@@ -1908,18 +1908,18 @@ def test_an_interrupted_claim_of_a_batch_leaves_the_queue(slow_entrance, threads
 
     def be_interrupted():
         with pytest.raises(KeyboardInterrupt):
-            backend.queue(claims[1])
+            backend.enqueue(claims[1])
         backend.release(claims[1])
 
     backend._entrance.with_others = take_along
     with db_lock("stock:7") as hold:
-        first = threads(lambda: backend.queue(claims[0]))
+        first = threads(lambda: backend.enqueue(claims[0]))
         assert entered.wait(10)
         backend._entrance.turn = Interrupted()
         interrupted = threads(be_interrupted)
         assert waits.wait(10)
         backend._entrance.turn = turn
-        last = threads(lambda: backend.queue(claims[2]))
+        last = threads(lambda: backend.enqueue(claims[2]))
         at_entrance(2)
         leave.set()
         for thread in (first, interrupted, last):
@@ -1952,7 +1952,7 @@ def hung():
     assert batch == [leader, follower]
     # The follower has waited long enough, and joins the queue by itself.
     backend._queue_together(entrance.with_others(follower))
-    assert follower.place.number
+    assert follower.place.position
     return backend, holder, leader, follower, lambda: backend._queue_together(batch)
 
 
@@ -1962,18 +1962,18 @@ def test_a_released_claim_of_a_late_batch_is_not_queued_again(
 ):
     backend, holder, leader, follower, go_on = hung
     assert backend.release(holder)
-    assert backend.look([follower.claim])[follower.claim.owner].grant
+    assert backend.poll([follower.claim])[follower.claim.owner].grant
     follower.gone = True
     assert backend.release(follower.claim)
     assert backend.acquire(holder)
     go_on()
-    assert leader.place.number
+    assert leader.place.position
     assert list(LockClaim.objects.values_list("owner", "id")) == [
-        (leader.claim.owner, leader.place.number)
+        (leader.claim.owner, leader.place.position)
     ]
     assert ResourceLock.objects.get(pk="stock:7").waiters == 1
     assert backend.release(holder)
-    assert backend.look([leader.claim])[leader.claim.owner].grant
+    assert backend.poll([leader.claim])[leader.claim.owner].grant
 
 
 @SERVERS
@@ -1981,12 +1981,12 @@ def test_a_queued_claim_of_a_late_batch_keeps_its_position(hung):
     backend, holder, leader, follower, go_on = hung
     go_on()
     assert list(LockClaim.objects.order_by("id").values_list("owner", "id")) == [
-        (one.claim.owner, one.place.number) for one in (follower, leader)
+        (one.claim.owner, one.place.position) for one in (follower, leader)
     ]
     assert ResourceLock.objects.get(pk="stock:7").waiters == 2
     assert backend.release(holder)
     for one in (follower, leader):
-        assert backend.look([one.claim])[one.claim.owner].grant
+        assert backend.poll([one.claim])[one.claim.owner].grant
         assert backend.release(one.claim)
 
 
@@ -1997,8 +1997,8 @@ def test_a_holder_does_not_join_the_queue(using):
     backend = backends[using]
     holder, other = (Claim(key="stock:7", ttl=30) for _ in range(2))
     assert backend.acquire(holder)
-    place = backend.queue(holder)
-    assert place.ask
+    place = backend.enqueue(holder)
+    assert place.must_retry
     batch = [line.Entering(claim, "") for claim in (holder, other)]
     backend._queue_together(batch)
     assert batch[0].place is None
@@ -2023,13 +2023,13 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
     assert backend.acquire(holder)
     with connection.cursor() as cursor:
         cursor.execute("SELECT GET_LOCK('dlocks_tests', 30)")
-        waiting = threads(lambda: backend.queue(claim))
+        waiting = threads(lambda: backend.enqueue(claim))
         in_line(1)
         assert backend.release(holder)
         in_line(0)
         cursor.execute("SELECT RELEASE_LOCK('dlocks_tests')")
     waiting.join(30)
-    assert waiting.results[0].ask
+    assert waiting.results[0].must_retry
     assert not LockClaim.objects.exists()
     assert backend.acquire(claim)
     assert backend.release(claim)
@@ -2181,12 +2181,14 @@ def test_the_first_lease_starts_at_the_delayed_grant(
     (other,) = workers(1)
     backend, first, second = backends[using], claim(), claim()
     assert backend.acquire(first) is not None
-    assert backend.queue(second, "nobody") is not None
+    assert backend.enqueue(second, "nobody") is not None
     other.start(jobs.lock_first_claim, "stock:7")
     assert other.hear() == "locked"
     threading.Timer(0.8, other.tell).start()
     assert backend.release(first)
-    left = until(lambda: backend.look([second], heard=False)[second.owner].grant).lease
+    left = until(
+        lambda: backend.poll([second], heartbeat=False)[second.owner].grant
+    ).lease
     assert other.hear() == "unlocked"
     assert backend.release(second)
     in_time(KEPT_FOR - left, 0.5)
@@ -2196,18 +2198,18 @@ def test_the_first_lease_starts_at_the_delayed_grant(
 def test_a_notified_claim_retries_until_it_acquires(monkeypatch, threads):
     """The row may be locked for a moment when the notified claim acquires."""
     backend = backends["default"]
-    acquire, queue = backend.acquire, backend.queue
+    acquire, queue = backend.acquire, backend.enqueue
     asked = []
 
     def late(claim, channel="", number=None):
         queue(claim, channel, number)
-        return Place(ask=True)
+        return Ticket(must_retry=True)
 
     def busy(claim):
         asked.append(claim)
         return None if len(asked) <= 2 else acquire(claim)
 
-    monkeypatch.setattr(backend, "queue", late)
+    monkeypatch.setattr(backend, "enqueue", late)
     monkeypatch.setattr(backend, "acquire", busy)
     with db_lock("stock:7", timeout=5) as hold:
         in_time(hold.waited, 2)
@@ -2242,7 +2244,7 @@ def test_polling_keys_locked_by_transactions_does_not_wait(workers, monkeypatch)
         holder.hear()
     backend, claims = backends["default"], [claim(key) for key in keys]
     for one in claims:
-        backend.queue(one)
+        backend.enqueue(one)
     without_sleep = SimpleNamespace(
         sleep=lambda seconds: pytest.fail("it waits"), monotonic=time.monotonic
     )
@@ -2250,7 +2252,7 @@ def test_polling_keys_locked_by_transactions_does_not_wait(workers, monkeypatch)
         for module in (database, line, statements):
             patch.setattr(module, "time", without_sleep)
         for heard in (True, False):
-            places = backend.look(claims, heard=heard)
+            places = backend.poll(claims, heartbeat=heard)
             assert [places[one.owner].grant for one in claims] == [None, None]
     for one in claims:
         backend.release(one)

@@ -248,11 +248,11 @@ def test_only_a_late_claim_is_renewed_late(shared):
     assert backend.acquire(claim) is not None
     late = replace(claim, ttl=30.0, late=True)
     time.sleep(0.01)
-    assert (dict(backend.renew([claim])), backend.recount(claim, 2)) == ({}, False)
+    assert (dict(backend.renew([claim])), backend.verify([claim], 2)) == ({}, False)
     assert dict(backend.renew([late])) == {claim.owner: 30.0}
     backend.renew([claim])
     time.sleep(0.01)
-    assert backend.recount(late, 2)
+    assert backend.verify([late], 2)
     assert backend.holder("stock:7").remaining > 1
     backend.renew([claim])
     time.sleep(0.01)
@@ -260,7 +260,7 @@ def test_only_a_late_claim_is_renewed_late(shared):
     assert backend.acquire(other) is not None
     assert (
         dict(backend.renew([late])),
-        backend.recount(late, 2),
+        backend.verify([late], 2),
         backend.release(late),
     ) == ({}, False, False)
     assert backend.release(other)

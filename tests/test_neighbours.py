@@ -267,7 +267,7 @@ def test_messages_go_only_to_the_same_host_and_server():
 def test_a_channel_name_fits_its_column():
     from tests.internals import LockClaim
 
-    listener = backends["default"].listen(WaitingRoom(backends["default"])._name)
+    listener = backends["default"].notifier(WaitingRoom(backends["default"])._name)
     assert listener.channel.startswith(neighbours.near())
     assert len(listener.channel) <= LockClaim._meta.get_field("channel").max_length
     connection.close()
@@ -339,7 +339,7 @@ def test_a_removed_alias_has_no_socket(settings):
 
     def listen():
         backend = backends["default"]
-        backend.listen(room_of(backend)._name)
+        backend.notifier(room_of(backend)._name)
         backend.close()
         return backend._door.channel
 
@@ -362,7 +362,7 @@ def test_a_closed_file_descriptor_causes_no_busy_loop(channel):
 
 def test_a_closed_socket_is_replaced_by_the_next_listener(channel):
     backend = backends["default"]
-    listener = backend.listen(channel)
+    listener = backend.notifier(channel)
     hears = listener.beside or listener
     os.close(backend._door.fileno())
     hears.wait(5, ())
@@ -370,7 +370,7 @@ def test_a_closed_socket_is_replaced_by_the_next_listener(channel):
     assert list(hears.wait(0.05, ())) == []
     assert time.monotonic() >= began + 0.05
     listener.close()
-    hears = (listener := backend.listen(channel)).beside or listener
+    hears = (listener := backend.notifier(channel)).beside or listener
     assert neighbours.tell(listener.channel, [OWNER])
     assert [message.owner for message in hears.wait(5, ())] == [OWNER]
     listener.close()
@@ -421,4 +421,4 @@ def test_a_waiter_polls_if_no_thread_can_be_started(near, in_line, monkeypatch):
 
 def test_with_listen_false_there_is_no_listener(channel):
     backend = backends["default"]
-    assert type(backend)("default", listen=False).listen(channel) is None
+    assert type(backend)("default", listen=False).notifier(channel) is None

@@ -117,8 +117,8 @@ def test_processes_listen_only_without_the_pooler(pooled, workers):
 
 def test_the_option_says_whether_to_listen(channel):
     backend = backends["default"]
-    assert type(backend)("default", listen=False).listen(channel) is None
-    assert type(backend)("default", listen=True).listen(channel) is not None
+    assert type(backend)("default", listen=False).notifier(channel) is None
+    assert type(backend)("default", listen=True).notifier(channel) is not None
     connection.close()
     with pytest.raises(TypeError, match="listen"):
         type(backend)("default", listen="yes")

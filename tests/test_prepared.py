@@ -292,13 +292,13 @@ def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
     for _ in range(times):
         with pytest.raises(LockTimeout):
             db_lock("stock:7", timeout=0.001).acquire()
-    pid, queue = connection.connection.info.backend_pid, backend.queue
+    pid, queue = connection.connection.info.backend_pid, backend.enqueue
 
     def slowly(*arguments):
         interrupt(then=stopped())
         return queue(*arguments)
 
-    monkeypatch.setattr(backend, "queue", slowly)
+    monkeypatch.setattr(backend, "enqueue", slowly)
     with pytest.raises(interrupt.kind):
         db_lock("stock:7", timeout=30).acquire()
     until(lambda: is_over(pid))

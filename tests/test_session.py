@@ -482,9 +482,9 @@ def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
         blocker = in_other_thread(lock("stock:9").acquire)
         blocked.callback(in_other_thread, blocker.release)
         # The only session for waiting is taken.
-        assert backend.queue(claim("stock:9"), "").number
+        assert backend.enqueue(claim("stock:9"), "").position
         waiter = claim("stock:7")
-        assert backend.queue(waiter, "").number
+        assert backend.enqueue(waiter, "").position
         ask = backend._ask_for
         gave_up = []
 
@@ -494,7 +494,7 @@ def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
             return ask(entry, session)
 
         monkeypatch.setattr(backend, "_ask_for", come_between)
-        assert not backend.look([waiter]).get(waiter.owner, None)
+        assert not backend.poll([waiter]).get(waiter.owner, None)
         assert gave_up == [False]
         assert is_free_elsewhere()
 
@@ -935,7 +935,7 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
     monkeypatch.setattr(backend, "places", 1)
     holder = in_other_thread(lock().acquire)
     late, next_one = claim(), claim("another")
-    backend.queue(late)
+    backend.enqueue(late)
     ask, advance = backend._ask_main, backend._advance
     granted = []
 
@@ -946,7 +946,7 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
                 [backend._entries[late.owner].session.wire.fileno()], [], [], 10
             )[0]
             # There is no session for this claim until the other one has left.
-            assert not backend.queue(next_one).here
+            assert not backend.enqueue(next_one).own_thread
         return ask(statement, value)
 
     def advance_and_be_granted(**options):
@@ -959,7 +959,7 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
     monkeypatch.setattr(backend, "_ask_main", ask_after_the_grant)
     monkeypatch.setattr(backend, "_advance", advance_and_be_granted)
     assert not backend.release(late)
-    backend.look([next_one])
+    backend.poll([next_one])
     assert granted[0]
     assert next_one.owner in backend.renew([next_one])
     assert in_other_thread(lock("another", timeout=0).try_acquire) is None
@@ -978,7 +978,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
     backend = backends["session"]
     holder = in_other_thread(lock().acquire)
     waiting = claim()
-    backend.queue(waiting)
+    backend.enqueue(waiting)
     entry = backend._entries[waiting.owner]
     wire = entry.session.wire
     answer = wire.answer
@@ -1024,7 +1024,7 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(in_other_thread, until
     backend = backends["session"]
     holder = in_other_thread(lock().acquire)
     waiting = claim()
-    backend.queue(waiting)
+    backend.enqueue(waiting)
     other = connections["default"].copy()
     other.inc_thread_sharing()
     running = {
@@ -1194,7 +1194,7 @@ def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
     assert not is_busy(using="session")
     with (
         transaction.atomic(),
-        pytest.raises(RuntimeError, match="scope='transaction' is not possible"),
+        pytest.raises(RuntimeError, match="does not support scope='transaction'"),
     ):
         lock(scope="transaction").acquire()
 

@@ -185,10 +185,10 @@ def test_a_failed_explanation_does_not_hide_the_loss(transactional_db, monkeypat
     hold = db_lock("stock:7", scope="lease").acquire()
     call_command("clear_lock", "stock:7", "--yes", "--reason", "tests")
 
-    def broken(self, *args):
-        self._rows("SELECT nothing FROM nowhere", {})
+    def broken(*args):
+        backends["default"]._rows("SELECT nothing FROM nowhere", {})
 
-    monkeypatch.setattr(type(backends["default"]), "taken_by", broken)
+    monkeypatch.setattr(backends["default"].inspector, "taken_by", broken)
     with transaction.atomic():
         with pytest.raises(LockLost, match=r"this hold has ended\.$"):
             hold.check()
@@ -202,10 +202,12 @@ def test_an_intact_hold_costs_no_explanation(transactional_db, monkeypatch):
     hold = db_lock("stock:7").acquire()
     backend = backends["default"]
     with CaptureQueriesContext(connection) as queries:
-        assert backend.taken_by(hold.claim, hold.token, hold.age) is None
+        assert backend.inspector.taken_by(hold.claim, hold.token, hold.age) is None
     assert len(queries) == 2
     monkeypatch.setattr(
-        type(backend), "taken_by", lambda *args: pytest.fail("queried who took the key")
+        backend.inspector,
+        "taken_by",
+        lambda *args: pytest.fail("queried who took the key"),
     )
     hold.check()
     hold.renew()

@@ -11,7 +11,7 @@ from django.db import connections, transaction
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
 from tests import jobs, rows
-from tests.internals import LockClaim, Place, ResourceLock, backends, oversight
+from tests.internals import LockClaim, ResourceLock, Ticket, backends, oversight
 from tests.test_admin import (
     CLEAR,
     FORCE,
@@ -765,9 +765,9 @@ class TestRaces:
         """
         (holder,) = workers(1)
         backend = backends["default"]
-        queue = backend.queue
+        queue = backend.enqueue
         monkeypatch.setattr(
-            backend, "queue", lambda *args: queue(*args) and Place(ask=True)
+            backend, "enqueue", lambda *args: queue(*args) and Ticket(must_retry=True)
         )
         holder.start(jobs.hold, "stock:7")
         token = holder.hear()

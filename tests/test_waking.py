@@ -31,13 +31,13 @@ def looks(monkeypatch):
     looked = []
     # An earlier test may have switched to polling.
     monkeypatch.setattr(room_of(backends["default"]), "_looks_until", 0.0)
-    look = type(backends["default"]).look
+    look = type(backends["default"]).poll
 
-    def counting(self, claims, *, heard=True):
+    def counting(self, claims, *, heartbeat=True):
         looked.append(claims)
-        return look(self, claims, heard=heard)
+        return look(self, claims, heartbeat=heartbeat)
 
-    monkeypatch.setattr(type(backends["default"]), "look", counting)
+    monkeypatch.setattr(type(backends["default"]), "poll", counting)
     return looked
 
 
@@ -234,7 +234,7 @@ def test_a_waiter_polls_if_a_proxy_refuses_kill_query(caplog, monkeypatch, chann
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(refuse), caplog.at_level(logging.WARNING, "dlocks"):
-        assert not backend.listen(channel).hears_all
+        assert not backend.notifier(channel).hears_all
     assert "Access denied" in caplog.text
     connection.close()
 
@@ -255,12 +255,12 @@ def test_a_waiter_polls_if_a_proxy_changes_sessions(channel):
 
     try:
         with connection.execute_wrapper(other_session):
-            assert not backend.listen(channel).hears_all
+            assert not backend.notifier(channel).hears_all
     finally:
         other_connection.close()
-    assert backend.listen(channel).hears_all
+    assert backend.notifier(channel).hears_all
     connection.close()
-    assert type(backend)("default", listen=False).listen(channel) is None
+    assert type(backend)("default", listen=False).notifier(channel) is None
 
 
 def test_a_process_may_end_while_it_sleeps_in_the_server(in_line):

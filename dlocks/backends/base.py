@@ -8,7 +8,7 @@ A backend is the source of truth about locks. These rules bind every backend, an
 3. Acquiring again with the same claim succeeds again, so a lost reply is harmless. So
    is releasing twice.
 4. ``None`` means that another claim holds the key. Every other problem raises.
-5. ``renew()``, ``recount()``, ``release()`` and ``exchange()`` act only for the owner
+5. ``renew()``, ``verify()``, ``release()`` and ``exchange()`` act only for the owner
    that they are given. Otherwise they change nothing and report it.
 6. A claim that is abandoned with an unknown result is always cancelled by
    ``release()``.
@@ -21,24 +21,19 @@ A backend is the source of truth about locks. These rules bind every backend, an
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
+from dlocks.backends.notifiers import Notifier
+from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError
-from dlocks.values import (
-    KEY_LENGTH,
-    Claim,
-    Grant,
-    Holder,
-    Message,
-    Place,
-    seconds,
-)
+from dlocks.values import KEY_LENGTH, UNLIMITED, Claim, Grant, Holder, Ticket, seconds
 
 T = TypeVar("T")
 
+# A claim by which to ask whether a lease is possible here at all.
+ANY_LEASE = Claim(key="*", ttl=0.0, owner="")
 # Seconds without a heartbeat after which a waiter is skipped.
 HEARD_FOR = 2.0
 # Seconds for which a key is reserved for the waiter whose turn it is.
@@ -56,43 +51,26 @@ class TableLockedError(LockBackendError):
     """
 
 
-class Listener:
-    """A connection on which a process is notified about its queued claims.
+class Inspector:
+    """What error messages say about a key, beyond its holder."""
 
-    A listener that ``asks`` sends a query to the server. It receives messages only
-    while it waits, and only about the claims that it waits for. Its connection cannot
-    be used for anything else.
-    """
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
 
-    asks: ClassVar[bool] = False
-    # The channel on which messages arrive, if it is not the requested one.
-    channel: str = ""
-    # Whether every grant arrives here. Otherwise the queue has to be polled as well.
-    hears_all: bool = True
-    # A second listener, on which a thread of its own waits at the same time. If it is
-    # this listener itself, only that thread waits on it.
-    beside: Listener | None = None
-    # Held by the thread that waits on this listener or uses its connection. None if
-    # there is only one such thread.
-    ears: threading.RLock | None = None
+    def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
+        """Return a phrase about the caller that took the key from a lost claim.
 
-    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
-        """Wait for messages for up to ``timeout`` seconds, and return them.
-
-        Raise LockBackendError if the connection is broken.
+        None means that it is not known. ``token`` and ``age`` are those of the lost
+        hold.
         """
-        raise NotImplementedError
+        holder = None if claim.shared else self.backend.holder(claim.key)
+        if holder is None or holder.token == token:
+            return None
+        return f"it is now held by {holder}"
 
-    def calm(self, claims: Sequence[Claim]) -> Place | None:
-        """Send a heartbeat for the claims; return what applies to all of them.
-
-        That is a ``Place`` with ``soon`` and ``clock``, or None if the queue has to be
-        polled. It is only called if the listener ``asks``.
-        """
-        return None
-
-    def close(self) -> None:
-        """Stop listening."""
+    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
+        """Return the holders that share a key, and the number of its waiters."""
+        return (), 0
 
 
 class Runtime:
@@ -102,7 +80,7 @@ class Runtime:
     the keeper. This one serves a backend that is used alone.
     """
 
-    def __init__(self, backend: BaseBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
     def run(self, function: Callable[[], T]) -> T:
@@ -126,12 +104,12 @@ class Runtime:
     def on_lost(self, owners: Collection[str], why: str) -> None:
         """Report to the holds of these owners that they are lost, and why."""
 
-    def backend_of(self, alias: str) -> BaseBackend:
+    def backend_of(self, alias: str) -> Backend:
         """Return the backend of another alias."""
         raise NotImplementedError
 
 
-class BaseBackend:
+class Backend:
     """The base class of all backends.
 
     The keyword arguments of the constructor are ``DLOCKS[alias]["OPTIONS"]``.
@@ -153,25 +131,13 @@ class BaseBackend:
     supports_transactions: ClassVar[bool] = False
     # Whether claims can queue, and are granted in turn.
     supports_queue: ClassVar[bool] = False
-    # Whether the queue is the backend's own rather than the engine's. Then it knows how
-    # many claims are ahead, and skips waiters without a heartbeat.
-    keeps_places: ClassVar[bool] = True
-    # Whether a grant says if the previous holder never released the key.
-    knows_takeovers: ClassVar[bool] = True
-    # Whether a waiting thread can receive its own notification. That saves waking
-    # another thread first.
-    tells_here: ClassVar[bool] = False
-    # Whether a notified grant is valid for the lease that it states. Otherwise the
+    # Whether a grant of the queue is valid for the lease that it states. Otherwise the
     # claim is acquired again.
-    tells_leases: ClassVar[bool] = True
+    grants_in_queue: ClassVar[bool] = True
     # Whether several claims can share a key.
     supports_sharing: ClassVar[bool] = False
-    # Whether the number of shared holds can be limited.
-    supports_permits: ClassVar[bool] = True
     # Whether tokens grow even if the backend's clock steps back.
     supports_fencing: ClassVar[bool] = True
-    # Whether people can list and clear holds.
-    supports_clearing: ClassVar[bool] = False
     # Whether ``pin()`` can keep a key for a hold until a transaction in ``database``
     # has ended.
     supports_guard: ClassVar[bool] = False
@@ -179,6 +145,8 @@ class BaseBackend:
     database: str = ""
     # Whether ``exchange()`` can replace a held claim with another.
     supports_handover: ClassVar[bool] = False
+    # The keys that are known to have waiters. Their claims queue before a request.
+    contended: Container[str] = frozenset()
     # The ``WaitingRoom`` of this process. It is created for the first waiter.
     room: Any = None
     # The longest time in seconds between renewals, if it is shorter than a third of the
@@ -200,6 +168,7 @@ class BaseBackend:
             check_prefix(prefix)
         self.alias = alias
         self.runtime = Runtime(self)
+        self.inspector = Inspector(self)
         self._prefix = prefix
         self.ttl = seconds("ttl", ttl, above_zero=True)
         self.timeout = None if timeout is None else seconds("timeout", timeout)
@@ -232,6 +201,11 @@ class BaseBackend:
         return self.alias
 
     @property
+    def connect_first(self) -> Callable[[], object] | None:
+        """Return what connects, if a statement would first need a pool's connection."""
+        return None
+
+    @property
     def renews_late(self) -> bool:
         """Return whether an open transaction blocks all other writes.
 
@@ -240,8 +214,29 @@ class BaseBackend:
         """
         return False
 
-    def ttl_refused(self, ttl: float) -> str | None:
-        """Return why a lease of ``ttl`` seconds is refused, or None."""
+    def refusal(self, claim: Claim) -> str | None:
+        """Return why the claim cannot be made here, as a sentence, or None.
+
+        No query is sent. A refused claim must not be passed to ``acquire()``.
+        """
+        kind = type(self).__name__
+        if claim.shared and not self.supports_sharing:
+            return f"{kind} does not support shared locks."
+        if claim.scope == "lease":
+            return None
+        if not self.supports_transactions:
+            return f"{kind} does not support scope='transaction'."
+        database = self.database
+        if not self.in_transaction():
+            return (
+                "scope='transaction' requires an open transaction. Enter 'with"
+                f" atomic(using={database!r})' first."
+            )
+        if not connection_of(database).in_atomic_block:
+            return (
+                f"Autocommit is off on {database!r}, so Django does not report when"
+                " this transaction ends. Use 'with atomic()' or scope='lease'."
+            )
         return None
 
     def acquire(self, claim: Claim) -> Grant | None:
@@ -260,10 +255,12 @@ class BaseBackend:
         """
         raise NotImplementedError
 
-    def recount(self, claim: Claim, count: int) -> bool:
-        """Write the hold count, and return whether the claim is still held.
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        """Write the hold count of one claim, and return whether it is still held.
 
-        This also renews a claim that is ``late``.
+        This also renews a claim that is ``late``. Without a count, return whether
+        several claims are all certainly held, as read in one step. False then only
+        means that each has to be verified.
         """
         raise NotImplementedError
 
@@ -302,10 +299,6 @@ class BaseBackend:
         """
         return None
 
-    def check_all(self, claims: Sequence[Claim]) -> bool:
-        """Return whether all claims are certainly held, as read in one step."""
-        return False
-
     def release_all(self, claims: Sequence[Claim], *, failed: bool = False) -> bool:
         """Release the keys of all claims in one step, or return False.
 
@@ -320,68 +313,30 @@ class BaseBackend:
         """
         raise NotImplementedError
 
-    def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
-        """Return a phrase about the caller that took the key from a lost claim.
-
-        The phrase is part of an error message. None means that the caller is not known.
-        ``token`` and ``age``, in seconds, are those of the lost hold.
-        """
-        holder = None if claim.shared else self.holder(claim.key)
-        return (
-            None
-            if holder is None or holder.token == token
-            else f"it is now held by {holder}"
-        )
-
-    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
-        """Return the holders that share a key, and the number of its waiters.
-
-        ``key`` includes the prefix.
-        """
-        return (), 0
-
-    def crowded(self, key: str) -> bool:
-        """Return whether the key is known to have waiters, without a request."""
-        return False
-
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         """Add the claim to the queue, and return its ticket.
 
-        Return None if queueing is not possible at the moment. A ticket with ``ask`` but
-        without a number means that the claim was not queued, since the key is free.
-        Number 0 means that the key is reserved for the claim. Acquiring it may still
-        fail, for example while another transaction has locked a row.
+        Return None if queueing is not possible at the moment. A ticket that
+        ``must_retry`` but has no position means that the claim was not queued, since
+        the key is free. Position 0 means that the key is reserved for the claim.
+        Acquiring it may still fail, for example while another transaction has locked a
+        row.
 
-        ``number`` is an earlier position of the claim, which it gets again. A grant is
-        notified on ``channel``. Without a channel, a backend that ``tells_here``
-        returns a ticket that is ``here``.
+        ``position`` is an earlier one of the claim, which it gets again. A grant is
+        notified on ``channel``. Without one, the ticket is for the ``own_thread`` where
+        that can wait for this claim.
         """
         raise NotImplementedError
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
         """Return the tickets of queued claims by owner, and advance the queue.
 
-        ``heard`` sends a heartbeat for the claims, since a claim without one is
+        ``heartbeat`` sends a heartbeat for the claims, since a claim without one is
         skipped. An owner that is missing is not in the queue any more.
-        """
-        raise NotImplementedError
-
-    def wait(self, claim: Claim, timeout: float | None) -> bool:
-        """Wait in this thread until the state of a claim may have changed.
-
-        The claim has a ticket that is ``here``. ``timeout`` is in seconds. Return False
-        at once if the claim no longer has such a ticket.
-        """
-        raise NotImplementedError
-
-    def move_on(self, key: str) -> bool:
-        """Grant the key to the first waiter if it is free.
-
-        Return True if no holder or waiter is in the way any more.
         """
         raise NotImplementedError
 
@@ -389,10 +344,12 @@ class BaseBackend:
         """Return the number of claims that are queued for the key."""
         return 0
 
-    def listen(self, channel: str) -> Listener | None:
+    def notifier(self, channel: str) -> Notifier | None:
         """Listen on a channel with this thread's connection.
 
-        Return None if the backend has to be polled instead.
+        Return None if the backend has to be polled instead. Without a channel, return
+        the ``OwnThreadNotifier`` with which a caller can wait for its own turn, or None
+        if another thread has to wake it. This sends no request.
         """
         return None
 
@@ -400,43 +357,31 @@ class BaseBackend:
         """Return whether a statement would now be part of a caller's transaction."""
         return False
 
-    def lacks_connection(self) -> bool:
-        """Return whether a statement would now first take a pooled connection."""
-        return False
-
-    def connect(self) -> None:
-        """Open the connection of this thread, if the backend uses one."""
-
-    def must_ask_outside(self) -> bool:
-        """Return whether lease requests must not use the caller's connection.
-
-        They use a connection of the process instead.
-        """
-        return (
-            self.in_transaction() and self.lease_refused() is None
-        ) or self.lacks_connection()
-
-    def transaction_refused(self) -> str | None:
-        """Return why a hold cannot belong to the caller's transaction, or None."""
-        return None
-
-    def keeps_shares(self) -> bool:
-        """Return whether a shared hold can belong to the caller's transaction.
-
-        That is possible if no other caller can exist beside it.
-        """
-        return False
-
-    def lease_refused(self) -> str | None:
-        """Return why no lease is possible in the caller's transaction, or None."""
-        return None
-
     def close(self) -> None:
         """Close the resources that this thread has open for the backend."""
 
     def check(self) -> list[Any]:
         """Return Django's check messages about this alias."""
         return []
+
+
+def is_outside(backend: Backend) -> bool:
+    """Return whether leases are requested on another connection than the caller's."""
+    inside = backend.in_transaction() and backend.refusal(ANY_LEASE) is None
+    return inside or backend.connect_first is not None
+
+
+def refusal_without_rows(backend: Backend, claim: Claim) -> str | None:
+    """Return the refusal of a backend that stores no permits and no releases."""
+    kind = type(backend).__name__
+    if claim.shared and claim.permits < UNLIMITED:
+        return f"{kind} does not support semaphores."
+    if not claim.takeover:
+        return (
+            f"{kind} does not support takeover=False, because it does not record"
+            " whether the last holder released the key."
+        )
+    return None
 
 
 def check_prefix(prefix: object) -> None:

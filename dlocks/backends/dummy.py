@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.values import Claim, Grant, Holder
 
 
-class DummyBackend(BaseBackend):
+class DummyBackend(Backend):
     """A backend that grants every claim at once and excludes no caller."""
 
     exclusive: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class DummyBackend(BaseBackend):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         return {claim.owner: claim.ttl for claim in claims}
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         return True
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:

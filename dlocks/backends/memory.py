@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.exceptions import LockStale
 from dlocks.values import Claim, Grant, Holder
 
@@ -28,7 +28,7 @@ class _Entry:
     processing: bool = True
 
 
-class MemoryBackend(BaseBackend):
+class MemoryBackend(Backend):
     """A backend that excludes the threads and tasks of one process.
 
     Replace ``time`` to control the clock.
@@ -66,10 +66,10 @@ class MemoryBackend(BaseBackend):
                     left[claim.owner] = claim.ttl
             return left
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         with self._mutex:
-            entry = self._live(claim)
-            if entry is None:
+            entry = self._live(claims[0])
+            if entry is None or count is None:
                 return False
             entry.count = count
             return True

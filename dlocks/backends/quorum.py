@@ -29,7 +29,7 @@ from typing import Any, ClassVar, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.forks import in_child
 from dlocks.pools import leave_pools
@@ -57,7 +57,7 @@ class Member:
     A member that does not reply delays no other member.
     """
 
-    def __init__(self, alias: str, backend: BaseBackend) -> None:
+    def __init__(self, alias: str, backend: Backend) -> None:
         self.alias = alias
         self.backend = backend
         # Whether a reply is overdue. Then the member is not waited for if the replies
@@ -151,7 +151,7 @@ class Answers:
         return len(self.said) - self.yes()
 
 
-class QuorumBackend(BaseBackend):
+class QuorumBackend(Backend):
     """A backend that grants a key if a majority of the aliases ``of`` does.
 
     Their number is odd, and they have to fail independently. Requests are sent to all
@@ -295,11 +295,12 @@ class QuorumBackend(BaseBackend):
                 result[claim.owner] = max(0.0, term.ends - clock.now())
         return result
 
-    def recount(self, claim: Claim, count: int) -> bool:
-        if (term := self._terms.get(claim.owner)) is None:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        claim = claims[0]
+        if count is None or (term := self._terms.get(claim.owner)) is None:
             return False
         return self._agreed(
-            lambda member: member.backend.recount(self._at(member, claim, term), count)
+            lambda member: member.backend.verify([self._at(member, claim, term)], count)
         )
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
@@ -330,17 +331,16 @@ class QuorumBackend(BaseBackend):
             remaining=self._shorter(last.remaining),
         )
 
-    def lease_refused(self) -> str | None:
-        refusals = [
-            why
-            for member in self.members()
-            if (why := member.backend.lease_refused()) is not None
-        ]
-        return refusals[0] if len(refusals) > len(self.of) - self.majority else None
-
-    def ttl_refused(self, ttl: float) -> str | None:
-        refusals = (member.backend.ttl_refused(ttl) for member in self.members())
-        return next((why for why in refusals if why is not None), None)
+    def refusal(self, claim: Claim) -> str | None:
+        if (why := super().refusal(claim)) is not None:
+            return why
+        claim = replace(claim, takeover=True)
+        ask = [member.backend.refusal for member in self.members()]
+        # A majority has to accept leases, and each of those members the ttl.
+        answers = [one(replace(claim, ttl=0.0)) for one in ask]
+        if answers.count(None) < self.majority:
+            return next(filter(None, answers))
+        return next((why for one in ask if (why := one(claim)) not in answers), None)
 
     def check(self) -> list[Any]:
         self.members()

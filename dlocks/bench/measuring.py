@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlocks.api import db_lock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.backends.database import DatabaseBackend
 from dlocks.backends.memory import MemoryBackend
 from dlocks.backends.quorum import QuorumBackend
@@ -158,7 +158,7 @@ def _answers(crew: Crew, size: int, seconds: float) -> list[Any]:
     return [answer for _, answer in answers]
 
 
-def why_not_together(backend: BaseBackend) -> str | None:
+def why_not_together(backend: Backend) -> str | None:
     """Return why this backend cannot be measured under contention, or None."""
     if not backend.exclusive:
         return "excludes no other caller"
@@ -167,7 +167,7 @@ def why_not_together(backend: BaseBackend) -> str | None:
     return None
 
 
-def purge(backend: BaseBackend, key: str) -> None:
+def purge(backend: Backend, key: str) -> None:
     """Delete the rows of an unused key, if it has any."""
     if isinstance(backend, QuorumBackend):
         for member in backend.members():

@@ -49,7 +49,7 @@ class LockCommand(BaseCommand):
             backend = backends[alias]
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
-        if not backend.supports_clearing or not isinstance(backend, DatabaseBackend):
+        if not isinstance(backend, DatabaseBackend):
             raise CommandError(
                 f"The locks of DLOCKS[{alias!r}] cannot be listed or cleared, because"
                 f" {type(backend).__name__} keeps no rows in a database."

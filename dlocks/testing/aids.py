@@ -14,7 +14,7 @@ from typing import Any
 from django.test import override_settings
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.backends.database import DatabaseBackend
 from dlocks.backends.database.statements import MICROSECONDS
 from dlocks.backends.memory import MemoryBackend
@@ -188,7 +188,7 @@ def frozen_clock() -> Iterator[FrozenClock]:
         keeper.look()
 
 
-def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[BaseBackend, Claim]:
+def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[Backend, Claim]:
     backend = backends[using]
     if not backend.exclusive:
         raise RuntimeError(
@@ -198,14 +198,14 @@ def _claim(key: str, using: str, ttl: float, holder: str) -> tuple[BaseBackend, 
     return backend, Claim(key=full_key, ttl=ttl, holder=holder, owner_ip=HOLDER_IP)
 
 
-def _take(backend: BaseBackend, claim: Claim) -> None:
+def _take(backend: Backend, claim: Claim) -> None:
     if backend.acquire(claim) is None:
         raise RuntimeError(
             f"{claim.key!r} is already held by {backend.holder(claim.key)}."
         )
 
 
-def _end_lease(backend: BaseBackend, claim: Claim) -> None:
+def _end_lease(backend: Backend, claim: Claim) -> None:
     if isinstance(backend, MemoryBackend):
         with backend._mutex:
             entry = backend._live(claim)

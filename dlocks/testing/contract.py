@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
-from unittest import SkipTest, TestCase
+from unittest import SkipTest
 
 from django.db import connections, transaction
 
-from dlocks.backends.base import HEARD_FOR, BaseBackend
-from dlocks.values import Claim, Grant, Place
+from dlocks.backends.base import HEARD_FOR, Backend
+from dlocks.testing.refusals import RefusalContract
+from dlocks.values import Claim, Grant, Ticket
 
 
-class BackendContract(TestCase):
+class BackendContract(RefusalContract):
     """A test suite for a backend.
 
     Inherit from it beside a test case class, and implement ``make_backend``:
@@ -35,6 +36,9 @@ class BackendContract(TestCase):
 
     __test__ = False
     ttl: ClassVar[float] = 0.4
+    # Whether the queue is the engine's. Then the backend knows no positions, and cannot
+    # skip a waiter without a heartbeat.
+    engine_queue: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,7 +47,7 @@ class BackendContract(TestCase):
             and cls.make_backend is not BackendContract.make_backend
         )
 
-    def make_backend(self, **options: Any) -> BaseBackend:
+    def make_backend(self, **options: Any) -> Backend:
         """Return a backend whose keys are not in use."""
         raise NotImplementedError
 
@@ -63,7 +67,7 @@ class BackendContract(TestCase):
             **{"ttl": 30.0, "holder": "contract", "owner_ip": "192.0.2.1", **options},
         )
 
-    def granted(self, claim: Claim, backend: BaseBackend | None = None) -> Grant:
+    def granted(self, claim: Claim, backend: Backend | None = None) -> Grant:
         grant = (backend or self.backend).acquire(claim)
         self.assertIsNotNone(grant)
         assert grant is not None
@@ -77,9 +81,16 @@ class BackendContract(TestCase):
             time.sleep(0.01)
         return time.monotonic()
 
-    def needs(self, capability: str) -> None:
-        if not getattr(self.backend, capability):
-            raise SkipTest(f"{type(self.backend).__name__} has no {capability}")
+    def needs(self, *capabilities: str) -> None:
+        for capability in capabilities:
+            if not getattr(self.backend, capability):
+                name = type(self.backend).__name__
+                raise SkipTest(f"{name} does not have {capability}")
+
+    def needs_positions(self) -> None:
+        self.needs("supports_queue")
+        if self.engine_queue:
+            raise SkipTest("the queue is the engine's")
 
     # Rules 1 and 2.
 
@@ -178,7 +189,7 @@ class BackendContract(TestCase):
         self.granted(self.claim())
         stranger = self.claim()
         self.assertEqual(dict(self.backend.renew([stranger])), {})
-        self.assertFalse(self.backend.recount(stranger, 2))
+        self.assertFalse(self.backend.verify([stranger], 2))
 
     def test_a_released_claim_is_not_renewed(self) -> None:
         self.needs("exclusive")
@@ -186,7 +197,7 @@ class BackendContract(TestCase):
         self.granted(claim)
         self.backend.release(claim)
         self.assertEqual(dict(self.backend.renew([claim])), {})
-        self.assertFalse(self.backend.recount(claim, 2))
+        self.assertFalse(self.backend.verify([claim], 2))
 
     def test_a_taken_over_claim_changes_nothing_more(self) -> None:
         self.needs("exclusive")
@@ -195,7 +206,7 @@ class BackendContract(TestCase):
         successor = self.claim()
         self.granted_in_time(successor)
         self.assertEqual(dict(self.backend.renew([late])), {})
-        self.assertFalse(self.backend.recount(late, 1))
+        self.assertFalse(self.backend.verify([late], 1))
         self.assertFalse(self.backend.release(late))
         self.assertIn(successor.owner, self.backend.renew([successor]))
 
@@ -232,8 +243,7 @@ class BackendContract(TestCase):
         self.assertIsNotNone(self.backend.exchange(claim, successor))
 
     def test_only_what_is_held_is_exchanged(self) -> None:
-        self.needs("supports_handover")
-        self.needs("exclusive")
+        self.needs("supports_handover", "exclusive")
         late = self.claim(ttl=0.05)
         self.assertIsNone(self.backend.exchange(late, self.claim()))
         self.granted(late)
@@ -243,8 +253,7 @@ class BackendContract(TestCase):
         self.assertIsNone(self.backend.exchange(other, self.claim()))
 
     def test_of_many_successors_one_is_granted(self) -> None:
-        self.needs("supports_handover")
-        self.needs("exclusive")
+        self.needs("supports_handover", "exclusive")
         self.granted(claim := self.claim("contract:exchange"))
         self.assertEqual(
             len(
@@ -332,7 +341,7 @@ class BackendContract(TestCase):
 
     def test_a_takeover_is_known_to_be_one(self) -> None:
         self.needs("exclusive")
-        self.needs("knows_takeovers")
+        self.accepted(takeover=False)
         self.granted(self.claim(ttl=0.05))
         deadline = time.monotonic() + 10
         while (grant := self.backend.acquire(claim := self.claim())) is None:
@@ -371,12 +380,12 @@ class BackendContract(TestCase):
             claims = self.several()
             for number, grant in enumerate(self.granted_together(claims)):
                 tokens[number].append(grant.token)
-            self.assertTrue(self.backend.check_all(claims))
+            self.assertTrue(self.backend.verify(claims))
             self.assertEqual(len(self.backend.renew(claims)), 3)
             for claim in claims:
                 self.assertIsNone(self.backend.acquire(self.claim(claim.key)))
             self.assertTrue(self.backend.release_all(claims))
-            self.assertFalse(self.backend.check_all(claims))
+            self.assertFalse(self.backend.verify(claims))
         for of_key in tokens:
             self.assertEqual(of_key, sorted(set(of_key)))
 
@@ -401,7 +410,7 @@ class BackendContract(TestCase):
         self.granted_together(claims)
         self.assertTrue(self.backend.release(claims[1]))
         self.granted(self.claim(claims[1].key))
-        self.assertFalse(self.backend.check_all(claims))
+        self.assertFalse(self.backend.verify(claims))
         self.assertFalse(self.backend.release_all(claims))
         for claim in (claims[0], claims[2]):
             self.assertIsNone(self.backend.acquire(self.claim(claim.key)))
@@ -414,7 +423,7 @@ class BackendContract(TestCase):
         self.assertIsNone(self.backend.holder("contract:1"))
         claim = self.claim()
         grant = self.granted(claim)
-        self.backend.recount(claim, 2)
+        self.backend.verify([claim], 2)
         holder = self.backend.holder("contract:1")
         assert holder is not None
         self.assertEqual(
@@ -459,9 +468,9 @@ class BackendContract(TestCase):
         A backend of several servers overrides this.
         """
 
-    def in_line(self, claim: Claim, number: int | None = None) -> Place:
+    def in_line(self, claim: Claim, number: int | None = None) -> Ticket:
         """Add a claim to the queue. It must not be granted yet."""
-        place = self.backend.queue(claim, "", number)
+        place = self.backend.enqueue(claim, "", number)
         assert place is not None
         self.assertIsNone(place.grant)
         return place
@@ -470,7 +479,7 @@ class BackendContract(TestCase):
         """Poll until the claim is granted, as its caller does."""
         deadline = time.monotonic() + seconds
         while True:
-            place = self.backend.look([claim]).get(claim.owner)
+            place = self.backend.poll([claim]).get(claim.owner)
             assert place is not None, "the claim is not in the queue"
             if place.grant is not None:
                 return place.grant
@@ -478,15 +487,14 @@ class BackendContract(TestCase):
             time.sleep(0.01)
 
     def test_a_release_hands_over_in_the_order_of_arrival(self) -> None:
-        self.needs("supports_queue")
-        self.needs("keeps_places")
+        self.needs_positions()
         holder, *waiting = (self.claim() for _ in range(4))
         tokens = [self.granted(holder).token]
         for number, claim in enumerate(waiting):
             self.in_line(claim)
             self.assertEqual(self.backend.waiting(claim.key), number + 1)
         self.assertEqual(
-            [self.backend.look([claim])[claim.owner].ahead for claim in waiting],
+            [self.backend.poll([claim])[claim.owner].ahead for claim in waiting],
             [0, 1, 2],
         )
         for claim in waiting:
@@ -500,22 +508,20 @@ class BackendContract(TestCase):
         self.granted(self.claim())
 
     def test_a_claim_in_line_for_a_free_key_has_its_turn_at_once(self) -> None:
-        self.needs("supports_queue")
-        self.needs("keeps_places")
+        self.needs_positions()
         claim = self.claim()
-        place = self.backend.queue(claim)
+        place = self.backend.enqueue(claim)
         assert place is not None
         if place.grant is None:
             # The claim needs no position, since it may acquire the key at once.
-            self.assertTrue(place.ask)
-            self.assertIsNone(place.number)
+            self.assertTrue(place.must_retry)
+            self.assertIsNone(place.position)
             self.granted(claim)
         self.assertIn(claim.owner, self.backend.renew([claim]))
         self.assertEqual(self.backend.waiting(claim.key), 0)
 
     def test_nobody_overtakes_the_line(self) -> None:
-        self.needs("supports_queue")
-        self.needs("keeps_places")
+        self.needs_positions()
         holder, first, second = self.claim(), self.claim(), self.claim()
         self.granted(holder)
         self.in_line(first)
@@ -527,8 +533,7 @@ class BackendContract(TestCase):
         self.assertTrue(self.turn(second))
 
     def test_standing_in_line_twice_is_one_place(self) -> None:
-        self.needs("supports_queue")
-        self.needs("keeps_places")
+        self.needs_positions()
         holder, claim = self.claim(), self.claim()
         self.granted(holder)
         for _ in range(3):
@@ -537,9 +542,9 @@ class BackendContract(TestCase):
         self.backend.release(holder)
         grant = self.turn(claim)
         for _ in range(2):
-            place = self.backend.queue(claim)
+            place = self.backend.enqueue(claim)
             self.assertTrue(
-                place is not None and (place.ask or place.grant is not None)
+                place is not None and (place.must_retry or place.grant is not None)
             )
         self.assertGreaterEqual(self.granted(claim).token, grant.token)
         self.assertTrue(self.backend.release(claim))
@@ -553,15 +558,14 @@ class BackendContract(TestCase):
         self.in_line(claim)
         self.assertFalse(self.backend.release(gone))
         self.assertFalse(self.backend.release(gone))
-        if self.backend.keeps_places:
+        if not self.engine_queue:
             self.assertEqual(self.backend.waiting(claim.key), 1)
-        self.assertNotIn(gone.owner, self.backend.look([gone]))
+        self.assertNotIn(gone.owner, self.backend.poll([gone]))
         self.backend.release(holder)
         self.assertTrue(self.turn(claim))
 
     def test_a_turn_that_is_given_up_is_the_next_one_s(self) -> None:
-        self.needs("supports_queue")
-        self.needs("keeps_places")
+        self.needs_positions()
         holder, gone, claim = self.claim(), self.claim(), self.claim()
         self.granted(holder)
         self.in_line(gone)
@@ -573,20 +577,19 @@ class BackendContract(TestCase):
     def test_a_claim_that_is_not_heard_of_is_passed_over_and_can_have_its_place_back(
         self,
     ) -> None:
-        self.needs("supports_queue")
-        self.needs("keeps_places")
+        self.needs_positions()
         holder, silent, claim = self.claim(), self.claim(), self.claim()
         self.granted(holder)
-        number = self.in_line(silent).number
+        number = self.in_line(silent).position
         self.in_line(claim)
         deadline = time.monotonic() + HEARD_FOR + 2.0
         while self.backend.waiting(claim.key) != 1:
             _in_time(time.monotonic(), deadline, "the dead claim still counts")
-            self.backend.look([claim])
+            self.backend.poll([claim])
             time.sleep(0.1)
         self.backend.release(holder)
         self.turn(claim)
-        place = self.backend.look([silent]).get(silent.owner) or self.in_line(
+        place = self.backend.poll([silent]).get(silent.owner) or self.in_line(
             silent, number
         )
         self.assertEqual(place.ahead, 0)
@@ -623,9 +626,7 @@ class BackendContract(TestCase):
         return self.claim(shared=True, **options)
 
     def test_a_key_is_shared_by_as_many_as_permitted(self) -> None:
-        self.needs("supports_sharing")
-        self.needs("supports_permits")
-        claims = [self.shared(permits=3) for _ in range(3)]
+        claims = [self.accepted(shared=True, permits=3) for _ in range(3)]
         tokens = [self.granted(claim).token for claim in claims]
         self.assertEqual(tokens, sorted(set(tokens)))
         self.assertIsNone(self.backend.acquire(self.shared(permits=3)))
@@ -652,15 +653,15 @@ class BackendContract(TestCase):
         share, stranger = self.shared(), self.shared()
         token = self.granted(share).token
         self.assertGreaterEqual(self.granted(share).token, token)
-        self.assertTrue(self.backend.recount(share, 2))
-        self.assertFalse(self.backend.recount(stranger, 2))
+        self.assertTrue(self.backend.verify([share], 2))
+        self.assertFalse(self.backend.verify([stranger], 2))
         self.assertFalse(self.backend.release(stranger))
         self.assertEqual(set(self.backend.renew([share, stranger])), {share.owner})
         share = self.kept_by_renewing(shared=True)
         alone = self.claim(share.key)
         self.granted_in_time(alone)
         self.assertEqual(dict(self.backend.renew([share])), {})
-        self.assertFalse(self.backend.recount(share, 1))
+        self.assertFalse(self.backend.verify([share], 1))
         self.assertFalse(self.backend.release(share))
         self.assertTrue(self.backend.release(alone))
 
@@ -676,8 +677,7 @@ class BackendContract(TestCase):
 
     def test_who_comes_to_share_stands_behind_who_waits_to_have_it_alone(self) -> None:
         self.needs("supports_sharing")
-        self.needs("keeps_places")
-        self.needs("supports_queue")
+        self.needs_positions()
         reading, writing, later = self.shared(), self.claim(), self.shared()
         self.granted(reading)
         self.in_line(writing)
@@ -689,8 +689,7 @@ class BackendContract(TestCase):
         self.turn(later)
 
     def test_those_in_line_who_may_share_are_let_in_together(self) -> None:
-        self.needs("supports_sharing")
-        self.needs("supports_queue")
+        self.needs("supports_sharing", "supports_queue")
         alone, *sharing = self.claim(), self.shared(), self.shared(), self.shared()
         self.granted(alone)
         for claim in sharing:
@@ -701,7 +700,7 @@ class BackendContract(TestCase):
         tokens = [self.turn(claim).token for claim in sharing]
         self.assertEqual(tokens, sorted(set(tokens)))
         for claim in sharing:
-            self.assertIsNone(self.backend.look([last])[last.owner].grant)
+            self.assertIsNone(self.backend.poll([last])[last.owner].grant)
             self.assertTrue(self.backend.release(claim))
         self.assertGreater(self.turn(last).token, tokens[-1])
 

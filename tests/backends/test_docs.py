@@ -59,6 +59,7 @@ def test_the_examples_on_quorum(settings):
         "default": written["default"],
         "database": {"BACKEND": "dlocks.backends.database.PessimisticBackend"},
     }
+    pages.check_refusals(backends["default"])
     assert page.build("north") == "report of north"
     lamp = Product.objects.create(name="Lamp", stock=2)
     page.sell(lamp.pk, Product)
@@ -111,6 +112,8 @@ def test_the_table_of_these_backends_matches_their_flags(kind):
         kind.__name__.removesuffix("Backend")
     ]
     assert (tokens == "for ever") == kind.supports_fencing
+    if kind is not QuorumBackend:
+        pages.check_refusals(kind("default"))
 
 
 def test_the_pages_name_existing_tests():

@@ -105,10 +105,10 @@ def test_waiters_in_processes_are_served_in_order(server, aliases, until):
 
 
 def test_a_waiter_is_notified_on_its_own_channel(backend):
-    listener, other = backend.listen("mine"), backend.listen("another's")
+    listener, other = backend.notifier("mine"), backend.notifier("another's")
     holder, waits = claim(), claim()
     backend.acquire(holder)
-    place = backend.queue(waits, "mine")
+    place = backend.enqueue(waits, "mine")
     backend.release(holder)
     (message,) = listener.wait(10, [])
     assert (message.owner, message.token) == (waits.owner, backend.acquire(waits).token)
@@ -231,12 +231,12 @@ def test_a_hold_is_handed_over_to_another_process(server, aliases):
 def test_a_stale_key_is_not_taken_over_without_takeover(backend):
     backend.acquire(claim(ttl=1.0))
     waits = claim(takeover=False)
-    backend.queue(waits)
+    backend.enqueue(waits)
     while not backend.holder("key").stale:
         time.sleep(0.01)
     with pytest.raises(LockStale, match="somebody"):
         backend.acquire(claim(takeover=False))
-    assert backend.look([waits])[waits.owner].ask
+    assert backend.poll([waits])[waits.owner].must_retry
 
 
 def test_unsupported_lock_kinds_are_refused_on_redis(server, aliases):
@@ -279,7 +279,7 @@ def test_all_names_of_a_key_are_in_one_cluster_slot():
 def test_a_released_key_expires_from_redis_after_a_day(server, backend):
     mine = claim()
     backend.acquire(mine)
-    backend.queue(claim())
+    backend.enqueue(claim())
     backend.release(mine)
     with redis.Redis(port=server.port) as client:
         assert all(
@@ -358,7 +358,7 @@ def test_a_cancelled_claim_cannot_join_the_queue(
     other, late = claim(), claim()
     assert backend.acquire(other)
     assert not backend.release(late)
-    backend.queue(late)
+    backend.enqueue(late)
     assert backend.waiting("key") == 0
     assert backend.release(other)
     assert backend.acquire(claim())
@@ -449,13 +449,13 @@ def test_a_release_whose_reply_is_lost_is_a_release(proxied, backend):
     proxy, mine = proxied
     one, waits = claim(), claim()
     mine.acquire(one)
-    backend.queue(waits)
+    backend.enqueue(waits)
     with redis.Redis(port=proxy._target) as client:
         client.script_load(scripts.RELEASE.text)
     proxy.swallow(scripts.RELEASE.sha.encode())
     assert mine.release(one)
     assert proxy.swallowed.wait(10)
-    assert backend.look([waits])[waits.owner].grant
+    assert backend.poll([waits])[waits.owner].grant
 
 
 def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(proxied, backend):
@@ -465,7 +465,7 @@ def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(proxied, backend):
     with redis.Redis(port=proxy._target) as client:
         client.script_load(scripts.QUEUE.text)
     proxy.swallow(scripts.QUEUE.sha.encode())
-    assert mine.queue(claim()).number
+    assert mine.enqueue(claim()).position
     assert proxy.swallowed.wait(10)
     assert backend.waiting("key") == 1
 

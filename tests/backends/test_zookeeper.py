@@ -40,7 +40,7 @@ from dlocks.testing import BackendContract
 from tests import jobs, pages
 from tests.backends import zookeeper_jobs
 from tests.internals import (
-    BaseBackend,
+    Backend,
     Claim,
     ZooKeeperBackend,
     backends,
@@ -624,11 +624,11 @@ def test_a_queued_claim_is_found_again_when_its_reply_is_lost(
         first, second = claim(), claim()
         assert backend.acquire(first)
         proxy.swallow(b".alone..")
-        backend.queue(second)
+        backend.enqueue(second)
         assert proxy.swallowed.wait(10)
         assert len(nodes(person, root)) == 2
         assert backend.release(first)
-        until(lambda: backend.look([second])[second.owner].grant)
+        until(lambda: backend.poll([second])[second.owner].grant)
         assert backend.release(second)
         assert nodes(person, root) == []
 
@@ -688,11 +688,11 @@ def test_a_silent_claim_is_skipped_beside_an_orphaned_node(server, configured, u
         proxy.cut.clear()
         backend.ensemble.patience = 20.0
         for one in (silent, waits):
-            assert backend.queue(one).number
-        until(lambda: backend.look([waits]) and backend.waiting("key") == 1, seconds=20)
+            assert backend.enqueue(one).position
+        until(lambda: backend.poll([waits]) and backend.waiting("key") == 1, seconds=20)
         assert backend._orphans
         assert backend.release(holder)
-        until(lambda: backend.look([waits])[waits.owner].grant)
+        until(lambda: backend.poll([waits])[waits.owner].grant)
         assert backend.release(waits)
 
 
@@ -843,8 +843,8 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, cer
         if not certain:
             late.ensemble.certain_until = -math.inf
         assert late.acquire(mine) is None
-        assert late.queue(mine) is None
-        assert late.look([mine]) == {}
+        assert late.enqueue(mine) is None
+        assert late.poll([mine]) == {}
     finally:
         go_on.set()
     until(lambda: mine.owner not in late._entries)
@@ -889,10 +889,10 @@ def test_a_key_is_not_granted_without_a_remaining_lease(
 def test_a_queued_grant_without_a_lease_is_requested_again(backend, answered_late):
     mine = claim()
     with answered_late():
-        place = backend.queue(mine)
-        assert (place.grant, place.ask) == (None, True)
-        place = backend.look([mine])[mine.owner]
-        assert (place.grant, place.ask) == (None, True)
+        place = backend.enqueue(mine)
+        assert (place.grant, place.must_retry) == (None, True)
+        place = backend.poll([mine])[mine.owner]
+        assert (place.grant, place.must_retry) == (None, True)
     assert backend.acquire(mine).lease > 0
     assert backend.release(mine)
 
@@ -1253,5 +1253,5 @@ def test_the_examples_on_zookeeper(server, settings, root):
     text = (pages.DOCS / "how-to/zookeeper.md").read_text()
     assert all(
         f"`{option}`" in text
-        for option in options_of(ZooKeeperBackend) - options_of(BaseBackend)
+        for option in options_of(ZooKeeperBackend) - options_of(Backend)
     )

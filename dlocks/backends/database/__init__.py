@@ -21,24 +21,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from django.apps import apps
-from django.db import router, transaction
+from django.db import transaction
 from django.db.utils import DatabaseError, Error
-from django.utils import timezone
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend
+from dlocks.backends.base import Backend
 from dlocks.backends.database.checks import check_database
+from dlocks.backends.database.inspector import DatabaseInspector, holder_of
 from dlocks.backends.database.line import PERSISTENT_FOR, STOPPED_FOR, Entrance
 from dlocks.backends.database.observing import Observations
 from dlocks.backends.database.records import Records
@@ -53,12 +50,15 @@ from dlocks.backends.database.statements import (
 )
 from dlocks.backends.database.tending import BATCH, STALE, Tending
 from dlocks.backends.database.watchdog import table_watchdog
+from dlocks.backends.notifiers import RecentKeys
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.pools import is_pooled
 from dlocks.sql.dialects import KEY, MySQL, refuse_lost
 from dlocks.sql.direct import Reply
-from dlocks.text import duration, permits_taken, printable, shown_holder, shows_holder
+from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant, Holder, Kept
+
+T = TypeVar("T")
 
 # Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
@@ -82,7 +82,17 @@ class Row:
     ends: int
 
 
-class DatabaseBackend(Several, Tending, Records, BaseBackend):
+class Either:
+    """The members of two sets."""
+
+    def __init__(self, one: set[str], other: set[str]) -> None:
+        self._sets = one, other
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sets[0] or key in self._sets[1]
+
+
+class DatabaseBackend(Several, Tending, Records, Backend):
     """The base class of the database backends.
 
     ``database`` is an alias of DATABASES that accepts writes.
@@ -139,19 +149,21 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         self.listening = listen
         self.prepare = prepare
         self.history = history
-        self._crowded: set[str] = set()
+        self._crowded = RecentKeys()
         self._asked: set[str] = set()
+        self.contended = Either(self._crowded, self._asked)
         self._entrance = Entrance()
         # The texts of the most frequent statements, by what they depend on.
         self._texts = {}
         self._grants: dict[tuple[Any, ...], str] = {}
         self._releases: dict[bool, str] = {}
+        self.inspector = DatabaseInspector(self)
         self.expiry = expiry
         if expiry == "observed":
             self.observations = Observations(self.ttl + self.grace)
 
     @property
-    def tells_leases(self) -> bool:  # type: ignore[override]
+    def grants_in_queue(self) -> bool:  # type: ignore[override]
         return self.observations is None
 
     @property
@@ -202,11 +214,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         ):
             # Observations decide here, not the clock.
             end = partial(self._end_silent, claim.key, row.version, row.ends)
-            if (
-                self.runtime.run(end)
-                if self.in_transaction() and not self.dialect.one_writer
-                else end()
-            ):
+            if self._beside(end):
                 token, _ = self._take(claim)
         if token is not None:
             return Grant(token, takeover=row is not None and row.stale)
@@ -225,7 +233,10 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 left |= self._renew(alike[start : start + BATCH], *kind)
         return left
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        if count is None:
+            return self._verify_all(claims)
+        (claim,) = claims
         assignments = "hold_count = %(count)s" + (
             f", end_time = {self._renewed}" if claim.late else ""
         )
@@ -458,87 +469,24 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             row = self._holder_row(key, kept)
         if row is None or row["state"] == LockState.FREE:
             return None
-        return _holder_of(row)
+        return holder_of(row)
+
+    def row_of(self, key: str, kept: Kept = Kept()) -> Any:  # noqa: B008 (immutable)
+        from dlocks.models import ResourceLock
+
+        rows = ResourceLock.objects.using(self.database).by_clock(kept)
+        return self._run(lambda *_: rows.filter(pk=key).values().first())
 
     def _holder_row(self, key: str, kept: Kept) -> Any:
-        from dlocks.models import LockState, ResourceLock
+        from dlocks.models import LockState
 
-        rows = (
-            ResourceLock.objects.using(self.database)
-            .by_clock(kept)
-            .filter(pk=key)
-            .values()
-        )
-        row: Any = self._run(lambda *_: rows.first())
+        row = self.row_of(key, kept)
         if row is None or row["state"] != LockState.FREE or not row["shares"]:
             return row
         # A live hold comes before a stale one.
-        return self._run(lambda *_: self._shares_of(key, kept).first())
+        return self._run(lambda *_: self.shares_of(key, kept).first())
 
-    def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
-        from dlocks.models import LockState, ResourceLock
-
-        if (fact := self._taken_in_admin(claim, age)) is not None or claim.shared:
-            return fact
-        rows = (
-            ResourceLock.objects.using(self.database)
-            .by_clock()
-            .filter(pk=claim.key)
-            .values()
-        )
-        row: Any = self._run(lambda *_: rows.first())
-        if row is None or row["version"] == token:
-            return None
-        holder = _holder_of(row)
-        if row["state"] != LockState.FREE:
-            return f"it is now held by {holder}"
-        ago = f"{duration(-holder.remaining)} ago"
-        if row["status"] == "F" and not row["owner"]:
-            return (
-                f"it was cleared or force released {ago}. The log dlocks.audit names"
-                " the user and the reason"
-            )
-        return f"{shown_holder(holder.holder)} took it over and released it {ago}"
-
-    def _taken_in_admin(self, claim: Claim, age: float) -> str | None:
-        """Return what the admin's log says about a forced release of the claim.
-
-        Return None without an entry, or if the log is in another database.
-        """
-        if not apps.is_installed("django.contrib.admin"):
-            return None
-        from django.contrib.admin.models import LogEntry
-        from django.contrib.auth import get_user_model
-
-        if router.db_for_read(LogEntry) != self.database:
-            return None
-        entries = LogEntry.objects.using(self.database).filter(
-            content_type__app_label="dlocks",
-            content_type__model="resourcelock",
-            object_id=claim.key,
-            change_message__contains=printable(shown_holder(claim.holder)),
-            # The clocks of the hosts may differ slightly.
-            action_time__gte=timezone.now() - timedelta(seconds=age + 1),
-        )
-        columns = (
-            f"user__{get_user_model().USERNAME_FIELD}",
-            "action_time",
-            "change_message",
-        )
-        for who, when, message in entries.order_by("action_time").values_list(*columns)[
-            :1
-        ]:
-            since = duration(max(0.0, (timezone.now() - when).total_seconds()))
-            if not shows_holder():
-                return f"it was force released in the admin {since} ago"
-            return f"{who} wrote in the admin {since} ago: {message}"
-        return None
-
-    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
-        rows = self._run(lambda *_: list(self._shares_of(key, self.kept([key]))))
-        return [_holder_of(row) for row in rows], self.waiting(key)
-
-    def _shares_of(self, key: str, kept: Kept) -> Any:
+    def shares_of(self, key: str, kept: Kept) -> Any:
         from dlocks.models import LockClaim
 
         shares = (
@@ -552,25 +500,44 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
     def identity(self) -> str:
         return f"database {self.database}"
 
-    def lacks_connection(self) -> bool:
+    @property
+    def connect_first(self) -> Callable[[], object] | None:
         connection = self.connection
-        return connection.connection is None and is_pooled(connection)
+        if connection.connection is None and is_pooled(connection):
+            return self._session
+        return None
 
-    def connect(self) -> None:
-        self._session()
-
-    def transaction_refused(self) -> str | None:
-        if not self.connection.in_atomic_block:
+    def refusal(self, claim: Claim) -> str | None:
+        if claim.scope == "lease":
+            if self.dialect.one_writer and self.in_transaction():
+                return (
+                    "SQLite has one writer, which may be the transaction open on"
+                    f" {self.database!r}. A lease could not be written beside it."
+                    " Acquire the lock before the transaction, or omit scope='lease'."
+                )
+        elif claim.shared:
+            # A shared hold is not the lock row, which a transaction could keep.
+            if not self.keeps_shares():
+                return "A shared lock does not support scope='transaction'."
+        elif self.in_transaction() and not self.connection.in_atomic_block:
             refuse_lost(self.connection)
+        if (why := super().refusal(claim)) is not None:
+            return why
+        if self.observations is not None and claim.ttl > self.ttl:
             return (
-                f"Autocommit is off on {self.database!r}, so Django does not report"
-                " when this transaction ends. Use 'with atomic()' or scope='lease'."
+                f"A ttl of {claim.ttl:g} s is too long. With expiry='observed', other"
+                f" callers watch a row for the ttl of the backend ({self.ttl:g} s), and"
+                " would treat a longer lease as expired. Raise OPTIONS['ttl'] in all"
+                " processes."
             )
         return None
 
     def keeps_shares(self) -> bool:
-        # In a TestCase no other caller can wait, and a committed row would remain for
-        # the next test.
+        """Return whether no other caller can exist beside the open transaction.
+
+        Then even a shared hold can belong to it. In a TestCase no other caller can
+        wait, and a committed row would remain for the next test.
+        """
         return self.in_transaction() and (
             self.dialect.one_writer
             or any(
@@ -578,24 +545,6 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 for block in self.connection.atomic_blocks
             )
         )
-
-    def lease_refused(self) -> str | None:
-        if self.dialect.one_writer and self.in_transaction():
-            return (
-                "SQLite has one writer, which may be the transaction open on"
-                f" {self.database!r}. A lease could not be written beside it. Acquire"
-                " the lock before the transaction, or omit scope='lease'."
-            )
-        return None
-
-    def ttl_refused(self, ttl: float) -> str | None:
-        if self.observations is not None and ttl > self.ttl:
-            return (
-                "With expiry='observed', other callers watch a row for the ttl of the"
-                f" backend ({self.ttl:g} s). They would treat a longer lease as"
-                " expired. Raise OPTIONS['ttl'] in all processes."
-            )
-        return None
 
     def close(self) -> None:
         self.connection.close()
@@ -735,8 +684,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
                 )
         # In a caller's transaction, a row locked by this read would stay locked until
         # the end.
-        look = partial(self._look_for_locks, rows, table, primary)
-        return self.runtime.run(look) if self.in_transaction() else look()
+        return self._beside(partial(self._look_for_locks, rows, table, primary))
 
     def _look_for_locks(
         self, rows: Sequence[Any], table: str, primary: str
@@ -759,9 +707,13 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
 
     def _unblock(self, key: str) -> bool:
         """Advance the queue; return whether no waiter is in the way any more."""
+        return self._beside(partial(self.move_on, key))
+
+    def _beside(self, function: Callable[[], T]) -> T:
+        """Call a function outside of the caller's transaction, where that can be."""
         if self.in_transaction() and not self.dialect.one_writer:
-            return self.runtime.run(partial(self.move_on, key))
-        return self.move_on(key)
+            return self.runtime.run(function)
+        return function()
 
     def _create(self, key: str) -> None:
         """Create the row as free, in a statement that is committed by itself.
@@ -837,7 +789,7 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
             holder = self.holder(claim.key)
             who = f"held by {holder or 'another caller'}"
             if claim.permits < UNLIMITED:
-                sharers, waiting = self.sharers(claim.key)
+                sharers, waiting = self.inspector.sharers(claim.key)
                 who = permits_taken(claim.permits, sharers, waiting) if sharers else who
             raise LockNotAwaitable(
                 f"{claim.key!r} cannot be waited for inside a transaction: {who}."
@@ -1052,23 +1004,6 @@ class DatabaseBackend(Several, Tending, Records, BaseBackend):
         }
 
 
-def _holder_of(row: Mapping[str, Any]) -> Holder:
-    """Return the holder named by a lock row or by the row of a shared hold."""
-    # The same rule as in ``LockState`` and ``ClaimState``.
-    in_transaction = row["state"] == "held" and row["seconds_left"] <= 0
-    return Holder(
-        key=row["key_resource"],
-        holder=row["holder"],
-        owner_ip=row["owner_ip"],
-        since=row["begin_time"],
-        remaining=math.inf if in_transaction else row["seconds_left"],
-        token=row["version"],
-        count=row["hold_count"],
-        stale=row["state"] == "stale",
-        in_transaction=in_transaction,
-    )
-
-
 def _nothing() -> Reply:
     return Reply([], 0)
 
@@ -1131,8 +1066,8 @@ class InsertBackend(DatabaseBackend):
     """
 
     # Its rows are inserted and deleted one by one.
-    acquire_all = BaseBackend.acquire_all
-    release_all = BaseBackend.release_all
+    acquire_all = Backend.acquire_all
+    release_all = Backend.release_all
     supports_fencing: ClassVar[bool] = False
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:

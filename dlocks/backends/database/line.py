@@ -25,12 +25,12 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, KEPT_FOR, Listener, TableLockedError
+from dlocks.backends.base import HEARD_FOR, KEPT_FOR, TableLockedError
 from dlocks.backends.database.listening import (
     INTERRUPTED,
-    MySQLListener,
+    MySQLNotifier,
     Neighbours,
-    PostgreSQLListener,
+    PostgreSQLNotifier,
 )
 from dlocks.backends.database.neighbours import (
     ALONE,
@@ -51,11 +51,12 @@ from dlocks.backends.database.statements import (
     Statements,
     T,
 )
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.greenlets import threads_are_green
 from dlocks.sql.dialects import KEY
 from dlocks.sql.prepared import is_under_way
-from dlocks.values import Claim, Grant, Holder, Place
+from dlocks.values import Claim, Grant, Holder, Ticket
 
 logger = logging.getLogger("dlocks")
 
@@ -69,9 +70,6 @@ AT_ONCE = 1000
 # Maximum number of times that a step reads the queue. It reads again if the claims that
 # it was about to grant have just left.
 ADMISSION_TRIES = 3
-
-# Maximum number of keys that a process remembers as contended.
-CROWDED_AT_MOST = 10_000
 
 # Attempts to queue a claim in one round trip while other callers have locked the lock
 # row.
@@ -120,7 +118,7 @@ class Head:
 
 
 # The ticket of a claim whose turn has come.
-MINE = Place(ask=True, number=0)
+MINE = Ticket(must_retry=True, position=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +147,16 @@ class Seen:
         return self.status != "P" and not self.free
 
     @property
-    def own_place(self) -> Place:
+    def own_place(self) -> Ticket:
         """Return the ticket of the claim that holds the key.
 
         A lease is already granted. In transaction scope, the claim still has to acquire
         the key.
         """
         return (
-            Place(grant=Grant(self.version, self.left))
+            Ticket(grant=Grant(self.version, self.left))
             if self.status == "P"
-            else Place(ask=True, soon=0.1)
+            else Ticket(must_retry=True, next_check=0.1)
         )
 
 
@@ -174,9 +172,9 @@ class Granted:
     lease: float
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Ticket:
         return (
-            MINE if self.token is None else Place(grant=Grant(self.token, self.lease))
+            MINE if self.token is None else Ticket(grant=Grant(self.token, self.lease))
         )
 
 
@@ -186,7 +184,7 @@ class Entering:
     def __init__(self, claim: Claim, channel: str) -> None:
         self.claim = claim
         self.channel = channel
-        self.place: Place | None = None
+        self.place: Ticket | None = None
         # The claim whose thread inserts this one into the queue. It may be this claim
         # itself.
         self.leader: Entering | None = None
@@ -269,18 +267,13 @@ class Line(Statements):
     # moment. Further callers need not send the same request, as a crowd would.
     _asked: set[str]
 
-    def crowded(self, key: str) -> bool:
-        return key in self._crowded or key in self._asked
-
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         self._refuse_unstorable(claim.key)
-        if len(self._crowded) >= CROWDED_AT_MOST:
-            self._crowded.clear()
         self._crowded.add(claim.key)
-        if number is not None:
-            return self._queue(claim, channel, number)
+        if position is not None:
+            return self._queue(claim, channel, position)
         mine, entrance = Entering(claim, channel), self._entrance_here()
         try:
             # One thread at a time. A thousand simultaneous threads would block the row
@@ -305,7 +298,7 @@ class Line(Statements):
                 # The claim may have been queued and granted without a known result, so
                 # it retries. If it was neither, ``silent`` makes the background thread
                 # poll soon.
-                mine.place = replace(MINE, silent=True)
+                mine.place = replace(MINE, unnotified=True)
             return mine.place
         except BaseException:
             entrance.forget(mine)
@@ -355,7 +348,7 @@ class Line(Statements):
                 one.place = place
                 one.alone = True
             elif place is not None and (
-                one.place is None or one.place.number != place.number
+                one.place is None or one.place.position != place.position
             ):
                 # This took so long that the thread has joined the queue by itself, or
                 # it was interrupted. No caller waits at this position.
@@ -367,7 +360,7 @@ class Line(Statements):
         rows_of_values: Sequence[str],
         owners: str,
         parameters: dict[str, Any],
-    ) -> list[tuple[str, Place]] | None:
+    ) -> list[tuple[str, Ticket]] | None:
         """Queue and count the claims; return their tickets by owner.
 
         The result is empty if the key is free, and None if other callers have locked
@@ -387,7 +380,7 @@ class Line(Statements):
                 return []
             if rows[0][0] is not None:
                 return [
-                    (owner, Place(number=place, clock=int(ticks) / MICROSECONDS))
+                    (owner, Ticket(position=place, clock=int(ticks) / MICROSECONDS))
                     for owner, place, _, ticks in rows
                 ]
             time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
@@ -399,7 +392,7 @@ class Line(Statements):
         rows_of_values: Sequence[str],
         owners: str,
         parameters: dict[str, Any],
-    ) -> list[tuple[str, Place]]:
+    ) -> list[tuple[str, Ticket]]:
         """Queue the claims without counting them; return their tickets by owner.
 
         A later heartbeat counts them.
@@ -414,17 +407,17 @@ class Line(Statements):
         )
         silent = bool(self.dialect.wake)
         return [
-            (owner, Place(number=number, silent=silent))
+            (owner, Ticket(position=number, unnotified=silent))
             for owner, number in self._rows(sql, parameters)
         ]
 
-    def _take_out(self, key: str, place: Place) -> None:
+    def _take_out(self, key: str, place: Ticket) -> None:
         def step(head: Head | None) -> None:
             sql = self._text(
                 f"{self.dialect.patiently}DELETE FROM {{claims}} WHERE id = %(number)s"
                 f" AND {IN_LINE}"
             )
-            self._count(sql, {"number": place.number})
+            self._count(sql, {"number": place.position})
             self._count_in(head)
 
         # If this fails, the position is skipped because it gets no heartbeat.
@@ -457,15 +450,15 @@ class Line(Statements):
             return True
         return False
 
-    def _queue(self, claim: Claim, channel: str, number: int | None) -> Place | None:
-        def step(head: Head | None) -> tuple[Place, list[Granted]]:
+    def _queue(self, claim: Claim, channel: str, number: int | None) -> Ticket | None:
+        def step(head: Head | None) -> tuple[Ticket, list[Granted]]:
             if head is not None and head.owner == claim.owner and not head.free:
                 # The claim was queued, and its turn has come.
                 return MINE, []
             row = self._row_of(claim)
             if row is None and head is not None and self._nobody_before(head, claim):
                 self._crowded.discard(claim.key)
-                return Place(ask=True), []
+                return Ticket(must_retry=True), []
             if row is None and head is None and self._has_the_key(claim):
                 # The key was granted to the claim while it was joining the queue.
                 return MINE, []
@@ -488,10 +481,10 @@ class Line(Statements):
                 )
             place, version, left = row
             if version is not None:
-                return Place(grant=Grant(version, left)), []
+                return Ticket(grant=Grant(version, left)), []
             if head is None:
-                return Place(number=place, silent=bool(self.dialect.wake)), []
-            return Place(number=place, clock=head.clock), self._admit(head)
+                return Ticket(position=place, unnotified=bool(self.dialect.wake)), []
+            return Ticket(position=place, clock=head.clock), self._admit(head)
 
         result = self._step(claim.key, step, busy=lambda: None)
         if result is None:
@@ -499,22 +492,22 @@ class Line(Statements):
         place, granted = result
         return next(
             (
-                replace(one.place, number=place.number)
+                replace(one.place, position=place.position)
                 for one in granted
                 if one.owner == claim.owner
             ),
             place,
         )
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
-        if not heard and not any(claim.shared for claim in claims):
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        if not heartbeat and not any(claim.shared for claim in claims):
             return self._glance(claims)
-        places: dict[str, Place] = {}
+        places: dict[str, Ticket] = {}
         by_owner = {claim.owner: claim for claim in claims}
         owners, parameters = self._one_of("owner", list(by_owner))
-        if heard:
+        if heartbeat:
             with self._briefly():
                 self._count(
                     self.hearing(owners), parameters | self._times(), locked=lambda: 0
@@ -533,7 +526,7 @@ class Line(Statements):
                 if not counted:
                     alone.add(by_owner[owner].key)
             elif seconds > 0:
-                places[owner] = Place(grant=Grant(version, float(seconds)))
+                places[owner] = Ticket(grant=Grant(version, float(seconds)))
         heads = self._heads(claims)
         for owner, claim in by_owner.items():
             head = heads.get(claim.key)
@@ -549,10 +542,10 @@ class Line(Statements):
             self._step(key, self._count_in, busy=lambda: None, looks=0)
         return places
 
-    def _glance(self, claims: Sequence[Claim]) -> dict[str, Place]:
+    def _glance(self, claims: Sequence[Claim]) -> dict[str, Ticket]:
         """Poll only the lock rows, in one statement."""
         heads = self._heads(claims)
-        places: dict[str, Place] = {}
+        places: dict[str, Ticket] = {}
         for claim in claims:
             head = heads.get(claim.key)
             if head is not None and head.holder == claim.owner and head.left > 0:
@@ -567,7 +560,7 @@ class Line(Statements):
         self,
         claims: Sequence[Claim],
         heads: Mapping[str, Seen],
-        places: dict[str, Place],
+        places: dict[str, Ticket],
     ) -> None:
         """Let claims without ``takeover`` wait for transactions that keep leases.
 
@@ -578,13 +571,13 @@ class Line(Statements):
             for claim in claims
             if not claim.takeover
             and (place := places.get(claim.owner)) is not None
-            and (place.ask and place.grant is None)
+            and (place.must_retry and place.grant is None)
             and (head := heads.get(claim.key)) is not None
             and head.status == "P"
         }
         kept = self.in_transactions(sorted(set(asking.values())))
         places |= {
-            owner: replace(places[owner], ask=False)
+            owner: replace(places[owner], must_retry=False)
             for owner, key in asking.items()
             if key in kept
         }
@@ -593,7 +586,7 @@ class Line(Statements):
         self,
         claims: Sequence[Claim],
         heads: Mapping[str, Seen],
-        places: dict[str, Place],
+        places: dict[str, Ticket],
     ) -> None:
         """Advance the queues of keys that became free without a release.
 
@@ -617,24 +610,26 @@ class Line(Statements):
             if silent and self.dialect.wake:
                 owners = [claim.owner for claim in claims if claim.key == key]
                 places |= {
-                    owner: replace(places[owner], silent=True) for owner in owners
+                    owner: replace(places[owner], unnotified=True) for owner in owners
                 }
 
-    def _place(self, claim: Claim, head: Seen | None, number: int | None) -> Place:
+    def _place(self, claim: Claim, head: Seen | None, number: int | None) -> Ticket:
         if head is None:
-            return Place(number=number)
+            return Ticket(position=number)
         soon = head.left + (self.grace if head.status == "P" else 0.0)
         if self.observations is not None and head.status == "P":
             soon = self.observations.note(
                 claim.key, (head.version, head.ends), head.asked_at
             )
-        return Place(
+        return Ticket(
             ahead=head.ahead,
-            number=number,
+            position=number,
             # If a lease has expired and the claim must not take it over, a retry raises
             # the error.
-            ask=(head.free or soon <= 0) and head.status == "P" and not claim.takeover,
-            soon=soon if soon > 0 else math.inf,
+            must_retry=(head.free or soon <= 0)
+            and head.status == "P"
+            and not claim.takeover,
+            next_check=soon if soon > 0 else math.inf,
             clock=head.clock,
         )
 
@@ -771,6 +766,10 @@ class Line(Statements):
         return [row[:2] for row in rows]
 
     def move_on(self, key: str) -> bool:
+        """Grant the key to its first waiter if it is free.
+
+        Return True if no holder or waiter is in the way any more.
+        """
         if self._hand_on(key):
             return False
 
@@ -789,8 +788,8 @@ class Line(Statements):
         )
         return int(self._rows(sql, {"key": key})[0][0])
 
-    def listen(self, channel: str) -> Listener | None:
-        if self.listening is False:
+    def notifier(self, channel: str) -> Notifier | None:
+        if self.listening is False or not channel:
             return None
         if (
             self._door is None
@@ -813,18 +812,18 @@ class Line(Statements):
                 channel + ALONE,
             )
         if listener is not None:
-            listener.channel = channel
+            listener.channel, listener.advance = channel, self.move_on
         return listener
 
-    def _listen_to_the_server(self, channel: str, door: Door | None) -> Listener | None:
+    def _listen_to_the_server(self, channel: str, door: Door | None) -> Notifier | None:
         try:
             if self.connection.vendor == "postgresql":
                 pooled = self.listening is True
-                return PostgreSQLListener.on(
+                return PostgreSQLNotifier.on(
                     self.connection, channel, door, through_a_pooler=pooled
                 )
             if self.connection.vendor == "mysql" and not threads_are_green():
-                return MySQLListener.on(self, channel, door)
+                return MySQLNotifier.on(self, channel, door)
         except Error as error:
             if (
                 self.connection.vendor == "mysql"

@@ -16,12 +16,13 @@ from typing import Any, Self
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error
 
-from dlocks.backends.base import HEARD_FOR, Listener
+from dlocks.backends.base import HEARD_FOR
 from dlocks.backends.database.neighbours import Door
 from dlocks.backends.database.statements import MICROSECONDS, Statements
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.polling import ready
-from dlocks.values import Claim, Message, Place
+from dlocks.values import Claim, Message, Ticket
 
 # The error code of a statement that was ended by KILL QUERY.
 INTERRUPTED = 1317
@@ -34,7 +35,7 @@ TIMED_OUT = {1969, 3024}
 BOLT = "dlocks_bolt"
 
 
-class PostgreSQLListener(Listener):
+class PostgreSQLNotifier(Notifier):
     """A listener on one PostgreSQL channel, on the connection of its thread.
 
     The same thread also uses the connection for statements.
@@ -133,7 +134,7 @@ def _parsed(text: str) -> Message:
     )
 
 
-class Neighbours(Listener):
+class Neighbours(Notifier):
     """A listener for the datagrams of processes on the same host."""
 
     def __init__(self, door: Door, *, hears_all: bool = True) -> None:
@@ -145,7 +146,7 @@ class Neighbours(Listener):
         return [_parsed(text) for text in self._door.wait(timeout)]
 
 
-class MySQLListener(Listener):
+class MySQLNotifier(Notifier):
     """A listener that sleeps in the server until KILL QUERY ends the sleep.
 
     It uses the connection of its thread. A session that hands a key over finds this
@@ -237,14 +238,14 @@ class MySQLListener(Listener):
             for owner, token, ends in rows
         ]
 
-    def calm(self, claims: Sequence[Claim]) -> Place | None:
+    def heartbeat(self, claims: Sequence[Claim]) -> Ticket | None:
         statements = self._statements
         owners, parameters = statements._one_of(
             "owner", [claim.owner for claim in claims]
         )
         parameters["heard"] = round(HEARD_FOR * MICROSECONDS)
         if self._ask(statements.hearing(owners), parameters) is None:
-            return Place(soon=0.0)
+            return Ticket(next_check=0.0)
         left = statements.dialect.seconds_until("head.end_time")
         rows = self._ask(
             # Count the claims that are queued behind a live lease. Its holder notifies
@@ -257,12 +258,12 @@ class MySQLListener(Listener):
         )
         if not rows:
             # The query was interrupted, because the turn of a claim has come.
-            return Place(soon=0.0)
+            return Ticket(next_check=0.0)
         ((count, soon, ticks),) = rows
         if count != len(claims):
             return None
-        return Place(
-            soon=math.inf if soon is None else float(soon),
+        return Ticket(
+            next_check=math.inf if soon is None else float(soon),
             clock=int(ticks) / MICROSECONDS,
         )
 

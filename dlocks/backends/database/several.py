@@ -85,7 +85,7 @@ class Several(Statements):
             granted = grant(sql, parameters)
         return None if granted is None else [Grant(granted)] * len(claims)
 
-    def check_all(self, claims: Sequence[Claim]) -> bool:
+    def _verify_all(self, claims: Sequence[Claim]) -> bool:
         wanted = "owner = %(owner)s"
         if claims[0].scope == "lease":
             wanted += f" AND {self._live}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from dlocks.backends.database.line import ENDED_SHARE, FORGOTTEN_AFTER, Head, Line
 from dlocks.backends.database.statements import CLEAR, IN_LINE, MICROSECONDS
@@ -31,8 +31,6 @@ class Tending(Line):
 
     They are for people and for commands. The queue advances after each of them.
     """
-
-    supports_clearing: ClassVar[bool] = True
 
     def kept(self, keys: Sequence[str] | None = None) -> Kept:
         """Return which expired leases are kept by open transactions.

@@ -29,12 +29,13 @@ except ImportError as error:
         "redis-py is not installed: pip install 'dlocks[redis]'"
     ) from error
 
-from dlocks.backends.base import KEPT_FOR, BaseBackend, Listener
+from dlocks.backends.base import KEPT_FOR, Backend
+from dlocks.backends.notifiers import Notifier
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connecting import Address, client
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.forks import in_child
-from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
+from dlocks.values import Claim, Grant, Holder, Message, Ticket, seconds
 
 MICROSECONDS = 1_000_000
 
@@ -54,7 +55,7 @@ SILENT = (
 OF_A_SLOT = redis.exceptions.SlotNotCoveredError
 
 
-class RedisBackend(BaseBackend):
+class RedisBackend(Backend):
     """A backend that keeps locks in Redis.
 
     ``url`` is ``redis://user:password@host:port/database``, ``rediss://`` for TLS, or
@@ -161,8 +162,8 @@ class RedisBackend(BaseBackend):
             if renewed
         }
 
-    def recount(self, claim: Claim, count: int) -> bool:
-        return bool(self._run(scripts.RECOUNT, claim, count))
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         arguments = "F" if failed else "S", _milliseconds(keep) if keep else 0
@@ -202,9 +203,9 @@ class RedisBackend(BaseBackend):
 
     # The queue.
 
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         waits = {
             "holder": claim.holder,
             "ip": claim.owner_ip or "",
@@ -213,40 +214,37 @@ class RedisBackend(BaseBackend):
             "patience": _milliseconds(min(claim.ttl, KEPT_FOR)),
             "channel": channel,
         }
-        place, *now = self._run(
-            scripts.QUEUE, claim, json.dumps(waits), "" if number is None else number
-        )
+        at = "" if position is None else position
+        place, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
         if place == "ask":
-            return Place(ask=True)
-        return Place(number=int(place), clock=int(now[0]) / MICROSECONDS)
+            return Ticket(must_retry=True)
+        return Ticket(position=int(place), clock=int(now[0]) / MICROSECONDS)
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
-        calls = [(claim.key, claim.owner, (int(heard),)) for claim in claims]
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        calls = [(claim.key, claim.owner, (int(heartbeat),)) for claim in claims]
         answers = self._run_all(scripts.LOOK, calls)
         return {
             claim.owner: (
-                Place(ahead=1) if isinstance(found, Exception) else _place(found)
+                Ticket(ahead=1) if isinstance(found, Exception) else _place(found)
             )
             for claim, found in zip(claims, answers, strict=True)
             if found
         }
 
-    def move_on(self, key: str) -> bool:
-        return bool(self._run_all(scripts.MOVE_ON, [(key, "", ())])[0])
-
     def waiting(self, key: str) -> int:
         return int(self._run_all(scripts.WAITING, [(key, "", ())])[0])
 
-    def listen(self, channel: str) -> RedisListener:
-        listener: RedisListener = self._asked(
-            lambda client: self._listener(client, channel)
+    def notifier(self, channel: str) -> RedisNotifier | None:
+        if not channel:
+            return None
+        notifier: RedisNotifier = self._asked(
+            lambda client: RedisNotifier(
+                client, channel, self.socket_timeout, self._failure
+            )
         )
-        return listener
-
-    def _listener(self, client: Any, channel: str) -> RedisListener:
-        return RedisListener(client, channel, self.socket_timeout, self._failure)
+        return notifier
 
     # Requests.
 
@@ -354,7 +352,7 @@ class RedisBackend(BaseBackend):
         self._reset()
 
 
-class RedisListener(Listener):
+class RedisNotifier(Notifier):
     """A listener that receives the notifications of one channel."""
 
     def __init__(
@@ -444,18 +442,18 @@ def _unless_all_failed(answers: list[Any]) -> list[Any]:
     return answers
 
 
-def _place(found: Sequence[Any]) -> Place:
+def _place(found: Sequence[Any]) -> Ticket:
     if found[0] == "granted":
         _, token, left = found
-        return Place(grant=Grant(int(token), int(left) / 1000))
+        return Ticket(grant=Grant(int(token), int(left) / 1000))
     _, ahead, number, left, now, ask = found
     soon = int(left) / 1000
-    return Place(
+    return Ticket(
         ahead=int(ahead),
-        number=int(number),
-        soon=soon if soon > 0 else math.inf,
+        position=int(number),
+        next_check=soon if soon > 0 else math.inf,
         clock=int(now) / MICROSECONDS,
-        ask=bool(ask),
+        must_retry=bool(ask),
     )
 
 

@@ -162,7 +162,7 @@ return 1
 )
 
 # count → 1 if the claim is still held.
-RECOUNT = Script(
+VERIFY = Script(
     _COMMON
     + """
 if not holds(me) then return 0 end
@@ -304,14 +304,5 @@ end
 if row[7] ~= 'P' and not taken then return false end
 row[6] = text(tonumber(row[6]) - now)
 return row
-"""
-)
-
-# → 1 if no holder or waiter is in the way any more.
-MOVE_ON = Script(
-    _COMMON
-    + """
-if redis.call('EXISTS', lock) == 0 then move_on() end
-return 1
 """
 )

@@ -40,8 +40,9 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import BaseBackend, Listener
+from dlocks.backends.base import Backend, refusal_without_rows
 from dlocks.backends.database.statements import Statements
+from dlocks.backends.notifiers import Notifier, OwnThreadNotifier, RecentKeys
 from dlocks.backends.session.checks import check_session
 from dlocks.backends.session.sessions import PATIENCE, Entry, Session
 from dlocks.backends.session.wires import (
@@ -53,7 +54,7 @@ from dlocks.backends.session.wires import (
 )
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
-from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
+from dlocks.values import Claim, Grant, Holder, Message, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
 
@@ -72,8 +73,6 @@ REFUSED_FOR = 1.0
 WAIT_AT_ONCE = 0.5
 # Seconds. After a shorter wait, the engine's queue was empty.
 AT_ONCE = 0.001
-# Number of contended keys that a process remembers.
-CROWDED_AT_MOST = 10_000
 # These selectors notice a socket that is registered while they wait. Any other one, for
 # example on Windows, waits for ``WAIT_UNNOTICED`` seconds at a time.
 NOTICING = tuple(
@@ -84,7 +83,7 @@ NOTICING = tuple(
 WAIT_UNNOTICED = 0.05
 
 
-class SessionBackend(Statements, BaseBackend):
+class SessionBackend(Statements, Backend):
     """A backend that uses the session locks of a database server.
 
     ``database`` is an alias of DATABASES.
@@ -100,12 +99,8 @@ class SessionBackend(Statements, BaseBackend):
     """
 
     supports_queue: ClassVar[bool] = True
-    keeps_places: ClassVar[bool] = False
-    knows_takeovers: ClassVar[bool] = False
-    tells_here: ClassVar[bool] = True
-    tells_leases: ClassVar[bool] = False
+    grants_in_queue: ClassVar[bool] = False
     supports_fencing: ClassVar[bool] = False
-    supports_permits: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -154,7 +149,7 @@ class SessionBackend(Statements, BaseBackend):
         # session.
         self._line: dict[str | int, deque[Entry]] = {}
         self._foremost: dict[str | int, Entry] = {}
-        self._crowded: dict[str, None] = {}
+        self.contended: RecentKeys = RecentKeys()
         self._polled_at = 0.0
         self._refused_at = -REFUSED_FOR
         self._opening = threading.Lock()
@@ -221,11 +216,13 @@ class SessionBackend(Statements, BaseBackend):
                 self._tend_from(entry)
         return left
 
-    def recount(self, claim: Claim, count: int) -> bool:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        claim = claims[0]
         if claim.scope == "transaction":
-            return bool(self._rows(*self._held_by_transaction(claim)))
+            held = count is not None and self._rows(*self._held_by_transaction(claim))
+            return bool(held)
         entry = self._entries.get(claim.owner)
-        if entry is None or entry.token is None or entry.session is None:
+        if count is None or entry is None or entry.token is None or not entry.session:
             return False
         try:
             self._ask_whether_it_stands(entry.session)
@@ -304,13 +301,12 @@ class SessionBackend(Statements, BaseBackend):
         # MariaDB includes the port.
         return host.rpartition(":")[0] if host and host.count(":") == 1 else host
 
-    def transaction_refused(self) -> str | None:
-        if not self.connection.in_atomic_block:
-            return (
-                f"Autocommit is off on {self.database!r}, so Django does not report"
-                " when this transaction ends. Use 'with atomic()' or scope='lease'."
-            )
-        return None
+    def refusal(self, claim: Claim) -> str | None:
+        if (why := super().refusal(claim)) is not None:
+            return why
+        if claim.shared and claim.scope == "transaction":
+            return "A shared lock does not support scope='transaction'."
+        return refusal_without_rows(self, claim)
 
     def check(self) -> list[Any]:
         return check_session(self.alias, self.database)
@@ -384,7 +380,7 @@ class SessionBackend(Statements, BaseBackend):
         """Request the key for a claim on this session, without queueing."""
         with self._mutex:
             if not self._reserve(entry, session):
-                self._crowd(entry.claim.key)
+                self.contended.add(entry.claim.key)
                 return None
             self._entries[entry.claim.owner] = entry
         try:
@@ -396,7 +392,7 @@ class SessionBackend(Statements, BaseBackend):
             raise
         if grant is None:
             with self._mutex:
-                self._crowd(entry.claim.key)
+                self.contended.add(entry.claim.key)
             self._take_back(entry)
         return grant
 
@@ -610,17 +606,9 @@ class SessionBackend(Statements, BaseBackend):
 
     # Waiting in the engine's queue.
 
-    def crowded(self, key: str) -> bool:
-        return key in self._crowded
-
-    def _crowd(self, key: str) -> None:
-        if len(self._crowded) >= CROWDED_AT_MOST:
-            self._crowded.clear()
-        self._crowded[key] = None
-
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         if claim.scope != "lease" or claim.beside or not self.places:
             return None
         with self._mutex:
@@ -635,26 +623,29 @@ class SessionBackend(Statements, BaseBackend):
             entry.watched = True
             if session is not None:
                 self._watch(entry, session)
-        return Place(ask=entry.token is not None, number=1, here=session is not None)
+        return Ticket(
+            must_retry=entry.token is not None,
+            position=1,
+            own_thread=session is not None,
+        )
 
-    def wait(self, claim: Claim, timeout: float | None) -> bool:
+    def wait(self, claim: Claim, timeout: float) -> bool:
+        """Wait in this thread; return False if the claim has lost its ticket."""
         entry = self._entries.get(claim.owner)
         session = entry.session if entry is not None else None
         if entry is None or session is None:
             return False
         try:
-            session.settle(
-                WAIT_AT_ONCE if timeout is None else min(timeout, WAIT_AT_ONCE)
-            )
+            session.settle(min(timeout, WAIT_AT_ONCE))
         except SessionDiedError as error:
             self._bury(session, error)
         if self._line:
             self._advance()
         return True
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
         places = {}
         self._advance()
         self._poll()
@@ -667,24 +658,21 @@ class SessionBackend(Statements, BaseBackend):
                 continue
             if entry.token is not None:
                 # The claim gets its lease when it is acquired again.
-                places[claim.owner] = Place(grant=Grant(entry.token))
+                places[claim.owner] = Ticket(grant=Grant(entry.token))
             else:
                 polled = entry.session is None and entry.name not in self._foremost
-                places[claim.owner] = Place(
-                    number=1, soon=POLL_EVERY if polled else float("inf")
+                places[claim.owner] = Ticket(
+                    position=1, next_check=POLL_EVERY if polled else float("inf")
                 )
         return places
-
-    def move_on(self, key: str) -> bool:
-        return False
 
     def waiting(self, key: str) -> int:
         name = self._name(key)
         row = self._ask_main("waiting", name)
         return (int(row[0]) if row else 0) + len(self._line.get(name, ()))
 
-    def listen(self, channel: str) -> Grants:
-        return Grants(self)
+    def notifier(self, channel: str) -> Notifier:
+        return Grants(self) if channel else OwnThreadNotifier(self.wait)
 
     @property
     def selector(self) -> selectors.BaseSelector:
@@ -843,7 +831,7 @@ class SessionBackend(Statements, BaseBackend):
                 return
             if clock.now() - entry.asked_at < AT_ONCE:
                 # The queue was empty.
-                self._crowded.pop(entry.claim.key, None)
+                self.contended.discard(entry.claim.key)
             self._granted(entry, row)
 
     def _make_sure_of_nothing(self, entry: Entry, session: Session) -> None:
@@ -1204,7 +1192,7 @@ class SessionBackend(Statements, BaseBackend):
         self._reset()
 
 
-class Grants(Listener):
+class Grants(Notifier):
     """A listener on the sessions of a process in the engine's queue."""
 
     def __init__(self, backend: SessionBackend) -> None:
@@ -1222,9 +1210,6 @@ class Grants(Listener):
         for key, _ in selector.select(timeout):
             messages += self._backend.answered(key.data)
         return messages
-
-    def calm(self, claims: Sequence[Claim]) -> Place | None:
-        return None
 
     def close(self) -> None:
         """Do nothing, since the sessions belong to the backend."""

@@ -37,7 +37,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dlocks import clock
-from dlocks.backends.base import HEARD_FOR, BaseBackend, Listener
+from dlocks.backends.base import HEARD_FOR, Backend, refusal_without_rows
+from dlocks.backends.notifiers import Notifier, OwnThreadNotifier, RecentKeys
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import (
     BadVersionError,
@@ -48,10 +49,10 @@ from dlocks.backends.zookeeper.ensemble import (
     collect_hosts,
     is_unanswered,
 )
-from dlocks.backends.zookeeper.tickets import Line, Ticket, name_for, node_of
+from dlocks.backends.zookeeper.tickets import Line, QueueNode, name_for, node_of
 from dlocks.exceptions import LockBackendError
 from dlocks.forks import in_child
-from dlocks.values import Claim, Grant, Holder, Message, Place, seconds
+from dlocks.values import Claim, Grant, Holder, Message, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
 
@@ -64,8 +65,6 @@ PATIENCE = 10.0
 LOOK_EVERY = 5.0
 # Fraction of the session timeout after which the session is checked again.
 ASKED_AGAIN = 1 / 8
-# Number of contended keys that a process remembers.
-CROWDED_AT_MOST = 10_000
 # Seconds for which a session without claims stays open.
 LINGER = 10.0
 # Seconds between two passes of the maintenance thread while there is work.
@@ -85,7 +84,7 @@ class Entry:
     # Identifies its node. The owner is a secret that proves the hold, so a client that
     # can read the nodes must not see it.
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    ticket: Ticket | None = None
+    ticket: QueueNode | None = None
     # The token that it gets with its grant.
     number: int = 0
     token: int | None = None
@@ -113,7 +112,7 @@ class Entry:
         return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
 
 
-class ZooKeeperBackend(BaseBackend):
+class ZooKeeperBackend(Backend):
     """A backend that keeps locks in a ZooKeeper ensemble.
 
     ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
@@ -128,10 +127,7 @@ class ZooKeeperBackend(BaseBackend):
     """
 
     supports_queue: ClassVar[bool] = True
-    tells_here: ClassVar[bool] = True
     supports_sharing: ClassVar[bool] = True
-    supports_permits: ClassVar[bool] = False
-    knows_takeovers: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -209,7 +205,7 @@ class ZooKeeperBackend(BaseBackend):
         # The offset of the tokens.
         self._base: int | None = None
         # Keys that another claim held at the last attempt.
-        self._crowded: dict[str, None] = {}
+        self.contended: RecentKeys = RecentKeys()
         self._tender: threading.Thread | None = None
         self._tends_at = 0.0
         self._used_at = 0.0
@@ -225,6 +221,9 @@ class ZooKeeperBackend(BaseBackend):
 
     # The backend interface.
 
+    def refusal(self, claim: Claim) -> str | None:
+        return super().refusal(claim) or refusal_without_rows(self, claim)
+
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
         if entry is not None and (entry.waiting or entry.ending):
@@ -233,21 +232,21 @@ class ZooKeeperBackend(BaseBackend):
             certain = (
                 self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
             )
-            if not certain and not self.recount(claim, entry.count):
+            if not certain and not self.verify([claim], entry.count):
                 return self.acquire(claim)
         else:
             if entry is None:
                 entry = self._entry(claim)
-                if claim.key in self._crowded and self._is_busy(entry):
+                if claim.key in self.contended and self._is_busy(entry):
                     return None
             if not self._join(entry):
                 # The session has just ended. Retry in the next one.
                 return self.acquire(claim)
             if entry.token is not None:
-                self._crowded.pop(claim.key, None)
+                self.contended.discard(claim.key)
         if (grant := self._grant(entry)) is not None:
             return grant
-        self._crowd(claim.key)
+        self.contended.add(claim.key)
         try:
             self._leave(entry, patience=SOON, had=False)
         except LockBackendError as error:
@@ -289,9 +288,9 @@ class ZooKeeperBackend(BaseBackend):
             if not (entry.gone or entry.ending)
         }
 
-    def recount(self, claim: Claim, count: int) -> bool:
-        entry = self._held(claim)
-        if entry is None:
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        entry = self._held(claims[0])
+        if entry is None or count is None:
             return False
         (stat,) = self.ensemble.ask(zookeeper.exists(entry.path))
         if stat is None or entry.gone:
@@ -613,17 +612,9 @@ class ZooKeeperBackend(BaseBackend):
 
     # Waiting in the queue.
 
-    def crowded(self, key: str) -> bool:
-        return key in self._crowded
-
-    def _crowd(self, key: str) -> None:
-        if len(self._crowded) >= CROWDED_AT_MOST:
-            self._crowded.clear()
-        self._crowded[key] = None
-
-    def queue(
-        self, claim: Claim, channel: str = "", number: int | None = None
-    ) -> Place | None:
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
         if claim.scope != "lease":
             return None
         entry = self._entries.get(claim.owner)
@@ -635,28 +626,29 @@ class ZooKeeperBackend(BaseBackend):
         if entry.ticket is None:
             # A claim that has lost its position is not alone in its thread. The other
             # waiters need their heartbeats meanwhile.
-            self._join(entry, None if number is None else SOON)
+            self._join(entry, None if position is None else SOON)
         if entry.token is not None:
-            if number is None:
-                self._crowded.pop(claim.key, None)
-            return Place(grant=self._grant(entry), ask=True, here=not channel)
-        self._crowd(claim.key)
-        return Place(
-            ask=entry.gone,
+            if position is None:
+                self.contended.discard(claim.key)
+            return Ticket(
+                grant=self._grant(entry), must_retry=True, own_thread=not channel
+            )
+        self.contended.add(claim.key)
+        return Ticket(
+            must_retry=entry.gone,
             ahead=entry.ahead,
-            number=None if entry.gone else 1,
-            here=not channel,
+            position=None if entry.gone else 1,
+            own_thread=not channel,
         )
 
-    def wait(self, claim: Claim, timeout: float | None) -> bool:
+    def wait(self, claim: Claim, timeout: float) -> bool:
+        """Wait in this thread; return False if the claim has lost its ticket."""
         entry = self._entries.get(claim.owner)
         if entry is None:
             return False
         entry.heard_at = math.inf
         try:
-            entry.stirred.wait(
-                LOOK_EVERY if timeout is None else min(timeout, LOOK_EVERY)
-            )
+            entry.stirred.wait(min(timeout, LOOK_EVERY))
             if entry.gone:
                 return False
             try:
@@ -676,9 +668,9 @@ class ZooKeeperBackend(BaseBackend):
         finally:
             entry.heard_at = clock.now()
 
-    def look(
-        self, claims: Sequence[Claim], *, heard: bool = True
-    ) -> Mapping[str, Place]:
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
         entries = [
             entry
             for claim in claims
@@ -690,9 +682,9 @@ class ZooKeeperBackend(BaseBackend):
         return {
             # A claim without a certain lease has to retry.
             entry.claim.owner: (
-                Place(number=1, ahead=entry.ahead)
+                Ticket(position=1, ahead=entry.ahead)
                 if entry.token is None
-                else Place(grant=self._grant(entry), ask=True)
+                else Ticket(grant=self._grant(entry), must_retry=True)
             )
             for entry in entries
             if not (entry.gone or entry.ending)
@@ -702,11 +694,8 @@ class ZooKeeperBackend(BaseBackend):
         line = self._line(self._parent(key))
         return len(line.tickets) - len(line.granted)
 
-    def move_on(self, key: str) -> bool:
-        return False
-
-    def listen(self, channel: str) -> Turns:
-        return Turns(self)
+    def notifier(self, channel: str) -> Notifier:
+        return Turns(self) if channel else OwnThreadNotifier(self.wait)
 
     def turns(self, timeout: float) -> list[Message]:
         """Wait up to ``timeout`` seconds for events of waiters with a channel.
@@ -950,7 +939,7 @@ class ZooKeeperBackend(BaseBackend):
         self._reset()
 
 
-class Turns(Listener):
+class Turns(Notifier):
     """A listener for claims whose turn has come."""
 
     def __init__(self, backend: ZooKeeperBackend) -> None:

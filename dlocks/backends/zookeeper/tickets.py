@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class QueueNode:
     """A node in the queue.
 
     The server assigns ``number`` in the order of arrival. Its counter starts again if
@@ -60,28 +60,28 @@ class Line:
         )
         self._places = {ticket.name: place for place, ticket in enumerate(self.tickets)}
         # For each ticket, the last exclusive ticket before it.
-        self._alone: list[Ticket | None] = []
+        self._alone: list[QueueNode | None] = []
         alone = None
         for ticket in self.tickets:
             self._alone.append(alone)
             alone = alone if ticket.shared else ticket
 
     @property
-    def granted(self) -> list[Ticket]:
+    def granted(self) -> list[QueueNode]:
         """The tickets at the front, which hold the key."""
         return list(
             takewhile(lambda ticket: self.in_the_way(ticket) is None, self.tickets)
         )
 
-    def marked(self, mark: str) -> Ticket | None:
+    def marked(self, mark: str) -> QueueNode | None:
         """Return the ticket with this mark, or None."""
         return next((ticket for ticket in self.tickets if ticket.mark == mark), None)
 
-    def place(self, ticket: Ticket | None) -> int | None:
+    def place(self, ticket: QueueNode | None) -> int | None:
         """Return the number of tickets before this one, or None if it is absent."""
         return None if ticket is None else self._places.get(ticket.name)
 
-    def in_the_way(self, ticket: Ticket) -> Ticket | None:
+    def in_the_way(self, ticket: QueueNode) -> QueueNode | None:
         """Return the last earlier ticket that excludes this one, or None."""
         place = self._places[ticket.name]
         if not ticket.shared:
@@ -90,12 +90,12 @@ class Line:
         return None if alone is None or alone.identity == ticket.beside else alone
 
 
-def _read(name: str) -> Ticket | None:
+def _read(name: str) -> QueueNode | None:
     match name.split("."):
         case [mark, ("shared" | "alone") as kind, beside, number]:
             try:
                 place, _, other = beside.rpartition("-")
-                return Ticket(
+                return QueueNode(
                     name,
                     mark,
                     kind == "shared",
@@ -107,7 +107,7 @@ def _read(name: str) -> Ticket | None:
     return None
 
 
-def _rank(ticket: Ticket) -> int:
+def _rank(ticket: QueueNode) -> int:
     return ticket.number if ticket.beside is None else ticket.beside[0]
 
 

@@ -1,0 +1,57 @@
+"""The part of the contract of backends that is about refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import SkipTest, TestCase
+
+from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dlocks.backends.base import Backend
+from dlocks.values import Claim
+
+UNUSUAL: list[dict[str, Any]] = [
+    {"shared": True},
+    {"shared": True, "permits": 3},
+    {"takeover": False},
+    {"scope": "transaction"},
+]
+
+
+class RefusalContract(TestCase):
+    """The rules of ``refusal()``."""
+
+    backend: Backend
+
+    def claim(self, key: str = "contract:1", **options: Any) -> Claim:
+        raise NotImplementedError
+
+    def accepted(self, **options: Any) -> Claim:
+        """Return a claim with these options, or skip the test if it is refused."""
+        claim = self.claim(**options)
+        if (why := self.backend.refusal(claim)) is not None:
+            raise SkipTest(why)
+        return claim
+
+    def test_a_refusal_is_a_sentence_without_a_query(self) -> None:
+        # The first claim may have to find out what kind of server this is.
+        self.assertIsNone(self.backend.refusal(self.claim()))
+        for number, options in enumerate(UNUSUAL):
+            claim = self.claim(f"contract:{number}", **options)
+            name = self.backend.database or "default"
+            with CaptureQueriesContext(connections[name]) as queries:
+                why = self.backend.refusal(claim)
+            self.assertEqual(len(queries), 0)
+            if why is not None:
+                self.assertRegex(why, r"^[A-Za-z].* .*\.$")
+                continue
+            self.assertIsNotNone(self.backend.acquire(claim), options)
+            self.assertTrue(self.backend.release(claim), options)
+
+    def test_transaction_scope_requires_a_transaction(self) -> None:
+        claim = self.claim(scope="transaction")
+        self.assertIsNotNone(self.backend.refusal(claim))
+        if self.backend.supports_transactions:
+            with transaction.atomic(using=self.backend.database):
+                self.assertIsNone(self.backend.refusal(claim))
