@@ -67,7 +67,7 @@ PSYCOPG2 := .venv-psycopg2
 
 test-psycopg2:
 	@$(MAKE) --no-print-directory VENV=$(PSYCOPG2) $(PSYCOPG2)/.test-psycopg2
-	@$(PSYCOPG2)/bin/python -m tests.run postgresql -- $(or $(ARGS),tests/test_locks.py tests/test_line.py \
+	@$(PSYCOPG2)/bin/python -m tests.run postgresql -- $(or $(ARGS),tests/test_locks.py tests/test_queue.py \
 	    tests/test_transactions.py tests/test_races.py)
 
 lint: $(VENV)/.lint

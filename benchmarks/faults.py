@@ -25,7 +25,7 @@ TTL = 4
 MARGIN = 8.0
 # Seconds within which a holder is notified of a loss. Leases of 30 s are renewed every
 # 10 s, so a later notification will not come.
-TOLD_WITHIN = 12.0
+NOTIFIED_WITHIN = 12.0
 # Seconds that count as at once.
 BRIEFLY = 0.1
 # Seconds for which a key is tried after its server is back. The first hold's lease
@@ -127,7 +127,7 @@ def _hold(contender: Contender, say: Any, hear: Any, key: str) -> None:
         hear()
         # Another process may hold the key now. Measure how long this one believes that
         # it still does.
-        deadline = time.monotonic() + TOLD_WITHIN
+        deadline = time.monotonic() + NOTIFIED_WITHIN
         while (believes := _believes(held)) and time.monotonic() < deadline:
             time.sleep(0.01)
         say(None if believes else time.monotonic())

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlocks.api import db_lock, db_rwlock, db_semaphore
+    from dlocks.core.handover import aresume_hold, resume_hold
+    from dlocks.core.hold import Hold
+    from dlocks.core.lock import Lock
+    from dlocks.core.multi import MultiHold, MultiLock
+    from dlocks.core.shared import ReadWriteLock
     from dlocks.decorators import locked_view
     from dlocks.election import LeaderElection
     from dlocks.exceptions import (
@@ -17,13 +22,8 @@ if TYPE_CHECKING:
         StaleToken,
         StaleVersion,
     )
-    from dlocks.handover import aresume_hold, resume_hold
-    from dlocks.holds import Hold
-    from dlocks.keeper import shutdown
     from dlocks.keys import user_key
-    from dlocks.kinds import ReadWriteLock
-    from dlocks.locks import Lock
-    from dlocks.multi import MultiHold, MultiLock
+    from dlocks.runtime.keeper import shutdown
     from dlocks.schedules import SingleInstance, run_once
     from dlocks.signals import (
         lock_acquired,
@@ -84,12 +84,12 @@ _MODULES = {
         "StaleToken",
         "StaleVersion",
     ],
-    "handover": ["aresume_hold", "resume_hold"],
-    "holds": ["Hold"],
-    "keeper": ["shutdown"],
+    "core.handover": ["aresume_hold", "resume_hold"],
+    "core.hold": ["Hold"],
+    "runtime.keeper": ["shutdown"],
     "keys": ["user_key"],
-    "kinds": ["ReadWriteLock"],
-    "multi": ["MultiHold", "MultiLock"],
+    "core.shared": ["ReadWriteLock"],
+    "core.multi": ["MultiHold", "MultiLock"],
     "schedules": ["SingleInstance", "run_once"],
     "signals": [
         "lock_acquired",

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal, Never, TypeVar, Unpack, overload
 
 from dlocks.conf import DEFAULT_ALIAS
+from dlocks.core.lock import Lock
+from dlocks.core.multi import MultiLock
+from dlocks.core.options import KEY, KEYS, LOCK, KeyOptions, LockOptions, refuse_unknown
+from dlocks.core.shared import ReadWriteLock
 from dlocks.decorators import LockDecorator, refuse_bare
-from dlocks.kinds import ReadWriteLock
-from dlocks.locks import Lock
-from dlocks.multi import MultiLock
-from dlocks.options import KEY, KEYS, LOCK, KeyOptions, LockOptions, refuse_unknown
 
 T = TypeVar("T")
 

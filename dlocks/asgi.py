@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dlocks import clock
-from dlocks.coroutines import acquiring
-from dlocks.keeper import keeper
+from dlocks.runtime import clock
+from dlocks.runtime.coroutines import acquiring
+from dlocks.runtime.keeper import keeper
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -16,7 +16,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
 # Seconds for which cancelled tasks may take to leave their blocks.
-PATIENCE = 5.0
+CANCEL_TIMEOUT = 5.0
 
 
 def release_at_shutdown(application: Application) -> Application:
@@ -46,7 +46,7 @@ def release_at_shutdown(application: Application) -> Application:
             for task in tasks:
                 task.cancel("The server is shutting down.")
             await clock.wait_for_any(
-                [asyncio.gather(*tasks, return_exceptions=True)], PATIENCE
+                [asyncio.gather(*tasks, return_exceptions=True)], CANCEL_TIMEOUT
             )
         await asyncio.to_thread(keeper.run, keeper.close)
         await send({"type": "lifespan.shutdown.complete"})

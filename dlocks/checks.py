@@ -21,8 +21,8 @@ from dlocks.text import HASH
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
-    from dlocks.backends.database import DatabaseBackend
-    from dlocks.backends.session import SessionBackend
+    from dlocks.backends.database.backend import DatabaseBackend
+    from dlocks.backends.session.backend import SessionBackend
 
 
 @checks.register("dlocks")
@@ -125,8 +125,8 @@ def check_tables(
 
     It is run by 'manage.py check --database default'.
     """
-    from dlocks.backends.database import DatabaseBackend
-    from dlocks.backends.session import SessionBackend
+    from dlocks.backends.database.backend import DatabaseBackend
+    from dlocks.backends.session.backend import SessionBackend
 
     messages: list[checks.CheckMessage] = []
     if not apps.is_installed("dlocks"):

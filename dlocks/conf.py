@@ -14,7 +14,7 @@ from django.db import connections
 from django.utils.module_loading import import_string
 
 from dlocks.backends.base import Backend, Runtime
-from dlocks.keeper import OUTSIDE_PATIENCE, keeper
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 
 T = TypeVar("T")
 
@@ -32,13 +32,13 @@ class KeeperRuntime(Runtime):
     """The runtime that uses the threads and the holds of the keeper."""
 
     def run(self, function: Callable[[], T]) -> T:
-        return keeper.run(function, self.backend, patience=OUTSIDE_PATIENCE)
+        return keeper.run(function, self.backend, patience=OUTSIDE_TIMEOUT)
 
     def call_later(self, function: Callable[[], None], seconds: float) -> None:
         keeper.later(function, seconds, self.backend)
 
     def on_lost(self, owners: Collection[str], why: str) -> None:
-        keeper.tell_lost(owners, why)
+        keeper.report_lost(owners, why)
 
     def backend_of(self, alias: str) -> Backend:
         return backends[alias]
@@ -170,7 +170,7 @@ def _forget_holds() -> None:
     """
     from dlocks.backends.dummy import DummyBackend
     from dlocks.backends.memory import MemoryBackend
-    from dlocks.holds import holds_by_caller
+    from dlocks.core.hold import holds_by_caller
 
     theirs = [
         one

@@ -38,11 +38,11 @@ from django.views import View
 # It reports that the app is not installed, so the app cannot register it.
 from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.coroutines import in_django_thread
+from dlocks.core.lock import Lock, changed_options, decorate_with, shown
+from dlocks.core.options import VIEW, ViewOptions, refuse_unknown
 from dlocks.exceptions import LockNotAwaitable, LockTimeout
-from dlocks.locks import Lock, changed_options, decorate_with, shown
-from dlocks.options import VIEW, ViewOptions, refuse_unknown
 from dlocks.responses import hold_until_produced
+from dlocks.runtime.coroutines import run_in_sync_thread
 from dlocks.values import Duration
 
 P = ParamSpec("P")
@@ -162,7 +162,9 @@ class LockDecorator(Generic[B]):
                 key = key_of(*args, **kwargs)
             except SynchronousOnlyOperation:
                 # The key needs the database, for example for ``request.user``.
-                key = await in_django_thread(functools.partial(key_of, *args, **kwargs))
+                key = await run_in_sync_thread(
+                    functools.partial(key_of, *args, **kwargs)
+                )
             lock, entered = await self.alock(key), False
             try:
                 async with lock as hold:

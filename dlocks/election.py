@@ -22,14 +22,14 @@ from typing import Any, Self
 from django.db import connections
 
 # It reports that the app is not installed, so the app cannot register it.
-from dlocks import checks, clock  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.coroutines import in_django_thread, waiting_for_a_lock
+from dlocks.core.hold import Hold, current_caller
+from dlocks.core.lock import FROM_SETTINGS, Attempt, Lock, check_key, wake_in
 from dlocks.exceptions import LockBackendError, LockError, LockLost, StaleToken
-from dlocks.greenlets import is_alive
-from dlocks.holds import Hold, current_caller
-from dlocks.keeper import keeper
-from dlocks.locks import FROM_SETTINGS, Attempt, Lock, check_key, ring_in
+from dlocks.runtime import clock
+from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
+from dlocks.runtime.greenlets import is_alive
+from dlocks.runtime.keeper import keeper
 from dlocks.values import Duration, Holder, in_seconds
 
 logger = logging.getLogger("dlocks")
@@ -43,7 +43,7 @@ FIRST_RETRY, LONGEST_RETRY = 0.25, 10.0
 UNREACHABLE = "The election %r cannot reach its backend, and retries: %s"
 
 # Seconds for which the end of the process waits for an election in another thread.
-EXIT_PATIENCE = 5.0
+EXIT_TIMEOUT = 5.0
 
 
 class LeaderElection:
@@ -167,7 +167,7 @@ class LeaderElection:
         return None if holder is None or holder.stale else holder
 
     async def aleader(self) -> Holder | None:
-        return await in_django_thread(self.leader)
+        return await run_in_sync_thread(self.leader)
 
     # Running and stopping.
 
@@ -192,7 +192,7 @@ class LeaderElection:
                     self._see_to_connections()
         finally:
             try:
-                self._give_back()
+                self._release()
             finally:
                 self._ended.set()
 
@@ -244,11 +244,11 @@ class LeaderElection:
         of them, and a later lead does not count as theirs.
         """
         deadline = clock.now() + in_seconds(seconds)
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()
         # Read the hold before registering the queue. If the lead ends in between, the
         # loop notices it and does not mistake a later lead for this one.
         hold = self._hold
-        self._bells_of_work.append(bell)
+        self._bells_of_work.append(wakeup)
         try:
             while (
                 self._hold is hold
@@ -256,10 +256,10 @@ class LeaderElection:
                 and (left := deadline - clock.now()) > 0
             ):
                 with suppress(queue.Empty):
-                    bell.get(timeout=min(left, threading.TIMEOUT_MAX))
+                    wakeup.get(timeout=min(left, threading.TIMEOUT_MAX))
             return self._hold is hold and self.is_leader
         finally:
-            self._bells_of_work.remove(bell)
+            self._bells_of_work.remove(wakeup)
 
     def __enter__(self) -> Self:
         self.start()
@@ -275,23 +275,23 @@ class LeaderElection:
         ``on_elected`` is cancelled if the lead ends first.
         """
         self._begin()
-        bell = asyncio.Event()
-        self._ring = partial(ring_in, asyncio.get_running_loop(), bell)
+        wakeup = asyncio.Event()
+        self._ring = partial(wake_in, asyncio.get_running_loop(), wakeup)
         retries = _retries()
         try:
             while not self._stopping:
                 try:
-                    await self._acampaign(bell)
+                    await self._acampaign(wakeup)
                 except LockBackendError as error:
                     logger.warning(UNREACHABLE, self.name, error)
-                    await _arest(bell, next(retries))
+                    await _arest(wakeup, next(retries))
                     continue
                 retries = _retries()
                 if self._hold is not None:
-                    await self._alead(self._hold, bell)
+                    await self._alead(self._hold, wakeup)
         finally:
             try:
-                await in_django_thread(self._give_back)
+                await run_in_sync_thread(self._release)
             finally:
                 self._ended.set()
 
@@ -320,8 +320,8 @@ class LeaderElection:
 
     def _ring_work(self) -> None:
         """Wake the threads in ``wait()``."""
-        for bell in list(self._bells_of_work):
-            bell.put(None)
+        for wakeup in list(self._bells_of_work):
+            wakeup.put(None)
 
     def _run_in_thread(self) -> None:
         try:
@@ -352,7 +352,7 @@ class LeaderElection:
             and is_alive(runner)
             and not self._ended.is_set()
         ):
-            self.stop(EXIT_PATIENCE)
+            self.stop(EXIT_TIMEOUT)
 
     def _lost(self, hold: Hold) -> None:
         self._ring()
@@ -368,9 +368,9 @@ class LeaderElection:
                 self._rest(attempt.pause())
         except BaseException:
             self._hold = None
-            attempt.give_up()
+            attempt.cancel()
             raise
-        attempt.give_up()
+        attempt.cancel()
 
     def _lead(self, hold: Hold) -> None:
         logger.info(
@@ -393,7 +393,7 @@ class LeaderElection:
             finally:
                 self._depose(hold)
         finally:
-            self._give_back(failed=failure is not None)
+            self._release(failed=failure is not None)
         # Drop the reference to the error, whose traceback refers to this frame.
         pause, failure = self._pause_after(failure), None
         self._pause(pause)
@@ -468,7 +468,7 @@ class LeaderElection:
             except Exception:
                 logger.exception("on_deposed of %r failed", self.name)
 
-    def _give_back(self, *, failed: bool = False) -> None:
+    def _release(self, *, failed: bool = False) -> None:
         hold, self._hold = self._hold, None
         self._deposing = False
         if hold is not None:
@@ -496,21 +496,21 @@ class LeaderElection:
 
     # The same for coroutines.
 
-    async def _acampaign(self, bell: asyncio.Event) -> None:
+    async def _acampaign(self, wakeup: asyncio.Event) -> None:
         attempt = Attempt(self._lock, current_caller(), self._ring, wait=True)
         try:
             while not self._stopping:
-                self._hold = await in_django_thread(attempt.once)
+                self._hold = await run_in_sync_thread(attempt.once)
                 if self._hold is not None:
                     return
-                await _arest(bell, await in_django_thread(attempt.pause))
+                await _arest(wakeup, await run_in_sync_thread(attempt.pause))
         except BaseException:
             self._hold = None
-            await in_django_thread(attempt.give_up)
+            await run_in_sync_thread(attempt.cancel)
             raise
-        await in_django_thread(attempt.give_up)
+        await run_in_sync_thread(attempt.cancel)
 
-    async def _alead(self, hold: Hold, bell: asyncio.Event) -> None:
+    async def _alead(self, hold: Hold, wakeup: asyncio.Event) -> None:
         logger.info(
             "Elected %r: %s, token %d", self.name, hold.claim.holder, hold.token
         )
@@ -521,11 +521,11 @@ class LeaderElection:
                 begun := self.on_elected(hold)
             ):
                 work = asyncio.ensure_future(begun)
-                work.add_done_callback(lambda _: bell.set())
+                work.add_done_callback(lambda _: wakeup.set())
             while self.is_leader and (
                 work is None or not work.done() or _returned(work)
             ):
-                await _arest(bell, hold.remaining)
+                await _arest(wakeup, hold.remaining)
             if self.is_leader and work is not None and work.cancelled():
                 failure = self._failure(
                     hold, RuntimeError("It was cancelled, but not by the election.")
@@ -540,10 +540,10 @@ class LeaderElection:
             and isinstance(trouble := work.exception(), Exception)
         ):
             failure = self._failure(hold, trouble)
-        await in_django_thread(partial(self._give_back, failed=failure is not None))
+        await run_in_sync_thread(partial(self._release, failed=failure is not None))
         deadline, failure = clock.now() + self._pause_after(failure), None
         while not self._stopping and (left := deadline - clock.now()) > 0:
-            await _arest(bell, left)
+            await _arest(wakeup, left)
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
         self._deposing = True
@@ -585,9 +585,9 @@ def _returned(work: asyncio.Future[Any]) -> bool:
     return not work.cancelled() and work.exception() is None
 
 
-async def _arest(bell: asyncio.Event, seconds: float | None) -> None:
-    await clock.wait_for(bell, seconds)
-    bell.clear()
+async def _arest(wakeup: asyncio.Event, seconds: float | None) -> None:
+    await clock.wait_for(wakeup, seconds)
+    wakeup.clear()
 
 
 def _retries() -> Any:

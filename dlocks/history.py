@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from django.db.utils import InterfaceError, OperationalError
 
-from dlocks import clock
-from dlocks.backends.database import DatabaseBackend
-from dlocks.backends.database.records import Finished
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.backends.database.history import EndedHold
 from dlocks.exceptions import LockBackendError
-from dlocks.forks import in_child
-from dlocks.keeper import keeper
+from dlocks.runtime import clock
+from dlocks.runtime.keeper import keeper
+from dlocks.runtime.process import in_child
 from dlocks.signals import End, Watcher, watchers
 
 if TYPE_CHECKING:
@@ -36,18 +36,18 @@ KEPT = 10_000
 BATCH = 500
 
 
-class Book:
+class HistoryBuffer:
     """The ended holds of one backend that have not been written yet."""
 
     def __init__(self, backend: DatabaseBackend) -> None:
         self.backend = backend
-        self._notes: deque[Finished] = deque()
+        self._notes: deque[EndedHold] = deque()
         self._writing = threading.Lock()
         # Whether a failure or a dropped record has been logged since the last
         # successful write.
         self._failed = self._dropped = False
 
-    def note(self, hold: ObservedHold, ending: str) -> None:
+    def record(self, hold: ObservedHold, ending: str) -> None:
         """Add a hold to the buffer. The keeper writes it soon."""
         connection = self.backend.connection
         if any(
@@ -67,7 +67,7 @@ class Book:
                 )
             return
         claim = hold.claim
-        finished = Finished(
+        finished = EndedHold(
             key=claim.key,
             token=hold.token,
             # Cut to the column's length, as in the other tables. Some engines reject a
@@ -102,7 +102,9 @@ class Book:
                 ]
                 database = self.backend.connection.settings_dict["NAME"]
                 try:
-                    if records := [note for note in batch if note.database == database]:
+                    if records := [
+                        record for record in batch if record.database == database
+                    ]:
                         self.backend.remember(records, clock.now())
                 except LockBackendError as error:
                     if not self._failed:
@@ -116,7 +118,7 @@ class Book:
                     self._failed = self._dropped = False
 
 
-_books: dict[DatabaseBackend, Book] = {}
+_books: dict[DatabaseBackend, HistoryBuffer] = {}
 
 
 def flush() -> None:
@@ -132,8 +134,8 @@ class History(Watcher):
         backend = hold.backend
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return
-        book = _books.get(backend) or _books.setdefault(backend, Book(backend))
-        book.note(hold, "F" if how == "released" and hold._failed else _ENDINGS[how])
+        book = _books.get(backend) or _books.setdefault(backend, HistoryBuffer(backend))
+        book.record(hold, "F" if how == "released" and hold._failed else _ENDINGS[how])
 
 
 # The choices of ``HoldRecord.ending``.

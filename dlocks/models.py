@@ -210,7 +210,7 @@ def under(prefix: str) -> models.Q:
 
 
 class LockQuerySet(ClockQuerySet):
-    def with_line(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
+    def with_queue(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
         """Add ``waiting`` and ``sharing``, the numbers of waiters and shared holds.
 
         They are counted by the database's clock. Call it after ``by_clock()``, whose

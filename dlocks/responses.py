@@ -15,9 +15,9 @@ from typing import Any
 from django.http import StreamingHttpResponse
 from django.template.response import SimpleTemplateResponse
 
+from dlocks.core.hold import Hold
 from dlocks.exceptions import LockError, LockLost
-from dlocks.holds import Hold
-from dlocks.keeper import keeper
+from dlocks.runtime.keeper import keeper
 
 logger = logging.getLogger("dlocks")
 
@@ -76,7 +76,7 @@ def _leave(hold: Hold, forgotten: Any, error: BaseException | None = None) -> No
     """Leave the hold, unless this response has already left it."""
     if forgotten.detach() is None:
         return
-    leave = partial(hold.leave, error)
+    leave = partial(hold.exit, error)
     # Django's asynchronous test client closes responses in the event loop.
     leave() if _get_running_loop() is None else keeper.run(leave, hold.backend)
 

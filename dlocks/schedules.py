@@ -11,12 +11,12 @@ from django.core.management.base import BaseCommand, CommandError
 
 from dlocks.backends.base import ANY_LEASE
 from dlocks.conf import DEFAULT_ALIAS, backends
-from dlocks.coroutines import in_django_thread
+from dlocks.core.hold import Hold
+from dlocks.core.lock import Lock, shown
+from dlocks.core.options import KEYS, RUN, RunOptions, refuse_unknown
 from dlocks.decorators import Key, LockDecorator, Template
 from dlocks.exceptions import LockTimeout
-from dlocks.holds import Hold
-from dlocks.locks import Lock, shown
-from dlocks.options import KEYS, RUN, RunOptions, refuse_unknown
+from dlocks.runtime.coroutines import run_in_sync_thread
 from dlocks.values import Duration, seconds
 
 SHARED = replace(ANY_LEASE, shared=True, scope="transaction")
@@ -55,7 +55,7 @@ class _OneRun(LockDecorator[None]):
     async def alock(self, key: str) -> Lock:
         # The caller's transaction, if any, belongs to the thread of
         # ``sync_to_async()``.
-        return await in_django_thread(partial(self.lock, key))
+        return await run_in_sync_thread(partial(self.lock, key))
 
 
 def run_once(

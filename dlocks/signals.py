@@ -47,7 +47,7 @@ class Watcher:
 watchers: list[Watcher] = []
 
 
-def tell_acquired(hold: ObservedHold) -> None:
+def send_acquired(hold: ObservedHold) -> None:
     for watcher in watchers:
         try:
             watcher.acquired(hold)
@@ -56,7 +56,7 @@ def tell_acquired(hold: ObservedHold) -> None:
     lock_acquired.send_robust(type(hold.lock), hold=hold)
 
 
-def tell_ended(hold: ObservedHold, how: End) -> None:
+def send_ended(hold: ObservedHold, how: End) -> None:
     for watcher in watchers:
         try:
             watcher.ended(hold, how)
@@ -65,7 +65,7 @@ def tell_ended(hold: ObservedHold, how: End) -> None:
     _ENDS[how].send_robust(type(hold.lock), hold=hold)
 
 
-def tell_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
+def send_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
     for watcher in watchers:
         try:
             watcher.timed_out(lock, holder, waited)

@@ -11,11 +11,11 @@ from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
-from dlocks.connected import connection_of, in_atomic_blocks
+from dlocks.runtime.connected import connection_of, in_atomic_blocks
 from dlocks.sql.dialects import dialect_of
 
 
-class Mark:
+class TransactionMarker:
     """A marker in a connection's transaction, which shows if it still stands.
 
     It is set in the connection's thread, and read from any. Django shows a rollback
@@ -163,8 +163,8 @@ class Commit:
 class Written:
     """The models written in a transaction, and whether it was rolled back.
 
-    Like a ``Mark``, it is an ``on_commit()`` callback. It is the first one, so that the
-    others see it as committed.
+    Like a ``TransactionMarker``, it is an ``on_commit()`` callback. It is the first
+    one, so that the others see it as committed.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str]) -> None:
@@ -184,7 +184,7 @@ class Written:
         Return None if no rollback can come, if Django would not report it, or if it
         only comes after a test.
         """
-        if why_untold(connection) is not None or len(
+        if why_end_is_unknown(connection) is not None or len(
             list(_own_blocks(connection))
         ) < len(connection.atomic_blocks):
             return None
@@ -242,7 +242,7 @@ def open_connections() -> Sequence[BaseDatabaseWrapper]:
     """
     opened = _in_own_blocks()
     return opened and [
-        connection for connection in opened if why_untold(connection) is None
+        connection for connection in opened if why_end_is_unknown(connection) is None
     ]
 
 
@@ -254,7 +254,7 @@ def _in_own_blocks() -> Sequence[BaseDatabaseWrapper]:
     ]
 
 
-def why_untold(connection: BaseDatabaseWrapper) -> str | None:
+def why_end_is_unknown(connection: BaseDatabaseWrapper) -> str | None:
     """Return why Django does not report a transaction's end, or None."""
     # An atomic block leaves a manual transaction open, and runs no callbacks.
     if connection.in_atomic_block and connection.commit_on_exit:

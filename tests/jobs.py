@@ -31,7 +31,7 @@ from dlocks import (
     db_rwlock,
     db_semaphore,
 )
-from tests.internals import KEPT_FOR, Claim, backends, history, keeper, room_of
+from tests.internals import HANDOVER_LEASE, Claim, backends, history, keeper, waiters_of
 from tests.processes import go_far_away
 from tests.servers import die_with_parent
 from tests.timing import in_time
@@ -926,7 +926,7 @@ def crowd(pipe, number, directory, key, **policy):
                 go_far_away()
             status = 1
             try:
-                _stand_in_line(directory, key, policy)
+                _join_queue(directory, key, policy)
                 status = 0
             except BaseException:
                 (directory / f"failed-{os.getpid()}").write_text(traceback.format_exc())
@@ -955,7 +955,7 @@ def crowd(pipe, number, directory, key, **policy):
     return sorted(lost)
 
 
-def _stand_in_line(directory, key, policy):
+def _join_queue(directory, key, policy):
     note = partial(
         _note, os.open(directory / "log", os.O_APPEND | os.O_WRONLY | os.O_CREAT)
     )
@@ -1170,7 +1170,7 @@ def acquire_after_another(pipe, key, **policy):
     threading.Thread(target=look).start()
     token = acquire(pipe, key, **policy)
     # The first lease after a handover is short.
-    while _kept[-1].remaining < KEPT_FOR:
+    while _kept[-1].remaining < HANDOVER_LEASE:
         _kept[-1].check()
         time.sleep(0.01)
     return token
@@ -1275,7 +1275,7 @@ def take_turns(pipe, key, *, times, **policy):
     backend, looked = backends["default"], []
     look = backend.poll
     # An earlier job may have started polling.
-    room_of(backend)._looks_until = 0.0
+    waiters_of(backend)._looks_until = 0.0
 
     def counting(claims, *, heartbeat=True):
         looked.append(claims)
@@ -1357,7 +1357,7 @@ def rights(pipe, name):
 
     Return its result or its error.
     """
-    from tests.internals import backends, oversight
+    from tests.internals import backends, operations
 
     backend = backends["default"]
     calls = {
@@ -1365,12 +1365,12 @@ def rights(pipe, name):
         "reap": lambda: sum(backend.reap()),
         "forget": lambda: sum(backend.forget(0)),
         "look": lambda: sum(
-            len(list(oversight.with_claims(backend, page)))
-            for page in oversight.pages(backend, ["held"])
+            len(list(operations.with_claims(backend, page)))
+            for page in operations.pages(backend, ["held"])
         ),
-        "clear": lambda: oversight.clear(backend, "held", 1000).pk,
-        "end_share": lambda: oversight.end_share(backend, "shared", 1001).version,
-        "purge_one": lambda: oversight.purge(backend, "old", 1000).pk,
+        "clear": lambda: operations.clear(backend, "held", 1000).pk,
+        "end_share": lambda: operations.end_share(backend, "shared", 1001).version,
+        "purge_one": lambda: operations.purge(backend, "old", 1000).pk,
     }
     try:
         return calls[name]()

@@ -231,7 +231,7 @@ def _client_steps(
         elif me not in row.line:
             yield "sees that its turn is over", _with(state, me, Client("sent"))
         elif row.line[0] == me and _free(rules, state, me):
-            yield "hands the key to the queue", _handed_over(rules, state)
+            yield "hands the key to the queue", _was_handed_over(rules, state)
     elif at == "told":
         if client.left > 0 or rules.notice == "believed":
             left = TTL if rules.notice == "believed" else client.left
@@ -341,7 +341,7 @@ def _granted(rules: Rules, state: State, me: int, left: int) -> State:
     )
 
 
-def _handed_over(rules: Rules, state: State) -> State:
+def _was_handed_over(rules: Rules, state: State) -> State:
     return _granted(rules, state, state.row.line[0], rules.kept_for_the_next)
 
 
@@ -354,7 +354,7 @@ def _released(rules: Rules, state: State, me: int) -> State:
             row=row._replace(owner=-1, left=-rules.grace, token=token)
         )
         if row.line:
-            after = _handed_over(rules, after)
+            after = _was_handed_over(rules, after)
     return after
 
 

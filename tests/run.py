@@ -176,7 +176,7 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
         for engine in ENGINES[1:]:
             if engine in engines:
                 name = f"{engine} alone"
-                start(name, [engine, "--", "tests/test_line.py", "-m", "alone"])
+                start(name, [engine, "--", "tests/test_queue.py", "-m", "alone"])
                 statuses |= wait([name])
     finally:
         for reader in readers:

@@ -75,7 +75,7 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None:
             self.stop()
-        give_back(self.port)
+        release_port(self.port)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def initialize(self) -> None:
@@ -549,7 +549,7 @@ class GaleraNode(MariaDB):
         # Its data are no longer needed.
         if self.process is not None:
             self.crash()
-        give_back(self.group, self.transfer)
+        release_port(self.group, self.transfer)
         super().__exit__()
 
 
@@ -773,7 +773,7 @@ class ZooKeeperMember(ZooKeeper):
         with contextlib.ExitStack() as stack:
             for one in range(1, number + 1):
                 ports = free_port(), free_port()
-                stack.callback(give_back, *ports)
+                stack.callback(release_port, *ports)
                 settings[f"server.{one}"] = "127.0.0.1:{}:{}".format(*ports)
             members = [cls(**settings) for _ in range(number)]
             for one, member in enumerate(members):
@@ -807,7 +807,7 @@ def fetched(server: str, program: str) -> Path:
 
 
 def free_port() -> int:
-    """Reserve a port until ``give_back()`` or the end of this process.
+    """Reserve a port until ``release_port()`` or the end of this process.
 
     A socket that never listens is bound to it. The system therefore assigns the port
     neither to a socket that asks for any free port, nor to an outgoing connection. A
@@ -818,19 +818,19 @@ def free_port() -> int:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind(("127.0.0.1", 0))
     port = int(probe.getsockname()[1])
-    _given[port] = probe
+    _reserved[port] = probe
     return port
 
 
-def give_back(*ports: int) -> None:
+def release_port(*ports: int) -> None:
     for port in ports:
-        if (probe := _given.pop(port, None)) is not None:
+        if (probe := _reserved.pop(port, None)) is not None:
             probe.close()
 
 
-_given: dict[int, socket.socket] = {}
+_reserved: dict[int, socket.socket] = {}
 # The interpreter warns of sockets that are still open when it exits.
-atexit.register(lambda: give_back(*_given))
+atexit.register(lambda: release_port(*_reserved))
 
 
 def answers(port: int) -> bool:

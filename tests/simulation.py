@@ -2,9 +2,9 @@
 
 A schedule of bytes decides which actor takes the next step, and which call fails.
 Nothing waits and there are no threads. The actors are callers, their keepers and their
-``WaitingRoom`` objects. Another actor may run before and after each call to the
+``Waiters`` objects. Another actor may run before and after each call to the
 database acts, so schedules reach every point between two steps of the protocol. Each
-caller is a process of its own, with its own backend, keeper and ``WaitingRoom``.
+caller is a process of its own, with its own backend, keeper and ``Waiters``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dlocks import (
     db_lock,
 )
 from tests.internals import (
-    HEARD_FOR,
-    KEPT_FOR,
+    HANDOVER_LEASE,
+    HEARTBEAT_TIMEOUT,
     Backend,
     Claim,
     Grant,
     Keeper,
     Message,
     Ticket,
-    WaitingRoom,
+    Waiters,
     backends,
     clock,
     holds_by_caller,
@@ -88,7 +88,7 @@ class Database:
         live = self.live()
         if live and self.free(grace):
             claim = live[0].claim
-            token = self.grant(claim, min(claim.ttl, KEPT_FOR))
+            token = self.grant(claim, min(claim.ttl, HANDOVER_LEASE))
             self.sim.messages.append(
                 Message(owner=claim.owner, token=token, ends=self.end)
             )
@@ -182,7 +182,9 @@ class SimulatedBackend(Backend):
                     return Ticket(must_retry=True)
                 database.tickets += 1
                 ticket = QueuedClaim(
-                    claim, position or database.tickets, database.now + HEARD_FOR
+                    claim,
+                    position or database.tickets,
+                    database.now + HEARTBEAT_TIMEOUT,
                 )
                 database.line.append(ticket)
                 database.line.sort(key=lambda one: one.number)
@@ -207,7 +209,7 @@ class SimulatedBackend(Backend):
             for claim in claims:
                 for ticket in database.line:
                     if ticket.claim.owner == claim.owner and heartbeat:
-                        ticket.heard_until = database.now + HEARD_FOR
+                        ticket.heard_until = database.now + HEARTBEAT_TIMEOUT
             database.move_on(self.grace)
             for claim in claims:
                 if (
@@ -234,8 +236,8 @@ class SimulatedBackend(Backend):
         )
 
 
-class Room(WaitingRoom):
-    """A ``WaitingRoom`` without its thread.
+class Room(Waiters):
+    """A ``Waiters`` without its thread.
 
     The schedule decides when it polls and when it receives notifications.
     """
@@ -314,7 +316,9 @@ class Simulation:
     def world(self, what: int) -> None:
         kind = what % 8
         if kind < 5:
-            self.time += (0.05, 0.3, TTL / 3, KEPT_FOR + 0.1, TTL + GRACE + 0.1)[kind]
+            self.time += (0.05, 0.3, TTL / 3, HANDOVER_LEASE + 0.1, TTL + GRACE + 0.1)[
+                kind
+            ]
         elif kind == 5:
             # The database's clock steps forward by less than the grace, and back again.
             self.database.ahead = 0.0 if self.database.ahead else 0.4
@@ -358,7 +362,7 @@ class Simulation:
         except LockError as error:
             assert isinstance(error, (LockTimeout, LockBackendError)), error
             self.attempts[number] = None
-            attempt.give_up()
+            attempt.cancel()
             return
         self.attempts[number] = None
         self.holds[number] = hold
@@ -393,7 +397,7 @@ class Simulation:
             return
         if hold.renewable and hold.renew_at <= self.time:
             keeper._renew([hold])
-        hold.look()
+        hold.check_expiry()
 
     def look(self, number: int) -> None:
         # The poll holds the waiter's mutex while it queues a claim again.
@@ -435,11 +439,11 @@ class Simulation:
             self.die(number)
         self.armed = ""
         self.still = 1
-        self.time += TTL + HEARD_FOR + GRACE + 1.0
+        self.time += TTL + HEARTBEAT_TIMEOUT + GRACE + 1.0
         grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
         if grant is None:
             # A waiter that died may have shown a heartbeat until just now.
-            self.time += KEPT_FOR + GRACE
+            self.time += HANDOVER_LEASE + GRACE
             grant = self.backends[0].acquire(Claim(key=KEY, ttl=TTL))
         assert grant is not None, "the key is free, but no caller acquires it"
         assert grant.token > max(self.tokens, default=0)
@@ -453,16 +457,16 @@ class Simulation:
             keeper._changed.notify()
         if thread is not None and thread.is_alive():
             thread.join()
-        originals = clock.now, locks.room_of, Keeper._wake
+        originals = clock.now, locks.waiters_of, Keeper._wake
         clock.now = lambda: self.time
-        locks.room_of = lambda backend: rooms[backend]
+        locks.waiters_of = lambda backend: rooms[backend]
         Keeper._wake = lambda keeper: None
         for backend in self.backends:
             backends._backends[backend.alias] = backend
         try:
             yield
         finally:
-            clock.now, locks.room_of, Keeper._wake = originals
+            clock.now, locks.waiters_of, Keeper._wake = originals
             for backend in self.backends:
                 backends._backends.pop(backend.alias, None)
             keeper._kept.clear()

@@ -513,7 +513,7 @@ class TestClear:
 
     def test_select_all_clears_every_stale_lock_of_the_list(self, clearer, monkeypatch):
         """ "Select all" clears every stale lock of the list, up to a limit."""
-        monkeypatch.setattr(dlocks_admin, "AT_ONCE", 3)
+        monkeypatch.setattr(dlocks_admin, "ROWS_PER_STATEMENT", 3)
         for number in range(3):
             rows.stale(f"s{number}")
             rows.held(f"h{number}")
@@ -697,7 +697,7 @@ class TestForceRelease:
         self, releaser, monkeypatch
     ):
         """A selection too large for Django's form limit is refused."""
-        monkeypatch.setattr(dlocks_admin, "AT_ONCE", 3)
+        monkeypatch.setattr(dlocks_admin, "ROWS_PER_STATEMENT", 3)
         for number in range(4):
             rows.held(f"k{number}")
         assert "At most 3 locks" in told(act(releaser, FORCE, "k0", select_across="1"))

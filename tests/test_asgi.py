@@ -17,7 +17,7 @@ import pytest
 from dlocks import db_lock
 from tests import jobs
 from tests.internals import LockClaim, ResourceLock
-from tests.servers import free_port, give_back
+from tests.servers import free_port, release_port
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -86,7 +86,7 @@ class Uvicorn:
         try:
             return self.process.wait(60)
         finally:
-            give_back(self.port)
+            release_port(self.port)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.internals import (
     backends,
     holds_by_caller,
     keeper,
-    room_of,
+    waiters_of,
 )
 from tests.models import Counter
 
@@ -148,7 +148,8 @@ def left_behind(keys, using):
     found = [f"kept {hold}" for hold in keeper.holds]
     found += [f"entered {hold}" for hold in holds_by_caller.values() if hold.enterable]
     found += [
-        f"in the waiting room: {owner}" for owner in room_of(backends[using])._waiters
+        f"in the waiting room: {owner}"
+        for owner in waiters_of(backends[using])._waiters
     ]
     if using in FAMILY:
         found += [

@@ -20,11 +20,11 @@ from django.db import ProgrammingError
 from tests import jobs
 from tests.internals import (
     Chart,
-    Crew,
-    CrewError,
     HoldRecord,
     LockClaim,
     ResourceLock,
+    WorkerError,
+    WorkerPool,
     draw,
     lock_bench,
     samples,
@@ -303,7 +303,7 @@ def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch)
 
 
 def test_a_worker_pool_replies_and_ends_with_the_block():
-    with Crew(2, jobs.echo) as crew:
+    with WorkerPool(2, jobs.echo) as crew:
         crew.tell("both")
         assert [crew.hear(number, 60) for number in range(2)] == ["both", "both"]
         crew.tell_each(["one", "other"])
@@ -314,18 +314,18 @@ def test_a_worker_pool_replies_and_ends_with_the_block():
 
 
 def test_a_failed_or_killed_worker_is_reported():
-    with Crew(2, jobs.echo) as crew:
+    with WorkerPool(2, jobs.echo) as crew:
         crew.tell(None, 1)
-        with pytest.raises(CrewError, match=r"(?s)process 1 failed:.*TypeError"):
+        with pytest.raises(WorkerError, match=r"(?s)process 1 failed:.*TypeError"):
             crew.hear(0, 60)
         crew._processes[1].kill()
-        with pytest.raises(CrewError, match="process 2 ended unexpectedly"):
+        with pytest.raises(WorkerError, match="process 2 ended unexpectedly"):
             crew.hear(1, 60)
 
 
 def test_a_worker_without_a_reply_times_out():
     with (
-        Crew(1, jobs.echo) as crew,
-        pytest.raises(CrewError, match="process 1 did not reply in time"),
+        WorkerPool(1, jobs.echo) as crew,
+        pytest.raises(WorkerError, match="process 1 did not reply in time"),
     ):
         crew.hear(0, 0)

@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, db_lock
 from tests import rows
-from tests.internals import ResourceLock, backends, duration, oversight
+from tests.internals import ResourceLock, backends, duration, operations
 
 COMMANDS = [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
 
@@ -197,9 +197,9 @@ class TestListLocks:
         self, monkeypatch, django_assert_max_num_queries
     ):
         """The command never has a hundred thousand rows in memory at once."""
-        monkeypatch.setattr(oversight, "PAGE", 3)
+        monkeypatch.setattr(operations, "PAGE", 3)
         sizes = []
-        pages = oversight.pages
+        pages = operations.pages
         monkeypatch.setattr(
             "dlocks.management.commands.list_locks.pages",
             lambda *args: (sizes.append(len(page)) or page for page in pages(*args)),
@@ -216,7 +216,7 @@ class TestListLocks:
 
         ``clear_lock`` accepts the keys in this form.
         """
-        monkeypatch.setattr(oversight, "PAGE", 2)
+        monkeypatch.setattr(operations, "PAGE", 2)
         for key in (
             "SHOP:x",
             "shop",

@@ -19,7 +19,7 @@ from tests.internals import (
     PREPARED_AT,
     TEXT_AT_MOST,
     ResourceLock,
-    _at_most,
+    _with_limit,
     backends,
     by_sqlite3,
 )
@@ -417,7 +417,7 @@ def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
     raw = sqlite3.connect(tmp_path / "of_its_own.sqlite3", isolation_level=None)
     raw.execute("PRAGMA journal_mode = delete")
     raw.execute("PRAGMA synchronous = FULL")
-    with _at_most(raw, "synchronous", 1, unless=sqlite3.Error):
+    with _with_limit(raw, "synchronous", 1, unless=sqlite3.Error):
         assert raw.execute("PRAGMA synchronous").fetchall() == [(2,)]
     raw.close()
 
@@ -431,7 +431,7 @@ def test_an_unreadable_file_is_reported_by_the_statement_itself(
     path.write_bytes(b"no database " * 1000)
     raw = sqlite3.connect(path, isolation_level=None)
     with (
-        _at_most(raw, "synchronous", 1, unless=sqlite3.Error),
+        _with_limit(raw, "synchronous", 1, unless=sqlite3.Error),
         pytest.raises(sqlite3.DatabaseError, match="not a"),
     ):
         raw.execute("SELECT * FROM sqlite_master")

@@ -305,14 +305,14 @@ async def test_an_election_that_is_cancelled_twice_ends(monkeypatch):
     while not one.is_leader:
         await asyncio.sleep(0.001)
     begun, going_on = threading.Event(), threading.Event()
-    give_back = one._give_back
+    release = one._release
 
     def slowly(**options):
         begun.set()
         going_on.wait(10)
-        give_back(**options)
+        release(**options)
 
-    monkeypatch.setattr(one, "_give_back", slowly)
+    monkeypatch.setattr(one, "_release", slowly)
     task.cancel()
     await asyncio.to_thread(begun.wait, 10)
     task.cancel()

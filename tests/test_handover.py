@@ -186,7 +186,7 @@ def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
 
     monkeypatch.setattr(backend, "renew", slow)
     hold.renew_at = 0
-    keeper.look()
+    keeper.check_soon()
     assert on_its_way.wait(30)
     texts = []
     thread = threading.Thread(target=lambda: texts.append(hold.detach(within=300)))
@@ -418,7 +418,7 @@ def test_an_interrupted_handover_releases_the_hold(monkeypatch, in_other_thread)
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dlocks.handover.signing.dumps", interrupted)
+    monkeypatch.setattr("dlocks.core.handover.signing.dumps", interrupted)
     with pytest.raises(KeyboardInterrupt), db_lock("stock:7") as hold:
         hold.detach(within=300)
     monkeypatch.undo()

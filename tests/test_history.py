@@ -23,7 +23,14 @@ from django.test.utils import CaptureQueriesContext
 from dlocks import LockBackendError, LockLost, db_lock, db_rwlock
 from dlocks.testing import lose
 from tests import jobs, rows
-from tests.internals import HoldRecord, Records, ResourceLock, backends, history, keeper
+from tests.internals import (
+    HistoryTable,
+    HoldRecord,
+    ResourceLock,
+    backends,
+    history,
+    keeper,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -203,9 +210,9 @@ def test_many_records_are_written_in_one_statement(
     """A batch of holds is one statement."""
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     sent = []
-    remember = Records.remember
+    remember = HistoryTable.remember
     monkeypatch.setattr(
-        Records,
+        HistoryTable,
         "remember",
         lambda self, batch, now: sent.append(len(batch)) or remember(self, batch, now),
     )
@@ -228,14 +235,14 @@ def test_the_keeper_writes_records_and_closes_its_connection(monkeypatch, until)
 def test_a_record_is_written_only_once(monkeypatch):
     """A lost reply causes no second record."""
     finished = []
-    remember = Records.remember
+    remember = HistoryTable.remember
 
     def twice(self, batch, now):
         finished.append(batch)
         remember(self, batch, now)
         remember(self, batch, now)
 
-    monkeypatch.setattr(Records, "remember", twice)
+    monkeypatch.setattr(HistoryTable, "remember", twice)
     with db_lock("stock:7", using="recorded"):
         pass
     assert len(records()) == 1
@@ -250,7 +257,7 @@ class Down:
 
     def __init__(self, monkeypatch, cause):
         self.cause, self.tries, self.down = cause, 0, True
-        remember = Records.remember
+        remember = HistoryTable.remember
 
         def fail(backend, batch, now):
             if not self.down:
@@ -258,7 +265,7 @@ class Down:
             self.tries += 1
             raise LockBackendError("the database is away") from self.cause
 
-        monkeypatch.setattr(Records, "remember", fail)
+        monkeypatch.setattr(HistoryTable, "remember", fail)
 
 
 def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
@@ -383,7 +390,9 @@ def test_records_of_tests_are_not_written_to_another_database(monkeypatch):
     settings = connections["default"].settings_dict
     with monkeypatch.context() as patch:
         sent = []
-        patch.setattr(Records, "remember", lambda self, batch, now: sent.append(batch))
+        patch.setattr(
+            HistoryTable, "remember", lambda self, batch, now: sent.append(batch)
+        )
         patch.setitem(settings, "NAME", "the_real_one")
         book.write()
     assert (sent, records()) == ([], [])
@@ -441,16 +450,16 @@ def test_old_records_are_deleted():
 
 def test_old_records_are_deleted_in_batches(monkeypatch):
     """One statement deletes at most one batch."""
-    monkeypatch.setattr("dlocks.backends.database.records.BATCH", 2)
+    monkeypatch.setattr("dlocks.backends.database.history.BATCH", 2)
     for number in range(5):
         ended(str(number), days=31)
-    assert list(backends["recorded"].forget(86400)) == [2, 2, 1]
+    assert list(backends["recorded"].delete_older_than(86400)) == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
     "look",
     [
-        lambda: sum(backends["recorded"].forget(86400)),
+        lambda: sum(backends["recorded"].delete_older_than(86400)),
         lambda: len(HoldRecord.objects.since(60).with_times()),
     ],
 )

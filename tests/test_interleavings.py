@@ -12,7 +12,7 @@ from django.db import connection, connections, transaction
 
 from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock
 from tests import jobs
-from tests.internals import Mark, WaitingRoom, backends, keeper
+from tests.internals import TransactionMarker, Waiters, backends, keeper
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -129,7 +129,9 @@ def test_entering_during_a_release_by_the_keeper_holds_the_key(
             answer = verify(claim, count)
             # The transaction ends and the keeper checks it, just between the reply and
             # the block.
-            monkeypatch.setattr(Mark, "stands", property(lambda mark: False))
+            monkeypatch.setattr(
+                TransactionMarker, "stands", property(lambda mark: False)
+            )
             hold.settle()
             monkeypatch.undo()
             settled.append(True)
@@ -276,14 +278,14 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     """
     first, second = workers(2)
     backend = backends["default"]
-    going, look = threading.Event(), WaitingRoom._look
+    going, look = threading.Event(), Waiters._look
 
     def look_in_time(room, *, heard):
         going.wait(30)
         return look(room, heard=heard)
 
     going.set()
-    monkeypatch.setattr(WaitingRoom, "_look", look_in_time)
+    monkeypatch.setattr(Waiters, "_look", look_in_time)
     first.start(jobs.hold, "stock:7")
     first.hear()
     task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())
@@ -409,7 +411,7 @@ def desks_fail(monkeypatch, until):
 
     def begin(thread):
         nonlocal left
-        if thread.name == "dlocks-desk" and left > 0:
+        if thread.name == "dlocks-worker" and left > 0:
             left -= 1
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -421,7 +423,7 @@ def desks_fail(monkeypatch, until):
 
     until(
         lambda: (
-            not any(thread.name == "dlocks-desk" for thread in threading.enumerate())
+            not any(thread.name == "dlocks-worker" for thread in threading.enumerate())
         )
     )
     monkeypatch.setattr(threading.Thread, "start", begin)

@@ -24,7 +24,7 @@ from tests.internals import (
     backends,
     holds_by_caller,
     keeper,
-    room_of,
+    waiters_of,
 )
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -228,7 +228,7 @@ def test_an_interrupt_at_any_line_of_exit_releases_the_key(using, kind, is_free)
     # Tracers see the line before the first call of the function, but no signal is
     # handled there.
     first = first_line(type(lock).__exit__)
-    before_leaving = {f"locks.py:{first}", f"locks.py:{first + 1}"}
+    before_leaving = {f"lock.py:{first}", f"lock.py:{first + 1}"}
     for number in lines(STEP):
         lock.__enter__()
         with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
@@ -488,7 +488,7 @@ def held_elsewhere():
 
 def leaves_no_claim(where, until):
     until(lambda: not LockClaim.objects.exists())
-    assert not list(room_of(backends["default"])._waiters), where
+    assert not list(waiters_of(backends["default"])._waiters), where
     assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists(), where
 
 

@@ -19,7 +19,7 @@ from django.db import connection, connections, transaction
 from dlocks import Hold, LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
 from tests import jobs
 from tests.internals import (
-    PATIENCE,
+    REPLY_TIMEOUT,
     Grant,
     LockState,
     ResourceLock,
@@ -65,7 +65,7 @@ def turned_clock(monkeypatch):
     # never see a lease expire.
     backends.reset()
     # The keeper may sleep until a time of that clock.
-    keeper.look()
+    keeper.check_soon()
 
 
 # Renewal.
@@ -119,7 +119,7 @@ def test_100_holds_of_a_process_are_renewed_in_one_statement(
         monkeypatch.setattr(backend, "renew", counted)
         # One of them is due, and the others are renewed with it.
         holds[0].renew_at = 0.0
-        keeper.look()
+        keeper.check_soon()
         until(lambda: batches)
         assert batches[0] == 100
     finally:
@@ -446,9 +446,10 @@ def test_locks_need_nothing_that_windows_lacks():
         script="""
         from django.db import connections
         from dlocks import db_lock
-        from dlocks.backends.database import line, neighbours
+        from dlocks.backends.database import queue
+        from dlocks.backends.database.notify import datagram
         # There is no /proc.
-        neighbours.near = line.near = lambda: ""
+        datagram.this_host = queue.this_host = lambda: ""
         def wait():
             with db_lock("stock:7", timeout=20) as hold:
                 tokens.append(hold.token)
@@ -502,7 +503,7 @@ def test_a_forked_child_renews_only_its_own_holds(until):
         import os, sys, time
         from django.db import connection, connections
         from dlocks import db_lock
-        from dlocks.keeper import keeper
+        from dlocks.runtime.keeper import keeper
         with db_lock("parent", using="brisk") as hold:
             while not keeper._connected:
                 time.sleep(0.01)
@@ -541,7 +542,7 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
             from django.db import transaction
             from django.test import TestCase, TransactionTestCase
             from dlocks import db_lock
-            from dlocks.keeper import keeper
+            from dlocks.runtime.keeper import keeper
 
             class Plain(TestCase):
                 def test_lock(self):
@@ -621,25 +622,25 @@ def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):
         return {thread for thread in threading.enumerate() if thread.name == name}
 
     mine = Keeper()
-    before = named("dlocks-keeper"), named("dlocks-desk")
+    before = named("dlocks-keeper"), named("dlocks-worker")
     start = threading.Thread.start
 
     def interrupted(thread):
         start(thread)
-        if thread.name in {"dlocks-keeper", "dlocks-desk"}:
+        if thread.name in {"dlocks-keeper", "dlocks-worker"}:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            mine.look()
+            mine.check_expiry()
         with pytest.raises(KeyboardInterrupt):
             mine.run(lambda: None)
     mine.catch_up()
     asks = mine.run(threading.current_thread)
     assert asks is mine.run(threading.current_thread)
     assert named("dlocks-keeper") - before[0] == {mine._thread}
-    assert named("dlocks-desk") - before[1] == {asks}
+    assert named("dlocks-worker") - before[1] == {asks}
 
 
 @pytest.fixture
@@ -673,8 +674,8 @@ def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
             assert silence.wait(10)
             hold.check()
             assert told.wait(10)
-            # The keeper waits ``PATIENCE`` seconds for the reply to the renewal.
-            in_time(told_at[0] - max(deadline, silence.at + PATIENCE), 1.0)
+            # The keeper waits ``REPLY_TIMEOUT`` seconds for the reply to the renewal.
+            in_time(told_at[0] - max(deadline, silence.at + REPLY_TIMEOUT), 1.0)
 
 
 def test_a_loss_is_reported_while_other_renewals_are_running(monkeypatch, until):
@@ -850,7 +851,7 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
         return original()
 
     monkeypatch.setattr(keeper, "_next", fail_once)
-    keeper.look()
+    keeper.check_soon()
     with db_lock("stock:7", ttl=6.0) as hold:
         deadline = hold._deadline
         until(lambda: hold._deadline > deadline)

@@ -152,7 +152,7 @@ def test_tokens_of_each_key_grow_from_hold_to_hold(using):
 @ALL
 @pytest.mark.parametrize("busy", ["a", "b", "c"])
 def test_if_one_key_is_busy_none_is_acquired(using, busy, in_other_thread):
-    give_back = lend(busy, in_other_thread, using=using)
+    release = lend(busy, in_other_thread, using=using)
     lock = db_lock("a", "b", "c", using=using, timeout=0)
     assert lock.try_acquire() is None
     with pytest.raises(LockTimeout) as raised:
@@ -163,14 +163,14 @@ def test_if_one_key_is_busy_none_is_acquired(using, busy, in_other_thread):
         in_other_thread(
             lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
         )
-    give_back()
+    release()
     with lock:
         pass
 
 
 @ALL
 def test_after_a_timeout_no_key_is_held(using, in_other_thread):
-    give_back = lend("b", in_other_thread, using=using)
+    release = lend("b", in_other_thread, using=using)
     started = time.monotonic()
     with pytest.raises(LockTimeout):
         db_lock("a", "b", "c", using=using, timeout=0.3).acquire()
@@ -181,7 +181,7 @@ def test_after_a_timeout_no_key_is_held(using, in_other_thread):
             lambda key=key: db_lock(key, using=using, timeout=0).acquire().release()
         )
     assert not LockClaim.objects.exists()
-    give_back()
+    release()
     in_time(took, 2.0)
 
 
@@ -421,7 +421,7 @@ def test_a_key_released_by_a_timeout_is_signalled(in_other_thread):
     def released(hold, **_):
         heard.append(("released", hold.key))
 
-    give_back = lend("b", in_other_thread, ttl=20)
+    release = lend("b", in_other_thread, ttl=20)
     lock_acquired.connect(acquired)
     lock_released.connect(released)
     try:
@@ -430,12 +430,12 @@ def test_a_key_released_by_a_timeout_is_signalled(in_other_thread):
     finally:
         lock_acquired.disconnect(acquired)
         lock_released.disconnect(released)
-    give_back()
+    release()
     assert heard == [("acquired", "a"), ("released", "a")]
 
 
 def test_keys_held_during_a_long_wait_are_renewed(in_other_thread, until, threads):
-    give_back = lend("b", in_other_thread, ttl=20)
+    release = lend("b", in_other_thread, ttl=20)
 
     def wait():
         with db_lock("a", "b", ttl=2.4, timeout=20) as hold:
@@ -446,7 +446,7 @@ def test_keys_held_during_a_long_wait_are_renewed(in_other_thread, until, thread
     until(lambda: states().get("a") == LockState.HELD)
     time.sleep(4)
     assert states()["a"] == LockState.HELD
-    give_back()
+    release()
     thread.join(20)
     assert thread.results[0].keys() == {"a", "b"}
 
@@ -533,13 +533,13 @@ def test_in_a_transaction_all_keys_belong_to_it(
 def test_a_transaction_keeps_no_key_unless_it_acquires_all(using, in_other_thread):
     with db_lock("a", "b", "c", using=using):
         pass
-    give_back = lend("b", in_other_thread, using=using)
+    release = lend("b", in_other_thread, using=using)
     with transaction.atomic():
         assert db_lock("b", "c", using=using).try_acquire() is None
         in_other_thread(
             lambda: db_lock("c", using=using, timeout=0).acquire().release()
         )
-    give_back()
+    release()
 
 
 @FAMILY
@@ -678,7 +678,7 @@ def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, in_other_thre
     # The line before the first call in the function. Only tracers stop there, because
     # no signal is handled there.
     first = first_line(Lock.__exit__)
-    before_leaving = {f"locks.py:{first}", f"locks.py:{first + 1}"}
+    before_leaving = {f"lock.py:{first}", f"lock.py:{first + 1}"}
     for number in lines(STEP):
         with Interrupter(number) as interrupter:
             with contextlib.suppress(KeyboardInterrupt):

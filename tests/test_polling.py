@@ -79,7 +79,9 @@ def test_a_reader_sleeps_if_the_reply_takes_long(ends, slept, stopped, monkeypat
     here, _ = ends
     looks = []
     monkeypatch.setattr(
-        os, "sched_yield", lambda: (looks.append(True), stopped(polling.LOOKS_FOR / 10))
+        os,
+        "sched_yield",
+        lambda: (looks.append(True), stopped(polling.SPIN_SECONDS / 10)),
     )
     assert not polling.readable(here.fileno())(timeout=0.001)
     assert 9 <= len(looks) <= 11
@@ -90,19 +92,19 @@ def test_polling_stops_while_replies_are_late(ends, slept, stopped, monkeypatch)
     here, there = ends
     looks = []
     monkeypatch.setattr(
-        os, "sched_yield", lambda: (looks.append(True), stopped(polling.LOOKS_FOR))
+        os, "sched_yield", lambda: (looks.append(True), stopped(polling.SPIN_SECONDS))
     )
     wait = polling.readable(here.fileno())
-    for _ in range(polling.LATE_AT_MOST):
+    for _ in range(polling.LATE_REPLIES_LIMIT):
         wait(timeout=0.001)
-    assert len(looks) == polling.LATE_AT_MOST
+    assert len(looks) == polling.LATE_REPLIES_LIMIT
     there.send(b"answer")
     assert wait(timeout=0.001)
-    assert len(looks) == polling.LATE_AT_MOST
-    assert len(slept) == polling.LATE_AT_MOST + 1
+    assert len(looks) == polling.LATE_REPLIES_LIMIT
+    assert len(slept) == polling.LATE_REPLIES_LIMIT + 1
     # The reply is quick by the stopped clock, so polling is used again.
     assert wait()
-    assert len(slept) == polling.LATE_AT_MOST + 1
+    assert len(slept) == polling.LATE_REPLIES_LIMIT + 1
 
 
 def test_a_timeout_of_zero_polls_once(ends, slept, monkeypatch):

@@ -17,7 +17,7 @@ from dlocks import db_lock
 from tests import jobs
 from tests.internals import backends
 from tests.models import Counter
-from tests.servers import free_port, give_back
+from tests.servers import free_port, release_port
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -110,7 +110,7 @@ def serve(transactional_db, until, tmp_path):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    give_back(port)
+    release_port(port)
 
 
 POOLS = [

@@ -14,7 +14,7 @@ from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockBackendError, LockTimeout, db_lock, db_rwlock, db_semaphore
-from tests.internals import PREPARED_AT, PREPARED_AT_MOST, LockClaim, backends
+from tests.internals import PREPARED_AT, STATEMENTS_PREPARED, LockClaim, backends
 from tests.timing import in_time
 
 pytestmark = [
@@ -120,11 +120,11 @@ def test_an_altered_table_does_not_break_prepared_statements():
 def test_the_number_of_prepared_statements_is_limited():
     with db_lock("stock:7", using="default") as hold:
         backend = backends["default"]
-        for length in range(1, PREPARED_AT_MOST + 20):
+        for length in range(1, STATEMENTS_PREPARED + 20):
             claims = [hold.claim] * length
             for _ in range(PREPARED_AT + 1):
                 backend.renew(claims)
-    assert len(prepared()) <= PREPARED_AT_MOST
+    assert len(prepared()) <= STATEMENTS_PREPARED
     use(5)
 
 
@@ -344,7 +344,7 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(
     backend, main = backends["default"], threading.main_thread().ident
     ctrl_c = partial(signal.pthread_kill, main, signal.SIGINT)
     for patience, then in ((0.5, lambda: None), (60.0, ctrl_c)):
-        monkeypatch.setattr("dlocks.sql.prepared.PATIENCE", patience)
+        monkeypatch.setattr("dlocks.sql.prepared.REPLY_TIMEOUT", patience)
         for _ in range(PREPARED_AT):
             backend._rows("SELECT 1", {})
         stopped()

@@ -30,7 +30,7 @@ from dlocks import (
 )
 from tests import jobs
 from tests.internals import (
-    PING_PATIENCE,
+    PING_TIMEOUT,
     Claim,
     Entry,
     backends,
@@ -381,7 +381,7 @@ def test_a_hold_with_an_ended_session_is_lost_within_a_second(
         mine, after, began = list(sessions), gone.is_set(), time.monotonic()
         ping(mine)
         # A ping that took longer has not waited for the reply.
-        if after and time.monotonic() - began < PING_PATIENCE:
+        if after and time.monotonic() - began < PING_TIMEOUT:
             overlooked.extend(
                 session
                 for session in mine
@@ -606,7 +606,7 @@ def let_go_late(proxy, monkeypatch, backend, until):
 
     def release(mine):
         with monkeypatch.context() as patched:
-            patched.setattr(sessions, "PATIENCE", 0.3)
+            patched.setattr(sessions, "REPLY_TIMEOUT", 0.3)
             proxy.late.set()
             for _ in range(2):
                 with pytest.raises(LockBackendError, match="did not answer"):

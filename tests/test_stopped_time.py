@@ -161,7 +161,7 @@ async def test_a_timer_of_a_stopped_loop_can_be_cancelled():
 
 
 def test_no_code_uses_a_clock_that_a_test_can_stop():
-    """All code of the package measures time with ``dlocks.clock``."""
+    """All code of the package measures time with ``dlocks.runtime.clock``."""
     stoppable = re.compile(
         r"time\.(monotonic|perf_counter)|import .*\b(monotonic|perf_counter)\b"
         r"|asyncio\.(sleep\((?!0\))|timeout\(|wait_for\()|timeout=[^)]*return_when|loop\.time\("

@@ -117,7 +117,7 @@ def test_a_locked_table_is_an_error_within_two_seconds(using, statement, table_l
 )
 def test_a_release_waits_for_the_end_of_a_table_lock(keys, table_locked, monkeypatch):
     """The key is free after a migration, not only after the ttl."""
-    monkeypatch.setattr("dlocks.backends.database.watchdog.PATIENCE", 0.1)
+    monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.1)
     acquired, release, errors = threading.Event(), threading.Event(), []
 
     def work():
@@ -177,7 +177,7 @@ def test_a_statement_that_is_only_slow_is_not_cancelled(monkeypatch):
 
     Only a statement that waits for a locked table is cancelled.
     """
-    monkeypatch.setattr("dlocks.backends.database.watchdog.PATIENCE", 0.05)
+    monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.05)
     sleep = "pg_sleep(0.6)" if connection.vendor == "postgresql" else "SLEEP(0.6)"
     assert (
         len(backends["default"]._rows(f"SELECT {sleep}, 'dlocks_resourcelock'", {}))

@@ -227,7 +227,7 @@ def test_a_search_path_set_by_hand_changes_nothing(schema, using):
             assert (
                 ResourceLock.objects.filter(pk="stock:7")
                 .by_clock()
-                .with_line()
+                .with_queue()
                 .get()
                 .state
                 == "held"

@@ -897,7 +897,7 @@ class TestInsideATestCase(TestCase):
             with db_lock("leased", scope="lease") as hold:
                 pass
             assert hold.held
-        keeper.look()
+        keeper.check_soon()
         eventually(lambda: not hold.held)
 
 

@@ -14,7 +14,7 @@ from django.db.utils import OperationalError
 
 from dlocks import db_lock, db_rwlock
 from tests import jobs
-from tests.internals import MySQL, backends, room_of
+from tests.internals import MySQL, backends, waiters_of
 from tests.settings import ENGINE
 from tests.timing import in_time, seldom
 
@@ -30,7 +30,7 @@ def looks(monkeypatch):
     """Return the claims that this process has polled without a notification."""
     looked = []
     # An earlier test may have switched to polling.
-    monkeypatch.setattr(room_of(backends["default"]), "_looks_until", 0.0)
+    monkeypatch.setattr(waiters_of(backends["default"]), "_looks_until", 0.0)
     look = type(backends["default"]).poll
 
     def counting(self, claims, *, heartbeat=True):

@@ -26,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
 from dlocks.backends.notifiers import Notifier
-from dlocks.connected import connection_of
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime.connected import connection_of
 from dlocks.values import KEY_LENGTH, UNLIMITED, Claim, Grant, Holder, Ticket, seconds
 
 T = TypeVar("T")
@@ -35,9 +35,9 @@ T = TypeVar("T")
 # A claim by which to ask whether a lease is possible here at all.
 ANY_LEASE = Claim(key="*", ttl=0.0, owner="")
 # Seconds without a heartbeat after which a waiter is skipped.
-HEARD_FOR = 2.0
+HEARTBEAT_TIMEOUT = 2.0
 # Seconds for which a key is reserved for the waiter whose turn it is.
-KEPT_FOR = 1.5
+HANDOVER_LEASE = 1.5
 
 
 class UnstorableKeyError(ValueError):
@@ -147,7 +147,7 @@ class Backend:
     supports_handover: ClassVar[bool] = False
     # The keys that are known to have waiters. Their claims queue before a request.
     contended: Container[str] = frozenset()
-    # The ``WaitingRoom`` of this process. It is created for the first waiter.
+    # The ``Waiters`` of this process. It is created for the first waiter.
     room: Any = None
     # The longest time in seconds between renewals, if it is shorter than a third of the
     # ttl.

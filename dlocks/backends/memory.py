@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from dlocks import clock
 from dlocks.backends.base import Backend
 from dlocks.exceptions import LockStale
+from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Holder
 
 

@@ -32,7 +32,7 @@ class Notifier:
     beside: Notifier | None = None
     # Held by the thread that waits on this notifier or uses its connection. None if
     # there is only one such thread.
-    ears: threading.RLock | None = None
+    receive_lock: threading.RLock | None = None
 
     def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
         """Wait for messages for up to ``timeout`` seconds, and return them.

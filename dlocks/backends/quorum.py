@@ -28,11 +28,11 @@ from typing import Any, ClassVar, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from dlocks import clock
 from dlocks.backends.base import Backend
 from dlocks.exceptions import LockBackendError, LockStale
-from dlocks.forks import in_child
-from dlocks.pools import leave_pools
+from dlocks.runtime import clock
+from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.process import in_child
 from dlocks.values import Claim, Grant, Holder, new_owner, seconds
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ THREADS = 8
 QUESTIONS = 1000
 # Seconds for which an idle thread keeps its connections. It is less than the time for
 # which DROP DATABASE waits for them to close.
-LINGER = 0.5
+IDLE_CLOSE_AFTER = 0.5
 # Seconds by which clocks differ in any case.
 TICK = 0.002
 # Number of attempts in memory at which the expired ones are deleted.
@@ -94,7 +94,7 @@ class Member:
             while True:
                 with self._mutex:
                     self._idle += 1
-                    there = self._changed.wait_for(lambda: self._jobs, LINGER)
+                    there = self._changed.wait_for(lambda: self._jobs, IDLE_CLOSE_AFTER)
                     self._idle -= 1
                     if not there:
                         return
@@ -280,7 +280,7 @@ class QuorumBackend(Backend):
                     claim.ttl, self._shorter(left[self.majority - 1])
                 )
                 term.ends = sent + result[claim.owner]
-                self._win_back(
+                self._retry_members(
                     claim,
                     term,
                     [
@@ -416,11 +416,11 @@ class QuorumBackend(Backend):
         grant = member.backend.acquire(self._at(member, claim, term))
         if grant is not None and term.over.is_set():
             # The grant is too late. The release may have reached the member before it.
-            self._leave(member, claim, term)
+            self._release_at(member, claim, term)
             return None
         return grant
 
-    def _leave(
+    def _release_at(
         self,
         member: Member,
         claim: Claim,
@@ -433,7 +433,7 @@ class QuorumBackend(Backend):
             self._at(member, claim, term), failed=failed, keep=keep
         )
 
-    def _win_back(self, claim: Claim, term: Term, aliases: Sequence[str]) -> None:
+    def _retry_members(self, claim: Claim, term: Term, aliases: Sequence[str]) -> None:
         """Send the claim to the members that do not hold it.
 
         They were unreachable, and have lost the grant or never received the request.
@@ -455,7 +455,9 @@ class QuorumBackend(Backend):
         term.over.set()
         answers = self._ask(
             self.members(),
-            lambda member: self._leave(member, claim, term, failed=failed, keep=keep),
+            lambda member: self._release_at(
+                member, claim, term, failed=failed, keep=keep
+            ),
             decided or self._suffices,
             cancel=False,
         )

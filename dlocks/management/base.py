@@ -8,8 +8,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.utils import Error
 
-from dlocks.backends.database import DatabaseBackend
-from dlocks.backends.database.statements import is_unmigrated
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.backends.database.driver import is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
 

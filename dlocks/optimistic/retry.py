@@ -12,10 +12,10 @@ from typing import Any, TypeVar, cast
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
 
-from dlocks import clock
 from dlocks.exceptions import StaleVersion
+from dlocks.runtime import clock
 from dlocks.sql.dialects import sqlstate_of
-from dlocks.transactions import Commit, open_connections, why_untold
+from dlocks.transactions import Commit, open_connections, why_end_is_unknown
 from dlocks.values import Duration, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -138,7 +138,7 @@ def _refuse_open_transactions(name: str, using: str | None) -> None:
     if (
         using is not None
         and not connections[using].get_autocommit()
-        and why_untold(connections[using]) is not None
+        and why_end_is_unknown(connections[using]) is not None
     ):
         opened.append(using)
     if opened:

@@ -18,7 +18,7 @@ from django.db import DatabaseError
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.direct import Reply, by_mysqlclient, by_sqlite3
 from dlocks.sql.prepared import (
-    CANCEL_PATIENCE,
+    CANCEL_TIMEOUT,
     NotPreparedError,
     PreparedStatements,
     end_interrupted,
@@ -245,14 +245,14 @@ class Dialect:
         """
         return False
 
-    def is_out_of_step(self, error: Error) -> bool:
+    def is_desynchronised(self, error: Error) -> bool:
         """Return whether the connection, not the statement, is at fault.
 
         Such a connection cannot be used any more.
         """
         return False
 
-    def break_off(self, connection: BaseDatabaseWrapper) -> None:
+    def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         """Abort an interrupted statement outside of a transaction.
 
         Afterwards no statement is running, and no reply is unread.
@@ -470,7 +470,7 @@ class PostgreSQL(Dialect):
 
     def cancel(self, other: BaseDatabaseWrapper, session: Any) -> None:
         if hasattr(session, "cancel_safe"):
-            session.cancel_safe(timeout=CANCEL_PATIENCE)
+            session.cancel_safe(timeout=CANCEL_TIMEOUT)
         else:
             # psycopg 2
             session.cancel()
@@ -479,7 +479,7 @@ class PostgreSQL(Dialect):
         # query_canceled
         return sqlstate_of(error) == "57014"
 
-    def break_off(self, connection: BaseDatabaseWrapper) -> None:
+    def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         if is_under_way(connection.connection):
             try:
                 end_interrupted(connection.connection)
@@ -694,7 +694,7 @@ class MySQL(Dialect):
         # read_only of the server, of InnoDB, of the session
         return error.args[:1] in {(1290,), (1836,), (1792,)}
 
-    def is_out_of_step(self, error: Error) -> bool:
+    def is_desynchronised(self, error: Error) -> bool:
         # commands out of sync: an interrupt came before a reply was read
         return error.args[:1] == (2014,)
 
@@ -732,7 +732,7 @@ class MySQL(Dialect):
         # query interrupted
         return error.args[:1] == (1317,)
 
-    def break_off(self, connection: BaseDatabaseWrapper) -> None:
+    def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         # With mysqlclient, the reply may still be unread. The next statement would read
         # it.
         connection.close()

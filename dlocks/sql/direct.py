@@ -49,12 +49,13 @@ def connect(wrapper: Any) -> None:
         wrapper.ensure_connection()
 
 
-def nobody_looks_on(wrapper: Any) -> bool:
-    """Connect, and return whether a statement may bypass Django's cursor.
+def is_instrumented(wrapper: Any) -> bool:
+    """Connect, and return whether other code observes the statements.
 
-    Instrumentation would miss such a statement. Some instruments wrap ``execute()`` of
-    one connection, as ``execute_wrapper()`` and Django's own log do, or of all. Others
-    replace Django's cursor, for example to set up the session for each cursor.
+    A statement that bypasses Django's cursor would escape it. Some instruments wrap
+    ``execute()`` of one connection, as ``execute_wrapper()`` and Django's own log do,
+    or of all. Others replace Django's cursor, for example to set up the session for
+    each cursor.
     """
     connect(wrapper)
     kind: Any = type(wrapper)
@@ -74,10 +75,10 @@ def nobody_looks_on(wrapper: Any) -> bool:
         != _DJANGOS_OWN
         or not _makes_djangos_cursors(kind, kind.create_cursor)
     ):
-        return False
+        return True
     if wrapper._thread_ident != get_ident():
         wrapper.validate_thread_sharing()
-    return True
+    return False
 
 
 def _djangos(method: Any) -> Any:

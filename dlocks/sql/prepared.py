@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dlocks import clock
-from dlocks.polling import readable, ready
+from dlocks.runtime import clock
+from dlocks.runtime.polling import readable, ready
 from dlocks.sql.direct import TEXT_AT_MOST, Reply
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ PREPARED_AT = 5
 
 # The number of statements that a session keeps prepared. A statement with a list is
 # another statement for each length of the list.
-PREPARED_AT_MOST = 100
+STATEMENTS_PREPARED = 100
 
 # Seconds to wait for the end of an interrupted statement, and within them for its
 # cancellation.
-PATIENCE = 5.0
-CANCEL_PATIENCE = 2.0
+REPLY_TIMEOUT = 5.0
+CANCEL_TIMEOUT = 2.0
 
 # The OIDs of types in PostgreSQL's catalogue.
 BOOLEAN, BIGINT, SMALLINT, INTEGER, TEXT, DOUBLE, INET = 16, 20, 21, 23, 25, 701, 869
@@ -47,7 +47,7 @@ _TYPES = {str: TEXT, int: BIGINT, bool: BOOLEAN}
 _COLUMN_TYPES = {"owner_ip": INET, "ip": INET, "version": BIGINT, "number": BIGINT}
 
 
-class _Places(dict[str, str]):
+class _Placeholders(dict[str, str]):
     """A mapping that numbers the parameters of a statement in the order of use."""
 
     def __missing__(self, name: str) -> str:
@@ -75,7 +75,7 @@ class PreparedStatements:
 
     The statements go to libpq directly, which halves the cost of a lock. Django's
     cursor writes the parameters into the text and can prepare nothing. It must not be
-    instrumented, see ``nobody_looks_on()``.
+    instrumented, see ``is_instrumented()``.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -143,10 +143,10 @@ class PreparedStatements:
             return None
         uses = self._uses[sql] = self._uses.get(sql, 0) + 1
         if uses < PREPARED_AT:
-            if len(self._uses) > 10 * PREPARED_AT_MOST:
+            if len(self._uses) > 10 * STATEMENTS_PREPARED:
                 self._uses.clear()
             return None
-        if len(self._statements) >= PREPARED_AT_MOST:
+        if len(self._statements) >= STATEMENTS_PREPARED:
             return None
         if self._own is None:
             result = self._ask(self._pgconn.send_query, b"SELECT pg_backend_pid()")
@@ -156,7 +156,7 @@ class PreparedStatements:
             self._own = pid == self._backend_pid
             if not self._own:
                 return None
-        places = _Places()
+        places = _Placeholders()
         text = (sql % places).encode()
         types = [
             _COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in places
@@ -258,13 +258,13 @@ def end_interrupted(connection: Any) -> None:
     A server whose client is gone still executes what it has received. So it could grant
     a key after another session has released the claim. Therefore the statement is
     cancelled, if that is possible in time. Its end is awaited in either case, for up to
-    ``PATIENCE`` seconds. Another interrupt ends the wait at once. psycopg does this
-    itself, but only at a Ctrl-C, and only for its own cursors.
+    ``REPLY_TIMEOUT`` seconds. Another interrupt ends the wait at once. psycopg does
+    this itself, but only at a Ctrl-C, and only for its own cursors.
     """
     from psycopg import Error, capabilities
 
     pgconn = connection.pgconn
-    deadline = clock.real_now() + PATIENCE
+    deadline = clock.real_now() + REPLY_TIMEOUT
     try:
         with suppress(Error):
             # The server commits nothing of a request that was not sent completely.
@@ -274,7 +274,7 @@ def end_interrupted(connection: Any) -> None:
                 # without a timeout, and blocks all other threads during that.
                 if capabilities.has_cancel_safe():
                     with suppress(Error):
-                        connection.cancel_safe(timeout=CANCEL_PATIENCE)
+                        connection.cancel_safe(timeout=CANCEL_TIMEOUT)
                 _await_end(pgconn, deadline)
     finally:
         pgconn.finish()
@@ -289,7 +289,7 @@ def _await_end(pgconn: PGconn, deadline: float) -> None:
                     "PostgreSQL did not end a statement within %g s of its"
                     " interruption. If the statement acquires a key, the key is free"
                     " again after its ttl.",
-                    PATIENCE,
+                    REPLY_TIMEOUT,
                 )
                 return
             ready(pgconn.socket, timeout=left)

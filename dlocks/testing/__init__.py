@@ -1,6 +1,7 @@
 """Test helpers, and a test suite for backends."""
 
-from dlocks.testing.aids import (
+from dlocks.testing.contract import BackendContract
+from dlocks.testing.helpers import (
     FrozenClock,
     abandoned,
     expire,
@@ -9,7 +10,6 @@ from dlocks.testing.aids import (
     lose,
     override_locks,
 )
-from dlocks.testing.contract import BackendContract
 
 __all__ = [
     "BackendContract",

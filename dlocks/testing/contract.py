@@ -14,7 +14,7 @@ from unittest import SkipTest
 
 from django.db import connections, transaction
 
-from dlocks.backends.base import HEARD_FOR, Backend
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, Backend
 from dlocks.testing.refusals import RefusalContract
 from dlocks.values import Claim, Grant, Ticket
 
@@ -582,7 +582,7 @@ class BackendContract(RefusalContract):
         self.granted(holder)
         number = self.in_line(silent).position
         self.in_line(claim)
-        deadline = time.monotonic() + HEARD_FOR + 2.0
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT + 2.0
         while self.backend.waiting(claim.key) != 1:
             _in_time(time.monotonic(), deadline, "the dead claim still counts")
             self.backend.poll([claim])

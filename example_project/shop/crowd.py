@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Self
 
-from dlocks.bench.crew import Crew, CrewError, Desk
+from dlocks.bench.workers import Worker, WorkerError, WorkerPool
 
 if TYPE_CHECKING:
     from example_project.shop.services import Purchase
 
-CrowdError = CrewError
+CrowdError = WorkerError
 
 
 class Crowd:
     """Buyer processes that run for the length of a ``with`` block."""
 
     def __init__(self, size: int) -> None:
-        self._crew = Crew(size, _serve)
+        self._crew = WorkerPool(size, _serve)
 
     def __enter__(self) -> Self:
         self._crew.__enter__()
@@ -56,19 +56,19 @@ class Crowd:
                     yield purchase
 
 
-def _serve(desk: Desk) -> None:
+def _serve(worker: Worker) -> None:
     """Serve the requests of one process until the parent closes the pipe."""
     from django.db import connection
 
     from example_project.shop.services import buy
 
     connection.ensure_connection()
-    requests = iter(desk)
+    requests = iter(worker)
     for product_id, lock, buyers in requests:
-        desk.say("ready")
+        worker.say("ready")
         next(requests, None)
         for buyer in buyers:
-            if desk.closed:
+            if worker.closed:
                 return
-            desk.say(buy(product_id, buyer, lock))
-        desk.say(None)
+            worker.say(buy(product_id, buyer, lock))
+        worker.say(None)

@@ -541,7 +541,7 @@ def test_the_maximum_session_timeout_of_the_server_applies(start, configured):
 # Lost replies and cancelled claims.
 
 
-class Wire(Proxy):
+class EngineSession(Proxy):
     """A proxy that can cut all connections, while clients can reconnect at once."""
 
     def __init__(self, port):
@@ -565,7 +565,7 @@ class Wire(Proxy):
 
 @contextmanager
 def proxied(server):
-    proxy = Wire(server.port)
+    proxy = EngineSession(server.port)
     try:
         yield proxy
     finally:
@@ -595,7 +595,7 @@ def test_a_connection_without_a_reply_is_closed_early(server, configured):
                 proxy._target = server.port
                 began = time.monotonic()
                 assert backend.holder("key").token == hold.token
-                in_time(time.monotonic() - began, zookeeper.PATIENCE / 2)
+                in_time(time.monotonic() - began, zookeeper.REPLY_TIMEOUT / 2)
 
 
 def test_a_claim_is_found_again_when_its_reply_is_lost(
@@ -1001,7 +1001,7 @@ def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
     start, configured, root, monkeypatch, until
 ):
     """The process has no session through which it would learn of it."""
-    monkeypatch.setattr(zookeeper, "LINGER", 0.2)
+    monkeypatch.setattr(zookeeper, "IDLE_CLOSE_AFTER", 0.2)
     server = start(ZooKeeper(**BRISK))
     configured(server.port)
     with lock() as hold:
@@ -1133,7 +1133,7 @@ def test_the_queue_stays_ordered_when_sequence_numbers_wrap():
     """ZooKeeper's sequence numbers are signed 32-bit integers and wrap around."""
     numbers = [2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1]
     names = [f"{'a' * 32}.alone..{number:010d}" for number in numbers]
-    line = tickets.Line([*reversed(names), "lock-0000000001", "a.b.c.d"])
+    line = tickets.NodeQueue([*reversed(names), "lock-0000000001", "a.b.c.d"])
     assert [ticket.number for ticket in line.tickets] == numbers
     assert line.granted == line.tickets[:1]
 

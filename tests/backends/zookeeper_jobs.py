@@ -11,7 +11,7 @@ from tests.internals import zookeeper
 
 def be_patient(pipe, seconds):
     """Set the seconds after which unreachable servers are reported to waiters."""
-    zookeeper.PATIENCE = seconds
+    zookeeper.REPLY_TIMEOUT = seconds
 
 
 def hold_until_lost(pipe, key, **policy):

@@ -248,32 +248,32 @@ def a_grant_told_before_it_is_durable(task: Task) -> None:
 def handed_over_to_the_dead_without_end(task: Task) -> None:
     from tests.internals import line
 
-    original = line.Line._columns
+    original = line.KeyQueue._columns
 
     def columns(*args: Any, **kwargs: Any) -> Any:
         names, values, parameters = original(*args, **kwargs)
         return names, values, {**parameters, "handover_ttl": 3600 * 1_000_000}
 
-    line.Line._columns = columns  # type: ignore[method-assign]
+    line.KeyQueue._columns = columns  # type: ignore[method-assign]
 
 
 @bug("exclusion", "tokens", faults=STOPS, transactions=False, seek="asking", pause=0.15)
 def a_stale_notice_believed(task: Task) -> None:
     from tests.internals import Grant, clock, waiting
 
-    def heard(waiter: Any, message: Any) -> None:
+    def apply_message(waiter: Any, message: Any) -> None:
         if message.token is not None and waiter.given is None:
             waiter.given = Grant(message.token, waiter.claim.ttl), clock.now()
 
-    waiting.Waiter.heard = heard  # type: ignore[method-assign]
+    waiting.Waiter.apply_message = apply_message  # type: ignore[method-assign]
 
 
 @bug("releases", "stuck", transactions=False)
 def nothing_handed_over(task: Task) -> None:
     from tests.internals import line
 
-    line.Line._admit = lambda self, head: []  # type: ignore[method-assign]
-    line.Line._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
+    line.KeyQueue._admit = lambda self, head: []  # type: ignore[method-assign]
+    line.KeyQueue._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
 
 
 # Shared holds and permits.
@@ -284,15 +284,15 @@ def a_writer_who_does_not_see_readers(task: Task) -> None:
     _in_sql(lambda sql: sql.replace(" AND shares = 0", ""))
     from tests.internals import line
 
-    line.Line._shares = lambda self, head: 0  # type: ignore[method-assign]
+    line.KeyQueue._shares = lambda self, head: 0  # type: ignore[method-assign]
 
 
 @bug("exclusion", keys=("seats",))
 def one_permit_too_many(task: Task) -> None:
     from tests.internals import line
 
-    original = line.Line._shares
-    line.Line._shares = lambda self, head: max(0, original(self, head) - 1)  # type: ignore[method-assign]
+    original = line.KeyQueue._shares
+    line.KeyQueue._shares = lambda self, head: max(0, original(self, head) - 1)  # type: ignore[method-assign]
 
 
 # Transactions and rows.

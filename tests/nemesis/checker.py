@@ -35,7 +35,7 @@ POLL = 0.25
 SLACK = 0.25
 # Seconds for which a queued claim counts without a heartbeat. A process that died
 # shortly before a gap may cause a part of it.
-HEARD_FOR = 2.0
+HEARTBEAT_TIMEOUT = 2.0
 # Seconds to reconnect after a fault of a proxy, a pooler or a session.
 RECONNECT = 1.0
 FOREVER = 1e6
@@ -368,7 +368,8 @@ def _check_gaps(
         near = [
             event
             for event in faults
-            if begin - ttl - GRACE - HEARD_FOR < over[id(event)] and event[1] < end
+            if begin - ttl - GRACE - HEARTBEAT_TIMEOUT < over[id(event)]
+            and event[1] < end
         ]
         report.longest_gap = max(report.longest_gap, length)
         if not near:

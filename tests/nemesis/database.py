@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any, Self
 
-from tests.servers import MariaDB, Server, free_port, give_back
+from tests.servers import MariaDB, Server, free_port, release_port
 
 NAME = "nemesis"
 
@@ -310,7 +310,7 @@ class Pooler:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        give_back(self.port)
+        release_port(self.port)
 
     def _answers(self) -> bool:
         import psycopg

@@ -193,7 +193,7 @@ def without_the_public_schema():
             lease.renew()
             return hold.scope, ResourceLock.objects.filter(
                 pk="alone"
-            ).by_clock().with_line().get().state
+            ).by_clock().with_queue().get().state
 
 
 def guarded_on_another_alias():

@@ -20,10 +20,10 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from dlocks import clock
-from dlocks.forks import in_child
-from dlocks.greenlets import threads_are_green
-from dlocks.pools import unpooled
+from dlocks.runtime import clock
+from dlocks.runtime.greenlets import threads_are_green
+from dlocks.runtime.pools import unpooled
+from dlocks.runtime.process import in_child
 from dlocks.sql.direct import connect
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dlocks")
 
 # Seconds that a statement may take before its table is suspected to be locked.
-PATIENCE = 1.0
+LOCK_WAIT_LIMIT = 1.0
 # The same for a database where a table was locked at most LOCKED_FOR seconds ago.
 PATIENCE_WHERE_LOCKED, LOCKED_FOR = 0.1, 3.0
 # Seconds between two checks of the statements, and after a check that suspected a table
@@ -171,7 +171,7 @@ class Watchdog:
                 where_locked = (
                     now < self._locked_at.get(alias, -LOCKED_FOR) + LOCKED_FOR
                 )
-                patience = PATIENCE_WHERE_LOCKED if where_locked else PATIENCE
+                patience = PATIENCE_WHERE_LOCKED if where_locked else LOCK_WAIT_LIMIT
                 if (
                     now
                     > max(watched.began + patience, self._paused_until.get(alias, 0.0))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from dlocks.backends.base import HEARD_FOR
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
 
 # Seconds for which a released key is remembered. Afterwards its token grows by the
 # clock alone.
@@ -28,7 +28,7 @@ REMEMBERED_FOR = 86400
 GONE_FOR = 60
 # Seconds after its last heartbeat has expired until a waiter is removed from the queue.
 # Until then it is only skipped.
-FORGOTTEN_AFTER = 10
+DELETE_AFTER = 10
 
 _COMMON = f"""
 local lock, last, line, claims, gone = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -55,7 +55,8 @@ local function write(owner, holder, ip, ttl)
 end
 
 local function heard(owner)
-  redis.call('HSET', claims, 'heard:' .. owner, text(now + {round(HEARD_FOR * 1e6)}))
+  redis.call('HSET', claims, 'heard:' .. owner,
+    text(now + {round(HEARTBEAT_TIMEOUT * 1e6)}))
   redis.call('PEXPIRE', claims, 60000)
   redis.call('PEXPIRE', line, 60000)
 end
@@ -73,7 +74,7 @@ local function first()
     if not owner then return nil end
     local until_then = tonumber(redis.call('HGET', claims, 'heard:' .. owner)) or 0
     if until_then > now then return owner end
-    if until_then + {FORGOTTEN_AFTER * 1_000_000} < now then
+    if until_then + {DELETE_AFTER * 1_000_000} < now then
             stand_down(owner)
         else
             place = place + 1

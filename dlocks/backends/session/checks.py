@@ -5,13 +5,13 @@ from __future__ import annotations
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
-from dlocks.backends.session.wires import wire_class
+from dlocks.backends.session.engine_sessions import engine_session_class
 
 
 def check_session(alias: str, database: str) -> list[checks.CheckMessage]:
     """Check the settings of a session backend's database, without a query."""
     try:
-        wire_class(database)
+        engine_session_class(database)
     except ImproperlyConfigured as error:
         return [
             checks.Error(

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dlocks import clock
-from dlocks.backends.session.wires import Row, SessionDiedError, Wire
+from dlocks.backends.session.engine_sessions import EngineSession, Row, SessionDiedError
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
 from dlocks.values import Claim
 
 # Seconds for the reply to a statement that does not wait for a lock.
-PATIENCE = 10.0
+REPLY_TIMEOUT = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class Session:
     write the session. ``at`` is guarded by the backend.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: EngineSession) -> None:
         self.wire = wire
         self.mutex = threading.RLock()
         self.dead = False
@@ -102,9 +102,9 @@ class Session:
 
         Raise LockBackendError if it does not arrive in time.
         """
-        if not self.settle(PATIENCE, here=here):
+        if not self.settle(REPLY_TIMEOUT, here=here):
             raise LockBackendError(
-                f"The session for locks did not answer within {PATIENCE:g} s."
+                f"The session for locks did not answer within {REPLY_TIMEOUT:g} s."
             )
 
     def start(

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dlocks import clock
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
 
 try:
     from kazoo.client import KazooClient, KazooState

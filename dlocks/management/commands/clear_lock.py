@@ -8,13 +8,13 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
-from dlocks.backends.database import DatabaseBackend
-from dlocks.locks import check_key
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.core.lock import check_key
 from dlocks.management.base import LockCommand
 from dlocks.models import ClaimState, LockState
-from dlocks.oversight import (
+from dlocks.operations import (
+    LockRow,
     NotCleared,
-    Shown,
     clear,
     describe,
     end_share,
@@ -121,7 +121,7 @@ class Command(LockCommand):
         )
 
     def _end_shares(
-        self, backend: DatabaseBackend, lock: Shown, name: str, **options: Any
+        self, backend: DatabaseBackend, lock: LockRow, name: str, **options: Any
     ) -> None:
         found = shares(backend, [lock.pk])
         if (token := options["share"]) is not None:
@@ -176,7 +176,7 @@ class Command(LockCommand):
         backend: DatabaseBackend,
         kind: str,
         key: str,
-        lost: Shown,
+        lost: LockRow,
         reason: str | None,
     ) -> None:
         stale = lost.state in {LockState.STALE, ClaimState.STALE}
@@ -221,12 +221,12 @@ class Command(LockCommand):
             raise CommandError("Not confirmed. Nothing was changed.")
 
 
-def _state(lock: Shown) -> str:
+def _state(lock: LockRow) -> str:
     if lock.state == LockState.FREE or not in_row(lock):
         return state_of(lock)
     return _held_by(lock)
 
 
-def _held_by(lock: Shown) -> str:
+def _held_by(lock: LockRow) -> str:
     stale = "" if lock.state == LockState.HELD else f"{lock.state}: "
     return f"{stale}held by {describe(lock)} (token {lock.version})"

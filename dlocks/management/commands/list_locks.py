@@ -11,11 +11,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from dlocks.backends.database import DatabaseBackend
+from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.management.base import LockCommand
 from dlocks.models import ClaimState, LockState
-from dlocks.oversight import (
-    Shown,
+from dlocks.operations import (
+    LockRow,
     describe,
     in_row,
     is_kept,
@@ -104,7 +104,7 @@ class Command(LockCommand):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _write_table(
-        self, backend: DatabaseBackend, locks: Iterable[list[Shown]], waiting: bool
+        self, backend: DatabaseBackend, locks: Iterable[list[LockRow]], waiting: bool
     ) -> None:
         widths: list[int] = []
         for page in locks:
@@ -132,18 +132,18 @@ class Command(LockCommand):
     def _write_row(self, row: tuple[str, ...], widths: list[int]) -> None:
         self.stdout.write("  ".join(map(_aligned, COLUMNS, row, widths)).rstrip())
 
-    def _write_claims(self, claims: list[Shown]) -> None:
+    def _write_claims(self, claims: list[LockRow]) -> None:
         for share in claims:
             if share.version is not None:
                 self.stdout.write(
                     f"    held by {describe(share)}, {mode(share)} (token"
                     f" {share.version})"
                 )
-        for place, claim in _in_line(claims):
+        for place, claim in _queued(claims):
             number = "-" if place is None else place
             self.stdout.write(f"    {number}. {describe(claim)}, {mode(claim)}")
 
-    def _cells(self, lock: Shown, prefix: str) -> tuple[str, ...]:
+    def _cells(self, lock: LockRow, prefix: str) -> tuple[str, ...]:
         # The row of a shared key describes only its last exclusive holder.
         alone = in_row(lock)
         taken = alone and lock.state != LockState.FREE
@@ -164,7 +164,7 @@ class Command(LockCommand):
         )
 
     def _write_json(
-        self, backend: DatabaseBackend, locks: Iterable[list[Shown]], waiting: bool
+        self, backend: DatabaseBackend, locks: Iterable[list[LockRow]], waiting: bool
     ) -> None:
         before = "["
         for page in locks:
@@ -181,13 +181,13 @@ class Command(LockCommand):
                         if share.version is not None
                     ]
                     fields["line"] = [
-                        _line_fields(place, claim) for place, claim in _in_line(claims)
+                        _queue_fields(place, claim) for place, claim in _queued(claims)
                     ]
                 self.stdout.write(before + json.dumps(fields), ending="")
                 before = ",\n "
         self.stdout.write("[]" if before == "[" else "]")
 
-    def _fields(self, lock: Shown, prefix: str) -> dict[str, Any]:
+    def _fields(self, lock: LockRow, prefix: str) -> dict[str, Any]:
         alone = in_row(lock)
         taken = alone and lock.state != LockState.FREE
         return {
@@ -215,7 +215,7 @@ class Command(LockCommand):
         }
 
 
-def _in_line(claims: list[Shown]) -> Iterator[tuple[int | None, Shown]]:
+def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
     """Yield queued claims with their positions, or None without a heartbeat."""
     place = 0
     for claim in claims:
@@ -224,7 +224,7 @@ def _in_line(claims: list[Shown]) -> Iterator[tuple[int | None, Shown]]:
             yield place if claim.state == ClaimState.WAITING else None, claim
 
 
-def _claim_fields(claim: Shown) -> dict[str, Any]:
+def _claim_fields(claim: LockRow) -> dict[str, Any]:
     return {
         "state": claim.state,
         "holder": claim.holder,
@@ -237,7 +237,7 @@ def _claim_fields(claim: Shown) -> dict[str, Any]:
     }
 
 
-def _share_fields(share: Shown) -> dict[str, Any]:
+def _share_fields(share: LockRow) -> dict[str, Any]:
     return {
         **_claim_fields(share),
         "end_time": share.end_time.isoformat(),
@@ -248,7 +248,7 @@ def _share_fields(share: Shown) -> dict[str, Any]:
     }
 
 
-def _line_fields(place: int | None, claim: Shown) -> dict[str, Any]:
+def _queue_fields(place: int | None, claim: LockRow) -> dict[str, Any]:
     return {
         "place": place,
         **_claim_fields(claim),

@@ -24,8 +24,8 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.utils import Error
 
 import dlocks
-from dlocks.bench.crew import Crew, CrewError
-from dlocks.bench.measuring import (
+from dlocks.bench.chart import Chart, draw, number_of
+from dlocks.bench.measurement import (
     NotMeasured,
     Plan,
     alone,
@@ -34,7 +34,7 @@ from dlocks.bench.measuring import (
     together,
     why_not_together,
 )
-from dlocks.bench.picture import Chart, draw, number_of
+from dlocks.bench.workers import WorkerError, WorkerPool
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
 
@@ -110,7 +110,7 @@ class Command(BaseCommand):
         keys = {alias: f"dlocks-bench:{secrets.token_hex(8)}" for alias in aliases}
         try:
             self._measure(results, keys, options)
-        except CrewError as error:
+        except WorkerError as error:
             raise CommandError(f"The measurement was aborted: {error}.") from error
         except KeyboardInterrupt:
             self.stderr.write("Interrupted. The measurement was aborted.")
@@ -154,7 +154,7 @@ class Command(BaseCommand):
             options["hold_ms"] / 1000,
         )
         self._progress(options, f"Starting {processes} processes …")
-        with Crew(processes, serve) as crew:
+        with WorkerPool(processes, serve) as crew:
             for done, (alias, name) in enumerate(steps):
                 result = results[alias]
                 if "error" in result:

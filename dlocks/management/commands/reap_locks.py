@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
-from dlocks.backends.database import DatabaseBackend
+from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.management.base import LockCommand
 from dlocks.values import seconds
 
@@ -65,7 +65,7 @@ class Command(LockCommand):
             told.insert(
                 0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}cleared"
             )
-            for number in backend.forget(history_for, dry_run=dry_run):
+            for number in backend.delete_older_than(history_for, dry_run=dry_run):
                 forgotten += number
             if forgotten or backend.history:
                 told.append(

@@ -17,9 +17,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from dlocks.conf import DEFAULT_ALIAS
+from dlocks.core.hold import Hold
+from dlocks.core.lock import Lock
 from dlocks.exceptions import LockBackendError, LockError, LockTimeout
-from dlocks.holds import Hold
-from dlocks.locks import Lock
 from dlocks.schedules import BUSY
 
 # Exit statuses as shells use them.

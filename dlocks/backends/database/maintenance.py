@@ -1,0 +1,346 @@
+"""Maintenance of stale locks, stale shared holds and dead claims in the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dlocks.backends.database.driver import CLEAR, IN_QUEUE, MICROSECONDS
+from dlocks.backends.database.queue import (
+    DELETE_AFTER,
+    ENDED_SHARE,
+    KeyQueue,
+    LockedRow,
+)
+from dlocks.exceptions import LockBackendError
+from dlocks.sql.dialects import KEY
+from dlocks.values import Kept
+
+# Maximum number of rows that one statement of reaping, purging or renewing changes.
+BATCH = 1000
+
+STALE = "status = 'P' AND end_time <= {now}"
+# A row is only deleted once the clock has passed its version. The version of a new row
+# starts at the clock, and must be larger.
+UNUSED = (
+    "status <> 'P' AND end_time <= {idle} AND version < {ticks} AND waiters = 0 AND"
+    " shares = 0 AND NOT EXISTS (SELECT 1 FROM {claims} WHERE {claims}.key_resource ="
+    " {locks}.key_resource)"
+)
+DEAD_CLAIM = f"{IN_QUEUE} AND end_time <= {{forgotten}}"
+
+
+class Maintenance(KeyQueue):
+    """Operations on the locks, shared holds and claims of other processes.
+
+    They are for people and for commands. The queue advances after each of them.
+    """
+
+    def kept(self, keys: Sequence[str] | None = None) -> Kept:
+        """Return which expired leases are kept by open transactions.
+
+        ``None`` covers all keys under the prefix. At most one batch is checked,
+        starting with the leases that expired last. The result is empty if the database
+        user may not lock rows.
+        """
+        of_keys, parameters = (
+            self._of_prefix()
+            if keys is None
+            else self._one_of("key_resource", list(keys) or [""])
+        )
+        of_keys = of_keys if keys is None else f" AND {of_keys}"
+        expired = f"end_time <= {{now}}{of_keys} ORDER BY end_time DESC LIMIT {BATCH}"
+        sql = self._text(
+            "SELECT key_resource, id FROM (SELECT key_resource, 0 AS id FROM {locks}"
+            f" WHERE status = 'P' AND {expired}) AS alone UNION ALL SELECT"
+            " key_resource, id FROM (SELECT key_resource, id FROM {claims} WHERE NOT"
+            f" {IN_QUEUE} AND {expired}) AS shared"
+        )
+        found = self._rows(sql, parameters)
+        with suppress(LockBackendError):
+            return Kept(
+                self.in_transactions([key for key, number in found if not number]),
+                self.in_transactions(
+                    [number for _, number in found if number], "{claims}", "id"
+                ),
+            )
+        return Kept()
+
+    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
+        """Take a key from its holder, which is fenced off.
+
+        The key is then free, or held by the first waiter. Shared holds of the key stay.
+        Return False if ``version`` is no longer current, or if the key is locked by a
+        transaction. With ``stale_only``, also return False if the key is not stale.
+        """
+
+        def step(head: LockedRow | None) -> bool:
+            if head is None:
+                return False
+            where = f"{KEY} AND version = %(version)s" + (
+                f" AND {STALE}" if stale_only else ""
+            )
+            sql = self._text(
+                f"UPDATE {{locks}} SET {CLEAR}, version = %(token)s WHERE {where}"
+            )
+            if (
+                self._count(sql, {"key": key, "version": version, "token": head.token})
+                != 1
+            ):
+                return False
+            head.status, head.owner, head.free, head.version = "F", "", True, head.token
+            head.token += 1
+            self._admit(head)
+            return True
+
+        if stale_only and self.observations is not None:
+            # No trusted clock shows that the key is stale, and this process has not
+            # observed it.
+            return False
+        # Read the row first, because a step would create a missing row.
+        now = self._rows(
+            self._text(f"SELECT version FROM {{locks}} WHERE {KEY}"), {"key": key}
+        )
+        if not now or now[0][0] != version:
+            return False
+        return self._step(key, step, busy=lambda: False)
+
+    def end_share(self, key: str, token: int, *, stale_only: bool = False) -> bool:
+        """End a shared hold; its holder learns of it at its next renewal.
+
+        The queue advances. Return False if no shared hold has that token, or if a
+        transaction has locked the key or guards itself by the hold. With
+        ``stale_only``, also return False if its lease has not expired.
+        """
+        if stale_only and self.observations is not None:
+            return False
+        where = "version = %(token)s" + (" AND end_time <= {now}" if stale_only else "")
+        return self._take_away(key, where, {"token": token})
+
+    def take_out(self, key: str, number: int) -> bool:
+        """Remove a claim without a heartbeat, and advance the queue.
+
+        Return False if no claim has that number, if it sent a heartbeat, or if the key
+        is locked by a transaction. If a process still waits with the claim, it rejoins
+        the queue at the same position.
+        """
+        return self._take_away(
+            key,
+            f"id = %(number)s AND {IN_QUEUE} AND end_time <= {{now}}",
+            {"number": number},
+        )
+
+    def _take_away(self, key: str, where: str, parameters: dict[str, int]) -> bool:
+        """Delete the one claim that matches a condition, and advance the queue."""
+
+        def step(head: LockedRow | None) -> bool:
+            # Select the claim by its id. With the condition alone, locked rows of other
+            # claims would be waited for as well.
+            mine = (
+                "SELECT id FROM {claims} WHERE id = %(id)s AND"
+                f" {where}{self.dialect.for_update_patiently}"
+            )
+            if head is None or not self._rows(self._text(mine), found):
+                return False
+            self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), found)
+            self._count_rows(head)
+            self._admit(head)
+            return True
+
+        # Read the claim first, because a step would create a missing lock row.
+        sql = self._text(f"SELECT id FROM {{claims}} WHERE {KEY} AND {where}")
+        for (number,) in self._rows(sql, {"key": key, **parameters}):
+            found = {"id": number, **parameters}
+            return self._step(key, step, busy=lambda: False)
+        return False
+
+    def purge_one(self, key: str, version: int, idle_for: float) -> bool:
+        """Delete the row of one key as ``purge()`` would.
+
+        Return False if ``version`` is no longer current, if the row is in use, or if it
+        is locked by a transaction.
+        """
+        sql = self._sql(
+            self.dialect.delete, f"{KEY} AND version = %(version)s AND {UNUSED}"
+        )
+        parameters = {
+            "key": key,
+            "version": version,
+            "idle": -round(idle_for * MICROSECONDS),
+        }
+        return self._count(sql, parameters) == 1
+
+    def tidy(self, key: str) -> tuple[int, int]:
+        """Delete the ended shared holds and the dead claims of a key.
+
+        The queue advances. Return the number of shared holds and of claims that were
+        deleted. Both are zero if the key is locked by a transaction.
+        """
+
+        def step(head: LockedRow | None) -> tuple[int, int]:
+            if head is None:
+                return 0, 0
+            parameters = {"key": key, **self._ages()}
+            shares = self._delete_claims(f"{KEY} AND {ENDED_SHARE}", parameters)
+            claims = self._delete_claims(
+                f"{KEY} AND {self._old(DEAD_CLAIM)}", parameters
+            )
+            self._count_rows(head)
+            self._admit(head)
+            return shares, claims
+
+        return self._step(key, step, busy=lambda: (0, 0))
+
+    def _count_rows(self, head: LockedRow) -> None:
+        """Correct the numbers of waiters and shared holds in the lock row.
+
+        The rows of the claims are counted.
+        """
+        sql = self._text(f"SELECT COUNT(*), COUNT(version) FROM {{claims}} WHERE {KEY}")
+        ((rows, shares),) = self._rows(sql, {"key": head.key})
+        if (rows - shares, shares) != (head.waiters, head.shares):
+            self._recount_waiters(head)
+            self._change(head, shares=shares)
+
+    def _old(self, condition: str) -> str:
+        return condition.replace("{forgotten}", self.dialect.after("forgotten"))
+
+    def _ages(self) -> dict[str, int]:
+        return {
+            "grace": self._grace,
+            "forgotten": -round(max(DELETE_AFTER, self.grace) * MICROSECONDS),
+        }
+
+    # Operations on all keys, in batches.
+
+    def reap(self, *, dry_run: bool = False) -> Iterator[int]:
+        """Free stale locks as failed, end stale shared holds, delete dead claims.
+
+        Work in batches. For each batch, yield the number of locks and shared holds that
+        were freed.
+        """
+        where = f"{STALE} AND end_time <= {{grace}}"
+        for keys, parameters in self._batches("P"):
+            parameters["grace"] = self._grace
+            assignments = CLEAR + ", version = {token}"
+            yield self._sweep(
+                self.dialect.update,
+                assignments,
+                f"{keys} AND {where}",
+                parameters,
+                dry_run,
+            )
+        if dry_run:
+            yield self._count_ended_shares()
+            return
+        for untidy in self._untidy():
+            yield sum(self.tidy(key)[0] for key in untidy)
+
+    def purge(self, idle_for: float, *, dry_run: bool = False) -> Iterator[int]:
+        """Delete the rows of keys that have been free for ``idle_for`` seconds.
+
+        Work in batches, and yield the number of rows of each. A key with shared holds
+        or waiters keeps its row.
+        """
+        for keys, parameters in self._batches("S", "F"):
+            parameters["idle"] = -round(idle_for * MICROSECONDS)
+            yield self._sweep(
+                self.dialect.delete, "", f"{keys} AND {UNUSED}", parameters, dry_run
+            )
+
+    def _batches(self, *statuses: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        # Read ranges of the primary key. The columns that change have no index, and
+        # reading takes no row locks.
+        from dlocks.models import ResourceLock
+
+        rows = (
+            ResourceLock.objects.using(self.database)
+            .order_by("pk")
+            .values_list("pk", "status")
+        )
+        for page in self._under_prefix(rows):
+            if keys := [key for key, status in page if status in statuses]:
+                yield self._one_of("key_resource", keys)
+
+    def _untidy(self) -> Iterator[list[str]]:
+        """Yield keys with waiters or shared holds, and keys of expired claims.
+
+        The first ones are found by the counts in the lock rows.
+        """
+        from dlocks.models import LockClaim, ResourceLock
+
+        locks = (
+            ResourceLock.objects.using(self.database)
+            .order_by("pk")
+            .values_list("pk", "waiters", "shares")
+        )
+        for page in self._under_prefix(locks):
+            yield [key for key, waiters, shares in page if waiters or shares]
+        # The remaining claims are not counted, or have no lock row.
+        claims = LockClaim.objects.using(self.database).by_clock().order_by("pk")
+        for page in self._pages(
+            claims.values_list("pk", "key_resource", "seconds_left"), 0
+        ):
+            yield sorted(
+                {
+                    key
+                    for _, key, left in page
+                    if left <= -self.grace and key.startswith(self.prefix)
+                }
+            )
+
+    def _under_prefix(self, rows: Any) -> Iterator[list[Any]]:
+        """Yield rows under the backend's prefix, page by page.
+
+        The key is the first column of each row.
+        """
+        # Keys are ordered by their bytes, so the keys with the prefix are contiguous.
+        for page in self._pages(rows.filter(pk__gte=self.prefix), ""):
+            mine = [row for row in page if row[0].startswith(self.prefix)]
+            yield mine
+            if len(mine) < len(page):
+                return
+
+    def _pages(self, rows: Any, last: Any) -> Iterator[list[Any]]:
+        while page := self._run(
+            lambda *_, last=last: list(rows.filter(pk__gt=last)[:BATCH])
+        ):
+            yield page
+            last = page[-1][0]
+
+    def _count_ended_shares(self) -> int:
+        mine, parameters = self._of_prefix()
+        sql = self._text(f"SELECT id FROM {{claims}} WHERE {ENDED_SHARE}{mine}")
+        return self._count_unlocked(
+            self._rows(sql, self._ages() | parameters), "{claims}", "id"
+        )
+
+    def _count_unlocked(self, rows: Sequence[Any], table: str, primary: str) -> int:
+        """Count the rows, given by primary key, that no transaction has locked."""
+        found, locked = [row for (row,) in rows], 0
+        with suppress(LockBackendError):
+            for start in range(0, len(found), BATCH):
+                locked += len(
+                    self.in_transactions(found[start : start + BATCH], table, primary)
+                )
+        return len(found) - locked
+
+    def _sweep(
+        self,
+        statement: Callable[..., str],
+        assignments: str,
+        where: str,
+        parameters: dict[str, Any],
+        dry_run: bool,
+    ) -> int:
+        if dry_run:
+            sql = self._sql(
+                lambda table, where: f"SELECT key_resource FROM {table} WHERE {where}",
+                where,
+            )
+            return self._count_unlocked(
+                self._rows(sql, parameters), "{locks}", "key_resource"
+            )
+        pieces = (assignments, where) if assignments else (where,)
+        return self._count(self._sql(statement, *pieces), parameters)

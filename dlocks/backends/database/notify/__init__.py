@@ -1,0 +1,1 @@
+"""How waiters of a database are notified."""

@@ -1,0 +1,184 @@
+"""The measurements of one alias of DLOCKS, and their figures."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from dlocks.api import db_lock
+from dlocks.backends.base import Backend
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.backends.memory import MemoryBackend
+from dlocks.backends.quorum import QuorumBackend
+from dlocks.bench.samples import (
+    ASKED,
+    GRANTED,
+    LEAVING,
+    RELEASED,
+    durations,
+    grants,
+    handovers,
+    jain,
+    overlaps,
+    quantile,
+)
+from dlocks.bench.workers import Worker, WorkerPool
+
+# Seconds for which a process waits for the key, and which a reply may take in addition.
+REPLY_TIMEOUT = 30.0
+# Seconds before the measurement begins. A new connection is slower, and the processes
+# do not all start at once.
+WARM_UP = 0.3
+
+
+class NotMeasured(Exception):  # noqa: N818 (a reason, not always an error)
+    """The error for an alias that was not measured. The message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A measurement: acquire a key repeatedly, and hold it for ``hold`` seconds."""
+
+    alias: str
+    key: str
+    hold: float
+
+
+def serve(worker: Worker) -> None:
+    """Serve the requests of one process.
+
+    It connects to an alias, then acquires and releases the key until the end.
+    """
+    plan: Plan | None = None
+    for request in worker:
+        try:
+            if isinstance(request, Plan):
+                plan = request
+                with _lock(plan):
+                    pass
+                worker.say((True, None))
+            elif plan is not None:
+                worker.say(
+                    (True, _take_again_and_again(worker, plan, request).tobytes())
+                )
+        except Exception as error:  # noqa: BLE001 (it concerns one alias only)
+            worker.say((False, _line(error)))
+
+
+def _lock(plan: Plan) -> Any:
+    return db_lock(plan.key, using=plan.alias, timeout=REPLY_TIMEOUT)
+
+
+def _take_again_and_again(worker: Worker, plan: Plan, end: float) -> array[float]:
+    samples = array("d")
+    # The finest clock that all processes of a machine share.
+    clock, sleep = time.perf_counter, time.sleep
+    asked = clock()
+    while asked < end and not worker.closed:
+        with _lock(plan):
+            granted = clock()
+            if plan.hold:
+                sleep(plan.hold)
+            leaving = clock()
+        released = clock()
+        samples.extend((asked, granted, leaving, released))
+        asked = released
+    return samples
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def alone(crew: WorkerPool, plan: Plan, seconds: float) -> dict[str, float]:
+    """Measure acquiring and releasing by one process without contention.
+
+    Times are in microseconds.
+    """
+    samples, begin, end = _measure(crew, plan, seconds, 1)
+    takes, gives, pairs = (
+        [duration * 1e6 for duration in durations(samples, *moments, begin, end)]
+        for moments in ((ASKED, GRANTED), (LEAVING, RELEASED), (ASKED, RELEASED))
+    )
+    return {
+        "take_p50_us": round(quantile(takes, 0.5), 1),
+        "take_p95_us": round(quantile(takes, 0.95), 1),
+        "give_p50_us": round(quantile(gives, 0.5), 1),
+        "give_p95_us": round(quantile(gives, 0.95), 1),
+        "pair_p50_us": round(quantile(pairs, 0.5), 1),
+        "pair_p95_us": round(quantile(pairs, 0.95), 1),
+    }
+
+
+def together(crew: WorkerPool, plan: Plan, seconds: float) -> dict[str, float | None]:
+    """Measure contention of all processes for one key. Times are in milliseconds."""
+    samples, begin, end = _measure(crew, plan, seconds, len(crew))
+    waits = [wait * 1e3 for wait in durations(samples, ASKED, GRANTED, begin, end)]
+    counts = grants(samples, begin, end)
+    idle = [gap * 1e3 for gap in handovers(samples, begin, end)]
+    return {
+        "grants_per_s": round(sum(counts) / seconds, 1),
+        "wait_p50_ms": round(quantile(waits, 0.5), 3),
+        "wait_p99_ms": round(quantile(waits, 0.99), 3),
+        "wait_max_ms": round(waits[-1], 3),
+        "jain": round(jain(counts), 4),
+        # If one process reacquired the key again and again before the others came, no
+        # process was waiting at a release.
+        "handover_p50_ms": round(quantile(idle, 0.5), 3) if idle else None,
+        "handover_p99_ms": round(quantile(idle, 0.99), 3) if idle else None,
+        "overlaps": overlaps(samples),
+    }
+
+
+def _measure(
+    crew: WorkerPool, plan: Plan, seconds: float, size: int
+) -> tuple[list[array[float]], float, float]:
+    crew.tell(plan, size)
+    _answers(crew, size, REPLY_TIMEOUT)
+    begin = time.perf_counter() + WARM_UP
+    end = begin + seconds
+    crew.tell(end, size)
+    samples = [
+        array("d", answer)
+        for answer in _answers(crew, size, WARM_UP + seconds + REPLY_TIMEOUT)
+    ]
+    if not any(grants(samples, begin, end)):
+        raise NotMeasured(f"no process acquired the key in {seconds:g} s")
+    return samples, begin, end
+
+
+def _answers(crew: WorkerPool, size: int, seconds: float) -> list[Any]:
+    # Receive all replies first. A reply that is left over would be taken for one to the
+    # next request.
+    deadline = time.monotonic() + seconds + REPLY_TIMEOUT
+    answers = [crew.hear(number, deadline - time.monotonic()) for number in range(size)]
+    for well, answer in answers:
+        if not well:
+            raise NotMeasured(answer)
+    return [answer for _, answer in answers]
+
+
+def why_not_together(backend: Backend) -> str | None:
+    """Return why this backend cannot be measured under contention, or None."""
+    if not backend.exclusive:
+        return "excludes no other caller"
+    if isinstance(backend, MemoryBackend):
+        return "excludes callers in the same process only"
+    return None
+
+
+def purge(backend: Backend, key: str) -> None:
+    """Delete the rows of an unused key, if it has any."""
+    if isinstance(backend, QuorumBackend):
+        for member in backend.members():
+            purge(member.backend, backend.prefix + key)
+    elif isinstance(backend, DatabaseBackend):
+        for table in (
+            "{claims}",
+            "{locks}",
+            *(["{records}"] if backend.history else []),
+        ):
+            sql = f"DELETE FROM {table} WHERE key_resource = %(key)s"
+            backend._count(backend._text(sql), {"key": backend.prefix + key})

@@ -1,0 +1,1 @@
+"""Locks, holds and how they are acquired."""

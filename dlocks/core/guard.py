@@ -1,0 +1,183 @@
+"""Transactions that commit only while a lock is held."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from django.db import transaction
+from django.db.utils import DatabaseError
+
+from dlocks.exceptions import LockBackendError, LockError
+from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
+from dlocks.sql.dialects import dialect_of, refuse_lost
+from dlocks.transactions import TransactionMarker, why_end_is_unknown
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from dlocks.protocols import GuardedHold
+
+
+# Seconds for which an outermost guard restarts its transaction after conflicts.
+RETRY_FOR = 15.0
+
+
+@contextmanager
+def guarded(
+    holds: Sequence[GuardedHold], using: str | None, atomic: dict[str, Any]
+) -> Iterator[None]:
+    """Open a transaction that locks and writes the rows of the holds first.
+
+    No caller acquires a key before it ends. The rows are written again at the end, so
+    that the leases have their full ttl at the commit.
+    """
+    database = _database_for(holds[0], using)
+    connection = connection_of(database)
+    key = ", ".join(hold.key for hold in holds)
+    if (
+        not connection.get_autocommit()
+        and (why := why_end_is_unknown(connection)) is not None
+    ):
+        refuse_lost(connection)
+        raise RuntimeError(f"{key!r} cannot guard this transaction. {why}.")
+    for hold in holds:
+        if hold.scope == "transaction" and connection is not hold._connection:
+            raise RuntimeError(
+                f"{hold.key!r} is held by a transaction on {hold.backend.database!r},"
+                f" and cannot guard another one on {database!r}. Acquire the lock"
+                f" before the transactions, or write on {hold.backend.database!r}."
+            )
+    outermost = not connection.in_atomic_block
+    began = clock.real_now()
+    for number in itertools.count():
+        try:
+            with transaction.atomic(using=database, **atomic):
+                pinned: list[tuple[GuardedHold, TransactionMarker | None]] = []
+                try:
+                    # No comprehension: an interrupt in an inlined one bypasses the
+                    # handlers (CPython 3.12).
+                    for hold in holds:
+                        pinned.append((hold, _pin_first(hold, connection, database)))  # noqa: PERF401
+                except LockBackendError as error:
+                    if not _is_conflict(error, connection):
+                        raise
+                    if not outermost:
+                        raise LockBackendError(
+                            f"{key!r} cannot guard this transaction on database"
+                            f" {database!r}: another session has locked its row, or has"
+                            " changed it since the transaction began. Retry the"
+                            " transaction from its start, begin it with hold.atomic(),"
+                            f" or run it at READ COMMITTED. ({error})"
+                        ) from error
+                    if clock.real_now() > began + RETRY_FOR:
+                        raise
+                    # No code of the caller has run yet. The block rolls back without an
+                    # error.
+                else:
+                    yield
+                    if not connection.needs_rollback:
+                        for hold, mark in pinned:
+                            if mark is not None:
+                                mark.at_commit.append(
+                                    partial(hold.committed, _pin(hold, database))
+                                )
+                    return
+        finally:
+            # Otherwise the keeper would consider the transaction open after a lost
+            # connection.
+            for hold in holds:
+                hold.unpin()
+        time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
+
+
+def _pin_first(
+    hold: GuardedHold, connection: BaseDatabaseWrapper, database: str
+) -> TransactionMarker | None:
+    """Pin a hold in a transaction that begins.
+
+    Return the ``TransactionMarker`` of this point, or None if the row is already the
+    transaction's.
+    """
+    if hold.scope == "transaction":
+        hold.check()
+        return None
+    if hold.is_over:
+        raise hold._reported_lost()
+    # The rollback of an outer savepoint may undo the write, although the row stays
+    # locked. This comes first among the on_commit() callbacks.
+    here = TransactionMarker.here(connection)
+    pin = TransactionMarker.of_lock(connection)
+    # Before the write, so that the keeper sends no request for the hold meanwhile.
+    hold.pinned_in.append(pin)
+    try:
+        _pin(hold, database)
+    except LockError:
+        # The write failed. After a lost connection, the keeper may have removed the
+        # pin.
+        with suppress(ValueError):
+            hold.pinned_in.remove(pin)
+        raise
+    return here
+
+
+def _pin(hold: GuardedHold, database: str) -> float:
+    """Lock and renew a hold's row in the open transaction.
+
+    Return when the request was sent.
+    """
+    sent = clock.now()
+    try:
+        stands = hold.backend.pin(hold.claim, database)
+    except LockBackendError:
+        # The transaction is now unusable.
+        connection_of(database).needs_rollback = True
+        raise
+    if not stands:
+        hold.lose(hold.why_gone())
+        raise hold.lost_error()
+    return sent
+
+
+def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bool:
+    """Return whether another session caused the error, and a retry may succeed."""
+    dialect, cause = dialect_of(connection), error.__cause__
+    return (
+        not dialect.one_writer
+        and isinstance(cause, DatabaseError)
+        and dialect.is_contention(cause)
+    )
+
+
+def _database_for(hold: GuardedHold, using: str | None) -> str:
+    backend = hold.backend
+    if not backend.supports_guard:
+        raise RuntimeError(
+            f"{type(backend).__name__} cannot guard a transaction, because its locks"
+            " are not in the database of the data. Compare hold.token in every write"
+            " (FencedModel), or use a database backend."
+        )
+    own = backend.database
+    if using is None or using == own:
+        return own
+    if _place_of(using) != _place_of(own):
+        raise RuntimeError(
+            f"The lock on {hold.key!r} is in database {own!r}, and cannot guard a"
+            f" transaction on the other database {using!r}. Put the lock into the"
+            " database of the data (OPTIONS['database'])."
+        )
+    return using
+
+
+def _place_of(database: str) -> tuple[Any, ...]:
+    """Return a value that is equal for all aliases of one database."""
+    connection = connection_of(database)
+    settings = connection.settings_dict
+    place = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
+    return connection.vendor, *map(str, place)

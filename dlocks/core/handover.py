@@ -1,0 +1,89 @@
+"""Handing a hold over to another process as a signed text."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+
+from django.core import signing
+
+from dlocks.core.detach import SALT
+from dlocks.core.hold import Caller, Hold, current_caller
+from dlocks.core.lock import Attempt, Lock
+from dlocks.exceptions import LockError, LockLost
+from dlocks.runtime import clock
+from dlocks.runtime.coroutines import run_in_sync_thread
+
+
+def resume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = None) -> Hold:
+    """Resume the hold that ``hold.detach()`` detached.
+
+        with resume_hold(text) as hold:
+            ...
+
+    The hold now belongs to this process. It is renewed, has a larger token, and makes
+    the text invalid. Raise LockLost if the lease has expired, was cleared or was
+    already resumed. Raise ``django.core.signing.BadSignature`` if this project did not
+    sign the text. ``on_lost`` is that of ``db_lock()``, which the text cannot contain.
+    """
+    return _resume(text, on_lost, current_caller())
+
+
+async def aresume_hold(
+    text: str, *, on_lost: Callable[[Hold], object] | None = None
+) -> Hold:
+    caller, resumed = current_caller(), []
+
+    def resume() -> Hold:
+        resumed.append(_resume(text, on_lost, caller))
+        return resumed[0]
+
+    try:
+        return await run_in_sync_thread(resume)
+    except asyncio.CancelledError:
+        for hold in resumed:
+            with suppress(LockError):
+                await hold.arelease(failed=True)
+        raise
+
+
+def _resume(
+    text: str, on_lost: Callable[[Hold], object] | None, caller: Caller
+) -> Hold:
+    told = signing.loads(text, salt=SALT)
+    policy = told["policy"]
+    if policy["max_hold"] is not None:
+        # Keep a hundredth. A lease that has not expired has some left, by whatever
+        # clock.
+        on_its_way = max(0.0, clock.wall_now() - told["at"])
+        policy["max_hold"] = max(
+            policy["max_hold"] - on_its_way, policy["max_hold"] / 100
+        )
+        policy["min_hold"] = min(policy["min_hold"], policy["max_hold"])
+    lock = Lock(
+        key=told["key"], using=told["using"], scope="lease", on_lost=on_lost, **policy
+    )
+    attempt = Attempt(lock, caller, lambda: None, wait=False)
+    # The prefix may depend on the tenant, which may differ in this process.
+    attempt.key = told["claimed"]
+    attempt.claim = attempt._claim()
+    predecessor = dataclasses.replace(attempt.claim, owner=told["owner"])
+    sent = clock.now()
+    attempt.unknown = True
+    try:
+        grant = attempt._ask(attempt.backend.exchange, predecessor, attempt.claim)
+        if grant is not None:
+            return attempt._hold(attempt.claim, grant, sent)
+    except BaseException:
+        # If the exchange succeeded, the key must be released.
+        attempt.cancel()
+        raise
+    else:
+        raise LockLost(
+            f"{lock.key!r} (token {told['token']}) cannot be resumed: its lease has"
+            " expired or was cleared, or it has already been resumed.",
+            key=lock.key,
+            token=told["token"],
+        )

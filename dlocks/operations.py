@@ -1,0 +1,397 @@
+"""Operations of the commands and the admin: show, clear and purge locks.
+
+A change applies only to the version of a lock that the user was shown.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from django.db import transaction
+from django.db.models import Q
+from django.utils.translation import gettext as _
+
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
+from dlocks.text import duration, printable, shown_address, shown_holder
+from dlocks.values import UNLIMITED
+
+# A ResourceLock with the annotations of ``by_clock()`` and ``with_queue()``, or a
+# LockClaim with those of ``by_clock()``. The owner is deferred.
+LockRow = Any
+
+# Maximum number of rows in memory.
+PAGE = 500
+# Seconds for which a key must be free before a user may delete its row.
+IDLE_FOR = 86400.0
+
+# Characters of a reason, which fills one line of a log.
+REASON_LENGTH = 200
+
+
+class NotCleared(Exception):  # noqa: N818 (a refusal, not an error)
+    """The error for a lock that was not cleared.
+
+    The message is the reason. ``lock`` is the lock's present state, or None.
+    """
+
+    def __init__(self, reason: str, lock: LockRow | None) -> None:
+        super().__init__(reason)
+        self.lock = lock
+
+
+def reason_of(text: str) -> str:
+    """Return the reason that a user entered, stripped.
+
+    Raise ValueError if it is empty, too long or not a single line.
+    """
+    reason = text.strip()
+    if not any(
+        character.isprintable() and not character.isspace() for character in reason
+    ):
+        raise ValueError(_("Enter a reason. It is kept in the log."))
+    if len(reason) > REASON_LENGTH:
+        raise ValueError(
+            _("A reason can have at most %(most)d characters, not %(number)d.")
+            % {
+                "most": REASON_LENGTH,
+                "number": len(reason),
+            }
+        )
+    if any(
+        unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
+        for character in reason
+    ):
+        raise ValueError(_("A reason must be one line without control characters."))
+    return reason
+
+
+def shown(backend: DatabaseBackend, key: str) -> LockRow | None:
+    """Return a lock by its full key, which includes the prefix."""
+    if "\0" in key or not key.startswith(backend.prefix):
+        return None
+    return _locks(backend, [key]).filter(pk=key).first()
+
+
+def pages(
+    backend: DatabaseBackend, states: Sequence[str], *, waited_for: bool = False
+) -> Iterator[list[LockRow]]:
+    """Yield pages of the locks under the backend's prefix, ordered by key.
+
+    With ``waited_for``, include locks in other states that have waiters.
+    """
+    # Page by ranges of the key. Some database drivers fetch all rows of a result at
+    # once.
+    wanted = Q(state__in=states)
+    if waited_for:
+        wanted |= Q(waiters__gt=0) | Q(waiting__gt=0)
+    locks = _locks(backend).order_by("pk").filter(wanted)
+    following = locks.filter(pk__gte=backend.prefix)
+    while page := list(following[:PAGE]):
+        # Keys are ordered by bytes, so the keys with the prefix are adjacent.
+        if mine := [lock for lock in page if lock.pk.startswith(backend.prefix)]:
+            yield mine
+        if len(mine) < len(page):
+            return
+        following = locks.filter(pk__gt=page[-1].pk)
+
+
+def _locks(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any:
+    kept = backend.kept(keys)
+    return (
+        ResourceLock.objects.using(backend.database)
+        .by_clock(kept)
+        .with_queue(kept)
+        .defer("owner")
+    )
+
+
+def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
+    """Return the claims on these full keys: shared holds and queued claims.
+
+    They are ordered by key, then by position.
+    """
+    mine = [key for key in keys if key.startswith(backend.prefix)]
+    found = (
+        LockClaim.objects.using(backend.database)
+        .by_clock(backend.kept(mine))
+        .defer("owner", "channel")
+    )
+    return found.filter(key_resource__in=mine).order_by("key_resource", "id")
+
+
+def shares(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
+    return claims(backend, keys).filter(version__isnull=False)
+
+
+def with_claims(
+    backend: DatabaseBackend, locks: Sequence[LockRow]
+) -> Iterator[tuple[LockRow, list[LockRow]]]:
+    """Yield each lock with the claims on it, read in pages.
+
+    The locks must be in the order of their keys.
+    """
+    found = _by_pages(claims(backend, [lock.pk for lock in locks]))
+    claim = next(found, None)
+    for lock in locks:
+        mine = []
+        while claim is not None and claim.key_resource == lock.pk:
+            mine.append(claim)
+            claim = next(found, None)
+        yield lock, mine
+
+
+def _by_pages(found: Any) -> Iterator[LockRow]:
+    following = found
+    while page := list(following[:PAGE]):
+        yield from page
+        last = page[-1]
+        following = found.filter(
+            Q(key_resource__gt=last.key_resource)
+            | Q(key_resource=last.key_resource, id__gt=last.pk)
+        )
+
+
+def in_row(lock: LockRow) -> bool:
+    """Return whether the row describes an exclusive hold, present or past.
+
+    The row of a key with shared holds does not describe them.
+    """
+    return (
+        lock.state in {LockState.HELD, LockState.FREE}
+        or lock.status == ResourceLock.Status.PROCESSING
+    )
+
+
+def state_of(lock: LockRow) -> str:
+    """Return the label of the state of a lock or a claim.
+
+    For a shared key, add the number of shared holds.
+    """
+    label = str(
+        ClaimState(lock.state).label if _is_claim(lock) else LockState(lock.state).label
+    )
+    if is_kept(lock):
+        return _("%(state)s, in a transaction") % {"state": label}
+    return (
+        f"{label} ({lock.sharing})"
+        if not _is_claim(lock) and lock.state == LockState.SHARED
+        else label
+    )
+
+
+def is_kept(lock: LockRow) -> bool:
+    """Return whether a transaction keeps this expired lease.
+
+    This applies to exclusive and shared holds.
+    """
+    return bool(lock.state == LockState.HELD and lock.seconds_left <= 0)
+
+
+def _is_claim(lock: LockRow) -> bool:
+    return isinstance(lock, LockClaim)
+
+
+def _savepoint(backend: DatabaseBackend) -> AbstractContextManager[None]:
+    # It keeps the transaction of a request usable if the database refuses.
+    inside = backend.in_transaction()
+    return transaction.atomic(using=backend.database) if inside else nullcontext()
+
+
+def clear(
+    backend: DatabaseBackend, key: str, version: int, *, stale_only: bool = False
+) -> LockRow:
+    """Clear the lock that a user was shown with this version.
+
+    Return the lock as it was before, or raise NotCleared.
+    """
+    lock = _unchanged(backend, key, version, stale_only)
+    with _savepoint(backend):
+        cleared = backend.clear(key, version, stale_only=stale_only)
+    if not cleared:
+        lock = _unchanged(backend, key, version, stale_only)
+        if stale_only and backend.observations is not None:
+            why = _(
+                "expired by the database's clock, but not yet by observation: force its"
+                " release, with a reason"
+            )
+            raise NotCleared(why, lock)
+        raise NotCleared(in_transaction(), lock)
+    return lock
+
+
+def in_transaction() -> str:
+    return _("held by an open transaction: try again when it has ended")
+
+
+def end_share(
+    backend: DatabaseBackend, key: str, token: int, *, stale_only: bool = False
+) -> LockRow:
+    """End the shared hold that a user was shown with this token.
+
+    Return the shared hold as it was before, or raise NotCleared.
+    """
+
+    def look() -> LockRow:
+        share = (
+            shares(backend, [key]).filter(version=token).first()
+            if is_column(token)
+            else None
+        )
+        if share is None:
+            raise NotCleared(_("the shared hold with this token has ended"), None)
+        if is_kept(share):
+            raise NotCleared(in_transaction(), share)
+        if stale_only and share.state != ClaimState.STALE:
+            raise NotCleared(_("not stale"), share)
+        return share
+
+    return _take_away(
+        backend, look, lambda: backend.end_share(key, token, stale_only=stale_only)
+    )
+
+
+def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
+    """Remove a dead claim from the queue.
+
+    Return the claim as it was before, or raise NotCleared.
+    """
+
+    def look() -> LockRow:
+        claim = (
+            claims(backend, [key]).filter(pk=number, version__isnull=True).first()
+            if is_column(number)
+            else None
+        )
+        if claim is None:
+            raise NotCleared(_("no longer in the queue"), None)
+        if claim.state != ClaimState.DEAD:
+            raise NotCleared(_("its heartbeat has resumed"), claim)
+        return claim
+
+    return _take_away(backend, look, lambda: backend.take_out(key, number))
+
+
+def is_unused(lock: LockRow) -> bool:
+    """Return whether a row may be deleted. The backend checks again."""
+    free = lock.state == LockState.FREE and lock.seconds_left <= -IDLE_FOR
+    return bool(free and lock.waiters == lock.waiting == lock.shares == 0)
+
+
+def purge(backend: DatabaseBackend, key: str, version: int) -> LockRow:
+    """Delete the row of an unused key if it is still as a user was shown it.
+
+    Return the row as it was before, or raise NotCleared.
+    """
+
+    def act() -> bool:
+        return is_column(version) and backend.purge_one(key, version, IDLE_FOR)
+
+    look = partial(_unused, backend, key, version)
+    return _take_away(backend, look, act, _("in use"))
+
+
+def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
+    lock = shown(backend, key)
+    if lock is None:
+        raise NotCleared(_("the row no longer exists"), None)
+    if lock.version != version or not is_unused(lock):
+        raise NotCleared(_("used within the last day, or has waiters"), lock)
+    return lock
+
+
+def _take_away(
+    backend: DatabaseBackend,
+    look: Callable[[], LockRow],
+    act: Callable[[], bool],
+    why: str = "",
+) -> LockRow:
+    claim = look()
+    with _savepoint(backend):
+        done = act()
+    if not done:
+        raise NotCleared(why or in_transaction(), look())
+    return claim
+
+
+def is_column(number: int) -> bool:
+    # Some engines raise an error for a number outside of the column's range.
+    return -(2**63) <= number < 2**63
+
+
+def _unchanged(
+    backend: DatabaseBackend, key: str, version: int, stale_only: bool
+) -> LockRow:
+    lock = shown(backend, key)
+    if lock is None:
+        raise NotCleared(_("the row no longer exists"), None)
+    if lock.state == LockState.FREE:
+        raise NotCleared(_("already free"), lock)
+    if not in_row(lock):
+        raise NotCleared(_("shared in the meantime"), lock)
+    if lock.version != version:
+        raise NotCleared(_("acquired by another holder in the meantime"), lock)
+    if is_kept(lock):
+        raise NotCleared(in_transaction(), lock)
+    if stale_only and lock.state != LockState.STALE:
+        raise NotCleared(_("not stale"), lock)
+    return lock
+
+
+def name_of(lock: LockRow) -> str:
+    """Return the holder as it may be shown on a page."""
+    return printable(shown_holder(lock.holder))
+
+
+def address_of(lock: LockRow) -> str:
+    return shown_address(lock.owner_ip) or ""
+
+
+def describe(lock: LockRow, *, on_page: bool = False) -> str:
+    """Return a text about a waiter, or the holder of a lock or a shared hold.
+
+    It says for how long it has waited or held the key, and how much time is left.
+    """
+    who = (name_of(lock) if on_page else printable(lock.holder)) or _(
+        "an unknown holder"
+    )
+    if ip := address_of(lock) if on_page else lock.owner_ip:
+        who += f" ({ip})"
+    is_waiter = _is_claim(lock) and lock.version is None
+    if lock.begin_time is not None:
+        text = (
+            _("%(who)s, waiting for %(age)s") if is_waiter else _("%(who)s for %(age)s")
+        )
+        who = text % {"who": who, "age": duration(lock.seconds_held)}
+    if is_waiter:
+        return who if lock.seconds_left > 0 else f"{who}, {last_seen_of(lock)}"
+    return f"{who}, {time_left(lock)}"
+
+
+def last_seen_of(claim: LockRow) -> str:
+    """Return for how long a queued claim has had no heartbeat."""
+    return _("no heartbeat for %(duration)s") % {
+        "duration": duration(max(0.0, HEARTBEAT_TIMEOUT - claim.seconds_left))
+    }
+
+
+def mode(claim: LockRow) -> str:
+    """Return whether a claim is exclusive or shared, and among how many."""
+    if not claim.shared:
+        return _("exclusive")
+    if claim.permits == UNLIMITED:
+        return _("shared")
+    return _("shared by up to %(permits)d") % {"permits": claim.permits}
+
+
+def time_left(lock: LockRow) -> str:
+    if is_kept(lock):
+        return _("in a transaction")
+    if lock.seconds_left > 0:
+        return _("%(duration)s left") % {"duration": duration(lock.seconds_left)}
+    return _("expired %(duration)s ago") % {"duration": duration(-lock.seconds_left)}

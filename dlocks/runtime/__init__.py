@@ -1,0 +1,1 @@
+"""Threads, clocks and process hooks: what runs beside the callers."""

@@ -1,0 +1,170 @@
+"""Calls from coroutines into threads, completed even if cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+import weakref
+from asyncio import _get_running_loop
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connections
+
+from dlocks.runtime import clock
+from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.process import in_child
+
+T = TypeVar("T")
+
+# Seconds for which a call waits for Django's thread, while a thread of this process
+# waits for a lock.
+SYNC_THREAD_TIMEOUT = 0.05
+
+# Tasks that are acquiring a lock. Weak, because a task whose loop was closed never
+# leaves.
+acquiring: weakref.WeakSet[Any] = weakref.WeakSet()
+
+_waiting: set[threading.Thread] = set()
+_spare: ThreadPoolExecutor
+
+
+def refuse_in_a_coroutine(instead: str) -> None:
+    """Raise SynchronousOnlyOperation where an event loop runs.
+
+    This is no decorator like Django's ``async_unsafe()``. Up to Python 3.11, a signal
+    is handled when a function returns to a caller that used ``*args``, and an acquired
+    lock would have no owner. No exception is used to learn that no loop runs.
+    """
+    if _get_running_loop() is not None and not os.environ.get(
+        "DJANGO_ALLOW_ASYNC_UNSAFE"
+    ):
+        raise SynchronousOnlyOperation(
+            f"This call would block the event loop. In a coroutine, use {instead}."
+        )
+
+
+@contextmanager
+def waiting_for_a_lock() -> Iterator[None]:
+    """Record that this thread waits for a lock.
+
+    If it is Django's sync thread, it can do nothing else.
+    """
+    thread = threading.current_thread()
+    _waiting.add(thread)
+    try:
+        yield
+    finally:
+        _waiting.discard(thread)
+
+
+async def run_in_sync_thread(
+    function: Callable[[], T], *, in_transaction_only: bool = False
+) -> T:
+    """Call a function in Django's one sync thread, and return its result.
+
+    A cancellation is only raised when the outcome is known.
+
+    That thread may itself wait for a lock, perhaps for the one to be released. A task
+    may outlive its request or its loop, and with it the thread. The function is then
+    called in the spare thread, so that holds are released and holders continue.
+    ``in_transaction_only`` forbids that, for the work of a transaction.
+    """
+    call = _Call(function)
+    outcome = asyncio.wrap_future(call.outcome)
+    way: asyncio.Task[None] | None = None
+    cancelled: asyncio.CancelledError | None = None
+    patience: float | None = SYNC_THREAD_TIMEOUT
+    while not outcome.done():
+        if way is None or (way.cancelled() and not call.begun):
+            # A loop that ends all of its tasks has cancelled this one.
+            way = asyncio.create_task(sync_to_async(call)())
+        ends: list[asyncio.Future[Any]] = [outcome] if way.done() else [outcome, way]
+        try:
+            await clock.wait_for_any(ends, patience)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        no_way = way.exception() if way.done() and not way.cancelled() else None
+        if call.begun:
+            patience = None
+        elif no_way is not None and in_transaction_only:
+            raise no_way
+        elif patience is not None and (
+            no_way is not None or (_waiting and not in_transaction_only)
+        ):
+            call.run_in_worker()
+            patience = None
+    # A loop may end, so the task must not stay unfinished. The thread that collects it
+    # as garbage would run its last lines, and get the context variables that they
+    # restore.
+    while way is not None and not way.done():
+        if call.is_in_worker:
+            way.cancel()
+        try:
+            await asyncio.wait([way])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        outcome.exception()
+        raise cancelled
+    return outcome.result()
+
+
+class _Call(Generic[T]):
+    """One call, made by the first thread that reaches it."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.outcome: Future[T] = Future()
+        self._function = function
+        self._turn = threading.Lock()
+        self.is_in_worker = False
+
+    @property
+    def begun(self) -> bool:
+        return self._turn.locked()
+
+    def __call__(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            result = self._function()
+        except BaseException as error:  # noqa: BLE001 (passed to the caller)
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(result)
+
+    def run_in_worker(self) -> None:
+        """Make the call in the spare thread, on a connection of its own."""
+        self.is_in_worker = True
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            try:
+                leave_pools()
+                context.run(self)
+            finally:
+                connections.close_all()
+
+        _spare.submit(run)
+
+
+def _make_spare() -> None:
+    global _spare
+    _spare = ThreadPoolExecutor(1, "dlocks-spare")
+
+
+def _forked() -> None:
+    # Only one thread is left, and it neither waits for a lock nor acquires one.
+    _waiting.clear()
+    acquiring.clear()
+    _make_spare()
+
+
+_make_spare()
+in_child(_forked)
