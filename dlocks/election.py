@@ -22,6 +22,7 @@ from typing import Any, Self
 from django.db import connections
 
 # It reports that the app is not installed, so the app cannot register it.
+from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.core.hold import Hold, current_caller
 from dlocks.core.lock import FROM_SETTINGS, Attempt, Lock, check_key, wake_in

@@ -192,7 +192,7 @@ def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
     thread = threading.Thread(target=lambda: texts.append(hold.detach(within=300)))
     thread.start()
     # Wait until the thread waits for the keeper, or is done without it.
-    until(lambda: any(desk.jobs for desk in keeper._desks.values()) or texts)
+    until(lambda: any(worker.jobs for worker in keeper._workers.values()) or texts)
     go_on.set()
     thread.join(30)
     keeper.catch_up()

@@ -633,7 +633,7 @@ def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            mine.check_expiry()
+            mine.check_soon()
         with pytest.raises(KeyboardInterrupt):
             mine.run(lambda: None)
     mine.catch_up()
@@ -740,7 +740,7 @@ def test_renewals_and_calls_take_turns(monkeypatch, until):
     begun, goes_on, desk = (
         threading.Event(),
         threading.Event(),
-        keeper._desk(backends["memory"]),
+        keeper._worker(backends["memory"]),
     )
 
     def slow():
