@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import SkipTest, TestCase
 
@@ -35,17 +36,22 @@ class RefusalContract(TestCase):
             raise SkipTest(why)
         return claim
 
+    @contextmanager
+    def without_a_query(self) -> Iterator[None]:
+        if self.backend.database is None:
+            yield
+            return
+        with CaptureQueriesContext(connections[self.backend.database]) as queries:
+            yield
+        self.assertEqual(len(queries), 0)
+
     def test_a_refusal_is_a_sentence_without_a_query(self) -> None:
         # The first claim may have to find out what kind of server this is.
         self.assertIsNone(self.backend.refusal(self.claim()))
         for number, options in enumerate(UNUSUAL):
             claim = self.claim(f"contract:{number}", **options)
-            name = self.backend.database
-            with (
-                CaptureQueriesContext(connections[name]) if name else nullcontext([])
-            ) as queries:
+            with self.without_a_query():
                 why = self.backend.refusal(claim)
-            self.assertEqual(len(queries), 0)
             if why is not None:
                 self.assertRegex(why, r"^[A-Za-z].* .*\.$")
                 continue
