@@ -38,7 +38,7 @@ class RefusalContract(TestCase):
 
     @contextmanager
     def without_a_query(self) -> Iterator[None]:
-        if self.backend.database is None:
+        if not self.backend.database:
             yield
             return
         with CaptureQueriesContext(connections[self.backend.database]) as queries:
