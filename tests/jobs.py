@@ -1363,7 +1363,7 @@ def rights(pipe, name):
     calls = {
         "purge": lambda: sum(backend.purge(0)),
         "reap": lambda: sum(backend.reap()),
-        "forget": lambda: sum(backend.forget(0)),
+        "forget": lambda: sum(backend.delete_older_than(0)),
         "look": lambda: sum(
             len(list(operations.with_claims(backend, page)))
             for page in operations.pages(backend, ["held"])

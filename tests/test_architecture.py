@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dlocks"
 LIMIT_OF_LINES = 400
 # Formatted at 88 columns. The goal is 540,000 bytes.
-LIMIT_OF_BYTES = 1_066_100
+LIMIT_OF_BYTES = 1_073_300
 
 # Modules may import from their own layer and from those below. The longest prefix of a
 # module's name decides.
@@ -53,7 +53,7 @@ LARGE_FILES = {
     "core/hold.py": 1019,
     "core/lock.py": 1064,
     "decorators.py": 483,
-    "election.py": 615,
+    "election.py": 616,
     "models.py": 457,
     "optimistic/fenced.py": 523,
     "optimistic/versioned.py": 798,

@@ -286,7 +286,7 @@ class TestReason:
             raise LockBackendError("permission denied for table dlocks_holdrecord")
             yield
 
-        monkeypatch.setattr(backends["default"], "forget", fail)
+        monkeypatch.setattr(backends["default"], "delete_older_than", fail)
         assert "permission denied" in refused("reap_locks")
         (record,) = audited()
         assert facts(record)["audit_freed"] == 1

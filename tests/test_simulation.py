@@ -72,7 +72,7 @@ original = Hold.__init__
 
 MUTANTS = {
     "a hold after its own deadline": (Hold, "held", property(never)),
-    "a late notification that is accepted": (waiting.Waiter, "heard", believed),
+    "a late notification that is accepted": (waiting.Waiter, "apply_message", believed),
     "deadline from the response": (Hold, "__init__", from_the_response),
 }
 

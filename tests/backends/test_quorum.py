@@ -579,7 +579,7 @@ def test_errors_of_quorum_members_contain_no_secret(start, aliases, caplog):
     aliases(**members, quorum=quorum_of(members))
     with (
         caplog.at_level(logging.DEBUG),
-        pytest.raises(LockBackendError, match="0 of 3 members could be") as raised,
+        pytest.raises(LockBackendError, match="0 of 3 members answered") as raised,
     ):
         db_lock("key", using="quorum").acquire()
     told = (

@@ -829,7 +829,7 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, cer
     """
     late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
     mine, begun, go_on = claim(ttl=2.0), threading.Event(), threading.Event()
-    leave = late._leave
+    leave = late._release_entry
 
     def leave_slowly(entry, **how):
         begun.set()
@@ -837,7 +837,7 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, cer
         return leave(entry, **how)
 
     assert late.acquire(mine)
-    late._leave = leave_slowly
+    late._release_entry = leave_slowly
     try:
         assert begun.wait(10)
         if not certain:
