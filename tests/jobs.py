@@ -789,6 +789,9 @@ def isolated(level, using="default"):
     try:
         yield
     finally:
+        if connection.vendor == "postgresql" and connection.is_usable():
+            # A pool would hand this session to the next caller.
+            connection.cursor().execute("RESET default_transaction_isolation")
         connection.close()
 
 

@@ -325,6 +325,9 @@ def isolation():
                 cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
 
     yield set_level
+    if connection.vendor == "postgresql" and connection.is_usable():
+        # A pool would hand this session to the next caller.
+        connection.cursor().execute("RESET default_transaction_isolation")
     connection.close()
 
 
