@@ -283,10 +283,8 @@ def test_a_channel_name_fits_its_column():
 
 
 def test_the_same_host_means_the_same_network_namespace():
-    code = (
-        "from dlocks.backends.database.notify.datagram import this_host\n"
-        "print(this_host())"
-    )
+    module = "dlocks.backends.database.notify.datagram"
+    code = f"from {module} import this_host; print(this_host())"
 
     def near_of(*before):
         command = [*before, sys.executable, "-c", code]
