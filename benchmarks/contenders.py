@@ -139,11 +139,10 @@ def _far(database: str) -> type[Dlocks]:
     near = _dlocks(database, "pessimistic")
 
     def start(self: Dlocks) -> None:
-        from dlocks.backends.database import queue as line
-        from dlocks.backends.database.notify import datagram as neighbours
+        from dlocks.backends.database.notify import datagram, notifications
 
         other_host = f"{secrets.token_hex(4)}_"
-        neighbours.near = line.near = lambda: other_host  # type: ignore[assignment]
+        datagram.this_host = notifications.this_host = lambda: other_host  # type: ignore[assignment]
         near.start(self)
 
     name, label = (

@@ -23,7 +23,14 @@ from django.test import override_settings
 
 from dlocks import db_lock
 from tests import jobs
-from tests.internals import KeyQueue, Waiters, backends, datagram, line, waiters_of
+from tests.internals import (
+    KeyQueue,
+    Waiters,
+    backends,
+    datagram,
+    notifications,
+    waiters_of,
+)
 from tests.timing import in_time, seldom
 
 pytestmark = [
@@ -46,7 +53,7 @@ def nearby(doomed):
 @pytest.fixture
 def told(monkeypatch):
     """Return the messages sent to local processes and those sent by the server."""
-    tell, wake = line.tell, KeyQueue._wake
+    tell, wake = notifications.tell, KeyQueue._wake
     told = {"datagram": [], "server": []}
 
     def telling(channel, messages):
@@ -60,7 +67,7 @@ def told(monkeypatch):
         if len(told["datagram"]) == before and connection.vendor != "sqlite":
             told["server"] += messages
 
-    monkeypatch.setattr(line, "tell", telling)
+    monkeypatch.setattr(notifications, "tell", telling)
     monkeypatch.setattr(KeyQueue, "_wake", waking)
     return told
 
@@ -105,7 +112,7 @@ def test_the_server_notifies_if_a_local_message_fails(
 
 def test_a_lost_local_message_costs_a_poll(nearby, in_line, monkeypatch):
     """The releasing process may be killed just then."""
-    monkeypatch.setattr(line, "tell", lambda channel, messages: True)
+    monkeypatch.setattr(notifications, "tell", lambda channel, messages: True)
     in_time(hand_over(nearby(), in_line), 1.0)
 
 

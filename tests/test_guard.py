@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
 from tests import jobs, rows
-from tests.internals import LockClaim, ResourceLock, backends
+from tests.internals import LockClaim, ResourceLock, backends, own_row
 from tests.models import Counter
 from tests.timing import in_time
 
@@ -404,7 +404,7 @@ def test_an_administrator_can_end_claims_next_to_a_guarded_one(
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_two_guards_of_one_shared_hold_wait_with_a_limit(row, monkeypatch):
     """An exclusive lock behaves in the same way."""
-    monkeypatch.setattr("dlocks.backends.database.backend.RELEASE_RETRY_LIMIT", 0.5)
+    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 0.5)
     hold = db_rwlock("stock").read().acquire()
     inside, leave = threading.Event(), threading.Event()
 
@@ -427,7 +427,7 @@ def test_two_guards_of_one_shared_hold_wait_with_a_limit(row, monkeypatch):
             hold.atomic(),
         ):
             pass
-        monkeypatch.setattr("dlocks.backends.database.backend.RELEASE_RETRY_LIMIT", 20)
+        monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 20)
         timer = threading.Timer(0.5, leave.set)
         timer.start()
         with hold.atomic():

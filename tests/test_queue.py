@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -36,18 +37,21 @@ from tests import jobs
 from tests.internals import (
     HANDOVER_LEASE,
     HEARTBEAT_TIMEOUT,
+    SQLITE_BUSY_TIMEOUT_MS,
     Attempt,
     Claim,
     LockClaim,
     Message,
+    QueueBatcher,
+    QueueRequest,
     ResourceLock,
     Ticket,
     Waiter,
     backends,
     clock,
-    database,
+    joining,
     keeper,
-    line,
+    own_row,
     statements,
     waiters_of,
 )
@@ -165,9 +169,7 @@ def locked_for_twelve_tries(workers, monkeypatch):
         other.start(jobs.lock_row, key)
         assert other.hear() == "locked"
 
-    monkeypatch.setattr(
-        "dlocks.backends.database.backend.random", SimpleNamespace(uniform=pause)
-    )
+    monkeypatch.setattr(own_row, "random", SimpleNamespace(uniform=pause))
     yield lock
     assert len(pauses) >= 12
 
@@ -411,7 +413,7 @@ def test_concurrent_threads_queue_despite_a_restored_number(
 ):
     """The threads join the queue in one statement."""
     # A claim that is queued by hand has no heartbeat.
-    monkeypatch.setattr(line, "HEARTBEAT_TIMEOUT", 30.0)
+    monkeypatch.setattr(statements, "HEARTBEAT_TIMEOUT", 30.0)
     backend = backends["default"]
     with db_lock("stock:7") as hold:
         waiting = claim()
@@ -899,7 +901,7 @@ def test_a_connection_lost_at_the_end_of_a_transaction_raises(
 def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_line, monkeypatch):
     """Otherwise its release would hand the key to an abandoned claim."""
     monkeypatch.setattr(waiting_room.Waiters, "_look", lambda *_, **__: (math.inf, 0))
-    monkeypatch.setattr(line, "HEARTBEAT_TIMEOUT", 30.0)
+    monkeypatch.setattr(statements, "HEARTBEAT_TIMEOUT", 30.0)
 
     def wait():
         with db_lock("stock:7", timeout=3) as hold:
@@ -929,7 +931,7 @@ def test_an_interrupt_restores_the_busy_timeout_of_sqlite(monkeypatch):
 
         def execute(self, sql):
             done = raw.execute(sql)
-            if sql == f"PRAGMA busy_timeout = {statements.SQLITE_BUSY_TIMEOUT_MS}":
+            if sql == f"PRAGMA busy_timeout = {SQLITE_BUSY_TIMEOUT_MS}":
                 raise KeyboardInterrupt
             return done
 
@@ -1533,7 +1535,7 @@ def test_a_thread_that_hangs_while_queueing_blocks_no_other(
 ):
     """Its connection may be dead while its driver still waits."""
     entered, leave = threading.Event(), threading.Event()
-    monkeypatch.setattr(backends["default"], "_batcher", line.QueueBatcher())
+    monkeypatch.setattr(backends["default"], "_batcher", QueueBatcher())
 
     def hang():
         with backends["default"]._batcher_here().turn:
@@ -1734,7 +1736,7 @@ def test_threads_of_a_process_join_the_queue_one_at_a_time(
         return run
 
     # Otherwise a thread that waits too long at the entrance would pass the slow one.
-    monkeypatch.setattr(line, "ENTRANCE_TIMEOUT", 60.0)
+    monkeypatch.setattr(joining, "ENTRANCE_TIMEOUT", 60.0)
     for step in ("_queue", "_queue_together"):
         monkeypatch.setattr(backend, step, noted(getattr(backend, step)))
     with db_lock("stock:7"):
@@ -1772,7 +1774,7 @@ def slow_entrance(monkeypatch, until):
             leave.wait(30)
         together(batch)
 
-    monkeypatch.setattr(line, "ENTRANCE_TIMEOUT", 60.0)
+    monkeypatch.setattr(joining, "ENTRANCE_TIMEOUT", 60.0)
     monkeypatch.setattr(backend, "_queue_together", slowly)
     yield (
         entered,
@@ -1943,8 +1945,8 @@ def hung():
     backend = backends["default"]
     holder, *claims = (Claim(key="stock:7", ttl=30) for _ in range(3))
     assert backend.acquire(holder)
-    entrance = line.QueueBatcher()
-    leader, follower = (line.QueueRequest(claim, "") for claim in claims)
+    entrance = QueueBatcher()
+    leader, follower = (QueueRequest(claim, "") for claim in claims)
     entrance.waiting.extend([leader, follower])
     batch = entrance.with_others(leader)
     assert batch == [leader, follower]
@@ -1997,7 +1999,7 @@ def test_a_holder_does_not_join_the_queue(using):
     assert backend.acquire(holder)
     place = backend.enqueue(holder)
     assert place.must_retry
-    batch = [line.QueueRequest(claim, "") for claim in (holder, other)]
+    batch = [QueueRequest(claim, "") for claim in (holder, other)]
     backend._queue_together(batch)
     assert batch[0].place is None
     assert not LockClaim.objects.filter(owner=holder.owner).exists()
@@ -2043,7 +2045,7 @@ def test_statements_for_many_claims_are_not_prepared():
     for number in range(24):
         backend._queue_together(
             [
-                line.QueueRequest(Claim(key="stock:7", ttl=30), "")
+                QueueRequest(Claim(key="stock:7", ttl=30), "")
                 for _ in range(1 + number % 3)
             ]
         )
@@ -2175,7 +2177,7 @@ def test_the_first_lease_starts_at_the_delayed_grant(
     using, workers, until, monkeypatch
 ):
     """The claim's row is locked for 0.8 s when its turn comes."""
-    monkeypatch.setattr(line, "HEARTBEAT_TIMEOUT", 30.0)
+    monkeypatch.setattr(statements, "HEARTBEAT_TIMEOUT", 30.0)
     (other,) = workers(1)
     backend, first, second = backends[using], claim(), claim()
     assert backend.acquire(first) is not None
@@ -2247,8 +2249,9 @@ def test_polling_keys_locked_by_transactions_does_not_wait(workers, monkeypatch)
         sleep=lambda seconds: pytest.fail("it waits"), monotonic=time.monotonic
     )
     with monkeypatch.context() as patch:
-        for module in (database, line, statements):
-            patch.setattr(module, "time", without_sleep)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("dlocks.backends.database.") and hasattr(module, "time"):
+                patch.setattr(module, "time", without_sleep)
         for heard in (True, False):
             places = backend.poll(claims, heartbeat=heard)
             assert [places[one.owner].grant for one in claims] == [None, None]

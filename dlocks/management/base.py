@@ -9,7 +9,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.utils import Error
 
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.backends.database.driver import is_unmigrated
+from dlocks.backends.database.connection import is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
 

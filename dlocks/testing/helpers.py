@@ -15,7 +15,7 @@ from django.test import override_settings
 
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.backends.database.driver import MICROSECONDS
+from dlocks.backends.database.fragments import MICROSECONDS
 from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.hold import Hold

@@ -246,15 +246,15 @@ def a_grant_told_before_it_is_durable(task: Task) -> None:
     pause=3.0,
 )
 def handed_over_to_the_dead_without_end(task: Task) -> None:
-    from tests.internals import line
+    from tests.internals import KeyQueue
 
-    original = line.KeyQueue._columns
+    original = KeyQueue._columns
 
     def columns(*args: Any, **kwargs: Any) -> Any:
         names, values, parameters = original(*args, **kwargs)
         return names, values, {**parameters, "handover_ttl": 3600 * 1_000_000}
 
-    line.KeyQueue._columns = columns  # type: ignore[method-assign]
+    KeyQueue._columns = columns  # type: ignore[method-assign]
 
 
 @bug("exclusion", "tokens", faults=STOPS, transactions=False, seek="asking", pause=0.15)
@@ -270,10 +270,10 @@ def a_stale_notice_believed(task: Task) -> None:
 
 @bug("releases", "stuck", transactions=False)
 def nothing_handed_over(task: Task) -> None:
-    from tests.internals import line
+    from tests.internals import KeyQueue
 
-    line.KeyQueue._admit = lambda self, head: []  # type: ignore[method-assign]
-    line.KeyQueue._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
+    KeyQueue._admit = lambda self, head: []  # type: ignore[method-assign]
+    KeyQueue._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
 
 
 # Shared holds and permits.
@@ -282,17 +282,17 @@ def nothing_handed_over(task: Task) -> None:
 @bug("exclusion", keys=("pages",))
 def a_writer_who_does_not_see_readers(task: Task) -> None:
     _in_sql(lambda sql: sql.replace(" AND shares = 0", ""))
-    from tests.internals import line
+    from tests.internals import KeyQueue
 
-    line.KeyQueue._shares = lambda self, head: 0  # type: ignore[method-assign]
+    KeyQueue._shares = lambda self, head: 0  # type: ignore[method-assign]
 
 
 @bug("exclusion", keys=("seats",))
 def one_permit_too_many(task: Task) -> None:
-    from tests.internals import line
+    from tests.internals import KeyQueue
 
-    original = line.KeyQueue._shares
-    line.KeyQueue._shares = lambda self, head: max(0, original(self, head) - 1)  # type: ignore[method-assign]
+    original = KeyQueue._shares
+    KeyQueue._shares = lambda self, head: max(0, original(self, head) - 1)  # type: ignore[method-assign]
 
 
 # Transactions and rows.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dlocks.backends.database.driver import GRANT, RELEASED, Statements
+from dlocks.backends.database.acquisition import Acquisition
+from dlocks.backends.database.fragments import GRANT, RELEASED
 from dlocks.backends.database.watchdog import table_watchdog
 from dlocks.runtime import clock
 from dlocks.sql.dialects import MySQL
@@ -33,18 +34,8 @@ SQLITE = (
 )
 
 
-class Batch(Statements):
+class Batch(Acquisition):
     """The operations on several keys, for backends that write rows in place."""
-
-    if TYPE_CHECKING:
-
-        def _create(self, key: str) -> None: ...
-        def _free(self, claim: Claim, free: str) -> str: ...
-        def _granted(self, sql: str, parameters: Mapping[str, Any]) -> int | None: ...
-        def _granted_or_undone(
-            self, sql: str, parameters: Mapping[str, Any]
-        ) -> int | None: ...
-        def _parameters(self, claim: Claim) -> dict[str, Any]: ...
 
     def acquire_all(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
         first = claims[0]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlocks.backends.database.driver import MICROSECONDS, Statements
+from dlocks.backends.database.fragments import MICROSECONDS
+from dlocks.backends.database.statements import Statements
 
 # Maximum number of rows that one statement deletes.
 BATCH = 1000

@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dlocks.backends.database.driver import CLEAR, IN_QUEUE, MICROSECONDS
-from dlocks.backends.database.queue import (
-    DELETE_AFTER,
+from dlocks.backends.database.claims import DELETE_AFTER
+from dlocks.backends.database.fragments import (
+    BATCH,
+    CLEAR,
     ENDED_SHARE,
-    KeyQueue,
-    LockedRow,
+    IN_QUEUE,
+    MICROSECONDS,
+    STALE,
 )
+from dlocks.backends.database.queue import KeyQueue
+from dlocks.backends.database.rows import LockedRow
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.dialects import KEY
-from dlocks.values import Kept
 
-# Maximum number of rows that one statement of reaping, purging or renewing changes.
-BATCH = 1000
-
-STALE = "status = 'P' AND end_time <= {now}"
 # A row is only deleted once the clock has passed its version. The version of a new row
 # starts at the clock, and must be larger.
 UNUSED = (
@@ -36,36 +35,6 @@ class Maintenance(KeyQueue):
 
     They are for people and for commands. The queue advances after each of them.
     """
-
-    def kept(self, keys: Sequence[str] | None = None) -> Kept:
-        """Return which expired leases are kept by open transactions.
-
-        ``None`` covers all keys under the prefix. At most one batch is checked,
-        starting with the leases that expired last. The result is empty if the database
-        user may not lock rows.
-        """
-        of_keys, parameters = (
-            self._of_prefix()
-            if keys is None
-            else self._one_of("key_resource", list(keys) or [""])
-        )
-        of_keys = of_keys if keys is None else f" AND {of_keys}"
-        expired = f"end_time <= {{now}}{of_keys} ORDER BY end_time DESC LIMIT {BATCH}"
-        sql = self._text(
-            "SELECT key_resource, id FROM (SELECT key_resource, 0 AS id FROM {locks}"
-            f" WHERE status = 'P' AND {expired}) AS alone UNION ALL SELECT"
-            " key_resource, id FROM (SELECT key_resource, id FROM {claims} WHERE NOT"
-            f" {IN_QUEUE} AND {expired}) AS shared"
-        )
-        found = self._rows(sql, parameters)
-        with suppress(LockBackendError):
-            return Kept(
-                self.in_transactions([key for key, number in found if not number]),
-                self.in_transactions(
-                    [number for _, number in found if number], "{claims}", "id"
-                ),
-            )
-        return Kept()
 
     def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
         """Take a key from its holder, which is fenced off.

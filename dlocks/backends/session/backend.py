@@ -40,7 +40,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from dlocks.backends.base import Backend, refusal_without_rows
-from dlocks.backends.database.driver import Statements
+from dlocks.backends.database.statements import Statements
 from dlocks.backends.notifiers import Notifier, OwnThreadNotifier, RecentKeys
 from dlocks.backends.session.checks import check_session
 from dlocks.backends.session.engine_sessions import (

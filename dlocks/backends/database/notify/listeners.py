@@ -17,8 +17,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, Error
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
-from dlocks.backends.database.driver import MICROSECONDS, Statements
+from dlocks.backends.database.fragments import MICROSECONDS
 from dlocks.backends.database.notify.datagram import DatagramSocket
+from dlocks.backends.database.statements import Statements
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.polling import ready

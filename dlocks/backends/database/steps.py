@@ -1,0 +1,220 @@
+"""The step: a short transaction that locks the row of a key."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from django.db import transaction
+from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
+
+from dlocks.backends.base import TableLockedError
+from dlocks.backends.database.fragments import FREE_BY_CLOCK, MICROSECONDS
+from dlocks.backends.database.in_transaction import TransactionLocks
+from dlocks.backends.database.rows import LockedRow
+from dlocks.backends.database.sending import CONTENTION_TRIES, T
+from dlocks.exceptions import LockBackendError
+from dlocks.sql.dialects import KEY
+from dlocks.sql.prepared import is_under_way
+
+
+class Steps(TransactionLocks):
+    """The part that executes steps, which lock the lock row first.
+
+    So the steps of one key are serialized. A step is a short transaction of its own. It
+    never waits for the lock row.
+    """
+
+    def _step(
+        self,
+        key: str,
+        work: Callable[[LockedRow | None], T],
+        *,
+        busy: Callable[[], T],
+        waits: bool = False,
+        looks: int = CONTENTION_TRIES,
+    ) -> T:
+        """Execute a step: lock a key's row and call ``work``, in a transaction.
+
+        ``work`` receives the locked row. It receives None if another transaction has
+        locked the row, and still had after ``looks`` attempts. With ``waits``, the step
+        first waits in the engine's own queue of the row, if the engine can limit that
+        time.
+
+        ``busy`` provides the result if that time has passed, or if SQLite's single
+        writer stays busy. It also does so if another transaction has locked a claim
+        that the step writes.
+        """
+        connection = self.connection
+        ours = not self.in_transaction()
+        tries, looked, reconnected = 0, 0, False
+        handled = sys.exc_info()[1]
+        while True:
+            session = connection.connection
+            try:
+                with self._briefly(), transaction.atomic(using=self.database):
+                    locking = (
+                        self.dialect.for_update_in_turn
+                        if waits
+                        else self.dialect.for_update
+                    )
+                    return work(
+                        self._lock(key, locking, patiently=looked < looks, bounded=ours)
+                    )
+            except _AbsentError:
+                self._create(key)
+            except _LockedError:
+                looked += 2
+                time.sleep(random.uniform(0, 0.0005 * looked**2))  # noqa: S311 (jitter)
+            except TableLockedError:
+                raise
+            except (Error, LockBackendError) as trouble:
+                error = (
+                    trouble.__cause__
+                    if isinstance(trouble, LockBackendError)
+                    else trouble
+                )
+                if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
+                    raise
+                if is_under_way(connection.connection) and (
+                    interrupt := self._find_interrupt(error, handled)
+                ):
+                    self.dialect.abort_statement(connection)
+                    raise interrupt from None
+                if isinstance(error, DatabaseError):
+                    if self.dialect.is_locked(error):
+                        # The statement has already waited for the lock.
+                        return busy()
+                    if self._again(error, tries):
+                        tries += 1
+                        continue
+                if not reconnected and self._is_left_read_only(connection, error):
+                    connection.close()
+                    reconnected = True
+                    continue
+                # If a session was idle in a transaction for too long, PostgreSQL ends
+                # it with an InternalError.
+                lost = isinstance(error, (OperationalError, InterfaceError))
+                self._drop_half_made(connection)
+                if not reconnected and (
+                    lost
+                    or (
+                        connection.connection is not None and not connection.is_usable()
+                    )
+                ):
+                    # If the connection was lost within a transaction, Django has
+                    # already reconnected.
+                    anew = session is None or connection.connection is not session
+                    if anew or not connection.is_usable():
+                        if not anew:
+                            connection.close()
+                        reconnected = True
+                        continue
+                raise self._failure(error) from error
+
+    def _find_interrupt(
+        self, error: BaseException | None, handled: BaseException | None
+    ) -> BaseException | None:
+        """Return the exception that interrupted a COMMIT, or None.
+
+        Django cleans up while the COMMIT is still running. This fails with an error of
+        its own, which hides the interrupt. ``handled`` is the exception that the caller
+        was already handling. It is in the context of every error.
+        """
+        connection: Any = self.connection
+        while error is not None and error is not handled:
+            if not isinstance(error, (Error, connection.Database.Error)):
+                return error
+            error = error.__context__
+        return None
+
+    def _lock(
+        self, key: str, locking: str, *, patiently: bool, bounded: bool
+    ) -> LockedRow | None:
+        dialect = self.dialect
+        parameters = {"key": key, **self._times()}
+        if dialect.one_writer:
+            # The first statement writes, because a transaction that has only read
+            # cannot always continue with a write.
+            self._count(
+                self._text(f"UPDATE {{locks}} SET waiters = waiters WHERE {KEY}"),
+                parameters,
+            )
+        # A process that is stopped in the middle of a step must not keep the key for
+        # long. Neither must a process that waits for the row.
+        bound = f", {dialect.bound}" if bounded and dialect.bound else ""
+        sql = (
+            f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK}"
+            f" THEN 1 ELSE 0 END, {dialect.next_version()}, {dialect.ticks}{bound} FROM"
+            f" {{locks}} WHERE {KEY}{locking}"
+        )
+        for (
+            status,
+            owner,
+            version,
+            waiters,
+            shares,
+            free,
+            token,
+            ticks,
+            *_,
+        ) in self._rows(self._text(sql), parameters):
+            return LockedRow(
+                key,
+                status,
+                owner,
+                version,
+                waiters,
+                shares,
+                bool(free),
+                int(token),
+                int(ticks) / MICROSECONDS,
+            )
+        if not self._rows(
+            self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters
+        ):
+            raise _AbsentError
+        if patiently:
+            raise _LockedError
+        return None
+
+    def _create(self, key: str) -> None:
+        """Create the row as free, in a statement that is committed by itself.
+
+        An uncommitted insert would make all other callers wait.
+        """
+        inside = self.keeps_shares()
+        at_once, term = ("", "") if inside else (self.dialect.at_once, "{at_once_term}")
+        before, after = self.dialect.insert_or_ignore
+        sql = self._sql(
+            self._insertion,
+            at_once + before,
+            f"%(key)s, 'S', '', '', NULL, NULL, {{now}}, 0{term}, {{ticks}}",
+            after,
+        )
+
+        def create() -> int:
+            with self._briefly():
+                return self._count(sql, {"key": key}, locked=lambda: 0)
+
+        if self.in_transaction() and not inside:
+            self.runtime.run(create)
+        else:
+            create()
+
+    def _insertion(self, table: str, before: str, values: str, after: str) -> str:
+        return (
+            f"{before} INTO {table} (key_resource, status, owner, holder, owner_ip,"
+            f" begin_time, end_time, hold_count, version) VALUES ({values}) {after}"
+        )
+
+
+class _LockedError(Exception):
+    """A lock row that another transaction has locked at this moment."""
+
+
+class _AbsentError(Exception):
+    """A key without a lock row."""
