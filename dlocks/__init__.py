@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from dlocks.core.handover import aresume_hold, resume_hold
     from dlocks.core.hold import Hold
     from dlocks.core.lock import Lock
-    from dlocks.core.multi import MultiHold, MultiLock
+    from dlocks.core.multi import MultiLock
+    from dlocks.core.multi_hold import MultiHold
     from dlocks.core.shared import ReadWriteLock
     from dlocks.decorators import locked_view
     from dlocks.election import LeaderElection
@@ -89,7 +90,8 @@ _MODULES = {
     "runtime.keeper": ["shutdown"],
     "keys": ["user_key"],
     "core.shared": ["ReadWriteLock"],
-    "core.multi": ["MultiHold", "MultiLock"],
+    "core.multi": ["MultiLock"],
+    "core.multi_hold": ["MultiHold"],
     "schedules": ["SingleInstance", "run_once"],
     "signals": [
         "lock_acquired",

@@ -170,7 +170,7 @@ def _forget_holds() -> None:
     """
     from dlocks.backends.dummy import DummyBackend
     from dlocks.backends.memory import MemoryBackend
-    from dlocks.core.hold import holds_by_caller
+    from dlocks.core.callers import holds_by_caller
 
     theirs = [
         one

@@ -9,28 +9,15 @@ import contextlib
 import functools
 import inspect
 import math
-import re
-import string
 import sys
 import types
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from datetime import timedelta
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    Never,
-    ParamSpec,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-)
+from typing import Any, Generic, Literal, Never, ParamSpec, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import models
 from django.http import HttpResponse
 from django.utils.translation import gettext as _
 from django.views import View
@@ -38,8 +25,10 @@ from django.views import View
 # It reports that the app is not installed, so the app cannot register it.
 from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.core.lock import Lock, changed_options, decorate_with, shown
+from dlocks.core.lock import Lock, decorate_with
 from dlocks.core.options import VIEW, ViewOptions, refuse_unknown
+from dlocks.core.policy import changed_options, shown
+from dlocks.core.template import KeyOfCall, name_of
 from dlocks.exceptions import LockNotAwaitable, LockTimeout
 from dlocks.responses import hold_until_produced
 from dlocks.runtime.coroutines import run_in_sync_thread
@@ -60,8 +49,6 @@ WORKS_LATER = (
     contextlib._GeneratorContextManager,
     contextlib._AsyncGeneratorContextManager,
 )
-
-FIELD = re.compile(r"(?P<name>[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]]+\])*")
 
 
 class LockDecorator(Generic[B]):
@@ -115,7 +102,7 @@ class LockDecorator(Generic[B]):
         if isinstance(function, type):
             return self._view_class(function)
         refuse_what_has_no_end(function)
-        key_of = self.key if callable(self.key) else _KeyOfCall(self.key, function)
+        key_of = self.key if callable(self.key) else KeyOfCall(self.key, function)
         return (
             self._asynchronous(function, key_of)
             if iscoroutinefunction(function)
@@ -135,7 +122,7 @@ class LockDecorator(Generic[B]):
                     if inspect.iscoroutine(result):
                         result.close()
                         raise TypeError(
-                            f"{_name(function)} returned a coroutine, which would run"
+                            f"{name_of(function)} returned a coroutine, which would run"
                             " after the release of the lock. Make it an 'async def', or"
                             " mark it with asgiref.sync.markcoroutinefunction()."
                         )
@@ -191,7 +178,7 @@ class LockDecorator(Generic[B]):
                 " methods instead."
             )
         dispatch = view_class.dispatch
-        key_of = self.key if callable(self.key) else _KeyOfCall(self.key, dispatch)
+        key_of = self.key if callable(self.key) else KeyOfCall(self.key, dispatch)
         sync, asynchronous = (
             self._sync(dispatch, key_of),
             self._asynchronous(dispatch, key_of),
@@ -307,7 +294,7 @@ def _done(function: Any, result: T) -> T:
     """
     if isinstance(result, WORKS_LATER):
         raise TypeError(
-            f"{_name(function)} returned a {type(result).__name__}, which would work"
+            f"{name_of(function)} returned a {type(result).__name__}, which would work"
             " after the release of the lock. Use 'with db_lock(…)' inside the function."
         )
     return result
@@ -331,148 +318,9 @@ def refuse_what_has_no_end(function: Any) -> None:
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
-            f"{_name(function)} is a generator, which would work after the release of"
+            f"{name_of(function)} is a generator, which would work after the release of"
             " the lock. Use 'with db_lock(…)' inside the function."
         )
-
-
-class Template(string.Formatter):
-    """A key with fields in the syntax of ``str.format()``.
-
-    ``names`` are the arguments that the fields start from.
-    """
-
-    def __init__(self, template: str) -> None:
-        self.template = template
-        try:
-            self.pieces = list(self.parse(template))
-        except ValueError as error:
-            raise ValueError(f"{template!r} is not a valid key: {error}.") from error
-        self.names: list[str] = []
-        for number, (_literal, field, spec, conversion) in enumerate(self.pieces):
-            if field is None:
-                continue
-            self._check(field, spec or "", conversion)
-            self.names.append(_first_of(field))
-            if number + 1 < len(self.pieces) and not self.pieces[number + 1][0]:
-                raise ValueError(
-                    f"{template!r} needs a separator between {{{field}}} and the next"
-                    " field. Without it, calls with different arguments could have the"
-                    " same key."
-                )
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        key, fields_left = "", len(self.names)
-        for number, (literal, field, spec, conversion) in enumerate(self.pieces):
-            key += literal
-            if field is None:
-                continue
-            fields_left -= 1
-            value, _first = self.get_field(field, (), values)
-            if value is None or (
-                isinstance(value, models.Model) and not value._is_pk_set()  # type: ignore[attr-defined]
-            ):
-                what = (
-                    "None"
-                    if value is None
-                    else f"a {type(value).__name__} without a primary key"
-                )
-                raise ValueError(
-                    f"{{{field}}} of {self.template!r} is {what} in this call, so"
-                    " unrelated calls would have the same key. Save the object first,"
-                    " or pass a function as the key."
-                )
-            text = self.format_field(
-                self.convert_field(value, cast("Any", conversion)), spec or ""
-            )
-            if fields_left:
-                # A value is unambiguous if the following separator does not occur
-                # before its end. The last field may hold any value.
-                following = self.pieces[number + 1][0]
-                if (text + following).find(following) != len(text):
-                    raise ValueError(
-                        f"{{{field}}} of {self.template!r} is {text!r} in this call."
-                        f" With {following!r} after it, other values could have the"
-                        " same key. Put this field last, choose another separator, or"
-                        " pass a function as the key."
-                    )
-            key += text
-        return key
-
-    def _check(self, field: str, spec: str, conversion: str | None) -> None:
-        if not FIELD.fullmatch(field):
-            raise ValueError(
-                f"{self.template!r}: {{{field}}} is not a valid field. Name an"
-                " argument, as in {order}, {order.pk} or {items[0]}. Double the braces"
-                " that are ordinary characters."
-            )
-        if any(
-            name.startswith("_")
-            for name in re.findall(r"\.(\w+)", re.sub(r"\[[^\]]*\]", "", field))
-        ):
-            raise ValueError(
-                f"{self.template!r}: {{{field}}} uses an attribute that begins with an"
-                " underscore."
-            )
-        if conversion not in {None, "r", "s", "a"}:
-            raise ValueError(
-                f"{self.template!r}: {{{field}!{conversion}}} has a conversion other"
-                " than !r, !s and !a."
-            )
-        if "{" in spec:
-            raise ValueError(
-                f"{self.template!r}: {{{field}}} has a field in its format specifier."
-            )
-
-
-class _KeyOfCall:
-    """The key of a call: a template, filled with the call's arguments and defaults."""
-
-    def __init__(self, template: str, function: Callable[..., Any]) -> None:
-        self.template = Template(template)
-        self.function = function
-        # ``method_decorator()`` marks its partial of a bound method as wrapping the
-        # plain function, which has one more argument.
-        self.signature = inspect.signature(
-            function, follow_wrapped=not isinstance(function, functools.partial)
-        )
-        kinds = {
-            parameter.kind: name
-            for name, parameter in self.signature.parameters.items()
-        }
-        self.others = kinds.get(inspect.Parameter.VAR_KEYWORD)
-        for name in self.template.names:
-            if name not in self.signature.parameters and self.others is None:
-                raise ValueError(
-                    f"{template!r} needs an argument {name!r}, but"
-                    f" {_name(function)} has"
-                    f" {', '.join(map(repr, self.signature.parameters)) or 'none'}."
-                )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{_name(self.function)}: {error}") from None
-        bound.apply_defaults()
-        values = bound.arguments
-        if self.others is not None:
-            values = {**values[self.others], **values}
-        for name in self.template.names:
-            if name not in values:
-                raise TypeError(
-                    f"{_name(self.function)} needs the argument {name!r} in this call,"
-                    f" for the key {self.template.template!r}."
-                )
-        return self.template.render(values)
-
-
-def _first_of(field: str) -> str:
-    return re.split(r"[.\[]", field, maxsplit=1)[0]
-
-
-def _name(function: Any) -> str:
-    return f"{getattr(function, '__qualname__', None) or repr(function)}()"
 
 
 def _decorate(lock: Lock, function: Any) -> Any:

@@ -12,9 +12,11 @@ from django.core.management.base import BaseCommand, CommandError
 from dlocks.backends.base import ANY_LEASE
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.hold import Hold
-from dlocks.core.lock import Lock, shown
+from dlocks.core.lock import Lock
 from dlocks.core.options import KEYS, RUN, RunOptions, refuse_unknown
-from dlocks.decorators import Key, LockDecorator, Template
+from dlocks.core.policy import shown
+from dlocks.core.template import Template
+from dlocks.decorators import Key, LockDecorator
 from dlocks.exceptions import LockTimeout
 from dlocks.runtime.coroutines import run_in_sync_thread
 from dlocks.values import Duration, seconds

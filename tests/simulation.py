@@ -33,11 +33,12 @@ from tests.internals import (
     Message,
     Ticket,
     Waiters,
+    acquire,
     backends,
     clock,
     holds_by_caller,
     keeper,
-    locks,
+    wait,
 )
 
 CALLERS = 3
@@ -272,7 +273,7 @@ class Simulation:
         self.backends = [SimulatedBackend(number, self) for number in range(CALLERS)]
         self.rooms = [Room(backend) for backend in self.backends]
         self.people = [Person() for _ in range(CALLERS)]
-        self.attempts: list[locks.Attempt | None] = [None] * CALLERS
+        self.attempts: list[acquire.Attempt | None] = [None] * CALLERS
         self.holds: list[Hold | None] = [None] * CALLERS
         # The actors that are in the middle of a step. A step may go on after its caller
         # has released the hold.
@@ -349,7 +350,7 @@ class Simulation:
         attempt = self.attempts[number]
         if attempt is None:
             lock = db_lock(KEY, using=f"simulated {number}", renew=number != 2)
-            attempt = self.attempts[number] = locks.Attempt(
+            attempt = self.attempts[number] = acquire.Attempt(
                 lock, self.people[number], lambda: None, wait=True
             )
         floor = max(self.tokens, default=0)
@@ -457,16 +458,17 @@ class Simulation:
             keeper._changed.notify()
         if thread is not None and thread.is_alive():
             thread.join()
-        originals = clock.now, locks.waiters_of, Keeper._wake
+        originals = clock.now, wait.waiters_of, Keeper._wake
         clock.now = lambda: self.time
-        locks.waiters_of = lambda backend: rooms[backend]
+        acquire.waiters_of = wait.waiters_of = lambda backend: rooms[backend]
         Keeper._wake = lambda keeper: None
         for backend in self.backends:
             backends._backends[backend.alias] = backend
         try:
             yield
         finally:
-            clock.now, locks.waiters_of, Keeper._wake = originals
+            clock.now, wait.waiters_of, Keeper._wake = originals
+            acquire.waiters_of = wait.waiters_of
             for backend in self.backends:
                 backends._backends.pop(backend.alias, None)
             keeper._kept.clear()

@@ -42,6 +42,7 @@ from tests.internals import (
     OptimisticBackend,
     PessimisticBackend,
     backends,
+    holds_by_caller,
     options_of,
 )
 
@@ -193,7 +194,7 @@ def test_a_long_job_stops_for_a_waiter(workers, until):
         until(
             lambda: any(
                 h.queue_length()
-                for h in dlocks.core.hold.holds_by_caller.values()
+                for h in holds_by_caller.values()
                 if h.key == "search-index"
             )
         )

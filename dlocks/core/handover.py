@@ -9,9 +9,11 @@ from contextlib import suppress
 
 from django.core import signing
 
+from dlocks.core.acquire import Attempt
+from dlocks.core.callers import Caller, current_caller
 from dlocks.core.detach import SALT
-from dlocks.core.hold import Caller, Hold, current_caller
-from dlocks.core.lock import Attempt, Lock
+from dlocks.core.hold import Hold
+from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError, LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread

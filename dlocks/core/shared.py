@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Never
 
-from dlocks.core.lock import Lock, changed_options
+from dlocks.core.lock import Lock
+from dlocks.core.policy import changed_options
 
 
 @dataclass(frozen=True, slots=True)

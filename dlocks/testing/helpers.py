@@ -20,7 +20,7 @@ from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
-from dlocks.core.multi import MultiHold
+from dlocks.core.multi_hold import MultiHold
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper

@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.core.lock import check_key
+from dlocks.core.policy import check_key
 from dlocks.management.base import LockCommand
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (

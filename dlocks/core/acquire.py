@@ -1,0 +1,203 @@
+"""Attempts to acquire a lock: the requests, the grants and the cancellation."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeVar
+
+from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
+from dlocks.core.callers import hold_by, holds_by_caller, run_outside
+from dlocks.core.hold import Hold
+from dlocks.core.wait import Wait
+from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
+from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.waiters import Waiter, waiters_of
+from dlocks.signals import send_acquired, send_ended
+from dlocks.values import Claim, Grant
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+logger = logging.getLogger("dlocks")
+
+
+class Trying(Protocol):
+    """The steps in which one caller acquires a lock. See ``Attempt``."""
+
+    @property
+    def in_transaction(self) -> bool: ...
+    def once(self) -> Hold | None: ...
+    def pause(self) -> float | None: ...
+    def waits_here(self, pause: float | None, wakeup: threading.Event) -> bool: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Attempt(Wait):
+    """One caller's attempt to acquire a lock.
+
+    It enters the caller's hold, or claims the key and waits for it. ``wake`` is called,
+    in any thread, when a retry before the end of a pause is worthwhile.
+    """
+
+    hold: Hold | None = None
+    # Whether the last request was granted.
+    granted = False
+
+    def once(self) -> Hold | None:
+        """Try once, and return the hold or None."""
+        if self.claim is not None and self._kept_for() == 0:
+            # The caller can now enter the hold that it left. Waiting would be in vain.
+            self.cancel()
+            self.claim = None
+        if self.claim is None and (mine := self.begin()) is not None:
+            return mine
+        claim = self.claim or self._claim()
+        if (
+            self.waiter is not None
+            and (hold := self._granted_by_notification(claim, self.waiter)) is not None
+        ):
+            return hold
+        if self._should_queue(claim) or (
+            self.waiter is not None and self.waiter.seated and not self.waiter.woken
+        ):
+            # A grant by the queue also ends the claim's position. A direct request
+            # would leave it behind.
+            return None
+        sent = clock.now()
+        grant = self.ask_for([self], self.backend.acquire, claim)
+        return None if grant is None else self.accept(grant, sent)
+
+    @staticmethod
+    def ask_for(
+        attempts: Sequence[Attempt], acquire: Callable[[A], T | None], claimed: A
+    ) -> T | None:
+        """Request the claims, and record whether they may have been granted."""
+        for attempt in attempts:
+            attempt.asked = attempt.unknown = True
+            attempt.granted = False
+        answer: T | None = None
+        try:
+            answer = attempts[0]._ask(acquire, claimed)
+        except TableLockedError:
+            for attempt in attempts:
+                # A release would wait for the table too, and end the caller's
+                # transaction.
+                attempt.unknown = not attempt.in_transaction
+            raise
+        except LockBackendError:
+            raise
+        except (LockError, RuntimeError, UnstorableKeyError) as refusal:
+            # A refused request has granted nothing to release. For a lease, a
+            # RuntimeError is no refusal. A signal handler has raised it.
+            for attempt in attempts:
+                attempt.unknown = (
+                    isinstance(refusal, RuntimeError) and not attempt.in_transaction
+                )
+            if not (
+                isinstance(refusal, LockNotAwaitable)
+                and all(attempt.timeout == 0 for attempt in attempts)
+            ):
+                raise
+        for attempt in attempts:
+            attempt.unknown = attempt.granted = answer is not None
+        return answer
+
+    def accept(self, grant: Grant, sent: float) -> Hold | None:
+        """Return the granted hold, or None if it expired before the reply came."""
+        claim = self.claim or self._claim()
+        lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
+        if claim.scope == "lease" and clock.now() >= sent + lease:
+            self.cancel()
+            self.claim = self._claim()
+            return None
+        return self._hold(claim, grant, sent)
+
+    def cancel(self) -> None:
+        """Cancel the attempt, and leave nothing acquired or queued."""
+        if self.entering is not None:
+            self.entering.revert_entry(self.count_before)
+        waiter = self.waiter
+        if waiter is not None:
+            waiters_of(self.backend).remove(waiter)
+        if self.claim is None or not (self.unknown or waiter is not None):
+            return
+        ended = self.hold is not None and self.hold.discard()
+        release = partial(self.backend.release, self.claim, failed=True)
+        try:
+            if waiter is None:
+                self._ask(release)
+            elif not self._given_back_inside(release):
+                run_outside(release, self.backend, OUTSIDE_TIMEOUT)
+        except LockError as trouble:
+            logger.warning(
+                "The claim on %r could not be cancelled, and expires by itself: %s",
+                self.lock.key,
+                trouble,
+            )
+        self.unknown, self.waiter = False, None
+        if ended and self.hold is not None:
+            send_ended(self.hold, "released")
+
+    # Internal methods.
+
+    def _granted_by_notification(self, claim: Claim, waiter: Waiter) -> Hold | None:
+        """Return the hold granted by the queue, or None if it must be requested."""
+        if waiter.error is not None:
+            raise waiter.error
+        given, waiter.given = waiter.given, None
+        if (
+            given is None
+            or claim.scope != "lease"
+            or not self.lock.renew
+            or not self.backend.grants_in_queue
+        ):
+            # The queue grants a short lease, which the keeper has to renew.
+            return None
+        grant, sent = given
+        if (
+            grant.lease is None
+            or sent + grant.lease - clock.now() < min(claim.ttl, HANDOVER_LEASE) / 3
+        ):
+            # Too little of the lease is left. A new request starts a new one.
+            return None
+        return self._hold(claim, grant, sent)
+
+    def _hold(self, claim: Claim, grant: Grant, sent: float) -> Hold:
+        self.unknown = True
+        waited = clock.now() - self.began if self.paused else 0.0
+        self.hold = Hold(
+            self.lock, self.backend, claim, grant, self.caller, sent, waited
+        )
+        entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)
+        mine: Hold | None = hold_by(entrance)
+        if mine is None or not (mine.lock.reentrant and mine.enterable):
+            # Otherwise this is a second hold, and the first one is entered again.
+            self.hold.entered_as.append(entrance)
+            holds_by_caller[entrance] = self.hold
+        if claim.scope == "lease":
+            keeper.keep(self.hold)
+        if self.waiter is not None:
+            waiters_of(self.backend).remove(self.waiter)
+            self.waiter = None
+        send_acquired(self.hold)
+        return self.hold
+
+    def _given_back_inside(self, release: Callable[[], bool]) -> bool:
+        """Release what was granted in the caller's transaction, inside of it.
+
+        A release from outside would wait for its end. Return whether it succeeded.
+        """
+        if self.claim is None or self.claim.scope != "transaction" or not self.granted:
+            return False
+        if connection_of(self.backend.database).needs_rollback:
+            return False
+        with suppress(LockError):
+            return release()
+        return False

@@ -1,0 +1,216 @@
+"""How an attempt waits: in the queue of the key, or by pauses between requests."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+
+from dlocks.backends.base import ANY_LEASE, HANDOVER_LEASE
+from dlocks.core.callers import run_outside
+from dlocks.core.claims import Claims
+from dlocks.core.holder import own_holder_name
+from dlocks.core.policy import shown
+from dlocks.exceptions import LockBackendError, LockTimeout
+from dlocks.runtime import clock
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
+from dlocks.runtime.waiters import FIRST_DELAY, Waiter, delays, waiters_of
+from dlocks.signals import send_timed_out
+from dlocks.text import permits_taken
+from dlocks.values import UNLIMITED, Claim, Holder
+
+
+class Wait(Claims):
+    """The wait of an attempt, up to its timeout."""
+
+    paused = False
+    # The pauses between tries, where there is no queue.
+    delays: Iterator[float] | None = None
+    asked = False
+    # Whether a request may have been granted unnoticed.
+    unknown = False
+    # Set while the claim is queued, and whether to retry once more after a
+    # notification.
+    waiter: Waiter | None = None
+    asks_again = False
+
+    def pause(self) -> float | None:
+        """Return the seconds until the next try, or None for no limit.
+
+        Raise LockTimeout when ``timeout`` has passed.
+        """
+        pause, kept = self._pause(), self._kept_for()
+        return pause if kept is None else kept if pause is None else min(pause, kept)
+
+    def waits_here(self, pause: float | None, wakeup: threading.Event) -> bool:
+        """Wait in this thread, if it can be notified itself.
+
+        Return False where another thread sets ``wakeup``.
+        """
+        waiter = self.waiter
+        if waiter is None or pause == 0:
+            return False
+        if waiter.listens and not clock.is_frozen():
+            until = None if pause is None else clock.now() + pause
+            if not waiters_of(self.backend).listen(wakeup, until):
+                clock.rest(
+                    wakeup, None if until is None else max(0.0, until - clock.now())
+                )
+            wakeup.clear()
+            return True
+        if waiter.notifier is None:
+            return False
+        timeout = math.inf if pause is None else pause
+        if not waiter.notifier.wait(timeout, [waiter.claim]):
+            # The position was lost. Retry, and join the queue again.
+            self.waiter, self.unknown = None, True
+        return True
+
+    def close(self) -> None:
+        """Let the background thread cancel the claim of a closed coroutine."""
+        if self.waiter is not None:
+            self.waiter.closed = True
+
+    # Internal methods.
+
+    def _pause(self) -> float | None:
+        left = None if self.timeout is None else self.began + self.timeout - clock.now()
+        claim = self.claim if self.backend.supports_queue else None
+        if (
+            self.waiter is None
+            and claim is not None
+            and claim.fair
+            and (left is None or left > 0)
+        ):
+            self.paused = True
+            if self._join_queue(claim):
+                return 0.0
+        if self.waiter is None:
+            if self.delays is None:
+                self.delays = delays(
+                    None if self.timeout is None else self.began + self.timeout
+                )
+            delay = next(self.delays, None)
+            if delay is not None:
+                self.paused = True
+                return delay
+            if claim is not None and not self.asked:
+                # It was too late to join the queue first. No reply has said yet that
+                # the key is held.
+                self.paused = True
+                return 0.0
+        elif left is None or left > 0:
+            if self.waiter.woken and not self.asks_again:
+                # Its turn has come, but the row was locked, for example. That is most
+                # likely brief.
+                self.asks_again = True
+                return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
+            if self.waiter.notifier is None and (
+                not self.waiter.seated or self.waiter.woken
+            ):
+                # The row is still locked, or the waiter was late. It returns to its
+                # position.
+                self.waiter.woken = 0.0
+                waiters_of(self.backend).mark_queued(self.waiter)
+            self.asks_again = False
+            return left
+        elif left > -HANDOVER_LEASE and self._granted_on_last_poll(self.waiter):
+            # Retry at once. If the row is locked then, pause first.
+            delay, self.asks_again = (FIRST_DELAY if self.asks_again else 0.0), True
+            return delay
+        holder, who = None, ""
+        with suppress(LockBackendError):
+            holder, who = run_outside(
+                self._current_holder, self.backend, OUTSIDE_TIMEOUT
+            )
+        send_timed_out(self.lock, holder, clock.now() - self.began)
+        when = f"within {shown(self.timeout)} s" if self.timeout else "without waiting"
+        who = who or "held by an open transaction, or just released"
+        raise LockTimeout(
+            f"{self.lock.key!r} could not be acquired {when}: {who}",
+            key=self.lock.key,
+            timeout=self.timeout,
+            holder=holder,
+        )
+
+    def _current_holder(self) -> tuple[Holder | None, str]:
+        """Return a holder of the key, and a phrase that names all holders.
+
+        Another caller is preferred to this one.
+        """
+        if self.lock.permits < UNLIMITED:
+            sharers, waiting = self.backend.inspector.sharers(self.key)
+            if sharers:
+                own = own_holder_name()
+                other = next((one for one in sharers if one.holder != own), sharers[0])
+                return other, permits_taken(
+                    self.lock.permits, sharers, waiting - (self.waiter is not None)
+                )
+        holder = self.backend.holder(self.key)
+        return holder, "" if holder is None else f"held by {holder}"
+
+    # The queue.
+
+    def _should_queue(self, claim: Claim) -> bool:
+        """Return whether to join the queue before the first request.
+
+        It is better if other callers were queued a moment ago.
+        """
+        waits = self.waiter is None and not self.paused and self.timeout != 0
+        if not (
+            waits
+            and claim.fair
+            and claim.takeover
+            and not claim.beside
+            and claim.key in self.backend.contended
+        ):
+            return False
+        # No caller can queue in the transaction of a single writer. The request reports
+        # that.
+        return claim.scope == "lease" or self.backend.refusal(ANY_LEASE) is None
+
+    def _join_queue(self, claim: Claim) -> bool:
+        """Join the queue, and return whether there is something to try at once."""
+        room = waiters_of(self.backend)
+        until = math.inf if self.timeout is None else self.began + self.timeout
+        self.waiter = waiter = Waiter(claim, self.wake, self.caller, until)
+        notifier = self.backend.notifier("") if self.here else None
+        if notifier is not None:
+            place = run_outside(partial(self.backend.enqueue, claim), self.backend)
+            if place is not None and place.own_thread:
+                waiter.notifier = notifier
+                return place.must_retry
+        waiter.listens = self.here
+        room.enter(waiter)
+        sent = clock.now()
+        patience = (
+            None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_TIMEOUT
+        )
+        enqueue = partial(self.backend.enqueue, claim, room.channel)
+        place = run_outside(enqueue, self.backend, patience)
+        if place is None or (place.must_retry and place.position is None):
+            # Queueing is not possible at the moment, or not necessary.
+            room.remove(waiter)
+            self.waiter, self.unknown = None, place is not None
+            return place is not None
+        at_once = waiter.apply(place, sent)
+        # In any case, because the first try may fail while another session reads the
+        # row.
+        room.mark_queued(waiter)
+        return at_once
+
+    def _granted_on_last_poll(self, waiter: Waiter) -> bool:
+        """Return whether the key was granted at the last moment, or can be now."""
+        for _ in range(2):
+            sent = clock.now()
+            look = partial(self.backend.poll, [waiter.claim], heartbeat=False)
+            places = run_outside(look, self.backend, OUTSIDE_TIMEOUT)
+            place = places.get(waiter.claim.owner)
+            if place is None or place.grant is not None or place.must_retry:
+                return place is not None and waiter.apply(place, sent)
+            if place.ahead:
+                break
+            # This poll has handed a free key on. The next one shows to which claim.
+        return False
