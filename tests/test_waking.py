@@ -14,7 +14,7 @@ from django.db.utils import OperationalError
 
 from dlocks import db_lock, db_rwlock
 from tests import jobs
-from tests.internals import MySQL, backends, waiters_of
+from tests.internals import InnoDB, backends, waiters_of
 from tests.settings import ENGINE
 from tests.timing import in_time, seldom
 
@@ -169,7 +169,7 @@ def test_a_lost_wake_up_costs_a_poll(monkeypatch, workers, in_line):
     hold = db_lock("stock:7").acquire()
     other.start(jobs.wait_quietly, "stock:7", timeout=20)
     in_line(1)
-    monkeypatch.setattr(MySQL, "wake", "DO 0")
+    monkeypatch.setattr(InnoDB, "wake", "DO 0")
     hold.release()
     released = time.monotonic()
     granted, token = other.hear()

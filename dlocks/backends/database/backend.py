@@ -57,8 +57,10 @@ from dlocks.backends.notifiers import RecentKeys
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.runtime import clock
 from dlocks.runtime.pools import is_pooled
-from dlocks.sql.dialects import KEY, MySQL, refuse_lost
+from dlocks.sql.dialect import KEY
 from dlocks.sql.direct import Reply
+from dlocks.sql.engines import refuse_lost
+from dlocks.sql.innodb import InnoDB
 from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant, Holder, Kept
 
@@ -367,7 +369,7 @@ class DatabaseBackend(Batch, Maintenance, HistoryTable, Backend):
             )
         row = mine, parameters, table, primary
         read, write = partial(self._own_row, *row), partial(self._renew_picked, *row)
-        if isinstance(self.dialect, MySQL):
+        if isinstance(self.dialect, InnoDB):
             # One statement at READ COMMITTED. At another level it finds and locks
             # nothing.
             if self._renew_picked(

@@ -23,7 +23,7 @@ from dlocks.backends.database.watchdog import table_watchdog
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
-from dlocks.sql.dialects import Dialect, dialect_of, sqlstate_of
+from dlocks.sql.dialect import Dialect
 from dlocks.sql.direct import (
     TEXT_AT_MOST,
     TEXTS_AT_MOST,
@@ -31,6 +31,8 @@ from dlocks.sql.direct import (
     connect,
     is_instrumented,
 )
+from dlocks.sql.engines import dialect_of
+from dlocks.sql.postgresql import sqlstate_of
 from dlocks.sql.schemas import find_tables, qualified, schema_of
 from dlocks.values import Claim
 

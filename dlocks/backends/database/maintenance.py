@@ -14,7 +14,7 @@ from dlocks.backends.database.queue import (
     LockedRow,
 )
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Kept
 
 # Maximum number of rows that one statement of reaping, purging or renewing changes.

@@ -54,7 +54,7 @@ from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime import clock
 from dlocks.runtime.greenlets import threads_are_green
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.sql.prepared import is_under_way
 from dlocks.values import Claim, Grant, Holder, Ticket
 
