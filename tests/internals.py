@@ -79,7 +79,7 @@ NAMES = {
     "keeper": "dlocks.runtime.keeper:keeper",
     "Keeper": "dlocks.runtime.keeper:Keeper",
     "keeper_module": "dlocks.runtime.keeper",
-    "REPLY_TIMEOUT": "dlocks.runtime.keeper:REPLY_TIMEOUT",
+    "REPLY_TIMEOUT": "dlocks.runtime.jobs:REPLY_TIMEOUT",
     "Attempt": "dlocks.core.lock:Attempt",
     "locks": "dlocks.core.lock",
     "lock_bench": "dlocks.management.commands.lock_bench",

@@ -22,10 +22,12 @@ from dlocks.backends.base import Backend, is_outside
 from dlocks.core.guard import guarded
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.coroutines import refuse_in_a_coroutine, run_in_sync_thread
 from dlocks.runtime.greenlets import is_alive
-from dlocks.runtime.keeper import FOREVER, GONE, OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.jobs import GONE
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.process import in_child
 from dlocks.signals import send_ended
 from dlocks.text import shown_holder
