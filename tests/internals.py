@@ -104,8 +104,8 @@ NAMES = {
     "Ticket": "dlocks.values:Ticket",
     "UNLIMITED": "dlocks.values:UNLIMITED",
     "waiters_of": "dlocks.runtime.waiters:waiters_of",
-    "Waiter": "dlocks.runtime.waiters:Waiter",
-    "waiting": "dlocks.runtime.waiters",
+    "receiver": "dlocks.runtime.receiver",
+    "Waiter": "dlocks.runtime.waiter:Waiter",
     "Waiters": "dlocks.runtime.waiters:Waiters",
 }
 

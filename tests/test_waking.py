@@ -30,7 +30,7 @@ def looks(monkeypatch):
     """Return the claims that this process has polled without a notification."""
     looked = []
     # An earlier test may have switched to polling.
-    monkeypatch.setattr(waiters_of(backends["default"]), "_looks_until", 0.0)
+    monkeypatch.setattr(waiters_of(backends["default"]), "_poll_until", 0.0)
     look = type(backends["default"]).poll
 
     def counting(self, claims, *, heartbeat=True):

@@ -38,8 +38,10 @@ from dlocks.runtime.coroutines import (
     run_in_sync_thread,
     waiting_for_a_lock,
 )
+from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
-from dlocks.runtime.waiters import FIRST_DELAY, Waiter, delays, waiters_of
+from dlocks.runtime.waiter import Waiter
+from dlocks.runtime.waiters import waiters_of
 from dlocks.signals import send_acquired, send_ended, send_timed_out
 from dlocks.text import permits_taken
 from dlocks.transactions import TransactionMarker, warn_of_old_snapshots

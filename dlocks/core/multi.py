@@ -19,7 +19,7 @@ from dlocks.core.hold import Caller, Hold, ensure_sync
 from dlocks.core.lock import Attempt, Lock, check_key
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
-from dlocks.runtime.waiters import delays
+from dlocks.runtime.delays import delays
 from dlocks.transactions import open_connections
 from dlocks.values import Duration
 
