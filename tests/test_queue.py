@@ -222,10 +222,10 @@ def test_a_grant_message_read_after_its_end_gives_no_hold():
         db_lock("stock:7"), threading.current_thread(), lambda: None, wait=True
     )
     now = clock.now()
-    waiter.told(Ticket(position=1, clock=1000.0), now - 4.0)
-    waiter.heard(Message(owner=waiter.claim.owner, token=17, ends=1002.0))
+    waiter.apply(Ticket(position=1, clock=1000.0), now - 4.0)
+    waiter.apply_message(Message(owner=waiter.claim.owner, token=17, ends=1002.0))
     # Its turn ended two seconds ago. It is back in the queue, as a poll has shown.
-    waiter.told(Ticket(position=1, clock=1003.9), now - 0.1)
+    waiter.apply(Ticket(position=1, clock=1003.9), now - 0.1)
     assert attempt._granted_by_notification(waiter.claim, waiter) is None
     assert not keeper.holds
 
