@@ -15,7 +15,7 @@ from django.db.models.sql.datastructures import BaseTable
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
-from dlocks.sql.dialects import dialect_of
+from dlocks.sql.engines import dialect_of
 from dlocks.sql.schemas import qualified, schema_of
 from dlocks.text import printable
 from dlocks.values import KEY_LENGTH, Kept

@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks.runtime.connected import connection_of, in_atomic_blocks
-from dlocks.sql.dialects import dialect_of
+from dlocks.sql.engines import dialect_of
 
 
 class TransactionMarker:

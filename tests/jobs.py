@@ -1278,7 +1278,7 @@ def take_turns(pipe, key, *, times, **policy):
     backend, looked = backends["default"], []
     look = backend.poll
     # An earlier job may have started polling.
-    waiters_of(backend)._looks_until = 0.0
+    waiters_of(backend)._poll_until = 0.0
 
     def counting(claims, *, heartbeat=True):
         looked.append(claims)

@@ -405,7 +405,7 @@ class Simulation:
         self.still += 1
         try:
             with contextlib.suppress(LockBackendError):
-                self.rooms[number]._look(heard=True)
+                self.rooms[number]._poll(heartbeat=True)
         finally:
             self.still -= 1
 
@@ -413,7 +413,7 @@ class Simulation:
         for message in list(self.messages):
             if message.owner in self.rooms[number]._waiters:
                 self.messages.remove(message)
-                self.rooms[number]._take([message])
+                self.rooms[number]._deliver([message])
 
     def die(self, number: int) -> None:
         """End the process and all that it holds. A new process replaces it."""

@@ -278,14 +278,14 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     """
     first, second = workers(2)
     backend = backends["default"]
-    going, look = threading.Event(), Waiters._look
+    going, look = threading.Event(), Waiters._poll
 
-    def look_in_time(room, *, heard):
+    def look_in_time(room, *, heartbeat):
         going.wait(30)
-        return look(room, heard=heard)
+        return look(room, heartbeat=heartbeat)
 
     going.set()
-    monkeypatch.setattr(Waiters, "_look", look_in_time)
+    monkeypatch.setattr(Waiters, "_poll", look_in_time)
     first.start(jobs.hold, "stock:7")
     first.hear()
     task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())

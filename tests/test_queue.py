@@ -47,15 +47,16 @@ from tests.internals import (
     ResourceLock,
     Ticket,
     Waiter,
+    Waiters,
     backends,
     clock,
     joining,
     keeper,
     own_row,
+    receiver,
     statements,
     waiters_of,
 )
-from tests.internals import waiting as waiting_room
 from tests.processes import Worker
 from tests.timing import in_time
 
@@ -477,7 +478,7 @@ async def test_waiters_of_one_process_are_polled_together(monkeypatch):
     """Waiters that are notified need only an occasional poll for all of them."""
     backend, looks = backends["default"], []
     # An earlier test may have switched to polling.
-    monkeypatch.setattr(waiters_of(backend), "_looks_until", 0.0)
+    monkeypatch.setattr(waiters_of(backend), "_poll_until", 0.0)
     kind = type(backend)
     monkeypatch.setattr(
         kind,
@@ -900,7 +901,7 @@ def test_a_connection_lost_at_the_end_of_a_transaction_raises(
 @SERVERS
 def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_line, monkeypatch):
     """Otherwise its release would hand the key to an abandoned claim."""
-    monkeypatch.setattr(waiting_room.Waiters, "_look", lambda *_, **__: (math.inf, 0))
+    monkeypatch.setattr(Waiters, "_poll", lambda *_, **__: (math.inf, 0))
     monkeypatch.setattr(statements, "HEARTBEAT_TIMEOUT", 30.0)
 
     def wait():
@@ -1012,7 +1013,7 @@ def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
     No message was there when this process last listened.
     """
     backend, asked, go_on = backends["default"], threading.Event(), threading.Event()
-    monkeypatch.setattr(waiters_of(backend), "_looks_until", 0.0)
+    monkeypatch.setattr(waiters_of(backend), "_poll_until", 0.0)
     look = type(backend).poll
 
     def slow(self, claims, *, heartbeat=True):
@@ -1029,7 +1030,7 @@ def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
     time.sleep(0.3)
     go_on.set()
     waits.join(30)
-    assert waiters_of(backend)._looks_until == 0.0
+    assert waiters_of(backend)._poll_until == 0.0
 
 
 def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
@@ -1582,14 +1583,14 @@ def test_a_single_waiting_thread_receives_its_own_notification(
 ):
     room, heard_by = waiters_of(backends["default"]), []
     # An earlier test may have switched to polling.
-    monkeypatch.setattr(room, "_looks_until", 0.0)
-    take = room._take
+    monkeypatch.setattr(room, "_poll_until", 0.0)
+    take = room._deliver
 
     def noting(messages):
         heard_by.extend(threading.current_thread() for _ in messages)
         take(messages)
 
-    monkeypatch.setattr(room, "_take", noting)
+    monkeypatch.setattr(room, "_deliver", noting)
     hold = db_lock("stock:7").acquire()
     waiting = threads(lambda: db_lock("stock:7").acquire().release())
     in_line(1)
@@ -1612,7 +1613,7 @@ def test_a_single_waiting_thread_receives_its_own_notification(
 @pytest.mark.engine("postgresql")
 def test_an_interrupted_listener_is_replaced(in_line, threads, monkeypatch, until):
     """The thread holds ``receive_lock`` and does not know it. Nothing releases it."""
-    monkeypatch.setattr(waiting_room, "LISTENER_TIMEOUT", 0.5)
+    monkeypatch.setattr(receiver, "LISTENER_TIMEOUT", 0.5)
     room = waiters_of(backends["default"])
     has, leave = threading.Event(), threading.Event()
 

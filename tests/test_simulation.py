@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from dlocks import Hold
-from tests.internals import Grant, clock, waiting
+from tests.internals import Grant, Waiter, clock
 from tests.simulation import Simulation
 
 # There is no database in it, so one run is enough.
@@ -72,7 +72,7 @@ original = Hold.__init__
 
 MUTANTS = {
     "a hold after its own deadline": (Hold, "held", property(never)),
-    "a late notification that is accepted": (waiting.Waiter, "apply_message", believed),
+    "a late notification that is accepted": (Waiter, "apply_message", believed),
     "deadline from the response": (Hold, "__init__", from_the_response),
 }
 

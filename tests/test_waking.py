@@ -14,7 +14,7 @@ from django.db.utils import OperationalError
 
 from dlocks import db_lock, db_rwlock
 from tests import jobs
-from tests.internals import MySQL, backends, waiters_of
+from tests.internals import InnoDB, backends, waiters_of
 from tests.settings import ENGINE
 from tests.timing import in_time, seldom
 
@@ -30,7 +30,7 @@ def looks(monkeypatch):
     """Return the claims that this process has polled without a notification."""
     looked = []
     # An earlier test may have switched to polling.
-    monkeypatch.setattr(waiters_of(backends["default"]), "_looks_until", 0.0)
+    monkeypatch.setattr(waiters_of(backends["default"]), "_poll_until", 0.0)
     look = type(backends["default"]).poll
 
     def counting(self, claims, *, heartbeat=True):
@@ -169,7 +169,7 @@ def test_a_lost_wake_up_costs_a_poll(monkeypatch, workers, in_line):
     hold = db_lock("stock:7").acquire()
     other.start(jobs.wait_quietly, "stock:7", timeout=20)
     in_line(1)
-    monkeypatch.setattr(MySQL, "wake", "DO 0")
+    monkeypatch.setattr(InnoDB, "wake", "DO 0")
     hold.release()
     released = time.monotonic()
     granted, token = other.hear()

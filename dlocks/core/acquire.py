@@ -17,7 +17,8 @@ from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
-from dlocks.runtime.waiters import Waiter, waiters_of
+from dlocks.runtime.waiter import Waiter
+from dlocks.runtime.waiters import waiters_of
 from dlocks.signals import send_acquired, send_ended
 from dlocks.values import Claim, Grant
 

@@ -10,7 +10,7 @@ from django.core import signing
 
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
-from dlocks.runtime.keeper import FOREVER
+from dlocks.runtime.clock import FOREVER
 from dlocks.values import Duration, seconds
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from django.db.utils import DatabaseError
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
-from dlocks.sql.dialects import dialect_of, refuse_lost
+from dlocks.sql.engines import dialect_of, refuse_lost
 from dlocks.transactions import TransactionMarker, why_end_is_unknown
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from dlocks.backends.base import Backend, is_outside
 from dlocks.core.callers import Caller, EntryKey, hold_by, holds_by_caller
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.coroutines import refuse_in_a_coroutine
-from dlocks.runtime.keeper import FOREVER, keeper
+from dlocks.runtime.keeper import keeper
 from dlocks.transactions import TransactionMarker
 from dlocks.values import Claim, Grant
 

@@ -15,8 +15,10 @@ from django.db import connections
 from dlocks.core.hold_state import HoldState, ensure_sync
 from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
-from dlocks.runtime.keeper import FOREVER, GONE, OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.jobs import GONE
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.signals import send_ended
 from dlocks.text import shown_holder
 from dlocks.values import Claim

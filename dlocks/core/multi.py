@@ -20,7 +20,7 @@ from dlocks.core.lock import Lock
 from dlocks.core.multi_hold import LossOfMember, MultiHold
 from dlocks.core.policy import check_key
 from dlocks.runtime import clock
-from dlocks.runtime.waiters import delays
+from dlocks.runtime.delays import delays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -15,8 +15,10 @@ from dlocks.core.holder import own_holder_name
 from dlocks.core.policy import shown
 from dlocks.exceptions import LockBackendError, LockTimeout
 from dlocks.runtime import clock
+from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
-from dlocks.runtime.waiters import FIRST_DELAY, Waiter, delays, waiters_of
+from dlocks.runtime.waiter import Waiter
+from dlocks.runtime.waiters import waiters_of
 from dlocks.signals import send_timed_out
 from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Holder

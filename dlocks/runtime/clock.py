@@ -26,6 +26,9 @@ if hasattr(time, "clock_gettime"):
 # The time of day, for times that other processes compare with their own clock.
 wall_now: Callable[[], float] = partial(time.time)
 
+# A time that never comes.
+FOREVER = float("inf")
+
 # Seconds by which the clock of an event loop may differ from the machine's.
 LOOP_TOLERANCE = 1.0
 

@@ -14,18 +14,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db import connections
-
-from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
+from dlocks.runtime.jobs import WorkerJobs
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import at_child_exit, in_child
+from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -33,175 +30,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger("dlocks")
+
 # Seconds for which a caller in a transaction waits for an answer on another connection,
 # after its timeout. Behind a pooler, each waiter may occupy a session that the others
 # wait for.
 OUTSIDE_TIMEOUT = 5.0
 
-logger = logging.getLogger("dlocks")
-
-# Seconds for which an unneeded private connection stays open. DROP DATABASE waits
-# longer than that for it to close.
-IDLE_CLOSE_AFTER = 0.5
 # Seconds for which the keeper stays ready after a hold. Further holds then need not
 # wake it.
 READY = 0.1
-# Seconds that a renewal may take before its hold is reported as lost, even after the
-# deadline. A process that was stopped may find that it still holds the key.
-REPLY_TIMEOUT = 1.0
-
-FOREVER = float("inf")
-
-# Maximum lost holds per renewal for which the backend is asked who took the key.
-EXPLAINED = 10
-# The reason given for all other lost holds.
-GONE = "the backend reports that this hold has ended"
-
-
-class ServerWorker:
-    """The worker of one server: a thread that runs one job after the other.
-
-    It runs outside of all transactions of callers, on private connections. When nothing
-    needs them, they are closed and the thread ends.
-    """
-
-    def __init__(self, is_needed: Callable[[ServerWorker], bool]) -> None:
-        self._is_needed = is_needed
-        # Entered in place of the condition. It is written in C, so a signal in the
-        # middle leaves nothing locked.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
-        self._thread: threading.Thread | None = None
-        self._idle_at = FOREVER
-        self.jobs: deque[Callable[[], None]] = deque()
-        # Renewals, which do not queue behind the jobs, and whether the last job was
-        # one.
-        self.renewals: deque[Callable[[], None]] = deque()
-        self._renewed = False
-        self.connected: list[Any] = []
-        # The backends that are renewing their holds, with the time of the start, and
-        # the holds that are about to be settled.
-        self.renewing: dict[Backend, float] = {}
-        self.settling: set[KeptHold] = set()
-
-    @property
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
-        """Queue a job. Renewals and other jobs take turns."""
-
-        def safely() -> None:
-            try:
-                job()
-            except BaseException:  # the worker survives any error of a job
-                logger.exception("A background job failed. Others continue.")
-                time.sleep(IDLE_CLOSE_AFTER)
-
-        self._queue(safely, self.renewals if renewal else self.jobs)
-
-    def run(self, function: Callable[[], T], patience: float | None = None) -> T:
-        """Call a function in the worker's thread, and return its result.
-
-        Raise LockBackendError if there is none after ``patience`` seconds. The function
-        is called even then.
-        """
-        if self.is_current:
-            return function()
-        # In C. An interrupted Event may stay locked, and the worker would wait for it.
-        done: SimpleQueue[None] = SimpleQueue()
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def job() -> None:
-            try:
-                results.append(function())
-            except BaseException as error:  # noqa: BLE001 (passed to the caller)
-                errors.append(error)
-            finally:
-                done.put(None)
-
-        self._queue(job, self.jobs)
-        try:
-            done.get(timeout=patience)
-        except Empty:
-            raise LockBackendError(
-                f"No second database connection became available within {patience:g} s"
-                " (one is needed because this transaction is still open). The"
-                " connection pool may be exhausted by transactions that wait for locks."
-            ) from None
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def _queue(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
-        with self._mutex:
-            jobs.append(job)
-            try:
-                self._wake()
-            except BaseException:
-                # No caller waits for it any more. A retry queues a new job.
-                jobs.remove(job)
-                raise
-
-    def notify(self) -> None:
-        """Make the worker check now whether it is needed, if it has a thread."""
-        with self._mutex:
-            self._changed.notify()
-
-    def _wake(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            # Recorded before its start. An interrupt in between must not leave a second
-            # thread running beside the next one.
-            self._thread = threading.Thread(
-                target=self._loop, name="dlocks-worker", daemon=True
-            )
-            self._thread.start()
-        self._changed.notify()
-
-    def _loop(self) -> None:
-        this = threading.current_thread()
-        leave_pools()
-        self._idle_at = clock.now() + IDLE_CLOSE_AFTER
-        while True:
-            with self._mutex:
-                if self._thread is not this:
-                    # Its start was interrupted, and another thread has started since.
-                    self._changed.notify()
-                    break
-                # A test may have turned the clock back.
-                self._idle_at = min(self._idle_at, clock.now() + IDLE_CLOSE_AFTER)
-                pause = self._idle_at - clock.now()
-                if not (self.jobs or self.renewals) and pause > 0:
-                    self._changed.wait(pause)
-                job = self._next()
-                if (
-                    job is None
-                    and clock.now() >= self._idle_at
-                    and not self._is_needed(self)
-                ):
-                    self._thread = None
-                    break
-            if job is not None:
-                job()
-            self.connected = [
-                one.connection
-                for one in connections.all(initialized_only=True)
-                if one.connection
-            ]
-            if job is not None or self._is_needed(self):
-                self._idle_at = clock.now() + IDLE_CLOSE_AFTER
-            # A reference kept during the pause would keep a hold alive.
-            job = None
-        connections.close_all()
-        with self._mutex:
-            if self._thread is None:
-                self.connected = []
-
-    def _next(self) -> Callable[[], None] | None:
-        self._renewed = bool(self.renewals) and not (self._renewed and self.jobs)
-        jobs = self.renewals if self._renewed else self.jobs
-        return jobs.popleft() if jobs else None
 
 
 def _is_at_work(hold: KeptHold) -> bool:
@@ -212,7 +50,7 @@ def _is_at_work(hold: KeptHold) -> bool:
     return caller is not threading.current_thread() and is_alive(caller)
 
 
-class Keeper:
+class Keeper(WorkerJobs):
     """The background service that renews leases and detects lost holds.
 
     It renews in batches, and sends requests outside of callers' transactions. Its
@@ -237,11 +75,11 @@ class Keeper:
         # transaction.
         self._left: set[KeptHold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._chores: dict[Callable[[], None], tuple[float, ServerWorker]] = {}
-        self._workers: dict[str, ServerWorker] = {}
+        self._chores = {}
+        self._workers = {}
         self._thread: threading.Thread | None = None
         # The thread that has begun to work and has not ended.
-        self._at_work: threading.Thread | None = None
+        self._working_thread: threading.Thread | None = None
         self._wakes_at = FOREVER
         self._has_kept = False
         # Whether this is an ending child process, in which only threads at work are
@@ -270,7 +108,7 @@ class Keeper:
             thread = self._thread
             if (
                 thread is None
-                or self._at_work is not thread
+                or self._working_thread is not thread
                 or hold.first_due_at < self._wakes_at
             ):
                 self._wake()
@@ -332,7 +170,7 @@ class Keeper:
         *,
         patience: float | None = None,
     ) -> T:
-        """Call a function in the worker of a backend. See ``Desk.run``.
+        """Call a function in the worker of a backend. See ``ServerWorker.run``.
 
         No transaction of the caller is open there.
         """
@@ -351,8 +189,8 @@ class Keeper:
         Further requests before that are merged.
         """
         due = clock.now() + seconds
-        known = self._chores.get(chore)
-        if known is not None and known[0] <= due:
+        current = self._chores.get(chore)
+        if current is not None and current[0] <= due:
             return
         worker = self._worker(backend)
         with self._mutex:
@@ -414,24 +252,6 @@ class Keeper:
 
     # The keeper's thread.
 
-    def _worker(self, backend: Backend | None) -> ServerWorker:
-        identity = "" if backend is None else backend.identity
-        worker = self._workers.get(identity)
-        if worker is None:
-            with self._mutex:
-                worker = self._workers.setdefault(
-                    identity, ServerWorker(self._is_needed)
-                )
-        return worker
-
-    def _is_needed(self, worker: ServerWorker) -> bool:
-        """Return whether a worker will have further jobs."""
-        with self._mutex:
-            return any(
-                self._workers.get(hold.backend.identity) is worker
-                for hold in self.holds
-            ) or any(there is worker for _, there in self._chores.values())
-
     def _wake(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             if self._thread is None:
@@ -450,8 +270,8 @@ class Keeper:
         try:
             self._check_deadlines(this)
         finally:
-            if self._at_work is this:
-                self._at_work = None
+            if self._working_thread is this:
+                self._working_thread = None
 
     def _check_deadlines(self, this: threading.Thread) -> None:
         while True:
@@ -461,7 +281,7 @@ class Keeper:
                     # started since.
                     self._changed.notify()
                     return
-                self._at_work = this
+                self._working_thread = this
                 try:
                     self._wakes_at = self._next()
                 except Exception:
@@ -493,13 +313,13 @@ class Keeper:
         chores: Iterable[tuple[Callable[[], None], ServerWorker]],
         holds: Sequence[KeptHold],
     ) -> bool:
-        done = [self._safely(job) for job in jobs]
-        done += [self._safely(self._have_done, *chore) for chore in chores]
-        done += [
-            self._safely(self._have_renewed, *renewals) for renewals in self._due(holds)
+        succeeded = [self._safely(job) for job in jobs]
+        succeeded += [self._safely(self._post_chore, *chore) for chore in chores]
+        succeeded += [
+            self._safely(self._post_renewal, *renewals) for renewals in self._due(holds)
         ]
-        done += [self._safely(self._check, hold) for hold in holds]
-        return all(done)
+        succeeded += [self._safely(self._check, hold) for hold in holds]
+        return all(succeeded)
 
     def _safely(self, step: Callable[..., object], *arguments: object) -> bool:
         """Run one step and return whether it succeeded.
@@ -527,21 +347,11 @@ class Keeper:
         return due
 
     def _due_at(self, hold: KeptHold) -> float:
-        answer_by = self._answer_by(hold)
+        reply_by = self._reply_by(hold)
         return (
             hold.due_at
-            if answer_by is None or hold.in_transactions
-            else max(hold._deadline, answer_by)
-        )
-
-    def _answer_by(self, hold: KeptHold) -> float | None:
-        """Return until when the reply to a pending renewal may arrive, or None."""
-        worker = self._workers.get(hold.backend.identity)
-        asked_at = None if worker is None else worker.renewing.get(hold.backend)
-        return (
-            asked_at + REPLY_TIMEOUT
-            if asked_at is not None and hold.renewable
-            else None
+            if reply_by is None or hold.in_transactions
+            else max(hold._deadline, reply_by)
         )
 
     def _check(self, hold: KeptHold) -> None:
@@ -550,123 +360,11 @@ class Keeper:
             self.drop(hold)
             return
         if hold.to_settle:
-            self._have_settled(hold)
+            self._post_settling(hold)
             return
-        answer_by = self._answer_by(hold)
-        if answer_by is None or clock.now() >= answer_by:
+        reply_by = self._reply_by(hold)
+        if reply_by is None or clock.now() >= reply_by:
             hold.check_expiry()
-
-    def _due(self, holds: Iterable[KeptHold]) -> list[tuple[Backend, list[KeptHold]]]:
-        """Return the backends with a lease to renew now, each with its holds."""
-        now = clock.now()
-        due = {
-            hold.backend for hold in holds if hold.renewable and hold.renew_at <= now
-        }
-        return [
-            (backend, [hold for hold in holds if hold.backend is backend])
-            for backend in due
-        ]
-
-    # Jobs of the workers.
-
-    def _have_done(self, chore: Callable[[], None], worker: ServerWorker) -> None:
-        try:
-            worker.post(partial(self._do, chore))
-        except BaseException:
-            with self._mutex:
-                self._chores[chore] = clock.now() + IDLE_CLOSE_AFTER, worker
-            raise
-
-    def _do(self, chore: Callable[[], None]) -> None:
-        try:
-            chore()
-        finally:
-            with self._mutex:
-                # Kept until now, so that the exit does not miss it, and longer if it
-                # was requested again.
-                if self._chores.get(chore, (0.0, None))[0] == FOREVER:
-                    del self._chores[chore]
-
-    def _have_settled(self, hold: KeptHold) -> None:
-        worker = self._worker(hold.backend)
-        if hold in worker.settling:
-            return
-        worker.settling.add(hold)
-        try:
-            worker.post(partial(self._settle, worker, hold))
-        except BaseException:
-            worker.settling.discard(hold)
-            raise
-
-    def _settle(self, worker: ServerWorker, hold: KeptHold) -> None:
-        try:
-            hold.settle(patience=0.0)
-        finally:
-            worker.settling.discard(hold)
-
-    def _have_renewed(self, backend: Backend, holds: Iterable[KeptHold]) -> None:
-        worker = self._worker(backend)
-        if backend in worker.renewing:
-            return
-        worker.renewing[backend] = clock.now()
-        try:
-            # Other jobs may take seconds where a row is locked. A queue of them would
-            # outlast a lease.
-            worker.post(partial(self._renew_all, worker, backend), renewal=True)
-        except BaseException:
-            del worker.renewing[backend]
-            for hold in holds:
-                hold.put_off_renewal()
-            raise
-
-    def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
-        try:
-            with self._mutex:
-                holds = [hold for hold in self.holds if hold.backend is backend]
-            self._renew(holds)
-            for hold in holds:
-                # The reply is here. The next renewal may already be due, and must not
-                # be waited for.
-                hold.check_expiry()
-        finally:
-            del worker.renewing[backend]
-            self.check_soon()
-
-    def _renew(self, holds: Iterable[KeptHold]) -> None:
-        renewable = [hold for hold in holds if hold.renewable]
-        now = clock.now()
-        for backend in {hold.backend for hold in renewable if hold.renew_at <= now}:
-            # All of the backend's holds, not only those that are due. It is one
-            # statement.
-            by_owner = {
-                hold.claim.owner: hold for hold in renewable if hold.backend is backend
-            }
-            claims = [hold.next_claim() for hold in by_owner.values()]
-            sent = clock.now()
-            try:
-                left = backend.renew(claims)
-            except Exception as error:  # noqa: BLE001 (it concerns one backend only)
-                # Not lost, but unknown until each deadline. The next try reconnects,
-                # since after a failover the old server may answer but never write.
-                named = [repr(claim.key) for claim in claims[:EXPLAINED]]
-                named += ["…"] * (len(claims) > EXPLAINED)
-                logger.warning(
-                    "Could not renew the holds on %s: %s", ", ".join(named), error
-                )
-                with suppress(Exception):
-                    connections.close_all()
-                for hold in by_owner.values():
-                    hold.put_off_renewal()
-                continue
-            lost = []
-            for owner, hold in by_owner.items():
-                if owner in left:
-                    hold.note_answer(sent, left[owner])
-                else:
-                    lost.append(hold)
-            for number, hold in enumerate(lost):
-                # After a long pause there may be many, and other holds wait.
-                hold.lose(hold.why_gone() if number < EXPLAINED else GONE)
 
     # Forks.
 

@@ -24,7 +24,7 @@ from dlocks.core.multi_hold import MultiHold
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim, Duration, in_seconds, seconds
 
 NAMES = {

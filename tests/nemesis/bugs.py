@@ -259,13 +259,13 @@ def handed_over_to_the_dead_without_end(task: Task) -> None:
 
 @bug("exclusion", "tokens", faults=STOPS, transactions=False, seek="asking", pause=0.15)
 def a_stale_notice_believed(task: Task) -> None:
-    from tests.internals import Grant, clock, waiting
+    from tests.internals import Grant, Waiter, clock
 
     def apply_message(waiter: Any, message: Any) -> None:
         if message.token is not None and waiter.given is None:
             waiter.given = Grant(message.token, waiter.claim.ttl), clock.now()
 
-    waiting.Waiter.apply_message = apply_message  # type: ignore[method-assign]
+    Waiter.apply_message = apply_message  # type: ignore[method-assign]
 
 
 @bug("releases", "stuck", transactions=False)

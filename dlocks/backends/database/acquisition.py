@@ -24,7 +24,7 @@ from dlocks.backends.database.queue import KeyQueue
 from dlocks.backends.database.rows import Row
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.runtime import clock
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.sql.direct import Reply
 from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant

@@ -9,7 +9,7 @@ from dlocks.backends.database.fragments import IN_QUEUE, MICROSECONDS
 from dlocks.backends.database.rows import Granted, LockedRow
 from dlocks.backends.database.sending import CONTENTION_TRIES
 from dlocks.backends.database.sharing import Sharing
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
 
 # Maximum number of claims in one statement.

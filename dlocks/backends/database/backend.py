@@ -25,7 +25,7 @@ from dlocks.backends.database.release import Release
 from dlocks.backends.database.renewal import Renewal
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime.pools import is_pooled
-from dlocks.sql.dialects import refuse_lost
+from dlocks.sql.engines import refuse_lost
 from dlocks.values import Claim
 
 

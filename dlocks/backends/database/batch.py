@@ -9,7 +9,7 @@ from dlocks.backends.database.acquisition import Acquisition
 from dlocks.backends.database.fragments import GRANT, RELEASED
 from dlocks.backends.database.watchdog import table_watchdog
 from dlocks.runtime import clock
-from dlocks.sql.dialects import MySQL
+from dlocks.sql.innodb import InnoDB
 from dlocks.values import Claim, Grant
 
 # The requested rows are first selected and counted, in the order of their keys. Rows
@@ -44,7 +44,7 @@ class Batch(Acquisition):
         in_transaction = first.scope == "transaction"
         if any(claim.shared for claim in claims):
             return None
-        if in_transaction and isinstance(self.dialect, MySQL):
+        if in_transaction and isinstance(self.dialect, InnoDB):
             # InnoDB keeps a row locked until the transaction ends, even if it was
             # selected and not needed after all. A key late in the order would then be
             # locked before an early one.
@@ -56,7 +56,7 @@ class Batch(Acquisition):
             wanted += f" AND {self.dialect.read_committed}"
         token = (
             "LAST_INSERT_ID(next_token)"
-            if isinstance(self.dialect, MySQL)
+            if isinstance(self.dialect, InnoDB)
             else "next_token"
         )
         sql, parameters = self._all_or_none(

@@ -9,7 +9,7 @@ from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.database.fragments import FREE_BY_CLOCK, IN_QUEUE, MICROSECONDS
 from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.steps import Steps
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
 
 # Seconds without a heartbeat after which a queued claim is deleted instead of only

@@ -15,8 +15,10 @@ from django.utils.functional import cached_property
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.connected import connection_of
-from dlocks.sql.dialects import Dialect, dialect_of, sqlstate_of
+from dlocks.sql.dialect import Dialect
 from dlocks.sql.direct import connect
+from dlocks.sql.engines import dialect_of
+from dlocks.sql.postgresql import sqlstate_of
 
 
 class DatabaseConnection:

@@ -16,7 +16,8 @@ from dlocks.backends.database.fragments import IN_QUEUE, MICROSECONDS
 from dlocks.backends.database.own_row import OwnRow
 from dlocks.backends.database.sending import T
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.dialects import KEY, MySQL
+from dlocks.sql.dialect import KEY
+from dlocks.sql.innodb import InnoDB
 from dlocks.values import Claim
 
 # Reads that find a row locked before a transaction is assumed to keep it.
@@ -178,7 +179,7 @@ class TransactionLocks(OwnRow):
             )
         row = mine, parameters, table, primary
         read, write = partial(self._own_row, *row), partial(self._renew_picked, *row)
-        if isinstance(self.dialect, MySQL):
+        if isinstance(self.dialect, InnoDB):
             # One statement at READ COMMITTED. At another level it finds and locks
             # nothing.
             if self._renew_picked(

@@ -18,7 +18,7 @@ from dlocks.backends.database.fragments import (
 from dlocks.backends.database.queue import KeyQueue
 from dlocks.backends.database.rows import LockedRow
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 
 # A row is only deleted once the clock has passed its version. The version of a new row
 # starts at the clock, and must be larger.

@@ -17,7 +17,7 @@ from dlocks.backends.database.fragments import (
 from dlocks.backends.database.joining import Joining
 from dlocks.backends.database.rows import LockedRow, LockSnapshot
 from dlocks.runtime import clock
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")

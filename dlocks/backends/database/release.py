@@ -13,7 +13,7 @@ from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.watchdog import table_watchdog
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dlocks.backends.database.fragments import BATCH, MICROSECONDS
 from dlocks.backends.database.own_row import OwnRow
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
 
 

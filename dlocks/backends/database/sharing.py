@@ -13,7 +13,7 @@ from dlocks.backends.database.notify.notifications import Notifications
 from dlocks.backends.database.rows import Granted, LockedRow
 from dlocks.exceptions import LockStale
 from dlocks.runtime import clock
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim, Grant
 
 

@@ -17,7 +17,7 @@ from dlocks.backends.database.in_transaction import TransactionLocks
 from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.sending import CONTENTION_TRIES, T
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.sql.prepared import is_under_way
 
 

@@ -20,7 +20,7 @@ from django.db import transaction
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.rows import Row
-from dlocks.sql.dialects import KEY
+from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
 
 

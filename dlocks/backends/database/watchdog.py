@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlocks.sql.dialects import Dialect
+    from dlocks.sql.dialect import Dialect
 
 logger = logging.getLogger("dlocks")
 

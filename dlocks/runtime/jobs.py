@@ -1,0 +1,184 @@
+"""The jobs of the workers: renewals, the settling of holds, and deferred functions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from django.db import connections
+
+from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
+
+if TYPE_CHECKING:
+    from dlocks.backends.base import Backend
+    from dlocks.protocols import KeptHold
+
+logger = logging.getLogger("dlocks")
+
+# Seconds that a renewal may take before its hold is reported as lost, even after the
+# deadline. A process that was stopped may find that it still holds the key.
+REPLY_TIMEOUT = 1.0
+
+# Maximum lost holds per renewal for which the backend is asked who took the key.
+EXPLAINED_LIMIT = 10
+# The reason given for all other lost holds.
+GONE = "the backend reports that this hold has ended"
+
+
+class WorkerJobs:
+    """The jobs that the keeper gives to the worker of each server."""
+
+    _mutex: threading.RLock
+    # When each deferred function is due, and the worker that calls it. FOREVER if it
+    # was posted.
+    _chores: dict[Callable[[], None], tuple[float, ServerWorker]]
+    # The workers by the identity of their backends.
+    _workers: dict[str, ServerWorker]
+
+    if TYPE_CHECKING:
+
+        @property
+        def holds(self) -> list[KeptHold]: ...
+        def check_soon(self) -> None: ...
+
+    def _worker(self, backend: Backend | None) -> ServerWorker:
+        identity = "" if backend is None else backend.identity
+        worker = self._workers.get(identity)
+        if worker is None:
+            with self._mutex:
+                worker = self._workers.setdefault(
+                    identity, ServerWorker(self._is_needed)
+                )
+        return worker
+
+    def _is_needed(self, worker: ServerWorker) -> bool:
+        """Return whether a worker will have further jobs."""
+        with self._mutex:
+            return any(
+                self._workers.get(hold.backend.identity) is worker
+                for hold in self.holds
+            ) or any(needed is worker for _, needed in self._chores.values())
+
+    def _due(self, holds: Iterable[KeptHold]) -> list[tuple[Backend, list[KeptHold]]]:
+        """Return the backends with a lease to renew now, each with its holds."""
+        now = clock.now()
+        due = {
+            hold.backend for hold in holds if hold.renewable and hold.renew_at <= now
+        }
+        return [
+            (backend, [hold for hold in holds if hold.backend is backend])
+            for backend in due
+        ]
+
+    def _reply_by(self, hold: KeptHold) -> float | None:
+        """Return until when the reply to a pending renewal may arrive, or None."""
+        worker = self._workers.get(hold.backend.identity)
+        sent_at = None if worker is None else worker.renewing.get(hold.backend)
+        return (
+            sent_at + REPLY_TIMEOUT if sent_at is not None and hold.renewable else None
+        )
+
+    def _post_chore(self, chore: Callable[[], None], worker: ServerWorker) -> None:
+        try:
+            worker.post(partial(self._run_chore, chore))
+        except BaseException:
+            with self._mutex:
+                self._chores[chore] = clock.now() + IDLE_CLOSE_AFTER, worker
+            raise
+
+    def _run_chore(self, chore: Callable[[], None]) -> None:
+        try:
+            chore()
+        finally:
+            with self._mutex:
+                # Kept until now, so that the exit does not miss it, and longer if it
+                # was requested again.
+                if self._chores.get(chore, (0.0, None))[0] == FOREVER:
+                    del self._chores[chore]
+
+    def _post_settling(self, hold: KeptHold) -> None:
+        worker = self._worker(hold.backend)
+        if hold in worker.settling:
+            return
+        worker.settling.add(hold)
+        try:
+            worker.post(partial(self._settle, worker, hold))
+        except BaseException:
+            worker.settling.discard(hold)
+            raise
+
+    def _settle(self, worker: ServerWorker, hold: KeptHold) -> None:
+        try:
+            hold.settle(patience=0.0)
+        finally:
+            worker.settling.discard(hold)
+
+    def _post_renewal(self, backend: Backend, holds: Iterable[KeptHold]) -> None:
+        worker = self._worker(backend)
+        if backend in worker.renewing:
+            return
+        worker.renewing[backend] = clock.now()
+        try:
+            # Other jobs may take seconds where a row is locked. A queue of them would
+            # outlast a lease.
+            worker.post(partial(self._renew_all, worker, backend), renewal=True)
+        except BaseException:
+            del worker.renewing[backend]
+            for hold in holds:
+                hold.put_off_renewal()
+            raise
+
+    def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
+        try:
+            with self._mutex:
+                holds = [hold for hold in self.holds if hold.backend is backend]
+            self._renew(holds)
+            for hold in holds:
+                # The reply is here. The next renewal may already be due, and must not
+                # be waited for.
+                hold.check_expiry()
+        finally:
+            del worker.renewing[backend]
+            self.check_soon()
+
+    def _renew(self, holds: Iterable[KeptHold]) -> None:
+        renewable = [hold for hold in holds if hold.renewable]
+        now = clock.now()
+        for backend in {hold.backend for hold in renewable if hold.renew_at <= now}:
+            # All of the backend's holds, not only those that are due. It is one
+            # statement.
+            by_owner = {
+                hold.claim.owner: hold for hold in renewable if hold.backend is backend
+            }
+            claims = [hold.next_claim() for hold in by_owner.values()]
+            sent = clock.now()
+            try:
+                seconds_left = backend.renew(claims)
+            except Exception as error:  # noqa: BLE001 (it concerns one backend only)
+                # Not lost, but unknown until each deadline. The next try reconnects,
+                # since after a failover the old server may answer but never write.
+                keys = [repr(claim.key) for claim in claims[:EXPLAINED_LIMIT]]
+                keys += ["…"] * (len(claims) > EXPLAINED_LIMIT)
+                logger.warning(
+                    "Could not renew the holds on %s: %s", ", ".join(keys), error
+                )
+                with suppress(Exception):
+                    connections.close_all()
+                for hold in by_owner.values():
+                    hold.put_off_renewal()
+                continue
+            lost = []
+            for owner, hold in by_owner.items():
+                if owner in seconds_left:
+                    hold.note_answer(sent, seconds_left[owner])
+                else:
+                    lost.append(hold)
+            for number, hold in enumerate(lost):
+                # After a long pause there may be many, and other holds wait.
+                hold.lose(hold.why_gone() if number < EXPLAINED_LIMIT else GONE)

@@ -1,0 +1,176 @@
+"""The worker of a server: a thread that sends requests outside of transactions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from django.db import connections
+
+from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.pools import leave_pools
+
+if TYPE_CHECKING:
+    from dlocks.backends.base import Backend
+    from dlocks.protocols import KeptHold
+
+T = TypeVar("T")
+
+logger = logging.getLogger("dlocks")
+
+# Seconds for which an unneeded private connection stays open. DROP DATABASE waits
+# longer than that for it to close.
+IDLE_CLOSE_AFTER = 0.5
+
+
+class ServerWorker:
+    """The worker of one server: a thread that runs one job after the other.
+
+    It runs outside of all transactions of callers, on private connections. When nothing
+    needs them, they are closed and the thread ends.
+    """
+
+    def __init__(self, is_needed: Callable[[ServerWorker], bool]) -> None:
+        self._is_needed = is_needed
+        # Entered in place of the condition. It is written in C, so a signal in the
+        # middle leaves nothing locked.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
+        self._thread: threading.Thread | None = None
+        self._idle_at = FOREVER
+        self.jobs: deque[Callable[[], None]] = deque()
+        # Renewals, which do not queue behind the jobs, and whether the last job was
+        # one.
+        self.renewals: deque[Callable[[], None]] = deque()
+        self._renewed = False
+        self.connected: list[Any] = []
+        # The backends that are renewing their holds, with the time of the start, and
+        # the holds that are about to be settled.
+        self.renewing: dict[Backend, float] = {}
+        self.settling: set[KeptHold] = set()
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
+        """Queue a job. Renewals and other jobs take turns."""
+
+        def safely() -> None:
+            try:
+                job()
+            except BaseException:  # the worker survives any error of a job
+                logger.exception("A background job failed. Others continue.")
+                time.sleep(IDLE_CLOSE_AFTER)
+
+        self._queue(safely, self.renewals if renewal else self.jobs)
+
+    def run(self, function: Callable[[], T], patience: float | None = None) -> T:
+        """Call a function in the worker's thread, and return its result.
+
+        Raise LockBackendError if there is none after ``patience`` seconds. The function
+        is called even then.
+        """
+        if self.is_current:
+            return function()
+        # In C. An interrupted Event may stay locked, and the worker would wait for it.
+        done: SimpleQueue[None] = SimpleQueue()
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def job() -> None:
+            try:
+                results.append(function())
+            except BaseException as error:  # noqa: BLE001 (passed to the caller)
+                errors.append(error)
+            finally:
+                done.put(None)
+
+        self._queue(job, self.jobs)
+        try:
+            done.get(timeout=patience)
+        except Empty:
+            raise LockBackendError(
+                f"No second database connection became available within {patience:g} s"
+                " (one is needed because this transaction is still open). The"
+                " connection pool may be exhausted by transactions that wait for locks."
+            ) from None
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _queue(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
+        with self._mutex:
+            jobs.append(job)
+            try:
+                self._wake()
+            except BaseException:
+                # No caller waits for it any more. A retry queues a new job.
+                jobs.remove(job)
+                raise
+
+    def notify(self) -> None:
+        """Make the worker check now whether it is needed, if it has a thread."""
+        with self._mutex:
+            self._changed.notify()
+
+    def _wake(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            # Recorded before its start. An interrupt in between must not leave a second
+            # thread running beside the next one.
+            self._thread = threading.Thread(
+                target=self._loop, name="dlocks-worker", daemon=True
+            )
+            self._thread.start()
+        self._changed.notify()
+
+    def _loop(self) -> None:
+        this = threading.current_thread()
+        leave_pools()
+        self._idle_at = clock.now() + IDLE_CLOSE_AFTER
+        while True:
+            with self._mutex:
+                if self._thread is not this:
+                    # Its start was interrupted, and another thread has started since.
+                    self._changed.notify()
+                    break
+                # A test may have turned the clock back.
+                self._idle_at = min(self._idle_at, clock.now() + IDLE_CLOSE_AFTER)
+                pause = self._idle_at - clock.now()
+                if not (self.jobs or self.renewals) and pause > 0:
+                    self._changed.wait(pause)
+                job = self._next()
+                if (
+                    job is None
+                    and clock.now() >= self._idle_at
+                    and not self._is_needed(self)
+                ):
+                    self._thread = None
+                    break
+            if job is not None:
+                job()
+            self.connected = [
+                wrapper.connection
+                for wrapper in connections.all(initialized_only=True)
+                if wrapper.connection
+            ]
+            if job is not None or self._is_needed(self):
+                self._idle_at = clock.now() + IDLE_CLOSE_AFTER
+            # A reference kept during the pause would keep a hold alive.
+            job = None
+        connections.close_all()
+        with self._mutex:
+            if self._thread is None:
+                self.connected = []
+
+    def _next(self) -> Callable[[], None] | None:
+        self._renewed = bool(self.renewals) and not (self._renewed and self.jobs)
+        jobs = self.renewals if self._renewed else self.jobs
+        return jobs.popleft() if jobs else None

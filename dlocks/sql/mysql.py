@@ -1,0 +1,25 @@
+"""The SQL of MySQL, as far as MariaDB's differs."""
+
+from __future__ import annotations
+
+from dlocks.sql.innodb import InnoDB
+
+
+class MySQL(InnoDB):
+    """The SQL of MySQL."""
+
+    show_isolation = "SELECT @@transaction_isolation"
+    read_committed = "@@transaction_isolation = 'READ-COMMITTED'"
+    # MySQL cannot limit the lock wait of one statement.
+    for_update_patiently = " FOR UPDATE NOWAIT"
+
+    def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
+        # An UPDATE of one table takes two thirds of the time of an UPDATE with a join.
+        # The optimizer evaluates the subquery before the UPDATE locks a row, so a
+        # locked row is skipped here too. LIMIT keeps the subquery from being merged,
+        # which would read the table that is written (error 1093).
+        return (
+            f"UPDATE {table} FORCE INDEX (PRIMARY) SET {assignments} WHERE key_resource"
+            f" = (SELECT picked FROM (SELECT key_resource AS picked FROM {table} FORCE"
+            f" INDEX (PRIMARY) WHERE {where} LIMIT 1 FOR UPDATE SKIP LOCKED) AS picks)"
+        )

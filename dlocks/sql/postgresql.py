@@ -1,0 +1,239 @@
+"""The SQL and the errors of PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError
+
+from dlocks.sql.dialect import Dialect, escape_unencodable
+from dlocks.sql.direct import Reply
+from dlocks.sql.prepared import (
+    CANCEL_TIMEOUT,
+    NotPreparedError,
+    PreparedStatements,
+    end_interrupted,
+    is_under_way,
+)
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.utils import Error
+
+
+class PostgreSQL(Dialect):
+    """The SQL of PostgreSQL."""
+
+    unless_brought_along = "ON CONFLICT (id) DO NOTHING"
+    now = "clock_timestamp()"
+    ticks = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
+    show_isolation = "SHOW transaction_isolation"
+    read_only_settings = (
+        "default_transaction_read_only is on, or the server is a standby (connect with"
+        " target_session_attrs=read-write)"
+    )
+    keeps_locks = False
+    # A row that matches in the snapshot, but no longer matches once it is locked, stays
+    # locked (EvalPlanQual).
+    locks_in_passing = True
+    read_committed = (
+        "current_setting('transaction_isolation') IN ('read committed', 'read"
+        " uncommitted')"
+    )
+
+    # An insert that meets a row of an open transaction waits for that transaction, even
+    # with ON CONFLICT.
+    at_once_term = " + 0 * length(set_config('lock_timeout', '50ms', true))"
+    count_in = (
+        ", waiters = waiters + (SELECT COUNT(*) FROM {claims} AS alone WHERE"
+        " alone.key_resource = %(key)s AND alone.version IS NULL AND NOT alone.counted"
+        " AND alone.end_time > {now})"
+    )
+    tell_first = (
+        " RETURNING (SELECT pg_notify(channel, 'free ' || %(key)s) FROM (SELECT channel"
+        " FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version"
+        " IS NULL AND first.end_time > {now} AND right(channel, 1) NOT IN ('', '-')"
+        " ORDER BY id LIMIT 1) AS told)"
+    )
+    # It waits a moment for the lock row, since other sessions lock it only to count
+    # claims.
+    queue = (
+        "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', '5ms', true),"
+        " set_config('synchronous_commit', 'off', true)), head AS MATERIALIZED (SELECT"
+        " key_resource, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free FROM bound,"
+        " {locks} WHERE key_resource = %(key)s AND (owner NOT IN ({owners}) OR"
+        " {free_by_clock}) FOR UPDATE OF {of_locks}), mine AS (INSERT INTO {claims}"
+        " ({columns}) {rows} ON CONFLICT DO NOTHING RETURNING owner, id), counted AS"
+        " (UPDATE {locks} SET waiters = waiters + (SELECT COUNT(*) FROM mine) FROM head"
+        " WHERE {locks}.key_resource = head.key_resource AND EXISTS (SELECT 1 FROM"
+        " mine)) SELECT owner, id, 0, {ticks} FROM mine"
+    )
+    queue_row = "SELECT {values} FROM head WHERE free = 0"
+    hand_over = (
+        "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', '{row_wait}',"
+        " true)),"
+        " head AS MATERIALIZED (SELECT key_resource FROM bound, {locks} WHERE"
+        " key_resource = %(key)s"
+        " AND {condition} AND shares = 0 FOR UPDATE OF {of_locks}),"
+        " first AS MATERIALIZED (SELECT id, shared FROM {claims} WHERE key_resource ="
+        " (SELECT key_resource FROM head)"
+        " AND version IS NULL AND end_time > {now} ORDER BY id LIMIT 1),"
+        # The statement may have waited for the lock row. The first waiter may have left
+        # the queue since.
+        " taken AS (DELETE FROM {claims} WHERE id = (SELECT id FROM first WHERE NOT"
+        " shared)"
+        " AND version IS NULL AND end_time > {now}"
+        " RETURNING owner, holder, owner_ip, scope, counted, handover_ttl, channel)"
+        " UPDATE {locks} SET status = COALESCE(taken.scope, %(status)s), owner ="
+        " COALESCE(taken.owner, {locks}.owner),"
+        " holder = COALESCE(taken.holder, {locks}.holder),"
+        " owner_ip = CASE WHEN taken.owner IS NULL THEN {locks}.owner_ip ELSE"
+        " taken.owner_ip END,"
+        " begin_time = CASE WHEN taken.owner IS NULL THEN begin_time ELSE {now} END,"
+        " end_time = {now} + COALESCE(taken.handover_ttl, 0) * interval '1"
+        " microsecond',"
+        " hold_count = CASE WHEN taken.owner IS NULL THEN 0 ELSE 1 END,"
+        " version = CASE WHEN taken.owner IS NULL THEN version ELSE {next_version} END,"
+        " waiters = GREATEST(waiters - CASE WHEN taken.counted THEN 1 ELSE 0 END, 0)"
+        " FROM head LEFT JOIN taken ON TRUE WHERE {locks}.key_resource ="
+        " head.key_resource{if_taken}"
+        " RETURNING taken.owner IS NOT NULL, waiters, CASE WHEN left(channel, 9) ="
+        " %(near)s THEN channel END,"
+        " taken.owner, CASE WHEN taken.scope = 'P' THEN version END, {ends}, '',"
+        " CASE WHEN right(channel, 1) NOT IN ('', '-') AND left(channel, 9) <> %(near)s"
+        " THEN"
+        " pg_notify(channel, taken.owner"
+        " || CASE WHEN taken.scope = 'P' THEN ' ' || version || ' ' || {ends} ELSE ''"
+        " END) END"
+    )
+    forgettable = " RETURNING set_config('synchronous_commit', 'off', true)"
+    if_taken = " AND taken.owner IS NOT NULL"
+    bound = (
+        "set_config('idle_in_transaction_session_timeout', '2000', true),"
+        " set_config('lock_timeout', '1s', true)"
+    )
+
+    def typed(self, parameter: str, of: str) -> str:
+        return f"{parameter}::{of}"
+
+    def after(self, parameter: str) -> str:
+        return f"(clock_timestamp() + %({parameter})s * interval '1 microsecond')"
+
+    def after_column(self, column: str) -> str:
+        return f"(clock_timestamp() + {column} * interval '1 microsecond')"
+
+    def seconds_until(self, column: str) -> str:
+        return f"EXTRACT(EPOCH FROM {column} - clock_timestamp())::double precision"
+
+    def ticks_of(self, column: str) -> str:
+        return f"(EXTRACT(EPOCH FROM {column}) * 1000000)::bigint"
+
+    def later_than(self, column: str) -> str:
+        return f"({column} + interval '1 microsecond')"
+
+    def update(
+        self, table: str, assignments: str, where: str, primary: str = "key_resource"
+    ) -> str:
+        return (
+            f"UPDATE {table} SET {assignments} WHERE"
+            f" {self._picked(table, where, primary)}"
+        )
+
+    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
+        return f"DELETE FROM {table} WHERE {self._picked(table, where, primary)}"
+
+    def _picked(self, table: str, where: str, primary: str) -> str:
+        # An array keeps the plan on the primary key, for one row and for many.
+        return (
+            f"{primary} = ANY (ARRAY(SELECT {primary} FROM {table} WHERE {where} FOR"
+            " UPDATE SKIP LOCKED))"
+        )
+
+    def send(
+        self,
+        connection: BaseDatabaseWrapper,
+        sql: str,
+        parameters: Mapping[str, Any],
+        *,
+        through_a_pooler: bool,
+    ) -> Reply | None:
+        statements = PreparedStatements.of(
+            connection, through_a_pooler=through_a_pooler
+        )
+        if statements is None:
+            return None
+        try:
+            return statements.execute(sql, parameters)
+        except NotPreparedError:
+            return None
+
+    def fitted(self, text: str, raw: Any) -> str:
+        # The server sends the encoding of the database when a session begins, so
+        # reading it needs no statement.
+        encoding = raw.info.parameter_status("server_encoding") or "UTF8"
+        # SQL_ASCII stores the bytes as they are, and the session sends UTF-8.
+        return (
+            text
+            if encoding in {"UTF8", "SQL_ASCII"}
+            else escape_unencodable(text, encoding)
+        )
+
+    def is_contention(self, error: DatabaseError) -> bool:
+        # serialization_failure, deadlock_detected
+        return sqlstate_of(error) in {"40001", "40P01"}
+
+    def is_locked(self, error: DatabaseError) -> bool:
+        # lock_not_available
+        return sqlstate_of(error) == "55P03"
+
+    def is_read_only(self, error: Error) -> bool:
+        # read_only_sql_transaction
+        return sqlstate_of(error) == "25006"
+
+    def waits_for_table(
+        self, other: BaseDatabaseWrapper, session: Any, tables: Sequence[str]
+    ) -> bool:
+        # ``pg_locks`` is not used, since behind a pooler the number of the session is
+        # not known. This is the lock that each statement of ours takes. The transaction
+        # ends with the connection.
+        other.set_autocommit(False)
+        try:
+            with other.cursor() as cursor:
+                cursor.execute(
+                    f"LOCK TABLE {', '.join(tables)} IN ROW EXCLUSIVE MODE NOWAIT"
+                )
+        except DatabaseError as error:
+            if self.is_locked(error):
+                return True
+            raise
+        return False
+
+    def cancel(self, other: BaseDatabaseWrapper, session: Any) -> None:
+        if hasattr(session, "cancel_safe"):
+            session.cancel_safe(timeout=CANCEL_TIMEOUT)
+        else:
+            # psycopg 2
+            session.cancel()
+
+    def was_cancelled(self, error: Error) -> bool:
+        # query_canceled
+        return sqlstate_of(error) == "57014"
+
+    def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
+        if is_under_way(connection.connection):
+            try:
+                end_interrupted(connection.connection)
+            finally:
+                # The next statement then connects again.
+                connection.close()
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return PostgreSQL's SQLSTATE of an error, or None without one.
+
+    There is none if the server did not send the error.
+    """
+    cause = error.__cause__
+    # psycopg 3 and psycopg 2 name the attribute differently.
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
