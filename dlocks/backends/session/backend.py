@@ -43,13 +43,8 @@ from dlocks.backends.base import Backend, refusal_without_rows
 from dlocks.backends.database.driver import Statements
 from dlocks.backends.notifiers import Notifier, OwnThreadNotifier, RecentKeys
 from dlocks.backends.session.checks import check_session
-from dlocks.backends.session.engine_sessions import (
-    EngineSession,
-    Row,
-    SessionDiedError,
-    connect,
-    engine_session_class,
-)
+from dlocks.backends.session.connect import connect, engine_session_class
+from dlocks.backends.session.engine_sessions import EngineSession, Row, SessionDiedError
 from dlocks.backends.session.sessions import REPLY_TIMEOUT, Entry, Session
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
