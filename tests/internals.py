@@ -49,7 +49,7 @@ NAMES = {
     "OPTIONS": "dlocks.backends.redis.connection:OPTIONS",
     "TLS_OPTIONS": "dlocks.backends.redis.connection:TLS_OPTIONS",
     "scripts": "dlocks.backends.redis.scripts",
-    "PING_TIMEOUT": "dlocks.backends.session.backend:PING_TIMEOUT",
+    "PING_TIMEOUT": "dlocks.backends.session.open_sessions:PING_TIMEOUT",
     "SessionBackend": "dlocks.backends.session.backend:SessionBackend",
     "Entry": "dlocks.backends.session.sessions:Entry",
     "sessions": "dlocks.backends.session.sessions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
-from dlocks.backends.session.engine_sessions import engine_session_class
+from dlocks.backends.session.connect import engine_session_class
 
 
 def check_session(alias: str, database: str) -> list[checks.CheckMessage]:
