@@ -99,16 +99,16 @@ def the_application_s_clock(task: Task) -> None:
     keys=tuple(f"alone-{number}" for number in range(4)), workers=12, seconds=50.0,
 )  # fmt: skip
 def deadline_from_the_response(task: Task) -> None:
-    from tests.internals import clock, locks
+    from tests.internals import Attempt, clock
 
-    original = locks.Attempt._hold
+    original = Attempt._hold
 
     def hold(attempt: Any, claim: Any, grant: Any, sent: float) -> Any:
         return original(
             attempt, claim, dataclasses.replace(grant, lease=None), clock.now()
         )
 
-    locks.Attempt._hold = hold  # type: ignore[method-assign]
+    Attempt._hold = hold  # type: ignore[method-assign]
 
 
 @bug("exclusion", transactions=False, faults=STOPS)
