@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dlocks"
 LIMIT_OF_LINES = 400
 # Formatted at 88 columns. The goal is 540,000 bytes.
-LIMIT_OF_BYTES = 1_073_300
+LIMIT_OF_BYTES = 1_105_000
 
 # Modules may import from their own layer and from those below. The longest prefix of a
 # module's name decides.
@@ -41,25 +41,13 @@ CIRCLES: list[int] = []
 LARGE_FILES = {
     "admin/control_room.py": 446,
     "admin/locks.py": 909,
-    "backends/database/backend.py": 1155,
-    "backends/database/driver.py": 610,
-    "backends/database/queue.py": 1728,
     "backends/quorum.py": 554,
     "backends/redis/backend.py": 476,
-    "backends/session/backend.py": 1240,
-    "backends/session/engine_sessions.py": 524,
     "backends/zookeeper/backend.py": 1001,
     "backends/zookeeper/ensemble.py": 425,
-    "core/hold.py": 1019,
-    "core/lock.py": 1064,
-    "decorators.py": 483,
-    "election.py": 616,
     "models.py": 457,
     "optimistic/fenced.py": 523,
     "optimistic/versioned.py": 798,
-    "runtime/keeper.py": 698,
-    "runtime/waiters.py": 682,
-    "sql/dialects.py": 911,
     "testing/contract.py": 783,
 }
 # How often a phrase of the old style remains in the package, its tests and its
