@@ -224,7 +224,8 @@ def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
 
 
 def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
-    from dlocks.models import KeyField, LockClaim, ResourceLock
+    from dlocks.fields import KeyField
+    from dlocks.models import LockClaim, ResourceLock
 
     fields = [
         field

@@ -88,7 +88,7 @@ NAMES = {
     "acquire": "dlocks.core.acquire",
     "wait": "dlocks.core.wait",
     "lock_bench": "dlocks.management.commands.lock_bench",
-    "After": "dlocks.models:After",
+    "After": "dlocks.fields:After",
     "HoldRecord": "dlocks.models:HoldRecord",
     "LockClaim": "dlocks.models:LockClaim",
     "LockState": "dlocks.models:LockState",

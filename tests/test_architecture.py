@@ -26,7 +26,7 @@ LAYERS = {
     1: [
         # The interface is below its implementations.
         "backends.base", "backends.notifiers",
-        "models", "protocols", "runtime", "signals", "sql", "transactions",
+        "fields", "models", "protocols", "runtime", "signals", "sql", "transactions",
     ],
     2: ["backends"],
     3: ["conf", "core"],

@@ -12,7 +12,7 @@ from django.db import IntegrityError, models, transaction
 
 from dlocks import LockError, StaleToken, db_lock
 from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
-from dlocks.optimistic.fenced import FencedQuerySet
+from dlocks.optimistic.fenced_queryset import FencedQuerySet
 from tests import jobs
 from tests.models import Crane, Machine, Place, Robot
 

@@ -2,7 +2,7 @@ from typing import Any
 
 from django.db import migrations, models
 
-import dlocks.models
+import dlocks.fields
 
 
 def keep_updates_in_place(apps: Any, schema_editor: Any) -> None:
@@ -26,7 +26,7 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "key_resource",
-                    dlocks.models.KeyField(
+                    dlocks.fields.KeyField(
                         max_length=255,
                         primary_key=True,
                         serialize=False,
@@ -55,7 +55,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holder",
-                    dlocks.models.UnicodeField(
+                    dlocks.fields.UnicodeField(
                         help_text="Host, process and thread.",
                         max_length=255,
                         verbose_name="holder",
@@ -67,9 +67,9 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "begin_time",
-                    dlocks.models.ClockField(null=True, verbose_name="begin time"),
+                    dlocks.fields.ClockField(null=True, verbose_name="begin time"),
                 ),
-                ("end_time", dlocks.models.ClockField(verbose_name="end time")),
+                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
                 (
                     "hold_count",
                     models.PositiveIntegerField(default=0, verbose_name="hold count"),
@@ -112,24 +112,24 @@ class Migration(migrations.Migration):
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 (
                     "key_resource",
-                    dlocks.models.KeyField(max_length=255, verbose_name="key"),
+                    dlocks.fields.KeyField(max_length=255, verbose_name="key"),
                 ),
                 (
                     "owner",
-                    dlocks.models.KeyField(
+                    dlocks.fields.KeyField(
                         max_length=32, unique=True, verbose_name="owner"
                     ),
                 ),
                 (
                     "holder",
-                    dlocks.models.UnicodeField(max_length=255, verbose_name="holder"),
+                    dlocks.fields.UnicodeField(max_length=255, verbose_name="holder"),
                 ),
                 (
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
                 ),
-                ("begin_time", dlocks.models.ClockField(verbose_name="begin time")),
-                ("end_time", dlocks.models.ClockField(verbose_name="end time")),
+                ("begin_time", dlocks.fields.ClockField(verbose_name="begin time")),
+                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
                 ("version", models.BigIntegerField(null=True, verbose_name="version")),
                 (
                     "hold_count",
@@ -191,12 +191,12 @@ class Migration(migrations.Migration):
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 (
                     "key_resource",
-                    dlocks.models.KeyField(max_length=255, verbose_name="key"),
+                    dlocks.fields.KeyField(max_length=255, verbose_name="key"),
                 ),
                 ("token", models.BigIntegerField(verbose_name="token")),
                 (
                     "holder",
-                    dlocks.models.UnicodeField(max_length=255, verbose_name="holder"),
+                    dlocks.fields.UnicodeField(max_length=255, verbose_name="holder"),
                 ),
                 (
                     "owner_ip",
@@ -218,8 +218,8 @@ class Migration(migrations.Migration):
                         verbose_name="waited",
                     ),
                 ),
-                ("begin_time", dlocks.models.ClockField(verbose_name="begin time")),
-                ("end_time", dlocks.models.ClockField(verbose_name="end time")),
+                ("begin_time", dlocks.fields.ClockField(verbose_name="begin time")),
+                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
                 (
                     "ending",
                     models.CharField(

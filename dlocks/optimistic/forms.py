@@ -28,7 +28,7 @@ from django.utils.text import capfirst
 from django.utils.timezone import template_localtime  # type: ignore[attr-defined]
 from django.utils.translation import gettext as _
 
-from dlocks.optimistic.versioned import version_field
+from dlocks.optimistic.version_field import version_field
 
 # The name of the hidden field.
 TOKEN = "row_version"  # noqa: S105

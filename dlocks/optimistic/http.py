@@ -13,7 +13,7 @@ from django.utils.cache import get_conditional_response
 from django.utils.deprecation import MiddlewareMixin
 
 from dlocks.exceptions import StaleVersion
-from dlocks.optimistic.versioned import version_field
+from dlocks.optimistic.version_field import version_field
 
 
 def etag(instance: models.Model) -> str:

@@ -1,0 +1,115 @@
+"""Model fields and expressions for keys, texts and times of the database's clock."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+
+from dlocks.sql.engines import dialect_of
+
+
+class KeyField(models.CharField):  # type: ignore[type-arg]
+    """A string that every database compares byte for byte.
+
+    Case, accents and trailing spaces are significant.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("db_collation", "C")
+        super().__init__(*args, **kwargs)
+
+    def deconstruct(self) -> Any:
+        name, path, args, kwargs = super().deconstruct()
+        del kwargs["db_collation"]
+        return name, path, args, kwargs
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        if connection.vendor == "postgresql":
+            # Django adds a second index, for patterns, to a column of type ``varchar``.
+            # It does not recognise the long name of the type.
+            return f"character varying({self.max_length})"
+        return super().db_type(connection)
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        parameters: dict[str, Any] = {**super().db_parameters(connection)}
+        if connection.vendor == "mysql":
+            mariadb = getattr(connection, "mysql_is_mariadb", False)
+            parameters["collation"] = (
+                "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
+            )
+        elif connection.vendor == "sqlite":
+            parameters["collation"] = "BINARY"
+        return parameters
+
+
+class UnicodeField(models.CharField):  # type: ignore[type-arg]
+    """A string that holds any text, whatever the database's character set.
+
+    This matters on MySQL and MariaDB.
+    """
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> dict[str, Any]:
+        parameters: dict[str, Any] = {**super().db_parameters(connection)}
+        if connection.vendor == "mysql":
+            parameters["collation"] = "utf8mb4_unicode_520_ci"
+        return parameters
+
+
+class ClockField(models.DateTimeField):  # type: ignore[type-arg]
+    """A time of the database's own clock.
+
+    It is in UTC in the table and an aware datetime here, whatever the time zones in the
+    settings.
+    """
+
+    def from_db_value(
+        self, value: datetime | None, expression: Any, connection: BaseDatabaseWrapper
+    ) -> datetime | None:
+        if value is None:
+            return None
+        if connection.vendor != "postgresql":
+            return value.replace(tzinfo=UTC)
+        if timezone.is_naive(value):
+            value = value.replace(tzinfo=ZoneInfo(connection.timezone_name))
+        return value.astimezone(UTC)
+
+
+class SecondsUntil(models.Func):
+    """Seconds from now, by the database's clock, until the time in a column.
+
+    They are negative if that time has passed.
+    """
+
+    output_field = models.FloatField()
+    arity = 1
+
+    def as_sql(  # type: ignore[override]
+        self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any
+    ) -> Any:
+        column, parameters = compiler.compile(self.source_expressions[0])
+        return dialect_of(connection).seconds_until(column), parameters
+
+
+class After(models.Expression):
+    """The time that is ``seconds`` from now by the database's clock.
+
+    Negative seconds give a time in the past.
+    """
+
+    output_field = ClockField()
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.microseconds = round(seconds * 1_000_000)
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        # A subquery is evaluated once, so that an index on the compared column can be
+        # used.
+        return f"(SELECT {dialect_of(connection).after_column('%s')})", [
+            self.microseconds
+        ]

@@ -1,0 +1,237 @@
+"""Querysets that write rows only with a fencing token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
+
+from asgiref.sync import sync_to_async
+from django.db import models, transaction
+
+from dlocks.exceptions import StaleToken
+from dlocks.optimistic.versioned_queryset import among_keys, is_joined
+
+
+class HasToken(Protocol):
+    """A hold, as far as this module needs it."""
+
+    @property
+    def token(self) -> int: ...
+
+
+def token_of(hold: HasToken | int) -> int:
+    """Return the fencing token of a hold, or the token itself."""
+    token = hold if isinstance(hold, int) else getattr(hold, "token", None)
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise TypeError(f"Pass a hold or its token, not {type(hold).__name__}.")
+    if token < 1:
+        raise ValueError(f"A token must be 1 or more, not {token}.")
+    return token
+
+
+class FencedQuerySet(models.QuerySet[Any]):
+    """A queryset that writes only with a token, which ``fenced(hold)`` sets."""
+
+    _token: int | None = None
+
+    def claim(self, pk: Any, hold: HasToken | int) -> Any:
+        """Write the hold's token into the row, and read the row afterwards.
+
+        From then on no older token can write the row. The returned instance has the
+        values of the last writer, and its ``save()`` and ``delete()`` use the token.
+        Raise StaleToken if the row has a newer token, and DoesNotExist if there is no
+        such row.
+        """
+        token = token_of(hold)
+        self._for_write = True
+        rows = self.using(self.db).filter(pk=pk)
+        rows._fence(token)
+        instance = rows.get()
+        if instance.fence > token:
+            raise StaleToken(self.model, pk, token, instance.fence)
+        instance._state.token = token
+        return instance
+
+    async def aclaim(self, pk: Any, hold: HasToken | int) -> Any:
+        return await sync_to_async(self.claim)(pk, hold)
+
+    def fenced(self, hold: HasToken | int) -> Any:
+        """Return this queryset with a token for its updates, deletions and inserts."""
+        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone._token = token_of(hold)
+        return clone
+
+    def update(self, **kwargs: Any) -> int:
+        """Update all rows.
+
+        Raise StaleToken, and write nothing, if a row has a newer token.
+        """
+        if "fence" in kwargs:
+            raise ValueError(
+                "fence cannot be set to a value. fenced(hold).update() writes the token"
+                " of the hold."
+            )
+        with self._fenced() as rows:
+            updated = super(FencedQuerySet, rows).update(**kwargs)
+        self._result_cache = None
+        return updated
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """Delete all rows.
+
+        Raise StaleToken, and delete nothing, if a row has a newer token.
+        """
+        with self._fenced() as rows:
+            deleted = super(FencedQuerySet, rows).delete()
+        self._result_cache = None
+        return deleted
+
+    def create(self, **kwargs: Any) -> Any:
+        """Insert a row, with the token if there is one.
+
+        The ``save()`` and ``delete()`` of the instance use the token.
+        """
+        # Django's method rejects the reverse names of a OneToOneField.
+        if (
+            self._token is None
+            or not self.model._meta._reverse_one_to_one_field_names.isdisjoint(kwargs)
+        ):
+            return super().create(**kwargs)
+        instance = self.model(**kwargs)
+        if hasattr(self, "_fetch_mode"):
+            # Django 6.1 and later.
+            instance._state.fetch_mode = self._fetch_mode
+        instance._state.token = self._token
+        self._for_write = True
+        instance.save(force_insert=True, using=self.db)
+        return instance
+
+    def bulk_update(
+        self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """Update the fields of all instances with the token; see update()."""
+        self._need_token()
+        self._for_write = True
+        with transaction.atomic(using=self.db):
+            return super().bulk_update(objs, fields, batch_size)
+
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        update_fields: Any = None,
+        unique_fields: Any = None,
+    ) -> list[Any]:
+        """Insert the instances, with the token if there is one; see create().
+
+        Raise ValueError for ``update_conflicts``, since such an update could not check
+        tokens.
+        """
+        if update_conflicts:
+            raise ValueError(
+                "bulk_create(update_conflicts=True) would overwrite rows without"
+                " comparing tokens."
+            )
+        objs = list(objs)
+        before = [
+            (getattr(instance._state, "token", None), instance.fence)
+            for instance in objs
+        ]
+        if self._token is not None:
+            for instance in objs:
+                instance._state.token = self._token
+        created = False
+        try:
+            rows = super().bulk_create(
+                objs,
+                batch_size,
+                ignore_conflicts,
+                update_conflicts,
+                update_fields,
+                unique_fields,
+            )
+            created = not ignore_conflicts
+        finally:
+            if not created:
+                # It is unknown which of the rows belong to these instances.
+                for instance, (token, fence) in zip(objs, before, strict=True):
+                    instance._state.token, instance.fence = token, fence
+        return rows
+
+    def _need_token(self) -> int:
+        if self._token is None:
+            raise RuntimeError(
+                f"{self.model._meta.label} can only be written with a token. Use"
+                " objects.fenced(hold).update(…), or objects.claim(pk, hold) and then"
+                " save()."
+            )
+        return self._token
+
+    def _fence(self, token: int) -> int:
+        """Write the token into rows without a newer one; return their number."""
+        field = self.model._meta.get_field("fence")
+        rows: Any = self
+        owner: Any = field.model._meta.concrete_model
+        if owner is not self.model._meta.concrete_model or is_joined(self):
+            # Otherwise the statement would not check the fence again after it has
+            # waited for a row.
+            rows = FencedQuerySet(owner, using=self.db).filter(
+                pk__in=among_keys(self, owner)[1]
+            )
+        rows = rows.filter(fence__lte=token).order_by()
+        written: int = rows._update([(field, None, token)])
+        return written
+
+    def _fenced(self) -> Any:
+        """Return a context in which all rows have this token.
+
+        Entering it raises StaleToken if a row has a newer token.
+        """
+        return _Fenced(self, self._need_token())
+
+    def _clone(self) -> Any:
+        clone = super()._clone()  # type: ignore[misc]
+        clone._token = self._token
+        return clone
+
+
+class _Fenced:
+    """A transaction that first writes the token into all rows of a queryset."""
+
+    def __init__(self, rows: FencedQuerySet, token: int) -> None:
+        rows._for_write = True
+        self.rows = rows.using(rows.db)
+        self.token = token
+        self.atomic = transaction.atomic(using=rows.db)
+
+    def __enter__(self) -> Any:
+        self.atomic.__enter__()
+        try:
+            if self.rows.query.is_sliced or self.rows.query.combinator:
+                raise TypeError(
+                    "A slice or a combination of querysets cannot be written with a"
+                    " token."
+                )
+            owner = self.rows.model._meta.get_field("fence").model._meta.concrete_model
+            if is_joined(self.rows):
+                self.rows, _ = among_keys(self.rows, owner)
+            self.rows._fence(self.token)
+            newer = (
+                self.rows.filter(fence__gt=self.token)
+                .order_by("fence")
+                .values_list("pk", "fence")
+                .last()
+            )
+            if newer is not None:
+                raise StaleToken(self.rows.model, newer[0], self.token, newer[1])
+        except BaseException as error:
+            self.atomic.__exit__(type(error), error, error.__traceback__)
+            raise
+        # Only the rows that were written above and are locked. Other rows may have
+        # begun to match since.
+        return self.rows.filter(fence=self.token)
+
+    def __exit__(self, *error: object) -> None:
+        self.atomic.__exit__(*cast("Any", error))
