@@ -12,7 +12,8 @@ from typing import Any
 
 # The module of each name, or the module and the attribute in it.
 NAMES = {
-    "admin": "dlocks.admin.locks",
+    "confirmation": "dlocks.admin.confirmation",
+    "to_form": "dlocks.admin.target:to_form",
     "ResourceLockAdmin": "dlocks.admin.locks:ResourceLockAdmin",
     "audit": "dlocks.audit",
     "Backend": "dlocks.backends.base:Backend",

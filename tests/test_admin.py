@@ -18,8 +18,7 @@ from django.urls import reverse
 
 from dlocks import LockBackendError, LockLost, db_lock
 from tests import rows
-from tests.internals import LockClaim, ResourceLock, backends
-from tests.internals import admin as dlocks_admin
+from tests.internals import LockClaim, ResourceLock, backends, confirmation, to_form
 
 LIST = "/admin/dlocks/resourcelock/"
 CLEAR, FORCE = "clear_stale_locks", "force_release"
@@ -80,7 +79,7 @@ def act(client, action, *keys, query="", **data):
         data.setdefault("reason", "tests")
     data = {
         "action": action,
-        "_selected_action": [dlocks_admin._to_form(key) for key in keys],
+        "_selected_action": [to_form(key) for key in keys],
         **data,
     }
     return page(client.post(LIST + query, data, follow=True))
@@ -513,7 +512,7 @@ class TestClear:
 
     def test_select_all_clears_every_stale_lock_of_the_list(self, clearer, monkeypatch):
         """ "Select all" clears every stale lock of the list, up to a limit."""
-        monkeypatch.setattr(dlocks_admin, "ROWS_PER_STATEMENT", 3)
+        monkeypatch.setattr(confirmation, "ROWS_PER_STATEMENT", 3)
         for number in range(3):
             rows.stale(f"s{number}")
             rows.held(f"h{number}")
@@ -697,7 +696,7 @@ class TestForceRelease:
         self, releaser, monkeypatch
     ):
         """A selection too large for Django's form limit is refused."""
-        monkeypatch.setattr(dlocks_admin, "ROWS_PER_STATEMENT", 3)
+        monkeypatch.setattr(confirmation, "ROWS_PER_STATEMENT", 3)
         for number in range(4):
             rows.held(f"k{number}")
         assert "At most 3 locks" in told(act(releaser, FORCE, "k0", select_across="1"))
@@ -807,7 +806,7 @@ class TestPrefix:
         for version in ("1000", "share:1000"):
             data = {
                 "action": FORCE,
-                "_selected_action": [dlocks_admin._to_form("bank:3")],
+                "_selected_action": [to_form("bank:3")],
                 "version": [version],
             }
             boss.post(

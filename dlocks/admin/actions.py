@@ -1,0 +1,352 @@
+"""The actions of the admin: clear stale locks, force a release, delete unused rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from django.contrib import admin, messages
+from django.contrib.admin import helpers
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext_lazy
+
+from dlocks import audit
+from dlocks.admin.confirmation import Confirmation
+from dlocks.admin.target import Target
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.exceptions import LockBackendError
+from dlocks.models import ClaimState, LockState, ResourceLock
+from dlocks.operations import (
+    LockRow,
+    NotCleared,
+    clear,
+    describe,
+    end_share,
+    in_row,
+    is_unused,
+    purge,
+    reason_of,
+    take_out,
+)
+from dlocks.text import printable
+
+# Locks that one message names.
+NAMED = 10
+
+
+# What the user reads about the keys of an action.
+DONE: dict[audit.What, Any] = {
+    "clear": ngettext_lazy(
+        "%(count)d stale lock was cleared: %(keys)s",
+        "%(count)d stale locks were cleared: %(keys)s",
+        "count",
+    ),
+    "force_release": ngettext_lazy(
+        "The release of %(count)d lock was forced: %(keys)s",
+        "The release of %(count)d locks was forced: %(keys)s",
+        "count",
+    ),
+    "take_out": ngettext_lazy(
+        "%(count)d dead claim was removed from the queue: %(keys)s",
+        "%(count)d dead claims were removed from the queue: %(keys)s",
+        "count",
+    ),
+    "purge": ngettext_lazy(
+        "%(count)d row was deleted: %(keys)s",
+        "%(count)d rows were deleted: %(keys)s",
+        "count",
+    ),
+}
+
+
+UNCHANGED: Any = ngettext_lazy(
+    "%(count)d lock was left unchanged (%(reason)s): %(keys)s",
+    "%(count)d locks were left unchanged (%(reason)s): %(keys)s",
+    "count",
+)
+
+
+class LockActions(Confirmation):
+    """The actions on the list, the page of a lock and the live page."""
+
+    actions = ("clear_stale_locks", "force_release", "delete_unused_rows")
+
+    def _stale_claims(self, found: Any) -> Any:
+        return found.filter(state__in=[ClaimState.STALE, ClaimState.DEAD])
+
+    @admin.action(description=gettext_lazy("Clear stale locks"), permissions=["clear"])
+    def clear_stale_locks(self, request: HttpRequest, queryset: Any) -> None:
+        seen = self._selected(request, queryset.filter(state=LockState.STALE))
+        if seen is None:
+            return
+        found = self._claims(request, seen, self._stale_claims)
+        if found is None:
+            return
+        targets = [Target.of(claim) for claim in found]
+        claimed = {target.key for target in targets}
+        for key, lock in seen.items():
+            # Report a lock that is not stale, unless its key has a stale claim.
+            if (
+                lock is None
+                or (lock.state == LockState.STALE and in_row(lock))
+                or key not in claimed
+            ):
+                targets.append(Target(key, "lock", 0 if lock is None else lock.version))
+        if shown := set(request.POST.getlist("shown")):
+            # The request comes from the page of a lock. A hold that is stale now may be
+            # another one than the page showed.
+            targets = [target for target in targets if target.field in shown]
+            if not targets:
+                text = _(
+                    "Nothing was cleared, because the holds that the page showed are"
+                    " no longer stale. Check the current state."
+                )
+                self.message_user(request, text, messages.WARNING)
+                return
+        self._clear(request, targets, audit.STALE, stale_only=True)
+
+    @admin.action(
+        description=gettext_lazy("Force release"), permissions=["force_release"]
+    )
+    def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        if "version" in request.POST:
+            targets = self._confirmed(request)
+            if targets is None:
+                return None
+            try:
+                reason = reason_of(request.POST.get("reason", ""))
+            except ValueError as error:
+                return self._confirmation(
+                    request, self._as_posted(targets), error=str(error)
+                )
+            self._clear(request, targets, reason)
+            return self._back(request)
+        selected = self._selected(request, queryset.exclude(state=LockState.FREE))
+        if selected is None:
+            return None
+        only = request.POST.get("only")
+        sharing = self._claims(
+            request,
+            selected,
+            lambda found: found if only else found.filter(version__isnull=False),
+        )
+        if sharing is None:
+            return None
+        shared = {share.key_resource for share in sharing}
+        locks = [
+            lock
+            for lock in selected.values()
+            if lock is not None and lock.state != LockState.FREE
+        ]
+        shown = sorted(
+            [*filter(in_row, locks), *sharing], key=lambda one: Target.of(one).key
+        )
+        if only:
+            shown = [one for one in shown if Target.of(one).field == only]
+        if not shown:
+            self.message_user(
+                request,
+                _("None of the selected locks is still held."),
+                messages.WARNING,
+            )
+            return self._back(request)
+        left_out = (
+            0
+            if only
+            else sum(
+                lock is None or (lock.state == LockState.FREE and key not in shared)
+                for key, lock in selected.items()
+            )
+        )
+        return self._confirmation(
+            request, [(Target.of(one), one) for one in shown], left_out
+        )
+
+    @admin.action(description=gettext_lazy("Delete unused rows"), permissions=["purge"])
+    def delete_unused_rows(
+        self, request: HttpRequest, queryset: Any
+    ) -> HttpResponse | None:
+        if "version" in request.POST:
+            targets = self._confirmed(request)
+            if targets is not None:
+                self._purge(request, targets)
+            return None
+        selected = self._selected(request, queryset.filter(state=LockState.FREE))
+        if selected is None:
+            return None
+        unused = [
+            lock for lock in selected.values() if lock is not None and is_unused(lock)
+        ]
+        if not unused:
+            text = _("None of the selected keys has been unused for a day.")
+            self.message_user(request, text, messages.WARNING)
+            return None
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Delete unused rows"),
+            "subtitle": None,
+            "opts": self.opts,
+            "media": self.media,
+            "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+            "left_out": len(selected) - len(unused),
+            "locks": [{**self._row(lock), "end": self.end(lock)} for lock in unused],
+        }
+        return TemplateResponse(
+            request, "admin/dlocks/resourcelock/purge_confirmation.html", context
+        )
+
+    def _purge(self, request: HttpRequest, targets: Iterable[Target]) -> None:
+        """Delete each row that has not changed since it was shown.
+
+        Write each deletion to the logs, and report the result to the user.
+        """
+        backend = self._own_backend()
+        done: dict[audit.What, list[str]] = {}
+        refused: dict[str, list[str]] = {}
+        trouble = None
+        for target in targets:
+            try:
+                if target.kind != "lock":
+                    raise NotCleared(_("not the row of a key"), None)
+                row = purge(backend, target.key, target.number)
+            except NotCleared as refusal:
+                refused.setdefault(str(refusal), []).append(target.key)
+            except LockBackendError as error:
+                trouble = str(error)
+                break
+            else:
+                done.setdefault("purge", []).append(target.key)
+                self.log_change(
+                    request,
+                    ResourceLock(pk=target.key),
+                    _("Deleted the row of the unused key."),
+                )
+                self._audit(request, backend, "purge", target, row, audit.UNUSED)
+        self._tell(request, done, refused, trouble)
+
+    def _tell(
+        self,
+        request: HttpRequest,
+        done: dict[audit.What, list[str]],
+        refused: dict[str, list[str]],
+        trouble: str | None,
+    ) -> None:
+        """Report to the user what happened to the keys, and what was refused."""
+        for each, keys in done.items():
+            text = DONE[each] % {"count": len(keys), "keys": _named(keys)}
+            self.message_user(request, text, messages.SUCCESS)
+        for why, keys in refused.items():
+            text = UNCHANGED % {
+                "count": len(keys),
+                "reason": why,
+                "keys": _named(keys),
+            }
+            self.message_user(request, text, messages.WARNING)
+        if trouble:
+            self.message_user(request, trouble, messages.ERROR)
+
+    def _clear(
+        self,
+        request: HttpRequest,
+        targets: Iterable[Target],
+        reason: str,
+        *,
+        stale_only: bool = False,
+    ) -> None:
+        """Clear each target that has not changed since it was shown.
+
+        Write each change to the logs, and report the result to the user.
+        """
+        backend = self._own_backend()
+        done: dict[audit.What, list[str]] = {}
+        refused: dict[str, list[str]] = {}
+        trouble = None
+        for target in targets:
+            try:
+                what, lost, change = self._clear_one(backend, target, stale_only)
+            except NotCleared as refusal:
+                refused.setdefault(str(refusal), []).append(target.key)
+            except LockBackendError as error:
+                trouble = str(error)
+                break
+            else:
+                done.setdefault(what, []).append(target.key)
+                change += " " + _("Reason: %(reason)s") % {"reason": printable(reason)}
+                self.log_change(request, ResourceLock(pk=target.key), change)
+                self._audit(request, backend, what, target, lost, reason)
+        self._tell(request, done, refused, trouble)
+        if not (done or refused or trouble):
+            self.message_user(
+                request, _("None of the selected locks is stale."), messages.WARNING
+            )
+
+    def _audit(
+        self,
+        request: HttpRequest,
+        backend: DatabaseBackend,
+        what: audit.What,
+        target: Target,
+        lost: LockRow,
+        reason: str,
+    ) -> None:
+        audit.taken(
+            what,
+            kind=target.kind,
+            key=target.key,
+            number=target.number,
+            holder=lost.holder,
+            owner_ip=lost.owner_ip,
+            reason=reason,
+            by=request.user.get_username(),
+            via="admin",
+            database=backend.database,
+        )
+
+    def _clear_one(
+        self, backend: DatabaseBackend, target: Target, stale_only: bool
+    ) -> tuple[audit.What, LockRow, str]:
+        """Clear a target that has not changed since it was shown, or raise NotCleared.
+
+        Return the kind of the action, the row as it was before, and the text for the
+        log.
+        """
+        if target.kind == "claim":
+            claim = take_out(backend, target.key, target.number)
+            return (
+                "take_out",
+                claim,
+                _("Removed a dead claim from the queue: %(holder)s.")
+                % {"holder": describe(claim, on_page=True)},
+            )
+        what: audit.What = "clear" if stale_only else "force_release"
+        if target.kind == "share":
+            share = end_share(backend, target.key, target.number, stale_only=stale_only)
+            text = (
+                _("Cleared the stale shared lock held by %(holder)s.")
+                if stale_only
+                else _("Forced the release of the shared lock held by %(holder)s.")
+            )
+            return what, share, text % {"holder": describe(share, on_page=True)}
+        lock = clear(backend, target.key, target.number, stale_only=stale_only)
+        text = (
+            _("Cleared the stale lock held by %(holder)s.")
+            if stale_only
+            else _("Forced the release of the lock held by %(holder)s.")
+        )
+        return what, lock, text % {"holder": describe(lock, on_page=True)}
+
+
+def _named(keys: list[str]) -> str:
+    named = ", ".join(map(printable, keys[:NAMED]))
+    return (
+        _("%(named)s and %(number)d more")
+        % {
+            "named": named,
+            "number": len(keys) - NAMED,
+        }
+        if keys[NAMED:]
+        else named
+    )

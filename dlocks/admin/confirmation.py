@@ -1,0 +1,196 @@
+"""The page that confirms a forced release, and the choice of locks before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from django.contrib import messages
+from django.contrib.admin import helpers
+from django.db.models import Q
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.utils.translation import gettext as _
+
+from dlocks.admin.columns import LockColumns, key_html
+from dlocks.admin.links import back_to
+from dlocks.admin.target import Target, from_form, to_form
+from dlocks.models import ClaimState, LockState, ResourceLock
+from dlocks.operations import (
+    REASON_LENGTH,
+    LockRow,
+    claims,
+    is_column,
+)
+
+# Locks that one action accepts. The form has two fields for each, and their number must
+# stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
+ROWS_PER_STATEMENT = 400
+
+
+class Confirmation(LockColumns):
+    """The targets of an action, and the page that confirms a forced release."""
+
+    def _confirmed(self, request: HttpRequest) -> list[Target] | None:
+        """Return the targets of a confirmation, or None if it is incomplete."""
+        keys, versions = (
+            request.POST.getlist(name)
+            for name in (helpers.ACTION_CHECKBOX_NAME, "version")
+        )
+        try:
+            return [
+                Target.parse(key, version)
+                for key, version in zip(keys, versions, strict=True)
+            ]
+        except ValueError:
+            self.message_user(
+                request,
+                _("The confirmation is incomplete. Nothing was changed."),
+                messages.ERROR,
+            )
+            return None
+
+    def _as_posted(
+        self, targets: Iterable[Target]
+    ) -> list[tuple[Target, LockRow | None]]:
+        """Return each target with its present row, or with None if it has changed."""
+        backend = self._own_backend()
+        targets = list(targets)
+        keys = [
+            target.key
+            for target in targets
+            if "\0" not in target.key and target.key.startswith(backend.prefix)
+        ]
+        numbers: dict[str, list[int]] = {"lock": [], "share": [], "claim": []}
+        for target in targets:
+            if is_column(target.number):
+                numbers[target.kind].append(target.number)
+        kept = backend.kept(keys)
+        locks = (
+            ResourceLock.objects.using(backend.database)
+            .by_clock(kept)
+            .with_queue(kept)
+            .defer("owner")
+        )
+        which = Q(version__in=numbers["share"]) | Q(
+            version__isnull=True, pk__in=numbers["claim"]
+        )
+        found = [
+            *locks.filter(pk__in=keys, version__in=numbers["lock"]),
+            *claims(backend, keys).filter(which),
+        ]
+        now = {Target.of(one): one for one in found}
+        return [(target, now.get(target)) for target in targets]
+
+    def _back(self, request: HttpRequest) -> HttpResponse | None:
+        """Return a redirect to the live page if the request came from there.
+
+        Otherwise return None, and the admin goes back to the list.
+        """
+        if "live" not in request.POST:
+            return None
+        return HttpResponseRedirect(back_to(self, request.POST["live"]))
+
+    def _claims(
+        self, request: HttpRequest, keys: Iterable[str], wanted: Callable[[Any], Any]
+    ) -> list[LockRow] | None:
+        """Return the claims on the keys that ``wanted`` keeps.
+
+        Return None if there are too many.
+        """
+        backend = self._own_backend()
+        found = list(
+            wanted(claims(backend, [key for key in keys if "\0" not in key]))[
+                : ROWS_PER_STATEMENT + 1
+            ]
+        )
+        if len(found) <= ROWS_PER_STATEMENT:
+            return found
+        self._too_many(request)
+        return None
+
+    def _confirmation(
+        self,
+        request: HttpRequest,
+        shown: list[tuple[Target, LockRow | None]],
+        left_out: int = 0,
+        error: str = "",
+    ) -> HttpResponse:
+        request.current_app = self.admin_site.name
+        kinds = {target.kind for target, _now in shown}
+        context = {
+            **self.admin_site.each_context(request),
+            "title": _("Force release"),
+            "subtitle": None,
+            "opts": self.opts,
+            "media": self.media,
+            "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
+            "left_out": left_out,
+            "any_held": any(
+                now is not None and now.state in {LockState.HELD, ClaimState.HELD}
+                for _target, now in shown
+            ),
+            "any_hold": bool(kinds - {"claim"}),
+            "any_share": "share" in kinds,
+            "any_claim": "claim" in kinds,
+            "locks": [
+                self._changed(target) if now is None else self._row(now)
+                for target, now in shown
+            ],
+            "reason": request.POST.get("reason", ""),
+            "reason_length": REASON_LENGTH,
+            "error": error,
+            "live": request.POST.get("live"),
+            "back": (
+                back_to(self, request.POST["live"]) if "live" in request.POST else None
+            ),
+        }
+        return TemplateResponse(
+            request,
+            "admin/dlocks/resourcelock/force_release_confirmation.html",
+            context,
+        )
+
+    def _changed(self, target: Target) -> dict[str, Any]:
+        """Return the table row of a target that has changed since it was shown."""
+        return {
+            "field": to_form(target.key),
+            "version": target.field,
+            "key": key_html(target.key),
+            "state": _("changed in the meantime"),
+            "token": "" if target.kind == "claim" else str(target.number),
+        }
+
+    def _selected(
+        self, request: HttpRequest, across: Any
+    ) -> dict[str, LockRow | None] | None:
+        """Return the selected locks by key, with None for each that is gone.
+
+        Return None instead if there are too many.
+        """
+        if request.POST.get("select_across") == "1":
+            selected = {lock.pk: lock for lock in across[: ROWS_PER_STATEMENT + 1]}
+        else:
+            # The page's queryset would drop a lock that no longer matches its filter.
+            # Such a lock must be reported.
+            keys = [
+                from_form(key)
+                for key in request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
+            ]
+            found: Any = self.get_queryset(request).in_bulk(
+                [key for key in keys if "\0" not in key]
+            )
+            selected = {key: found.get(key) for key in keys}
+        if len(selected) <= ROWS_PER_STATEMENT:
+            return selected
+        self._too_many(request)
+        return None
+
+    def _too_many(self, request: HttpRequest) -> None:
+        text = _(
+            "At most %(number)d locks can be selected. Nothing was changed. 'manage.py"
+            " reap_locks' clears all stale locks."
+        )
+        self.message_user(
+            request, text % {"number": ROWS_PER_STATEMENT}, messages.ERROR
+        )

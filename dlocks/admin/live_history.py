@@ -1,0 +1,219 @@
+"""The part "past" of the live page: ended holds, their waits, and a time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from django.db.models import Count, F, Max, Q
+from django.db.models.functions import Floor
+from django.utils.translation import gettext as _
+
+from dlocks.admin.links import LockAdmin, url
+from dlocks.models import HoldRecord, LockState, under
+from dlocks.operations import in_row, name_of, state_of
+from dlocks.text import duration, moment, printable
+
+# Minutes of history, and the number of longest holds shown.
+MINUTES, LONGEST = 60, 6
+# Holds in the timeline of a key, and rows in which overlapping holds are drawn.
+HOLDS, LANES = 60, 6
+# Sizes of the charts, in units of their view boxes.
+WIDTH, HEIGHT, LANE = 1000, 100, 14
+
+
+class LiveHistory:
+    """The context for ended holds."""
+
+    admin: LockAdmin
+    key: str
+    _busy: Any
+    _find_kept: Callable[[], bool]
+
+    @cached_property
+    def has_history(self) -> bool:
+        backend = self.admin.backend()
+        return backend is not None and backend.history
+
+    @cached_property
+    def _ended(self) -> Any:
+        backend = self.admin.backend()
+        ended = HoldRecord.objects.using(self._busy.db).filter(
+            under("" if backend is None else backend.prefix)
+        )
+        return ended.filter(key_resource=self.key) if self.key else ended.all()
+
+    @cached_property
+    def contention(self) -> dict[str, Any]:
+        """Return the holds per minute of the last hour.
+
+        For each minute, count the holds, and those that came after a wait.
+        """
+        by_minute = (
+            self._ended.since(MINUTES * 60)
+            .with_times()
+            .annotate(minute=Floor(F("seconds_ago") / 60.0))
+            .values("minute")
+            .annotate(
+                holds=Count("pk"),
+                waits=Count("pk", filter=Q(waited__gt=0)),
+                longest=Max("waited"),
+            )
+            .order_by("minute")
+        )
+        found = {min(MINUTES - 1, max(0, int(row["minute"]))): row for row in by_minute}
+        holds, waits = (
+            sum(row[name] for row in found.values()) for name in ("holds", "waits")
+        )
+        most = max((row["holds"] for row in found.values()), default=0)
+        step = WIDTH / MINUTES
+        bars = []
+        for minute, row in found.items():
+            total, waited = (
+                _part(row[name], most, HEIGHT) for name in ("holds", "waits")
+            )
+            bars.append(
+                {
+                    "x": _unit((MINUTES - 1 - minute) * step + step * 0.1),
+                    "width": _unit(step * 0.8),
+                    "total": {"y": _unit(HEIGHT - total), "height": _unit(total)},
+                    "waited": {"y": _unit(HEIGHT - waited), "height": _unit(waited)},
+                    "title": (
+                        _("%(minute)d min ago: %(holds)d holds, %(waits)d after a wait")
+                        % {
+                            "minute": minute,
+                            "holds": row["holds"],
+                            "waits": row["waits"],
+                        }
+                    ),
+                }
+            )
+        return {
+            "bars": bars,
+            "most": most,
+            "holds": holds,
+            "waits": waits,
+            "percent": round(100 * waits / holds) if holds else 0,
+            "longest": duration(
+                max((row["longest"] for row in found.values()), default=0.0)
+            ),
+        }
+
+    @cached_property
+    def longest(self) -> list[dict[str, Any]]:
+        """Return the longest holds of the last hour."""
+        found = list(
+            self._ended.since(MINUTES * 60)
+            .with_times()
+            .order_by("-held", "-id")[:LONGEST]
+        )
+        longest = max((_seconds(record) for record in found), default=0.0)
+        return [
+            {**self._record(record), "share": _part(_seconds(record), longest, 100)}
+            for record in found
+        ]
+
+    @cached_property
+    def timeline(self) -> dict[str, Any] | None:
+        """Return the key's last holds on a time axis that ends now.
+
+        Without a key, return None.
+        """
+        if not self.key:
+            return None
+        found = list(self._ended.with_times().order_by("-token")[:HOLDS])
+        holds = [
+            (
+                record.seconds_ago + _seconds(record),
+                record.seconds_ago,
+                self._record(record),
+            )
+            for record in found
+        ]
+        lock = self._busy.first()
+        if lock is not None and lock.state == LockState.STALE and self._find_kept():
+            lock = self._busy.first()
+        if (
+            lock is not None
+            and in_row(lock)
+            and lock.begin_time is not None
+            and lock.state != LockState.FREE
+        ):
+            current = {
+                "ending": "now",
+                "label": state_of(lock),
+                "holder": name_of(lock),
+            }
+            holds.insert(
+                0,
+                (
+                    lock.seconds_held,
+                    0.0,
+                    {**current, "held": duration(lock.seconds_held)},
+                ),
+            )
+        holds.sort(key=lambda hold: -hold[0])
+        span = max((began for began, _ended, _record in holds), default=0.0) or 1.0
+        lanes: list[float] = []
+        bars = []
+        for began, ended, record in holds:
+            # Use the first row that is free at that time. Holds of a shared key
+            # overlap, so they need several rows.
+            lane = next(
+                (number for number, free in enumerate(lanes) if free >= began),
+                min(len(lanes), LANES - 1),
+            )
+            lanes[lane : lane + 1] = [ended]
+            width = max(3.0, (began - ended) / span * WIDTH)
+            bars.append(
+                {
+                    "x": _unit(min(WIDTH - width, (1 - began / span) * WIDTH)),
+                    "y": _unit(lane * LANE + 2),
+                    "width": _unit(width),
+                    "height": _unit(LANE - 4),
+                    "ending": record["ending"],
+                    "title": f"{record['holder']}, {record['held']}, {record['label']}",
+                }
+            )
+        return {
+            "bars": bars,
+            "height": str(max(1, len(lanes)) * LANE),
+            "span": duration(span),
+            "holds": [
+                record
+                for _began, _ended, record in reversed(holds)
+                if record["ending"] != "now"
+            ],
+        }
+
+    def _record(self, record: Any) -> dict[str, Any]:
+        return {
+            "key": printable(record.key_resource),
+            "url": url(self.admin, key=record.key_resource),
+            "holder": name_of(record),
+            "begin": moment(record.begin_time),
+            "age": duration(max(0.0, record.seconds_ago) + _seconds(record)),
+            "held": duration(_seconds(record)),
+            "waited": duration(record.waited) if record.waited else "",
+            "token": str(record.token),
+            "ending": str(record.ending),
+            "label": record.get_ending_display(),
+        }
+
+
+def _seconds(record: Any) -> float:
+    return max(0.0, float(record.held.total_seconds()))
+
+
+def _part(value: float, whole: float, of: int) -> int:
+    """Return ``value`` as a part of ``whole``, scaled to ``of``.
+
+    A value above 0 yields at least 1, so that it stays visible.
+    """
+    return 0 if value <= 0 else max(1, round(of * value / whole))
+
+
+def _unit(value: float) -> str:
+    # A string, since templates may localize a number with a decimal comma.
+    return f"{value:.2f}"
