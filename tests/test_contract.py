@@ -63,7 +63,7 @@ class TestObserved(BackendContract, TransactionTestCase):
             == 1
         )
 
-    def test_a_silent_holder_keeps_the_key_for_its_ttl_and_no_longer(self):
+    def test_a_lease_without_renewal_ends_after_its_ttl(self):
         """The ttl of the backend applies, because observers do not know the claim's."""
         self.granted(self.claim(ttl=self.ttl))
         after = time.monotonic()
@@ -71,13 +71,13 @@ class TestObserved(BackendContract, TransactionTestCase):
         assert took >= self.TTL
         in_time(took, self.TTL + 2.0)
 
-    def test_of_several_keys_none_is_granted_where_one_is_busy(self):
+    def test_no_key_is_granted_if_one_of_several_is_busy(self):
         self.granted(self.claim("contract:1"))
         assert self.backend.acquire_all(self.several()) is None
         for number in (0, 2):
             self.granted(self.claim(f"contract:{number}"))
 
-    def test_the_holder_is_told(self):
+    def test_the_holder_is_reported(self):
         claim = self.claim()
         began = time.monotonic()
         self.granted(claim)

@@ -1,17 +1,15 @@
-"""The part of the contract of backends that is about refusals."""
+"""The rules of the contract of backends about refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import SkipTest, TestCase
 
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks.backends.base import Backend
-from dlocks.values import Claim
+from dlocks.testing.contract_case import ContractCase
 
 UNUSUAL: list[dict[str, Any]] = [
     {"shared": True},
@@ -21,20 +19,8 @@ UNUSUAL: list[dict[str, Any]] = [
 ]
 
 
-class RefusalContract(TestCase):
+class RefusalRules(ContractCase):
     """The rules of ``refusal()``."""
-
-    backend: Backend
-
-    def claim(self, key: str = "contract:1", **options: Any) -> Claim:
-        raise NotImplementedError
-
-    def accepted(self, **options: Any) -> Claim:
-        """Return a claim with these options, or skip the test if it is refused."""
-        claim = self.claim(**options)
-        if (why := self.backend.refusal(claim)) is not None:
-            raise SkipTest(why)
-        return claim
 
     @contextmanager
     def without_a_query(self) -> Iterator[None]:
