@@ -38,18 +38,7 @@ LAYERS = {
 UPWARD_IMPORTS: set[tuple[str, str]] = set()
 # The sizes of the sets of modules that import each other, directly or not.
 CIRCLES: list[int] = []
-LARGE_FILES = {
-    "admin/control_room.py": 446,
-    "admin/locks.py": 909,
-    "backends/quorum.py": 554,
-    "backends/redis/backend.py": 476,
-    "backends/zookeeper/backend.py": 1001,
-    "backends/zookeeper/ensemble.py": 425,
-    "models.py": 457,
-    "optimistic/fenced.py": 523,
-    "optimistic/versioned.py": 798,
-    "testing/contract.py": 783,
-}
+LARGE_FILES = {}
 # How often a phrase of the old style remains in the package, its tests and its
 # documentation.
 PHRASES = {

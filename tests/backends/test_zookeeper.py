@@ -49,6 +49,8 @@ from tests.internals import (
     options_of,
     tickets,
     zookeeper,
+    zookeeper_maintenance,
+    zookeeper_waiting,
 )
 from tests.proxy import Proxy
 from tests.servers import BRISK, ZooKeeper, ZooKeeperMember, asked, free_port
@@ -88,7 +90,7 @@ def sessions_closed():
     """Close all sessions at the end of each test."""
     yield
     # This includes backends that other settings have replaced.
-    for backend in list(zookeeper._backends):
+    for backend in list(zookeeper_maintenance.all_backends):
         backend.disconnect()
 
 
@@ -595,7 +597,7 @@ def test_a_connection_without_a_reply_is_closed_early(server, configured):
                 proxy._target = server.port
                 began = time.monotonic()
                 assert backend.holder("key").token == hold.token
-                in_time(time.monotonic() - began, zookeeper.REPLY_TIMEOUT / 2)
+                in_time(time.monotonic() - began, zookeeper_waiting.REPLY_TIMEOUT / 2)
 
 
 def test_a_claim_is_found_again_when_its_reply_is_lost(
@@ -799,7 +801,8 @@ def test_a_late_renewal_and_a_takeover_exclude_each_other(
 ):
     """A renewal and a takeover that coincide after a pause exclude each other."""
     # The request gets its reply, however long the server takes.
-    monkeypatch.setattr(zookeeper, "SOON", 20.0)
+    for module in (zookeeper, zookeeper_maintenance, zookeeper_waiting):
+        monkeypatch.setattr(module, "SOON", 20.0)
     late = ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
     mine, left, done = claim(ttl=2.0), {}, threading.Event()
@@ -1001,7 +1004,7 @@ def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
     start, configured, root, monkeypatch, until
 ):
     """The process has no session through which it would learn of it."""
-    monkeypatch.setattr(zookeeper, "IDLE_CLOSE_AFTER", 0.2)
+    monkeypatch.setattr(zookeeper_maintenance, "IDLE_CLOSE_AFTER", 0.2)
     server = start(ZooKeeper(**BRISK))
     configured(server.port)
     with lock() as hold:

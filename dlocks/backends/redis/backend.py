@@ -15,10 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -29,33 +26,23 @@ except ImportError as error:
         "redis-py is not installed: pip install 'dlocks[redis]'"
     ) from error
 
-from dlocks.backends.base import HANDOVER_LEASE, Backend
-from dlocks.backends.notifiers import Notifier
+from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.redis import scripts
-from dlocks.backends.redis.connection import Address, client
+from dlocks.backends.redis.connection import Address
+from dlocks.backends.redis.notifier import MICROSECONDS, RedisNotifier
+from dlocks.backends.redis.requests import (
+    OF_A_SLOT,
+    RedisRequests,
+    milliseconds,
+    redis_backends,
+)
 from dlocks.exceptions import LockBackendError, LockStale
-from dlocks.runtime.process import in_child
-from dlocks.values import Claim, Grant, Holder, Message, Ticket, seconds
-
-MICROSECONDS = 1_000_000
+from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
 
-# redis-py's own base class does not include the errors of a cluster.
-TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
-# Errors that apply to every key of a node or of the cluster. Other errors, for example
-# while a slot is moving, apply only to their own keys.
-SILENT = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    redis.exceptions.ClusterDownError,
-    redis.exceptions.RedisClusterException,
-    OSError,
-)
-OF_A_SLOT = redis.exceptions.SlotNotCoveredError
 
-
-class RedisBackend(Backend):
+class RedisBackend(RedisRequests):
     """A backend that keeps locks in Redis.
 
     ``url`` is ``redis://user:password@host:port/database``, ``rediss://`` for TLS, or
@@ -103,11 +90,7 @@ class RedisBackend(Backend):
         self.socket_timeout = seconds("socket_timeout", socket_timeout, above_zero=True)
         self.settle = seconds("settle", settle)
         self._reset()
-        _backends.add(self)
-
-    def _reset(self) -> None:
-        self._client: Any = None
-        self._making = threading.Lock()
+        redis_backends.add(self)
 
     @property
     def identity(self) -> str:
@@ -122,7 +105,7 @@ class RedisBackend(Backend):
         answer = self._run(
             scripts.ACQUIRE,
             claim,
-            _milliseconds(claim.ttl),
+            milliseconds(claim.ttl),
             claim.holder,
             claim.owner_ip or "",
             int(claim.takeover),
@@ -142,7 +125,7 @@ class RedisBackend(Backend):
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         calls = [
-            (claim.key, claim.owner, (_milliseconds(claim.ttl),)) for claim in claims
+            (claim.key, claim.owner, (milliseconds(claim.ttl),)) for claim in claims
         ]
         answers = self._run_all(scripts.RENEW, calls)
         for claim, answer in zip(claims, answers, strict=True):
@@ -166,7 +149,7 @@ class RedisBackend(Backend):
         return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        arguments = "F" if failed else "S", _milliseconds(keep) if keep else 0
+        arguments = "F" if failed else "S", milliseconds(keep) if keep else 0
         sent: list[Claim] = []
         released = bool(self._run(scripts.RELEASE, claim, *arguments, sent=sent))
         # The reply to the first request was lost. It may have released the key, which
@@ -174,7 +157,7 @@ class RedisBackend(Backend):
         return released or len(sent) > 1
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
-        ttl, ip = _milliseconds(successor.ttl), successor.owner_ip or ""
+        ttl, ip = milliseconds(successor.ttl), successor.owner_ip or ""
         token = self._run(
             scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip
         )
@@ -211,7 +194,7 @@ class RedisBackend(Backend):
             "ip": claim.owner_ip or "",
             "takeover": claim.takeover,
             # The queue grants a short lease, which the keeper renews.
-            "patience": _milliseconds(min(claim.ttl, HANDOVER_LEASE)),
+            "patience": milliseconds(min(claim.ttl, HANDOVER_LEASE)),
             "channel": channel,
         }
         at = "" if position is None else position
@@ -248,199 +231,6 @@ class RedisBackend(Backend):
 
     # Requests.
 
-    def _run(
-        self,
-        script: scripts.Script,
-        claim: Claim,
-        *arguments: Any,
-        sent: list[Claim] | None = None,
-    ) -> Any:
-        """Run a script for a claim, and append the claim to ``sent`` per request."""
-
-        def run(client: Any) -> Any:
-            if sent is not None:
-                sent.append(claim)
-            return _evaluate(
-                client, script, self._words(claim.key, claim.owner, arguments)
-            )
-
-        return self._asked(run)
-
-    def _run_all(
-        self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]
-    ) -> list[Any]:
-        """Run a script for each key, owner and arguments.
-
-        This takes one round trip, except on a cluster. If some calls fail, their errors
-        are in the result. If all fail, the first error is raised.
-        """
-        words = [self._words(*call) for call in calls]
-
-        def run(client: Any) -> list[Any]:
-            if self._cluster:
-                return _evaluate_each(client, script, words)
-            first: Any
-            try:
-                # The first call makes sure that the script is loaded.
-                first = _evaluate(client, script, words[0])
-            except redis.ResponseError as error:
-                first = error
-            with client.pipeline(transaction=False) as pipeline:
-                for these in words[1:]:
-                    pipeline.evalsha(script.sha, *these)
-                return _unless_all_failed(
-                    [first, *pipeline.execute(raise_on_error=False)]
-                )
-
-        return list(self._asked(run)) if words else []
-
-    def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        name = name_of(key)
-        names = name, f"{name}:last", f"{name}:line", f"{name}:claims", f"{name}:gone"
-        return (
-            len(names),
-            *names,
-            _milliseconds(self.grace) if self.grace else 0,
-            self.settle,
-            owner,
-            *arguments,
-        )
-
-    def _asked(self, work: Callable[[Any], Any]) -> Any:
-        for last in (False, True):
-            try:
-                return work(self._connected())
-            except redis.TimeoutError as error:
-                raise self._failure(error) from error
-            except redis.ConnectionError as error:
-                # An open connection may have been cut since its last use. Every script
-                # may be sent again.
-                if last or isinstance(error, redis.AuthenticationError):
-                    raise self._failure(error) from error
-            except TROUBLE as error:
-                raise self._failure(error) from error
-        raise AssertionError("unreachable")
-
-    def _connected(self) -> Any:
-        if self._client is None:
-            with self._making:
-                if self._client is None:
-                    self._client = client(
-                        self._address,
-                        cluster=self._cluster,
-                        sentinels=self._sentinels,
-                        timeout=self.socket_timeout,
-                    )
-        return self._client
-
-    def _failure(self, error: Exception) -> LockBackendError:
-        who = "the Redis cluster" if self._cluster else "Redis"
-        where = (
-            f"{self._address.host!r} of the Sentinels"
-            if self._sentinels
-            else str(self._address)
-        )
-        return LockBackendError(
-            f"DLOCKS[{self.alias!r}]: a request to {who} at {where} failed: {error}"
-        )
-
-    def _forked(self) -> None:
-        if self._client is not None:
-            # Another thread of the parent may have used the client during the fork. Its
-            # locks may then be held in the child.
-            _inherited.append(self._client)
-        self._reset()
-
-
-class RedisNotifier(Notifier):
-    """A listener that receives the notifications of one channel."""
-
-    def __init__(
-        self,
-        client: Any,
-        channel: str,
-        timeout: float,
-        failure: Callable[[Exception], LockBackendError],
-    ) -> None:
-        self._failure = failure
-        self._told = client.pubsub()
-        self._told.subscribe(channel)
-        # No notification that is sent after this confirmation is missed.
-        if self._told.get_message(timeout=timeout) is None:
-            self.close()
-            raise redis.TimeoutError("Timeout subscribing")
-
-    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
-        messages: list[Message] = []
-        try:
-            told = self._told.get_message(timeout=timeout)
-            while told is not None:
-                # After a reconnect, the confirmation of the new subscription arrives as
-                # well.
-                if told["type"] == "message":
-                    owner, token, ends = told["data"].split()
-                    messages.append(
-                        Message(
-                            owner=owner, token=int(token), ends=int(ends) / MICROSECONDS
-                        )
-                    )
-                told = self._told.get_message(timeout=0)
-        except TROUBLE as error:
-            raise self._failure(error) from error
-        return messages
-
-    def close(self) -> None:
-        with suppress(*TROUBLE):
-            self._told.close()
-
-
-def name_of(key: str) -> str:
-    """Return the name of a key in Redis.
-
-    The braces are a hash tag. A cluster stores all names with the same tag in one slot.
-    """
-    return "dlocks:{" + key.replace("%", "%25").replace("}", "%7D") + "}"
-
-
-def _evaluate(client: Any, script: scripts.Script, words: Sequence[Any]) -> Any:
-    try:
-        return client.evalsha(script.sha, *words)
-    except redis.exceptions.NoScriptError:
-        # EVAL also loads the script.
-        return client.eval(script.text, *words)
-
-
-def _evaluate_each(
-    client: Any, script: scripts.Script, words: Sequence[Sequence[Any]]
-) -> list[Any]:
-    """Run a script for each call on its node of a cluster.
-
-    Raise an error only if all calls fail.
-    """
-    answers: list[Any] = []
-    # Time out on a silent node only once.
-    silent: dict[Any, Exception] = {}
-    for these in words:
-        node = None
-        try:
-            node = client.get_node_from_key(these[1])
-            answers.append(silent.get(node) or _evaluate(client, script, these))
-        except TROUBLE as error:
-            if (
-                node is not None
-                and isinstance(error, SILENT)
-                and not isinstance(error, OF_A_SLOT)
-            ):
-                silent[node] = error
-            answers.append(error)
-    return _unless_all_failed(answers)
-
-
-def _unless_all_failed(answers: list[Any]) -> list[Any]:
-    if all(isinstance(answer, Exception) for answer in answers):
-        raise answers[0]
-    return answers
-
 
 def _place(found: Sequence[Any]) -> Ticket:
     if found[0] == "granted":
@@ -455,22 +245,3 @@ def _place(found: Sequence[Any]) -> Ticket:
         clock=int(now) / MICROSECONDS,
         must_retry=bool(ask),
     )
-
-
-def _milliseconds(value: float) -> int:
-    # Round up, so that no duration gets shorter.
-    return max(1, math.ceil(value * 1000))
-
-
-_backends: weakref.WeakSet[RedisBackend] = weakref.WeakSet()
-# The parent's clients. Collecting one would close it, which may block forever on one of
-# its locks.
-_inherited: list[Any] = []
-
-
-def _forked() -> None:
-    for backend in list(_backends):
-        backend._forked()
-
-
-in_child(_forked)

@@ -42,6 +42,7 @@ except ImportError as error:
     raise ImportError(
         "ZooKeeperBackend needs kazoo: pip install 'dlocks[zookeeper]'"
     ) from error
+from dlocks.backends.zookeeper.requests import Request, sync
 
 # Names that the backend imports from this module.
 __all__ = [
@@ -90,8 +91,6 @@ KINDS: dict[str, tuple[type, ...]] = {
         ("randomize_hosts", "use_ssl", "verify_certs", "check_hostname"), (bool,)
     ),
 }
-
-Request = Callable[[Any], Any]
 
 
 def is_unanswered(error: LockBackendError) -> bool:
@@ -214,7 +213,7 @@ class Ensemble:
             number, sent = self.number, clock.now()
             answers = [
                 self._answer(result, until)
-                for result in [request(client) for request in (_sync, *requests)]
+                for result in [request(client) for request in (sync, *requests)]
             ]
             trouble = next(
                 (one for one in answers if isinstance(one, UNANSWERED)), None
@@ -374,46 +373,6 @@ def end(client: Any) -> None:
         client.close()
     except Exception as error:  # noqa: BLE001 (the servers end the session anyway)
         client.logger.warning("A ZooKeeper session could not be closed: %s", error)
-
-
-# Requests.
-
-
-def _sync(client: Any) -> Any:
-    return client.sync_async("/")
-
-
-def children(path: str) -> Request:
-    return lambda client: client.get_children_async(path)
-
-
-def read(path: str, watch: Callable[[Any], object] | None = None) -> Request:
-    # exists() would leave a permanent watch on a node that is gone.
-    return lambda client: client.get_async(path, watch)
-
-
-def exists(path: str) -> Request:
-    return lambda client: client.exists_async(path)
-
-
-def delete(path: str) -> Request:
-    return lambda client: client.delete_async(path)
-
-
-def write(path: str, data: bytes, version: int) -> Request:
-    return lambda client: client.set_async(path, data, version)
-
-
-def create(
-    path: str, data: bytes, acl: Sequence[Any], *, in_line: bool = False
-) -> Request:
-    """Return a request that creates a node.
-
-    The node is permanent. With ``in_line``, it is numbered and ends with the session.
-    """
-    return lambda client: client.create_async(
-        path, data, acl=acl, ephemeral=in_line, sequence=in_line, include_data=True
-    )
 
 
 def create_container(path: str, data: bytes, acl: Sequence[Any]) -> Request:

@@ -18,109 +18,22 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from django.core.exceptions import ImproperlyConfigured
-
-from dlocks.backends.base import Backend
-from dlocks.exceptions import LockBackendError, LockStale
+from dlocks.backends.quorum.members import Member
+from dlocks.backends.quorum.votes import Answers, Votes
+from dlocks.exceptions import LockStale
 from dlocks.runtime import clock
-from dlocks.runtime.pools import leave_pools
-from dlocks.runtime.process import in_child
 from dlocks.values import Claim, Grant, Holder, new_owner, seconds
 
-T = TypeVar("T")
-# The largest number of threads that send requests to one member. A member that does not
-# reply blocks that many requests.
-THREADS = 8
-# Requests to a member that wait for a thread. The oldest is dropped, since its caller
-# no longer waits for it.
-QUESTIONS = 1000
-# Seconds for which an idle thread keeps its connections. It is less than the time for
-# which DROP DATABASE waits for them to close.
-IDLE_CLOSE_AFTER = 0.5
 # Seconds by which clocks differ in any case.
 TICK = 0.002
 # Number of attempts in memory at which the expired ones are deleted.
 TERMS = 1000
-
-
-class Member:
-    """One of the backends, with threads of its own for its requests.
-
-    A member that does not reply delays no other member.
-    """
-
-    def __init__(self, alias: str, backend: Backend) -> None:
-        self.alias = alias
-        self.backend = backend
-        # Whether a reply is overdue. Then the member is not waited for if the replies
-        # of the others suffice.
-        self.silent = False
-        self._reset()
-        _members.add(self)
-
-    def _reset(self) -> None:
-        # Entered instead of the condition. An RLock is entered in C, so a signal in the
-        # middle leaves nothing locked.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque(
-            maxlen=QUESTIONS
-        )
-        self._threads = self._idle = 0
-
-    def ask(self, question: Callable[[Member], T]) -> Future[T]:
-        future: Future[T] = Future()
-        with self._mutex:
-            self._jobs.append((future, lambda: question(self)))
-            if len(self._jobs) > self._idle and self._threads < THREADS:
-                threading.Thread(
-                    target=self._loop, name=f"dlocks-quorum-{self.alias}", daemon=True
-                ).start()
-                self._threads += 1
-            self._changed.notify()
-        return future
-
-    def _loop(self) -> None:
-        try:
-            leave_pools()
-            while True:
-                with self._mutex:
-                    self._idle += 1
-                    there = self._changed.wait_for(lambda: self._jobs, IDLE_CLOSE_AFTER)
-                    self._idle -= 1
-                    if not there:
-                        return
-                    future, work = self._jobs.popleft()
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(work())
-                        self.silent = False
-                    except BaseException as error:  # noqa: BLE001 (passed to the caller)
-                        future.set_exception(error)
-                del future, work
-        finally:
-            with self._mutex:
-                self._threads -= 1
-            self.backend.close()
-
-
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for member in list(_members):
-        member._reset()
-
-
-in_child(_forked)
 
 
 @dataclass(slots=True)
@@ -137,21 +50,7 @@ class Term:
     over: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The replies of the members by alias, and the errors of the others."""
-
-    said: dict[str, Any]
-    failed: dict[str, BaseException]
-
-    def yes(self) -> int:
-        return sum(bool(answer) for answer in self.said.values())
-
-    def no(self) -> int:
-        return len(self.said) - self.yes()
-
-
-class QuorumBackend(Backend):
+class QuorumBackend(Votes):
     """A backend that grants a key if a majority of the aliases ``of`` does.
 
     Their number is odd, and they have to fail independently. Requests are sent to all
@@ -348,48 +247,6 @@ class QuorumBackend(Backend):
 
     # The members.
 
-    def members(self) -> list[Member]:
-        """Return the members, or raise an error that names an unsuitable one."""
-        if self._found:
-            return self._found
-        if self._pid != os.getpid():
-            # In a fork, a thread of the parent may have held the lock.
-            self._pid, self._finding = os.getpid(), threading.Lock()
-        with self._finding:
-            if not self._found:
-                places: dict[str, str] = {}
-                found = []
-                for alias in self.of:
-                    try:
-                        backend = self.runtime.backend_of(alias)
-                    except ImproperlyConfigured as error:
-                        raise self._impossible(
-                            f"{alias!r} cannot be a member: {error}"
-                        ) from error
-                    if isinstance(backend, QuorumBackend) or not backend.exclusive:
-                        raise self._impossible(
-                            f"{alias!r} cannot be a member: it is a"
-                            f" {type(backend).__name__}."
-                        )
-                    if not backend.has_fixed_prefix:
-                        # Requests run in threads of the members, which do not know the
-                        # caller's tenant.
-                        raise self._impossible(
-                            f"{alias!r} cannot be a member: its prefix is a function."
-                            f" Set the prefix on {self.alias!r} instead."
-                        )
-                    if (other := places.setdefault(backend.identity, alias)) != alias:
-                        raise self._impossible(
-                            f"{other!r} and {alias!r} keep their locks in the same"
-                            " place, which has only one vote."
-                        )
-                    found.append(Member(alias, backend))
-                self._found = found
-            return self._found
-
-    def _impossible(self, why: str) -> ImproperlyConfigured:
-        return ImproperlyConfigured(f"DLOCKS[{self.alias!r}]['OPTIONS']['of']: {why}")
-
     def _at(self, member: Member, claim: Claim, term: Term) -> Claim:
         """Return the claim that is sent to a member."""
         return replace(
@@ -473,82 +330,3 @@ class QuorumBackend(Backend):
                         del self._terms[owner]
 
     # Requests.
-
-    def _ask(
-        self,
-        members: Sequence[Member],
-        question: Callable[[Member], Any],
-        decided: Callable[[Answers], bool],
-        *,
-        cancel: bool = True,
-    ) -> Answers:
-        """Send a request to all members in parallel, and return the replies.
-
-        The wait ends after ``node_timeout`` seconds. Members with an overdue reply are
-        not waited for if the other replies decide.
-        """
-        futures = {member.ask(question): member for member in members}
-        pending = set(futures)
-        answers = Answers({}, {})
-        deadline = clock.real_now() + self.node_timeout
-        while pending and not (
-            decided(answers) and all(futures[future].silent for future in pending)
-        ):
-            done, pending = wait(
-                pending, max(0.0, deadline - clock.real_now()), FIRST_COMPLETED
-            )
-            if not done:
-                for future in pending:
-                    futures[future].silent = True
-                    answers.failed[futures[future].alias] = TimeoutError(
-                        f"no answer within {self.node_timeout:g} s"
-                    )
-                break
-            for future in done:
-                if (error := future.exception()) is None:
-                    answers.said[futures[future].alias] = future.result()
-                else:
-                    answers.failed[futures[future].alias] = error
-        if cancel:
-            # Requests that no thread has begun.
-            for future in pending:
-                future.cancel()
-        return answers
-
-    def _agreed(self, question: Callable[[Member], bool]) -> bool:
-        return self._counted(self._ask(self.members(), question, self._decided))
-
-    def _counted(self, answers: Answers) -> bool:
-        if not self._decided(answers):
-            raise self._failure(answers)
-        return answers.yes() >= self.majority
-
-    def _decided(self, answers: Answers) -> bool:
-        return (
-            answers.yes() >= self.majority
-            or answers.no() > len(self.of) - self.majority
-        )
-
-    def _suffices(self, answers: Answers) -> bool:
-        """Return whether to ignore the replies that are still missing.
-
-        Their votes may even be decisive. A split vote is abandoned at once, so that the
-        next one can succeed.
-        """
-        return len(answers.said) >= self.majority
-
-    def _enough(self, answers: Answers) -> None:
-        """Raise LockBackendError unless enough members for a majority replied."""
-        if len(answers.said) < self.majority:
-            raise self._failure(answers)
-
-    def _failure(self, answers: Answers) -> LockBackendError:
-        failed = "; ".join(
-            f"{alias}: {error}" for alias, error in sorted(answers.failed.items())
-        )
-        trouble = LockBackendError(
-            f"DLOCKS[{self.alias!r}]: {len(answers.said)} of {len(self.of)} members"
-            f" answered, and {self.majority} must agree. {failed}"
-        )
-        trouble.__cause__ = next(iter(answers.failed.values()), None)
-        return trouble

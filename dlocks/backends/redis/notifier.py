@@ -1,0 +1,58 @@
+"""The listener for notifications that Redis sends to this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import redis
+
+from dlocks.backends.notifiers import Notifier
+from dlocks.backends.redis.requests import TROUBLE
+from dlocks.exceptions import LockBackendError
+from dlocks.values import Claim, Message
+
+MICROSECONDS = 1_000_000
+
+
+class RedisNotifier(Notifier):
+    """A listener that receives the notifications of one channel."""
+
+    def __init__(
+        self,
+        client: Any,
+        channel: str,
+        timeout: float,
+        failure: Callable[[Exception], LockBackendError],
+    ) -> None:
+        self._failure = failure
+        self._told = client.pubsub()
+        self._told.subscribe(channel)
+        # No notification that is sent after this confirmation is missed.
+        if self._told.get_message(timeout=timeout) is None:
+            self.close()
+            raise redis.TimeoutError("Timeout subscribing")
+
+    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+        messages: list[Message] = []
+        try:
+            told = self._told.get_message(timeout=timeout)
+            while told is not None:
+                # After a reconnect, the confirmation of the new subscription arrives as
+                # well.
+                if told["type"] == "message":
+                    owner, token, ends = told["data"].split()
+                    messages.append(
+                        Message(
+                            owner=owner, token=int(token), ends=int(ends) / MICROSECONDS
+                        )
+                    )
+                told = self._told.get_message(timeout=0)
+        except TROUBLE as error:
+            raise self._failure(error) from error
+        return messages
+
+    def close(self) -> None:
+        with suppress(*TROUBLE):
+            self._told.close()

@@ -1,0 +1,127 @@
+"""The claims of this process that have a node, or may have one."""
+
+from __future__ import annotations
+
+import math
+import queue
+import secrets
+import threading
+from dataclasses import dataclass, field
+
+from dlocks.backends.base import Backend
+from dlocks.backends.notifiers import RecentKeys
+from dlocks.backends.zookeeper import ensemble as zookeeper
+from dlocks.backends.zookeeper.ensemble import (
+    Ensemble,
+)
+from dlocks.backends.zookeeper.queue import QueueNode, node_of
+from dlocks.runtime import clock
+from dlocks.values import Claim
+
+# Seconds for which the keeper and the waiters wait for a reply before they check for
+# other work.
+SOON = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A claim that has a node, or may have one."""
+
+    claim: Claim
+    # The path of its key's node.
+    parent: str
+    # The token of the hold to which it is added, and the identity of that hold's
+    # ticket.
+    beside: tuple[int, tuple[int, str]] | None = None
+    # Identifies its node. The owner is a secret that proves the hold, so a client that
+    # can read the nodes must not see it.
+    mark: str = field(default_factory=lambda: secrets.token_hex(16))
+    ticket: QueueNode | None = None
+    # The token that it gets with its grant.
+    number: int = 0
+    token: int | None = None
+    waiting: bool = False
+    # Whether the listening thread reports its turn.
+    told: bool = False
+    # Released, but its key stays taken until ``ends_at``.
+    kept: bool = False
+    # It is being released because its time is over. A later reply does not revive it.
+    ending: bool = False
+    # Removed from all tables. Its node is deleted, or will be.
+    gone: bool = False
+    count: int = 1
+    since: float = 0.0
+    ends_at: float = math.inf
+    last_seen_at: float = 0.0
+    ahead: int = 0
+    # The node that it watches, and the event that is set when that node changes.
+    watched: str = ""
+    stirred: threading.Event = field(default_factory=threading.Event)
+    failing_since: float | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
+
+
+class ClaimTables(Backend):
+    """The tables of claims, which one mutex guards."""
+
+    root: str
+    ensemble: Ensemble
+
+    def _reset(self) -> None:
+        # Guards these attributes. It is never held during a request. Code enters this
+        # mutex instead of the condition: it is implemented in C, so a signal cannot
+        # leave it locked.
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._entries: dict[str, Entry] = {}
+        self._kept: list[Entry] = []
+        # Unwanted claims whose node may still exist or may still be created, and until
+        # when.
+        self._orphans: dict[Entry, float] = {}
+        self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        # The offset of the tokens.
+        self._base: int | None = None
+        # Keys that another claim held at the last attempt.
+        self.contended: RecentKeys = RecentKeys()
+        self._maintainer: threading.Thread | None = None
+        self._maintains_at = 0.0
+        self._used_at = 0.0
+        self._exiting = False
+
+    def _parent(self, key: str) -> str:
+        return f"{self.root}/{node_of(key)}"
+
+    def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
+        entry = Entry(
+            claim, self._parent(claim.key), waiting=waiting, last_seen_at=clock.now()
+        )
+        beside = (
+            self._entries.get(claim.beside) if claim.beside and not waiting else None
+        )
+        if (
+            beside is not None
+            and beside.ticket is not None
+            and beside.token is not None
+        ):
+            entry.beside = beside.token, beside.ticket.identity
+        return entry
+
+    def _held(self, claim: Claim) -> Entry | None:
+        entry = self._entries.get(claim.owner)
+        return None if entry is None or entry.token is None or entry.ending else entry
+
+    def _lease(self, claim: Claim) -> float:
+        return min(claim.ttl, self.ensemble.session_timeout * zookeeper.CERTAIN)
+
+    def _forget(self, entry: Entry) -> None:
+        """Remove a claim from all tables; the caller holds the mutex."""
+        if self._entries.get(entry.claim.owner) is entry:
+            del self._entries[entry.claim.owner]
+        if entry in self._kept:
+            self._kept.remove(entry)
+        entry.gone, entry.waiting = True, False
+        entry.stirred.set()
+        self._used_at = clock.now()

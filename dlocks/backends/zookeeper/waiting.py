@@ -1,0 +1,274 @@
+"""How waiters watch the node in their way, and learn of their turn."""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dlocks.backends.notifiers import Notifier, OwnThreadNotifier
+from dlocks.backends.zookeeper import requests
+from dlocks.backends.zookeeper.claims import SOON, Entry
+from dlocks.backends.zookeeper.ensemble import (
+    ZookeeperError,
+    is_unanswered,
+)
+from dlocks.backends.zookeeper.maintenance import Maintenance
+from dlocks.backends.zookeeper.nodes import queue_of_names
+from dlocks.backends.zookeeper.queue import NodeQueue
+from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
+from dlocks.values import Claim, Message, Ticket
+
+# Seconds without a reply of the ensemble after which waiters report the error.
+REPLY_TIMEOUT = 10.0
+# Seconds for which a thread waits for its turn before it polls.
+POLL_EVERY = 5.0
+
+
+class Waiting(Maintenance):
+    """The queue of a key, as a waiter sees it."""
+
+    def _join(self, entry: Entry, patience: float | None = None) -> bool:
+        """Create the node of a claim, or find it, and update the claim's state.
+
+        Return False if it is gone.
+        """
+        with self._mutex:
+            # The node was requested before, and the reply was not read.
+            unsure = self._entries.get(entry.claim.owner) is entry
+            self._entries[entry.claim.owner] = entry
+            self._maintain_from(entry)
+        until = clock.real_now() + (
+            self.ensemble.patience if patience is None else patience
+        )
+        line: NodeQueue | None = None
+        while entry.ticket is None and not entry.gone:
+            try:
+                if self._base is None:
+                    self._base = self._find_base()
+                if unsure:
+                    self._find(entry)
+                    unsure = False
+                else:
+                    unsure = True
+                    line = self._make(entry)
+                    unsure = False
+            except LockBackendError as error:
+                if not is_unanswered(error) or clock.real_now() >= until:
+                    raise
+        self._see([entry], patience, {} if line is None else {entry.parent: line})
+        if entry.gone:
+            # The node may have been created in the next session.
+            self._orphan(entry)
+        return not entry.gone
+
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
+        if claim.scope != "lease":
+            return None
+        entry = self._entries.get(claim.owner)
+        if entry is not None and entry.ending:
+            return None
+        if entry is None:
+            entry = self._entry(claim, waiting=True)
+        entry.told = entry.told or bool(channel)
+        if entry.ticket is None:
+            # A claim that has lost its position is not alone in its thread. The other
+            # waiters need their heartbeats meanwhile.
+            self._join(entry, None if position is None else SOON)
+        if entry.token is not None:
+            if position is None:
+                self.contended.discard(claim.key)
+            return Ticket(
+                grant=self._grant(entry), must_retry=True, own_thread=not channel
+            )
+        self.contended.add(claim.key)
+        return Ticket(
+            must_retry=entry.gone,
+            ahead=entry.ahead,
+            position=None if entry.gone else 1,
+            own_thread=not channel,
+        )
+
+    def wait(self, claim: Claim, timeout: float) -> bool:
+        """Wait in this thread; return False if the claim has lost its ticket."""
+        entry = self._entries.get(claim.owner)
+        if entry is None:
+            return False
+        entry.last_seen_at = math.inf
+        try:
+            entry.stirred.wait(min(timeout, POLL_EVERY))
+            if entry.gone:
+                return False
+            try:
+                self._see([entry], SOON)
+                entry.failing_since = None
+            except LockBackendError as error:
+                # An unknown state is not a loss. The claim keeps its position while the
+                # session may exist.
+                entry.stirred.set()
+                entry.failing_since = entry.failing_since or clock.now()
+                if (
+                    not is_unanswered(error)
+                    or clock.now() - entry.failing_since >= REPLY_TIMEOUT
+                ):
+                    raise
+            return not entry.gone
+        finally:
+            entry.last_seen_at = clock.now()
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        entries = [
+            entry
+            for claim in claims
+            if (entry := self._entries.get(claim.owner)) is not None
+        ]
+        for entry in entries:
+            entry.last_seen_at = clock.now()
+        self._see(entries, SOON)
+        return {
+            # A claim without a certain lease has to retry.
+            entry.claim.owner: (
+                Ticket(position=1, ahead=entry.ahead)
+                if entry.token is None
+                else Ticket(grant=self._grant(entry), must_retry=True)
+            )
+            for entry in entries
+            if not (entry.gone or entry.ending)
+        }
+
+    def waiting(self, key: str) -> int:
+        line = self._queue_of(self._parent(key))
+        return len(line.tickets) - len(line.granted)
+
+    def notifier(self, channel: str) -> Notifier:
+        return Turns(self) if channel else OwnThreadNotifier(self.wait)
+
+    def turns(self, timeout: float) -> list[Message]:
+        """Wait up to ``timeout`` seconds for events of waiters with a channel.
+
+        Return a message for each claim that was granted.
+        """
+        entries = []
+        try:
+            entries.append(self._turns.get(timeout=timeout))
+            while True:
+                entries.append(self._turns.get_nowait())
+        except queue.Empty:
+            pass
+        for entry in entries:
+            entry.last_seen_at = clock.now()
+        self._see(entries, SOON)
+        return [
+            Message(owner=entry.claim.owner)
+            for entry in entries
+            if entry.token is not None
+        ]
+
+    def _see(
+        self,
+        entries: Iterable[Entry],
+        patience: float | None = None,
+        known: Mapping[str, NodeQueue] | None = None,
+    ) -> None:
+        """Update the state of claims that were not granted yet.
+
+        Each of them then watches the last node in its way.
+        """
+        pending = {entry for entry in entries if entry.token is None and not entry.gone}
+        while pending:
+            for entry in pending:
+                entry.stirred.clear()
+            lines, known = dict(known or {}), None
+            if parents := list({entry.parent for entry in pending} - lines.keys()):
+                answers = self.ensemble.ask(
+                    *map(requests.children, parents), patience=patience
+                )
+                lines |= {
+                    parent: queue_of_names(names)
+                    for parent, names in zip(parents, answers, strict=True)
+                }
+            watching = [
+                entry for entry in pending if self._enqueue(entry, lines[entry.parent])
+            ]
+            if not watching:
+                return
+            reads = [
+                requests.read(
+                    f"{one.parent}/{one.watched}", partial(self._on_watch, one)
+                )
+                for one in watching
+            ]
+            try:
+                answers = self.ensemble.ask(*reads, patience=patience)
+            except BaseException:
+                for entry in watching:
+                    entry.watched = ""
+                raise
+            pending = set()
+            for entry, answer in zip(watching, answers, strict=True):
+                if isinstance(answer, ZookeeperError):
+                    # The node was deleted meanwhile.
+                    entry.watched = ""
+                    pending.add(entry)
+
+    def _enqueue(self, entry: Entry, line: NodeQueue) -> bool:
+        """Update a claim from its queue; return whether it must watch another node."""
+        with self._mutex:
+            if entry.gone or entry.ending:
+                return False
+            place = line.place(entry.ticket)
+            if entry.ticket is None or place is None:
+                # Another client has deleted the node.
+                self._forget(entry)
+                return False
+            in_the_way = line.in_the_way(entry.ticket)
+            if entry.beside is not None and all(
+                ticket.identity != entry.beside[1] for ticket in line.tickets
+            ):
+                # The hold to which it is added was deleted, and another claim may have
+                # held the key since.
+                return False
+            if in_the_way is None:
+                # A claim that is added to a hold of the same caller gets that hold's
+                # token, since other claims may have arrived in between.
+                entry.token = entry.number if entry.beside is None else entry.beside[0]
+                entry.waiting, entry.since, entry.watched = False, time.time(), ""
+                entry.ends_at = clock.now() + entry.claim.ttl
+                self._maintain_from(entry)
+                return False
+            entry.ahead = place - len(line.granted)
+            if not entry.waiting or entry.watched == in_the_way.name:
+                return False
+            entry.watched = in_the_way.name
+            return True
+
+    def _on_watch(self, entry: Entry, event: Any) -> None:
+        # This runs in kazoo's own thread, when the watched node or the connection is
+        # gone.
+        if entry.gone:
+            return
+        entry.watched = ""
+        entry.stirred.set()
+        if entry.told:
+            self._turns.put(entry)
+
+
+class Turns(Notifier):
+    """A listener for claims whose turn has come."""
+
+    def __init__(self, backend: Waiting) -> None:
+        self._backend = backend
+
+    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+        return self._backend.turns(timeout)
+
+    def close(self) -> None:
+        """Do nothing, since the session belongs to the backend."""
