@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
-from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
@@ -16,36 +15,50 @@ from dlocks.sql.engines import dialect_of
 
 
 class TransactionMarker:
-    """A marker in a connection's transaction, which shows if it still stands.
+    """A marker in a connection's transaction, which shows how the transaction ends.
 
     It is set in the connection's thread, and read from any. Django shows a rollback
     only in its list of ``on_commit()`` callbacks, so the marker is an entry there.
     Django empties the list after a commit, a rollback and a close, and removes what the
     rollback of a savepoint undid. (An ``Atomic`` cannot serve, because a decorator has
-    one for all its calls.)
+    one for all its calls.) With ``first``, it is called before all other callbacks.
     """
 
     def __init__(
-        self, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any = None
+        self,
+        connection: BaseDatabaseWrapper,
+        savepoints: set[str],
+        block: Any = None,
+        *,
+        first: bool = False,
     ) -> None:
-        self._connection = connection
+        # Weak, because model instances keep their marker.
+        self._reference = weakref.ref(connection)
+        self.alias = connection.alias
         self._savepoints = savepoints
         self._block = block
+        self._first = first
+        self.committed = False
         self.at_commit: list[Callable[[], object]] = []
         # The keys that are locked here, for keeps().
         self.keys: set[Any] = set()
+        # The models that are written here, for of_write().
+        self.models: set[Any] = set()
         # Django's name for a callback that fails after a commit.
         self.__qualname__ = type(self).__name__
-        connection.run_on_commit.append(cast("Any", (savepoints, self, True)))
+        callbacks = connection.run_on_commit
+        entry = cast("Any", (savepoints, self, True))
+        callbacks.insert(0 if first else len(callbacks), entry)
 
     def __call__(self) -> None:
+        self.committed = True
         for callback in self.at_commit:
             callback()
 
     @classmethod
     def here(cls, connection: BaseDatabaseWrapper) -> Self:
         """Return a marker of this point, until its rollback or the final commit."""
-        savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
+        savepoints = _savepoints_of(connection)
         return cls._standing(connection, savepoints, None) or cls(
             connection, savepoints
         )
@@ -68,10 +81,36 @@ class TransactionMarker:
         if dialect_of(connection).keeps_locks:
             return cls.whole(connection)
         block = cls._block_of_test(connection)
-        savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
+        savepoints = _savepoints_of(connection)
         return cls._standing(connection, savepoints, block) or cls(
             connection, savepoints, block
         )
+
+    @classmethod
+    def before_callbacks(cls, connection: BaseDatabaseWrapper) -> Self | None:
+        """Return a marker of this point that sees the commit before other callbacks.
+
+        Another callback can raise out of ``atomic()``, as a conflict does, after the
+        commit. Return None if no rollback can come, if Django would not report it, or
+        in a TestCase, which never commits, and whose callbacks users count.
+        """
+        if why_end_is_unknown(connection) is not None or len(
+            list(_own_blocks(connection))
+        ) < len(connection.atomic_blocks):
+            return None
+        savepoints = _savepoints_of(connection)
+        for found, mark, *_ in connection.run_on_commit[:1]:
+            if isinstance(mark, cls) and mark._first and found == savepoints:
+                return mark
+        return cls(connection, savepoints, first=True)
+
+    @classmethod
+    def of_write(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
+        """Return the marker of the last write to a model that may be rolled back."""
+        for _savepoints, mark, *_ in connection.run_on_commit:
+            if isinstance(mark, cls) and model in mark.models:
+                return mark
+        return None
 
     @staticmethod
     def _block_of_test(connection: BaseDatabaseWrapper) -> Any:
@@ -87,14 +126,23 @@ class TransactionMarker:
         cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any
     ) -> Self | None:
         for found, mark, *_ in reversed(connection.run_on_commit):
-            if isinstance(mark, cls) and found == savepoints and mark._block is block:
+            if (
+                isinstance(mark, cls)
+                and not mark._first
+                and found == savepoints
+                and mark._block is block
+            ):
                 return mark
         return None
 
     @property
     def stands(self) -> bool:
-        connection = self._connection
-        if connection.connection is None or connection.closed_in_transaction:
+        connection = self._reference()
+        if (
+            connection is None
+            or connection.connection is None
+            or connection.closed_in_transaction
+        ):
             return False
         if (
             not connection.in_atomic_block
@@ -104,21 +152,28 @@ class TransactionMarker:
             # The connection was lost before autocommit, so the list was not emptied.
             # For another thread, the transaction may be about to commit.
             return False
-        # Not the entry: the rollback of a savepoint re-creates all others.
-        if not any(entry[0] is self._savepoints for entry in connection.run_on_commit):
+        if not self._is_listed(connection):
             return False
         return self._block is None or any(
             block is self._block for block in connection.atomic_blocks
         )
 
     @property
-    def alias(self) -> str:
-        return self._connection.alias
+    def was_rolled_back(self) -> bool:
+        connection = self._reference()
+        return not self.committed and (
+            connection is None or not self._is_listed(connection)
+        )
+
+    def _is_listed(self, connection: BaseDatabaseWrapper) -> bool:
+        # Not the entry: the rollback of a savepoint re-creates all others.
+        return any(entry[1] is self for entry in connection.run_on_commit)
 
     @property
     def is_undone(self) -> bool:
         """Return whether the transaction is broken and must be rolled back."""
-        return self._connection.needs_rollback
+        connection = self._reference()
+        return connection is None or connection.needs_rollback
 
     @classmethod
     def keeps(cls, connection: BaseDatabaseWrapper, key: Any) -> bool:
@@ -131,88 +186,7 @@ class TransactionMarker:
     @property
     def is_elsewhere(self) -> bool:
         """Return whether the transaction belongs to another thread."""
-        return connection_of(self.alias) is not self._connection
-
-
-class Commit:
-    """A callback that records in ``done`` whether a transaction was committed.
-
-    Another callback can raise out of ``atomic()``, as a conflict does, after the
-    commit.
-    """
-
-    def __init__(self, using: str | None) -> None:
-        self._using = using
-        self.done = False
-        # Django's name for a callback that fails after a commit.
-        self.__qualname__ = type(self).__name__
-
-    def watch(self) -> None:
-        """Watch the open transaction, if any, before it has any callbacks."""
-        connection = transaction.get_connection(self._using)
-        # A TestCase never commits, and users count its callbacks.
-        if connection.in_atomic_block and len(list(_own_blocks(connection))) == len(
-            connection.atomic_blocks
-        ):
-            transaction.on_commit(self, using=self._using)
-
-    def __call__(self) -> None:
-        self.done = True
-
-
-class Written:
-    """The models written in a transaction, and whether it was rolled back.
-
-    Like a ``TransactionMarker``, it is an ``on_commit()`` callback. It is the first
-    one, so that the others see it as committed.
-    """
-
-    def __init__(self, connection: BaseDatabaseWrapper, savepoints: set[str]) -> None:
-        self._connection = weakref.ref(connection)
-        self._committed = False
-        self.models: set[Any] = set()
-        self.__qualname__ = type(self).__name__
-        connection.run_on_commit.insert(0, cast("Any", (savepoints, self, True)))
-
-    def __call__(self) -> None:
-        self._committed = True
-
-    @classmethod
-    def here(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
-        """Record a write, and return the record.
-
-        Return None if no rollback can come, if Django would not report it, or if it
-        only comes after a test.
-        """
-        if why_end_is_unknown(connection) is not None or len(
-            list(_own_blocks(connection))
-        ) < len(connection.atomic_blocks):
-            return None
-        savepoints = {sid for sid in connection.savepoint_ids if sid is not None}
-        for found, written, *_ in connection.run_on_commit[:1]:
-            if isinstance(written, cls) and found == savepoints:
-                break
-        else:
-            written = cls(connection, savepoints)
-        written.models.add(model)
-        return written
-
-    @classmethod
-    def around(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
-        """Return the last write to a model that may be visible and rolled back."""
-        for _savepoints, written, *_ in connection.run_on_commit:
-            if isinstance(written, cls) and model in written.models:
-                return written
-        return None
-
-    @property
-    def was_undone(self) -> bool:
-        if self._committed:
-            return False
-        connection = self._connection()
-        return connection is None or not any(
-            entry[1] is self for entry in connection.run_on_commit
-        )
+        return connection_of(self.alias) is not self._reference()
 
     def __copy__(self) -> Self:
         return self
@@ -223,6 +197,10 @@ class Written:
     def __reduce__(self) -> Any:
         # A pickle has no connection.
         return type(None), ()
+
+
+def _savepoints_of(connection: BaseDatabaseWrapper) -> set[str]:
+    return {sid for sid in connection.savepoint_ids if sid is not None}
 
 
 def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:

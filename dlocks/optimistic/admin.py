@@ -12,7 +12,7 @@ from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import unquote
 from django.core import checks
 from django.core.signing import BadSignature
-from django.db import router
+from django.db import connections, router
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.loader import get_template, select_template
 from django.utils.translation import gettext as _
@@ -27,7 +27,7 @@ from dlocks.optimistic.forms import (
     unsign_version,
     version_of,
 )
-from dlocks.transactions import Commit
+from dlocks.transactions import TransactionMarker
 
 
 class _CheckForm:
@@ -184,15 +184,16 @@ def _watch(request: Any, obj: Any) -> None:
 
     A callback that fails after the commit is not a conflict.
     """
-    if not hasattr(request, "_dlocks_commit"):
+    if not hasattr(request, "_dlocks_marker"):
         # Register at the first of several writes, before the callbacks of all of them.
-        request._dlocks_commit = commit = Commit(router.db_for_write(type(obj)))
-        commit.watch()
+        request._dlocks_marker = TransactionMarker.before_callbacks(
+            connections[router.db_for_write(type(obj))]
+        )
 
 
 def _is_committed(request: Any) -> bool:
-    commit = getattr(request, "_dlocks_commit", None)
-    return commit is not None and commit.done
+    marker = getattr(request, "_dlocks_marker", None)
+    return marker is not None and marker.committed
 
 
 class _VersionedInline(_CheckForm):

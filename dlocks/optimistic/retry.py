@@ -15,7 +15,11 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
 from dlocks.exceptions import StaleVersion
 from dlocks.runtime import clock
 from dlocks.sql.postgresql import sqlstate_of
-from dlocks.transactions import Commit, open_connections, why_end_is_unknown
+from dlocks.transactions import (
+    TransactionMarker,
+    open_connections,
+    why_end_is_unknown,
+)
 from dlocks.values import Duration, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,13 +103,15 @@ def retry_on_conflict(
             began, attempt = clock.real_now(), 0
             while True:
                 attempt += 1
-                commit = Commit(using)
+                marker = None
                 try:
                     with transaction.atomic(using=using):
-                        commit.watch()
+                        marker = TransactionMarker.before_callbacks(
+                            transaction.get_connection(using)
+                        )
                         return function(*args, **kwargs)
                 except Exception as error:
-                    if commit.done:
+                    if marker is not None and marker.committed:
                         # A callback of on_commit() raised it.
                         raise
                     pause = delay(attempt, began, error)

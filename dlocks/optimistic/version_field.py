@@ -11,7 +11,7 @@ from django.core.exceptions import FieldDoesNotExist
 from django.db import connections, models, router
 from django.db.models.query_utils import DeferredAttribute
 
-from dlocks.transactions import Written
+from dlocks.transactions import TransactionMarker
 
 
 def microseconds() -> int:
@@ -127,9 +127,9 @@ def note_written(
 
     A rollback reverts these versions.
     """
-    written = Written.here(
-        connections[using], version_field(model).model._meta.concrete_model
-    )
+    written = TransactionMarker.before_callbacks(connections[using])
+    if written is not None:
+        written.models.add(version_field(model).model._meta.concrete_model)
     for instance in instances:
         state: Any = instance._state
         state.written = written

@@ -27,7 +27,7 @@ from dlocks.optimistic.versioned_queryset import (
     refusable,
     rows_as_they_are,
 )
-from dlocks.transactions import Written
+from dlocks.transactions import TransactionMarker
 
 
 class VersionedModel(models.Model):
@@ -120,7 +120,9 @@ class VersionedModel(models.Model):
         connection = connections[state.db]
         owner = version_field(type(self)).model._meta.concrete_model
         state.written = (
-            Written.around(connection, owner) if connection.run_on_commit else None
+            TransactionMarker.of_write(connection, owner)
+            if connection.run_on_commit
+            else None
         )
 
     @classmethod
@@ -328,7 +330,7 @@ class VersionedModel(models.Model):
             )
         held = int(field.to_python(held))
         written = getattr(self._state, "written", None)
-        if written is not None and written.was_undone:
+        if written is not None and written.was_rolled_back:
             # Another transaction may have written the same version since.
             raise StaleVersion(
                 type(self),
