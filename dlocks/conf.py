@@ -32,7 +32,7 @@ class KeeperRuntime(Runtime):
     """The runtime that uses the threads and the holds of the keeper."""
 
     def run(self, function: Callable[[], T]) -> T:
-        return keeper.run(function, self.backend, patience=OUTSIDE_TIMEOUT)
+        return keeper.run(function, self.backend, timeout=OUTSIDE_TIMEOUT)
 
     def call_later(self, function: Callable[[], None], seconds: float) -> None:
         keeper.later(function, seconds, self.backend)

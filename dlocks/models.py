@@ -148,10 +148,10 @@ class LockQuerySet(ClockQuerySet):
 class ClaimQuerySet(ClockQuerySet):
     def _state(self, kept: Kept) -> models.Case:
         live = models.Q(seconds_left__gt=0) | models.Q(pk__in=kept.shares)
-        in_line = models.Q(version__isnull=True)
+        queued = models.Q(version__isnull=True)
         return models.Case(
-            models.When(in_line & live, then=models.Value(ClaimState.WAITING.value)),
-            models.When(in_line, then=models.Value(ClaimState.DEAD.value)),
+            models.When(queued & live, then=models.Value(ClaimState.WAITING.value)),
+            models.When(queued, then=models.Value(ClaimState.DEAD.value)),
             models.When(live, then=models.Value(ClaimState.HELD.value)),
             default=models.Value(ClaimState.STALE.value),
         )

@@ -237,7 +237,7 @@ def end_share(
     Return the shared hold as it was before, or raise NotCleared.
     """
 
-    def look() -> LockRow:
+    def read() -> LockRow:
         share = (
             shares(backend, [key]).filter(version=token).first()
             if is_column(token)
@@ -251,8 +251,8 @@ def end_share(
             raise NotCleared(_("not stale"), share)
         return share
 
-    return _take_away(
-        backend, look, lambda: backend.end_share(key, token, stale_only=stale_only)
+    return _delete_claim(
+        backend, read, lambda: backend.end_share(key, token, stale_only=stale_only)
     )
 
 
@@ -262,7 +262,7 @@ def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
     Return the claim as it was before, or raise NotCleared.
     """
 
-    def look() -> LockRow:
+    def read() -> LockRow:
         claim = (
             claims(backend, [key]).filter(pk=number, version__isnull=True).first()
             if is_column(number)
@@ -274,7 +274,7 @@ def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
             raise NotCleared(_("its heartbeat has resumed"), claim)
         return claim
 
-    return _take_away(backend, look, lambda: backend.take_out(key, number))
+    return _delete_claim(backend, read, lambda: backend.take_out(key, number))
 
 
 def is_unused(lock: LockRow) -> bool:
@@ -292,8 +292,8 @@ def purge(backend: DatabaseBackend, key: str, version: int) -> LockRow:
     def act() -> bool:
         return is_column(version) and backend.purge_one(key, version, IDLE_FOR)
 
-    look = partial(_unused, backend, key, version)
-    return _take_away(backend, look, act, _("in use"))
+    read = partial(_unused, backend, key, version)
+    return _delete_claim(backend, read, act, _("in use"))
 
 
 def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
@@ -305,17 +305,17 @@ def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
     return lock
 
 
-def _take_away(
+def _delete_claim(
     backend: DatabaseBackend,
-    look: Callable[[], LockRow],
+    read: Callable[[], LockRow],
     act: Callable[[], bool],
     why: str = "",
 ) -> LockRow:
-    claim = look()
+    claim = read()
     with _savepoint(backend):
         done = act()
     if not done:
-        raise NotCleared(why or in_transaction(), look())
+        raise NotCleared(why or in_transaction(), read())
     return claim
 
 

@@ -33,7 +33,7 @@ def shown_holder(name: str) -> str:
         return name
     if getattr(settings, "DLOCKS_SHOW_HOLDER", True) == HASH:
         # Keyed, because hosts and processes are few enough to be guessed.
-        digest = salted_hmac("dlocks.privacy", name, algorithm="sha256").hexdigest()
+        digest = salted_hmac("dlocks.holder", name, algorithm="sha256").hexdigest()
         return f"holder {digest[:10]}"
     return HIDDEN
 

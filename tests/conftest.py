@@ -240,7 +240,7 @@ def nothing_left_behind(has_failed):
     yield
     for backend in backends._backends.values():
         if isinstance(backend, DatabaseBackend):
-            backend._crowded.clear()
+            backend._contended_keys.clear()
     left = keeper.holds
     # A hold that was left is reported only once.
     keeper._kept.clear()

@@ -53,11 +53,11 @@ def nearby(doomed):
 @pytest.fixture
 def told(monkeypatch):
     """Return the messages sent to local processes and those sent by the server."""
-    tell, wake = notifications.tell, KeyQueue._wake
+    send, wake = notifications.send, KeyQueue._wake
     told = {"datagram": [], "server": []}
 
     def telling(channel, messages):
-        if there := tell(channel, messages):
+        if there := send(channel, messages):
             told["datagram"] += messages
         return there
 
@@ -67,7 +67,7 @@ def told(monkeypatch):
         if len(told["datagram"]) == before and connection.vendor != "sqlite":
             told["server"] += messages
 
-    monkeypatch.setattr(notifications, "tell", telling)
+    monkeypatch.setattr(notifications, "send", telling)
     monkeypatch.setattr(KeyQueue, "_wake", waking)
     return told
 
@@ -112,7 +112,7 @@ def test_the_server_notifies_if_a_local_message_fails(
 
 def test_a_lost_local_message_costs_a_poll(nearby, in_line, monkeypatch):
     """The releasing process may be killed just then."""
-    monkeypatch.setattr(notifications, "tell", lambda channel, messages: True)
+    monkeypatch.setattr(notifications, "send", lambda channel, messages: True)
     in_time(hand_over(nearby(), in_line), 1.0)
 
 
@@ -228,7 +228,7 @@ def test_unsigned_messages_are_ignored(message, channel):
     channel = datagram.this_host() + channel
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(message, f"\0{channel}")
-    assert datagram.tell(channel, [f"{OWNER} 17 18", OWNER])
+    assert datagram.send(channel, [f"{OWNER} 17 18", OWNER])
     assert door.wait(5) == [f"{OWNER} 17 18", OWNER]
 
 
@@ -240,9 +240,9 @@ def test_a_full_socket_does_not_block_the_sender(channel):
     door = datagram.DatagramSocket.open(channel)
     channel = datagram.this_host() + channel
     began = time.monotonic()
-    while datagram.tell(channel, [OWNER]):
+    while datagram.send(channel, [OWNER]):
         assert time.monotonic() < began + 10
-    assert not datagram.tell(channel, [OWNER])
+    assert not datagram.send(channel, [OWNER])
     assert OWNER in door.read()
 
 
@@ -250,7 +250,7 @@ def test_a_thousand_messages_fit_into_one_send(channel):
     """For example, a thousand waiters are notified of their shared holds."""
     door = datagram.DatagramSocket.open(channel)
     messages = [f"{number:032x} {2**62} {2**62}" for number in range(1000)]
-    assert datagram.tell(datagram.this_host() + channel, messages)
+    assert datagram.send(datagram.this_host() + channel, messages)
     assert door.wait(5) == messages
 
 
@@ -270,7 +270,7 @@ def test_messages_go_only_to_the_same_host_and_server():
     assert not datagram.is_same_host("00000000_dlocks_test_who@", "")
     assert not datagram.is_same_host("dlocks_test_who", "")
     assert not datagram.is_same_host("", "")
-    assert not datagram.tell(f"{mine}@", [OWNER]), "there is no receiver"
+    assert not datagram.send(f"{mine}@", [OWNER]), "there is no receiver"
 
 
 def test_a_channel_name_fits_its_column():
@@ -340,7 +340,7 @@ def test_a_fork_does_not_keep_the_socket_of_its_parent(channel):
     assert os.read(reading, 100) == b"closed"
     os.close(reading)
     os.waitpid(pid, 0)
-    assert datagram.tell(datagram.this_host() + channel, [OWNER])
+    assert datagram.send(datagram.this_host() + channel, [OWNER])
     assert door.wait(5) == [OWNER]
 
 
@@ -351,13 +351,13 @@ def test_a_removed_alias_has_no_socket(settings):
         backend = backends["default"]
         backend.notifier(waiters_of(backend)._name)
         backend.close()
-        return backend._door.channel
+        return backend._datagram_socket.channel
 
     with override_settings(DLOCKS=dict(settings.DLOCKS)):
         channel = datagram.this_host() + listen()
-        assert datagram.tell(channel, [OWNER])
+        assert datagram.send(channel, [OWNER])
     gc.collect()
-    assert not datagram.tell(channel, [OWNER])
+    assert not datagram.send(channel, [OWNER])
 
 
 def test_a_closed_file_descriptor_causes_no_busy_loop(channel):
@@ -374,14 +374,14 @@ def test_a_closed_socket_is_replaced_by_the_next_listener(channel):
     backend = backends["default"]
     listener = backend.notifier(channel)
     hears = listener.beside or listener
-    os.close(backend._door.fileno())
+    os.close(backend._datagram_socket.fileno())
     hears.wait(5, ())
     began = time.monotonic()
     assert list(hears.wait(0.05, ())) == []
     assert time.monotonic() >= began + 0.05
     listener.close()
     hears = (listener := backend.notifier(channel)).beside or listener
-    assert datagram.tell(listener.channel, [OWNER])
+    assert datagram.send(listener.channel, [OWNER])
     assert [message.owner for message in hears.wait(5, ())] == [OWNER]
     listener.close()
 

@@ -49,7 +49,7 @@ def nothing_is_left():
         with keeper._mutex:
             # These jobs are for records that are written by now. They could run during
             # the next test.
-            keeper._chores.clear()
+            keeper._deferred.clear()
 
     write()
     yield

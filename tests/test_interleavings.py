@@ -478,7 +478,7 @@ def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
     keeper.later(chore, 0.0, backends["memory"])
     until(failed)
     until(lambda: done)
-    until(lambda: chore not in keeper._chores)
+    until(lambda: chore not in keeper._deferred)
     assert done == [1]
 
 

@@ -368,7 +368,10 @@ def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
 @pytest.mark.engine("sqlite")
 @pytest.mark.parametrize(
     ("setting", "usual", "meanwhile"),
-    [("busy_timeout", 60_000, "_briefly"), ("synchronous", 2, "_forgettably")],
+    [
+        ("busy_timeout", 60_000, "_with_short_timeout"),
+        ("synchronous", 2, "_without_flush"),
+    ],
 )
 def test_a_signal_at_any_moment_keeps_the_connection_settings(
     alarm, setting, usual, meanwhile

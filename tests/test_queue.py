@@ -938,7 +938,7 @@ def test_an_interrupt_restores_the_busy_timeout_of_sqlite(monkeypatch):
 
     backend = backends["default"]
     monkeypatch.setattr(backend, "_session", Interrupted)
-    with pytest.raises(KeyboardInterrupt), backend._briefly():
+    with pytest.raises(KeyboardInterrupt), backend._with_short_timeout():
         pass
     assert raw.execute("PRAGMA busy_timeout").fetchall() == [(usual,)]
 
@@ -1038,7 +1038,7 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
 
     Its timeout passes before it has queued. It still tries to acquire the key.
     """
-    backends["default"]._crowded.add("stock:7")
+    backends["default"]._contended_keys.add("stock:7")
     better_in_line, hints = Attempt._should_queue, []
 
     def slow(self, claim):
@@ -1737,7 +1737,7 @@ def test_threads_of_a_process_join_the_queue_one_at_a_time(
         return run
 
     # Otherwise a thread that waits too long at the entrance would pass the slow one.
-    monkeypatch.setattr(joining, "ENTRANCE_TIMEOUT", 60.0)
+    monkeypatch.setattr(joining, "BATCHER_TIMEOUT", 60.0)
     for step in ("_queue", "_queue_together"):
         monkeypatch.setattr(backend, step, noted(getattr(backend, step)))
     with db_lock("stock:7"):
@@ -1775,7 +1775,7 @@ def slow_entrance(monkeypatch, until):
             leave.wait(30)
         together(batch)
 
-    monkeypatch.setattr(joining, "ENTRANCE_TIMEOUT", 60.0)
+    monkeypatch.setattr(joining, "BATCHER_TIMEOUT", 60.0)
     monkeypatch.setattr(backend, "_queue_together", slowly)
     yield (
         entered,
@@ -1982,7 +1982,7 @@ def test_a_queued_claim_of_a_late_batch_keeps_its_position(hung):
     backend, holder, leader, follower, go_on = hung
     go_on()
     assert list(LockClaim.objects.order_by("id").values_list("owner", "id")) == [
-        (one.claim.owner, one.place.position) for one in (follower, leader)
+        (one.claim.owner, one.ticket.position) for one in (follower, leader)
     ]
     assert ResourceLock.objects.get(pk="stock:7").waiters == 2
     assert backend.release(holder)
@@ -2104,7 +2104,7 @@ async def test_a_coroutine_closed_while_it_waits_blocks_no_waiter(in_line):
     class Closed:
         def __await__(self):
             steps = db_lock("stock:7", timeout=None).aacquire().__await__()
-            while not any(waiter.seated for waiter in list(room._waiters.values())):
+            while not any(waiter.is_queued for waiter in list(room._waiters.values())):
                 yield next(steps)
             steps.close()
 

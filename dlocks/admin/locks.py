@@ -180,7 +180,7 @@ class ResourceLockAdmin(LockActions):
         lock, backend = context.get("original"), self.backend()
         if lock is not None and backend is not None:
             of_key = claims(backend, [lock.pk])
-            sharing, in_line = (
+            sharing, queued = (
                 of_key.filter(version__isnull=False),
                 of_key.filter(version__isnull=True),
             )
@@ -188,8 +188,8 @@ class ResourceLockAdmin(LockActions):
             context |= {
                 "shares": [self._row(share, may_force) for share in sharing[:SHOWN]],
                 "more_shares": max(0, sharing.count() - SHOWN),
-                "line": self._places(in_line[:SHOWN], may_force),
-                "more_in_line": max(0, in_line.count() - SHOWN),
+                "line": self._queue_rows(queued[:SHOWN], may_force),
+                "more_in_line": max(0, queued.count() - SHOWN),
                 **self.form_of(lock),
                 "live": url(self, key=lock.pk),
                 "force_lock": (
@@ -203,18 +203,18 @@ class ResourceLockAdmin(LockActions):
             }
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def _places(self, in_line: Any, may_force: bool) -> list[dict[str, Any]]:
-        place, places = 0, []
-        for claim in in_line:
+    def _queue_rows(self, queued: Any, may_force: bool) -> list[dict[str, Any]]:
+        position, rows = 0, []
+        for claim in queued:
             waits = claim.state == ClaimState.WAITING
-            place += waits
-            places.append(
+            position += waits
+            rows.append(
                 {
                     **self._row(claim, may_force and not waits),
-                    "place": place if waits else None,
+                    "place": position if waits else None,
                 }
             )
-        return places
+        return rows
 
     def _stale_fields(self, lock: LockRow, of_key: Any) -> list[str]:
         """Return the form fields of everything stale on this page."""

@@ -148,7 +148,7 @@ class Backend:
     # The keys that are known to have waiters. Their claims queue before a request.
     contended: Container[str] = frozenset()
     # The ``Waiters`` of this process. It is created for the first waiter.
-    room: Any = None
+    waiters: Any = None
     # The longest time in seconds between renewals, if it is shorter than a third of the
     # ttl.
     renew_every: float = math.inf

@@ -66,7 +66,7 @@ class Attempt(Wait):
         ):
             return hold
         if self._should_queue(claim) or (
-            self.waiter is not None and self.waiter.seated and not self.waiter.woken
+            self.waiter is not None and self.waiter.is_queued and not self.waiter.woken
         ):
             # A grant by the queue also ends the claim's position. A direct request
             # would leave it behind.
@@ -176,12 +176,12 @@ class Attempt(Wait):
         self.hold = Hold(
             self.lock, self.backend, claim, grant, self.caller, sent, waited
         )
-        entrance = (self.caller, self.backend.identity, self.key, self.lock.shared)
-        mine: Hold | None = hold_by(entrance)
+        entry_key = (self.caller, self.backend.identity, self.key, self.lock.shared)
+        mine: Hold | None = hold_by(entry_key)
         if mine is None or not (mine.lock.reentrant and mine.enterable):
             # Otherwise this is a second hold, and the first one is entered again.
-            self.hold.entered_as.append(entrance)
-            holds_by_caller[entrance] = self.hold
+            self.hold.entered_as.append(entry_key)
+            holds_by_caller[entry_key] = self.hold
         if claim.scope == "lease":
             keeper.keep(self.hold)
         if self.waiter is not None:

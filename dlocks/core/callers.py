@@ -36,12 +36,12 @@ holds_by_caller: weakref.WeakValueDictionary[EntryKey, Any] = (
 )
 
 
-def hold_by(entrance: EntryKey) -> Any:
+def hold_by(entry_key: EntryKey) -> Any:
     """Return the hold of a caller, or None.
 
     Unlike ``get()``, this raises no internal exception in the usual case of no hold.
     """
-    reference: Any = holds_by_caller.data.get(entrance)  # type: ignore[attr-defined]
+    reference: Any = holds_by_caller.data.get(entry_key)  # type: ignore[attr-defined]
     return None if reference is None else reference()
 
 
@@ -49,9 +49,9 @@ in_child(holds_by_caller.clear)
 
 
 def run_outside(
-    function: Callable[[], T], backend: Backend, patience: float | None = None
+    function: Callable[[], T], backend: Backend, timeout: float | None = None
 ) -> T:
     """Call a function outside of the caller's transaction and pool."""
     if is_outside(backend):
-        return keeper.run(function, backend, patience=patience)
+        return keeper.run(function, backend, timeout=timeout)
     return function()

@@ -52,7 +52,7 @@ def detach(hold: DetachedHold, *, within: Duration | None = None) -> str:
 def _detached(hold: DetachedHold, ttl: float) -> str:
     lock = hold.lock
     min_hold, max_hold = hold.transfer(ttl)
-    told = {
+    data = {
         # The rest of max_hold counts from here, in any process.
         "at": clock.wall_now(),
         "key": lock.key,
@@ -70,4 +70,4 @@ def _detached(hold: DetachedHold, ttl: float) -> str:
             "max_hold": None if max_hold == FOREVER else max_hold,
         },
     }
-    return signing.dumps(told, salt=SALT)
+    return signing.dumps(data, salt=SALT)

@@ -166,7 +166,7 @@ def _database_for(hold: GuardedHold, using: str | None) -> str:
     own = backend.database
     if using is None or using == own:
         return own
-    if _place_of(using) != _place_of(own):
+    if _address_of(using) != _address_of(own):
         raise RuntimeError(
             f"The lock on {hold.key!r} is in database {own!r}, and cannot guard a"
             f" transaction on the other database {using!r}. Put the lock into the"
@@ -175,9 +175,9 @@ def _database_for(hold: GuardedHold, using: str | None) -> str:
     return using
 
 
-def _place_of(database: str) -> tuple[Any, ...]:
+def _address_of(database: str) -> tuple[Any, ...]:
     """Return a value that is equal for all aliases of one database."""
     connection = connection_of(database)
     settings = connection.settings_dict
-    place = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
-    return connection.vendor, *map(str, place)
+    address = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
+    return connection.vendor, *map(str, address)

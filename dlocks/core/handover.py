@@ -54,24 +54,24 @@ async def aresume_hold(
 def _resume(
     text: str, on_lost: Callable[[Hold], object] | None, caller: Caller
 ) -> Hold:
-    told = signing.loads(text, salt=SALT)
-    policy = told["policy"]
+    data = signing.loads(text, salt=SALT)
+    policy = data["policy"]
     if policy["max_hold"] is not None:
         # Keep a hundredth. A lease that has not expired has some left, by whatever
         # clock.
-        on_its_way = max(0.0, clock.wall_now() - told["at"])
+        on_its_way = max(0.0, clock.wall_now() - data["at"])
         policy["max_hold"] = max(
             policy["max_hold"] - on_its_way, policy["max_hold"] / 100
         )
         policy["min_hold"] = min(policy["min_hold"], policy["max_hold"])
     lock = Lock(
-        key=told["key"], using=told["using"], scope="lease", on_lost=on_lost, **policy
+        key=data["key"], using=data["using"], scope="lease", on_lost=on_lost, **policy
     )
     attempt = Attempt(lock, caller, lambda: None, wait=False)
     # The prefix may depend on the tenant, which may differ in this process.
-    attempt.key = told["claimed"]
+    attempt.key = data["claimed"]
     attempt.claim = attempt._claim()
-    predecessor = dataclasses.replace(attempt.claim, owner=told["owner"])
+    predecessor = dataclasses.replace(attempt.claim, owner=data["owner"])
     sent = clock.now()
     attempt.unknown = True
     try:
@@ -84,8 +84,8 @@ def _resume(
         raise
     else:
         raise LockLost(
-            f"{lock.key!r} (token {told['token']}) cannot be resumed: its lease has"
+            f"{lock.key!r} (token {data['token']}) cannot be resumed: its lease has"
             " expired or was cleared, or it has already been resumed.",
             key=lock.key,
-            token=told["token"],
+            token=data["token"],
         )

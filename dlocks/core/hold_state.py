@@ -190,7 +190,7 @@ class HoldState:
             return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
 
-    def _forget_entrances(self) -> None:
+    def _forget_entries(self) -> None:
         # Weak references would go by themselves. But Python swallows a Ctrl-C that
         # comes while one dies.
         for key in self.entered_as:

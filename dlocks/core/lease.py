@@ -44,7 +44,7 @@ class Lease(HoldState):
         @property
         def to_settle(self) -> bool: ...
 
-        def settle(self, patience: float = ...) -> None: ...
+        def settle(self, timeout: float = ...) -> None: ...
         def end_at_exit(self) -> None: ...
 
     def check(self) -> None:
@@ -151,10 +151,10 @@ class Lease(HoldState):
     def put_off_renewal(self) -> None:
         # The first lease of a queued claim is much shorter than its ttl.
         now = clock.now()
-        soon = max(
+        delay = max(
             SOONEST_RENEWAL, min(self.claim.ttl / 10, (self._deadline - now) / 4)
         )
-        self.renew_at = now + min(soon, self.backend.renew_every)
+        self.renew_at = now + min(delay, self.backend.renew_every)
 
     def check_expiry(self) -> None:
         """Check whether the lease has expired, or pinning transactions have ended."""
@@ -241,7 +241,7 @@ class Lease(HoldState):
         try:
             outside = backend.in_transaction() and backend.refusal(self.claim) is None
             fact = (
-                keeper.run(ask, backend, patience=OUTSIDE_TIMEOUT) if outside else ask()
+                keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
             )
         except Exception:
             # The loss is certain, and it is what matters.
@@ -254,7 +254,7 @@ class Lease(HoldState):
 
         Its next acquisition makes a new hold.
         """
-        self._forget_entrances()
+        self._forget_entries()
         return self.lost_error()
 
     def lost_error(self, why: str | None = None) -> LockLost:

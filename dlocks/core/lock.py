@@ -109,7 +109,7 @@ class Lock(LockPolicy):
             # Interrupted, perhaps before anything was done. Leave all the same.
             if (
                 not isinstance(trouble, LockError)
-                and entry.there
+                and entry.is_open
                 and entry.hold.count >= entry.count
             ):
                 with suppress(Exception):
@@ -309,12 +309,12 @@ class _Entry:
     generator: int | None
 
     @property
-    def there(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the end of the block has not been seen yet."""
         return self in self.entered
 
     def forget(self) -> None:
-        if self.there:
+        if self.is_open:
             self.entered.remove(self)
 
 

@@ -137,7 +137,7 @@ class Release(Lease):
                 return False
             self._ended = True
         keeper.drop(self)
-        self._forget_entrances()
+        self._forget_entries()
         return True
 
     def end_with_others(self, *, failed: bool) -> bool:
@@ -202,10 +202,10 @@ class Release(Lease):
         left_in = self._left_in
         return bool(left_in) and not any(mark.stands for mark in left_in)
 
-    def settle(self, patience: float = SETTLE_TIMEOUT) -> None:
+    def settle(self, timeout: float = SETTLE_TIMEOUT) -> None:
         """Release a lease once all transactions in which it was left have ended.
 
-        If another thread does so, wait for it, at most ``patience`` seconds.
+        If another thread does so, wait for it, at most ``timeout`` seconds.
         """
         with self._mutex:
             stays = (
@@ -223,7 +223,7 @@ class Release(Lease):
             return
         if stays:
             # The keeper may have noticed the end of the transaction first.
-            settled.wait(patience)
+            settled.wait(timeout)
             return
         try:
             keeper.drop(self)

@@ -110,7 +110,7 @@ class Wait(Claims):
                 self.asks_again = True
                 return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
             if self.waiter.notifier is None and (
-                not self.waiter.seated or self.waiter.woken
+                not self.waiter.is_queued or self.waiter.woken
             ):
                 # The row is still locked, or the waiter was late. It returns to its
                 # position.
@@ -175,44 +175,44 @@ class Wait(Claims):
 
     def _join_queue(self, claim: Claim) -> bool:
         """Join the queue, and return whether there is something to try at once."""
-        room = waiters_of(self.backend)
+        waiters = waiters_of(self.backend)
         until = math.inf if self.timeout is None else self.began + self.timeout
         self.waiter = waiter = Waiter(claim, self.wake, self.caller, until)
         notifier = self.backend.notifier("") if self.here else None
         if notifier is not None:
-            place = run_outside(partial(self.backend.enqueue, claim), self.backend)
-            if place is not None and place.own_thread:
+            ticket = run_outside(partial(self.backend.enqueue, claim), self.backend)
+            if ticket is not None and ticket.own_thread:
                 waiter.notifier = notifier
-                return place.must_retry
+                return ticket.must_retry
         waiter.listens = self.here
-        room.enter(waiter)
+        waiters.enter(waiter)
         sent = clock.now()
-        patience = (
+        limit = (
             None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_TIMEOUT
         )
-        enqueue = partial(self.backend.enqueue, claim, room.channel)
-        place = run_outside(enqueue, self.backend, patience)
-        if place is None or (place.must_retry and place.position is None):
+        enqueue = partial(self.backend.enqueue, claim, waiters.channel)
+        ticket = run_outside(enqueue, self.backend, limit)
+        if ticket is None or (ticket.must_retry and ticket.position is None):
             # Queueing is not possible at the moment, or not necessary.
-            room.remove(waiter)
-            self.waiter, self.unknown = None, place is not None
-            return place is not None
-        at_once = waiter.apply(place, sent)
+            waiters.remove(waiter)
+            self.waiter, self.unknown = None, ticket is not None
+            return ticket is not None
+        at_once = waiter.apply(ticket, sent)
         # In any case, because the first try may fail while another session reads the
         # row.
-        room.mark_queued(waiter)
+        waiters.mark_queued(waiter)
         return at_once
 
     def _granted_on_last_poll(self, waiter: Waiter) -> bool:
         """Return whether the key was granted at the last moment, or can be now."""
         for _ in range(2):
             sent = clock.now()
-            look = partial(self.backend.poll, [waiter.claim], heartbeat=False)
-            places = run_outside(look, self.backend, OUTSIDE_TIMEOUT)
-            place = places.get(waiter.claim.owner)
-            if place is None or place.grant is not None or place.must_retry:
-                return place is not None and waiter.apply(place, sent)
-            if place.ahead:
+            poll = partial(self.backend.poll, [waiter.claim], heartbeat=False)
+            tickets = run_outside(poll, self.backend, OUTSIDE_TIMEOUT)
+            ticket = tickets.get(waiter.claim.owner)
+            if ticket is None or ticket.grant is not None or ticket.must_retry:
+                return ticket is not None and waiter.apply(ticket, sent)
+            if ticket.ahead:
                 break
             # This poll has handed a free key on. The next one shows to which claim.
         return False

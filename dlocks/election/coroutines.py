@@ -31,7 +31,7 @@ class CoroutineElection(ElectionState):
         """
         self._begin()
         wakeup = asyncio.Event()
-        self._ring = partial(wake_in, asyncio.get_running_loop(), wakeup)
+        self._wake = partial(wake_in, asyncio.get_running_loop(), wakeup)
         retries = retry_delays()
         try:
             while not self._stopping:
@@ -39,7 +39,7 @@ class CoroutineElection(ElectionState):
                     await self._acampaign(wakeup)
                 except LockBackendError as error:
                     logger.warning(UNREACHABLE, self.name, error)
-                    await _arest(wakeup, next(retries))
+                    await _asleep(wakeup, next(retries))
                     continue
                 retries = retry_delays()
                 if self._hold is not None:
@@ -53,13 +53,13 @@ class CoroutineElection(ElectionState):
     # Internal methods.
 
     async def _acampaign(self, wakeup: asyncio.Event) -> None:
-        attempt = Attempt(self._lock, current_caller(), self._ring, wait=True)
+        attempt = Attempt(self._lock, current_caller(), self._wake, wait=True)
         try:
             while not self._stopping:
                 self._hold = await run_in_sync_thread(attempt.once)
                 if self._hold is not None:
                     return
-                await _arest(wakeup, await run_in_sync_thread(attempt.pause))
+                await _asleep(wakeup, await run_in_sync_thread(attempt.pause))
         except BaseException:
             self._hold = None
             await run_in_sync_thread(attempt.cancel)
@@ -81,7 +81,7 @@ class CoroutineElection(ElectionState):
             while self.is_leader and (
                 work is None or not work.done() or _returned(work)
             ):
-                await _arest(wakeup, hold.remaining)
+                await _asleep(wakeup, hold.remaining)
             if self.is_leader and work is not None and work.cancelled():
                 failure = self._failure(
                     hold, RuntimeError("It was cancelled, but not by the election.")
@@ -99,12 +99,12 @@ class CoroutineElection(ElectionState):
         await run_in_sync_thread(partial(self._release, failed=failure is not None))
         deadline, failure = clock.now() + self._pause_after(failure), None
         while not self._stopping and (left := deadline - clock.now()) > 0:
-            await _arest(wakeup, left)
+            await _asleep(wakeup, left)
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
         self._deposing = True
         # ``on_deposed`` may wait for threads in ``wait()``.
-        self._ring_work()
+        self._wake_work()
         cancelled: asyncio.CancelledError | None = None
         if work is not None:
             work.cancel()
@@ -119,9 +119,9 @@ class CoroutineElection(ElectionState):
         )
         try:
             if self.on_deposed is not None and inspect.isawaitable(
-                told := self.on_deposed(hold)
+                begun := self.on_deposed(hold)
             ):
-                await told
+                await begun
         except Exception:
             logger.exception("on_deposed of %r failed", self.name)
         if cancelled is not None:
@@ -132,6 +132,6 @@ def _returned(work: asyncio.Future[Any]) -> bool:
     return not work.cancelled() and work.exception() is None
 
 
-async def _arest(wakeup: asyncio.Event, seconds: float | None) -> None:
+async def _asleep(wakeup: asyncio.Event, seconds: float | None) -> None:
     await clock.wait_for(wakeup, seconds)
     wakeup.clear()

@@ -99,10 +99,10 @@ class ElectionState:
         self._alone = False
         # A signal handler can put into a SimpleQueue whatever it interrupts. It cannot
         # safely set an Event.
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ring: Callable[[], object] = partial(self._bell.put, None)
+        self._wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake: Callable[[], object] = partial(self._wakeup.put, None)
         # One queue for each thread in ``wait()``.
-        self._bells_of_work: list[queue.SimpleQueue[None]] = []
+        self._wakeups_of_work: list[queue.SimpleQueue[None]] = []
 
     def __repr__(self) -> str:
         return (
@@ -149,8 +149,8 @@ class ElectionState:
         ``on_elected`` has returned.
         """
         self._stopping = True
-        self._ring()
-        self._ring_work()
+        self._wake()
+        self._wake_work()
         if self._runner is None:
             return True
         if self._pid != os.getpid():
@@ -177,7 +177,7 @@ class ElectionState:
         # Read the hold before registering the queue. If the lead ends in between, the
         # loop notices it and does not mistake a later lead for this one.
         hold = self._hold
-        self._bells_of_work.append(wakeup)
+        self._wakeups_of_work.append(wakeup)
         try:
             while (
                 self._hold is hold
@@ -188,7 +188,7 @@ class ElectionState:
                     wakeup.get(timeout=min(left, threading.TIMEOUT_MAX))
             return self._hold is hold and self.is_leader
         finally:
-            self._bells_of_work.remove(wakeup)
+            self._wakeups_of_work.remove(wakeup)
 
     def end_at_exit(self) -> None:
         """Stop at the end of the process, if the election runs in another thread.
@@ -219,14 +219,14 @@ class ElectionState:
             self._pid = os.getpid()
         _begun.add(self)
 
-    def _ring_work(self) -> None:
+    def _wake_work(self) -> None:
         """Wake the threads in ``wait()``."""
-        for wakeup in list(self._bells_of_work):
+        for wakeup in list(self._wakeups_of_work):
             wakeup.put(None)
 
     def _lost(self, hold: Hold) -> None:
-        self._ring()
-        self._ring_work()
+        self._wake()
+        self._wake_work()
 
     def _failure(self, hold: Hold, error: BaseException) -> BaseException | None:
         """Count, log and return an error of ``on_elected``.

@@ -90,13 +90,13 @@ class ThreadElection(ElectionState):
             connection.close_if_unusable_or_obsolete()
 
     def _campaign(self) -> None:
-        attempt = Attempt(self._lock, current_caller(), self._ring, wait=True)
+        attempt = Attempt(self._lock, current_caller(), self._wake, wait=True)
         try:
             while not self._stopping:
                 self._hold = attempt.once()
                 if self._hold is not None:
                     return
-                self._rest(attempt.pause())
+                self._sleep(attempt.pause())
         except BaseException:
             self._hold = None
             attempt.cancel()
@@ -113,7 +113,7 @@ class ThreadElection(ElectionState):
                 if self.on_elected is not None:
                     _refuse_coroutine(self.on_elected(hold))
                 while self.is_leader:
-                    self._rest(hold.remaining)
+                    self._sleep(hold.remaining)
             except Exception as error:  # noqa: BLE001 (logged there)
                 failure = self._failure(hold, error)
             except SystemExit as error:
@@ -132,7 +132,7 @@ class ThreadElection(ElectionState):
     def _depose(self, hold: Hold) -> None:
         self._deposing = True
         # ``on_deposed`` may wait for threads in ``wait()``.
-        self._ring_work()
+        self._wake_work()
         logger.info(
             "Deposed %r: %s, token %d", self.name, hold.claim.holder, hold.token
         )
@@ -142,10 +142,10 @@ class ThreadElection(ElectionState):
             except Exception:
                 logger.exception("on_deposed of %r failed", self.name)
 
-    def _rest(self, seconds: float | None) -> None:
+    def _sleep(self, seconds: float | None) -> None:
         """Wait until woken, at most ``seconds``."""
         with suppress(queue.Empty):
-            self._bell.get(
+            self._wakeup.get(
                 timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
             )
 
@@ -157,7 +157,7 @@ class ThreadElection(ElectionState):
         """Wait for ``seconds``, unless the election is stopped."""
         deadline = clock.now() + seconds
         while not self._stopping and (left := deadline - clock.now()) > 0:
-            self._rest(left)
+            self._sleep(left)
 
 
 def _refuse_coroutine(result: object) -> None:

@@ -80,26 +80,26 @@ async def run_in_sync_thread(
     outcome = asyncio.wrap_future(call.outcome)
     way: asyncio.Task[None] | None = None
     cancelled: asyncio.CancelledError | None = None
-    patience: float | None = SYNC_THREAD_TIMEOUT
+    timeout: float | None = SYNC_THREAD_TIMEOUT
     while not outcome.done():
         if way is None or (way.cancelled() and not call.begun):
             # A loop that ends all of its tasks has cancelled this one.
             way = asyncio.create_task(sync_to_async(call)())
         ends: list[asyncio.Future[Any]] = [outcome] if way.done() else [outcome, way]
         try:
-            await clock.wait_for_any(ends, patience)
+            await clock.wait_for_any(ends, timeout)
         except asyncio.CancelledError as error:
             cancelled = error
         no_way = way.exception() if way.done() and not way.cancelled() else None
         if call.begun:
-            patience = None
+            timeout = None
         elif no_way is not None and in_transaction_only:
             raise no_way
-        elif patience is not None and (
+        elif timeout is not None and (
             no_way is not None or (_waiting and not in_transaction_only)
         ):
             call.run_in_worker()
-            patience = None
+            timeout = None
     # A loop may end, so the task must not stay unfinished. The thread that collects it
     # as garbage would run its last lines, and get the context variables that they
     # restore.

@@ -37,7 +37,7 @@ class WorkerJobs:
     _mutex: threading.RLock
     # When each deferred function is due, and the worker that calls it. FOREVER if it
     # was posted.
-    _chores: dict[Callable[[], None], tuple[float, ServerWorker]]
+    _deferred: dict[Callable[[], None], tuple[float, ServerWorker]]
     # The workers by the identity of their backends.
     _workers: dict[str, ServerWorker]
 
@@ -63,7 +63,7 @@ class WorkerJobs:
             return any(
                 self._workers.get(hold.backend.identity) is worker
                 for hold in self.holds
-            ) or any(needed is worker for _, needed in self._chores.values())
+            ) or any(needed is worker for _, needed in self._deferred.values())
 
     def _due(self, holds: Iterable[KeptHold]) -> list[tuple[Backend, list[KeptHold]]]:
         """Return the backends with a lease to renew now, each with its holds."""
@@ -84,23 +84,25 @@ class WorkerJobs:
             sent_at + REPLY_TIMEOUT if sent_at is not None and hold.renewable else None
         )
 
-    def _post_chore(self, chore: Callable[[], None], worker: ServerWorker) -> None:
+    def _post_deferred(
+        self, function: Callable[[], None], worker: ServerWorker
+    ) -> None:
         try:
-            worker.post(partial(self._run_chore, chore))
+            worker.post(partial(self._run_deferred, function))
         except BaseException:
             with self._mutex:
-                self._chores[chore] = clock.now() + IDLE_CLOSE_AFTER, worker
+                self._deferred[function] = clock.now() + IDLE_CLOSE_AFTER, worker
             raise
 
-    def _run_chore(self, chore: Callable[[], None]) -> None:
+    def _run_deferred(self, function: Callable[[], None]) -> None:
         try:
-            chore()
+            function()
         finally:
             with self._mutex:
                 # Kept until now, so that the exit does not miss it, and longer if it
                 # was requested again.
-                if self._chores.get(chore, (0.0, None))[0] == FOREVER:
-                    del self._chores[chore]
+                if self._deferred.get(function, (0.0, None))[0] == FOREVER:
+                    del self._deferred[function]
 
     def _post_settling(self, hold: KeptHold) -> None:
         worker = self._worker(hold.backend)
@@ -115,7 +117,7 @@ class WorkerJobs:
 
     def _settle(self, worker: ServerWorker, hold: KeptHold) -> None:
         try:
-            hold.settle(patience=0.0)
+            hold.settle(timeout=0.0)
         finally:
             worker.settling.discard(hold)
 

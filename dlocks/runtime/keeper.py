@@ -75,7 +75,7 @@ class Keeper(WorkerJobs):
         # transaction.
         self._left: set[KeptHold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._chores = {}
+        self._deferred = {}
         self._workers = {}
         self._thread: threading.Thread | None = None
         # The thread that has begun to work and has not ended.
@@ -168,7 +168,7 @@ class Keeper(WorkerJobs):
         function: Callable[[], T],
         backend: Backend | None = None,
         *,
-        patience: float | None = None,
+        timeout: float | None = None,
     ) -> T:
         """Call a function in the worker of a backend. See ``ServerWorker.run``.
 
@@ -178,23 +178,23 @@ class Keeper(WorkerJobs):
         return (
             function()
             if self.is_current
-            else self._worker(backend).run(function, patience)
+            else self._worker(backend).run(function, timeout)
         )
 
     def later(
-        self, chore: Callable[[], None], seconds: float, backend: Backend
+        self, function: Callable[[], None], seconds: float, backend: Backend
     ) -> None:
         """Call a function in the worker of a backend after ``seconds``, or at exit.
 
         Further requests before that are merged.
         """
         due = clock.now() + seconds
-        current = self._chores.get(chore)
+        current = self._deferred.get(function)
         if current is not None and current[0] <= due:
             return
         worker = self._worker(backend)
         with self._mutex:
-            self._chores[chore] = due, worker
+            self._deferred[function] = due, worker
             if (
                 self._thread is None
                 or not self._thread.is_alive()
@@ -233,9 +233,9 @@ class Keeper(WorkerJobs):
             if not (self.is_exiting and _is_at_work(hold)):
                 self._at_exit(hold.end_at_exit)
         with self._mutex:
-            chores = list(self._chores)
-        for chore in chores:
-            self._at_exit(chore)
+            deferred = list(self._deferred)
+        for function in deferred:
+            self._at_exit(function)
 
     def _exit_child(self) -> None:
         # The libraries that call this join threads, or sleep, before the process ends.
@@ -294,27 +294,29 @@ class Keeper(WorkerJobs):
                 self._jobs.clear()
                 holds = self.holds
                 now = clock.now()
-                chores = [
-                    (chore, worker)
-                    for chore, (due, worker) in self._chores.items()
+                deferred = [
+                    (function, worker)
+                    for function, (due, worker) in self._deferred.items()
                     if due <= now
                 ]
-                for chore, worker in chores:
-                    self._chores[chore] = FOREVER, worker
-            if not self._safely(self._round, jobs, chores, holds):
+                for function, worker in deferred:
+                    self._deferred[function] = FOREVER, worker
+            if not self._safely(self._round, jobs, deferred, holds):
                 time.sleep(IDLE_CLOSE_AFTER)
             # A reference kept during the pause would keep the hold alive.
-            del jobs, holds, chores
-            chore = worker = None  # type: ignore[assignment]
+            del jobs, holds, deferred
+            function = worker = None  # type: ignore[assignment]
 
     def _round(
         self,
         jobs: Iterable[Callable[[], None]],
-        chores: Iterable[tuple[Callable[[], None], ServerWorker]],
+        deferred: Iterable[tuple[Callable[[], None], ServerWorker]],
         holds: Sequence[KeptHold],
     ) -> bool:
         succeeded = [self._safely(job) for job in jobs]
-        succeeded += [self._safely(self._post_chore, *chore) for chore in chores]
+        succeeded += [
+            self._safely(self._post_deferred, *function) for function in deferred
+        ]
         succeeded += [
             self._safely(self._post_renewal, *renewals) for renewals in self._due(holds)
         ]
@@ -336,7 +338,7 @@ class Keeper(WorkerJobs):
         due = min(
             [
                 *map(self._due_at, self.holds),
-                *(due for due, _ in self._chores.values()),
+                *(due for due, _ in self._deferred.values()),
             ],
             default=FOREVER,
         )

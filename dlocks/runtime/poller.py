@@ -57,7 +57,7 @@ class Poller:
             waiters = [
                 waiter
                 for waiter in self._waiters.values()
-                if waiter.seated
+                if waiter.is_queued
                 and waiter.woken <= sent - HEARTBEAT_EVERY
                 and not waiter.is_overdue
             ]
@@ -86,7 +86,7 @@ class Poller:
             queued = {
                 owner: waiter
                 for owner, waiter in self._waiters.items()
-                if waiter.seated and not waiter.is_overdue
+                if waiter.is_queued and not waiter.is_overdue
             }
             due = any(waiter.poll_at <= sent for waiter in queued.values())
             waiters = {
@@ -137,7 +137,7 @@ class Poller:
             poll_at = [
                 waiter.poll_at
                 for waiter in self._waiters.values()
-                if waiter.seated and not waiter.is_overdue
+                if waiter.is_queued and not waiter.is_overdue
             ]
         return min(poll_at, default=float("inf")) - clock.now()
 

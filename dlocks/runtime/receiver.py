@@ -182,7 +182,7 @@ class Receiver:
         if self._caller_listens or (listener.asks and self._must_poll):
             return False
         return any(
-            waiter.seated and not waiter.woken for waiter in self._waiters.values()
+            waiter.is_queued and not waiter.woken for waiter in self._waiters.values()
         )
 
     def _listen_once(self, listener: Notifier) -> None:

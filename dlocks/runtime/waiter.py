@@ -45,7 +45,7 @@ class Waiter:
         self.position: int | None = None
         # Held while the claim rejoins the queue, and while the waiter leaves for good.
         self.mutex = threading.Lock()
-        self.seated = False
+        self.is_queued = False
         # When to poll for it next, at the latest.
         self.poll_at = 0.0
         self.has_left = False

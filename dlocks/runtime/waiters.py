@@ -86,7 +86,7 @@ class Waiters(Poller, Receiver):
     def mark_queued(self, waiter: Waiter) -> None:
         """Poll for a waiter's claim in time, now that it is queued."""
         with self._mutex:
-            waiter.seated = True
+            waiter.is_queued = True
             # Most turns come before a poll is needed.
             waiter.poll_at = clock.now() + HEARTBEAT_EVERY / 2
             # With notifications, a heartbeat in time is enough.
@@ -246,6 +246,6 @@ def waiters_of(backend: Backend) -> Waiters:
     waiters: Waiters | None
     with _create_mutex:
         # They have the same lifetime.
-        if (waiters := backend.room) is None:
-            waiters = backend.room = Waiters(backend)
+        if (waiters := backend.waiters) is None:
+            waiters = backend.waiters = Waiters(backend)
         return waiters

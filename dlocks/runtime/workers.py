@@ -72,10 +72,10 @@ class ServerWorker:
 
         self._queue(safely, self.renewals if renewal else self.jobs)
 
-    def run(self, function: Callable[[], T], patience: float | None = None) -> T:
+    def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Call a function in the worker's thread, and return its result.
 
-        Raise LockBackendError if there is none after ``patience`` seconds. The function
+        Raise LockBackendError if there is none after ``timeout`` seconds. The function
         is called even then.
         """
         if self.is_current:
@@ -95,10 +95,10 @@ class ServerWorker:
 
         self._queue(job, self.jobs)
         try:
-            done.get(timeout=patience)
+            done.get(timeout=timeout)
         except Empty:
             raise LockBackendError(
-                f"No second database connection became available within {patience:g} s"
+                f"No second database connection became available within {timeout:g} s"
                 " (one is needed because this transaction is still open). The"
                 " connection pool may be exhausted by transactions that wait for locks."
             ) from None

@@ -76,7 +76,7 @@ class Dialect:
     unsafely = ""
     # The end of a statement that a crash of the server may lose. Such a statement need
     # not be flushed.
-    forgettable = ""
+    without_flush = ""
     # An expression for the SELECT of a short transaction. With it the server ends the
     # transaction if the client stops responding.
     bound = ""

@@ -14,7 +14,7 @@ from dlocks.sql.prepared import (
     NotPreparedError,
     PreparedStatements,
     end_interrupted,
-    is_under_way,
+    is_in_progress,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class PostgreSQL(Dialect):
         " || CASE WHEN taken.scope = 'P' THEN ' ' || version || ' ' || {ends} ELSE ''"
         " END) END"
     )
-    forgettable = " RETURNING set_config('synchronous_commit', 'off', true)"
+    without_flush = " RETURNING set_config('synchronous_commit', 'off', true)"
     if_taken = " AND taken.owner IS NOT NULL"
     bound = (
         "set_config('idle_in_transaction_session_timeout', '2000', true),"
@@ -221,7 +221,7 @@ class PostgreSQL(Dialect):
         return sqlstate_of(error) == "57014"
 
     def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
-        if is_under_way(connection.connection):
+        if is_in_progress(connection.connection):
             try:
                 end_interrupted(connection.connection)
             finally:

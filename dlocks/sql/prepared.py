@@ -242,7 +242,7 @@ _of_connection: weakref.WeakKeyDictionary[Any, PreparedStatements] = (
 )
 
 
-def is_under_way(connection: Any) -> bool:
+def is_in_progress(connection: Any) -> bool:
     """Return whether a connection of the driver waits for a reply."""
     # psycopg 2 has no ``pgconn``. It returns from libpq only with the reply.
     if (pgconn := getattr(connection, "pgconn", None)) is None:

@@ -81,14 +81,14 @@ def schema_of(connection: BaseDatabaseWrapper, ask: Ask | None = None) -> str:
     if connection.vendor != "postgresql":
         return ""
     # A test database has the same alias under another name.
-    place = connection.alias, str(connection.settings_dict["NAME"])
-    if place not in _schemas:
+    database = connection.alias, str(connection.settings_dict["NAME"])
+    if database not in _schemas:
         schema = find_tables(connection, ask).schema
         if not schema:
             # Not cached: the first migrate may be running.
             return ""
-        _schemas[place] = schema
-    return _schemas[place]
+        _schemas[database] = schema
+    return _schemas[database]
 
 
 def find_tables(connection: BaseDatabaseWrapper, ask: Ask | None = None) -> Tables:

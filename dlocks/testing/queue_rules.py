@@ -15,19 +15,19 @@ class QueueRules(ContractCase):
 
     def enqueued(self, claim: Claim, number: int | None = None) -> Ticket:
         """Add a claim to the queue. It must not be granted yet."""
-        place = self.backend.enqueue(claim, "", number)
-        assert place is not None
-        self.assertIsNone(place.grant)
-        return place
+        ticket = self.backend.enqueue(claim, "", number)
+        assert ticket is not None
+        self.assertIsNone(ticket.grant)
+        return ticket
 
     def turn(self, claim: Claim, seconds: float = 10.0) -> Grant:
         """Poll until the claim is granted, as its caller does."""
         deadline = time.monotonic() + seconds
         while True:
-            place = self.backend.poll([claim]).get(claim.owner)
-            assert place is not None, "the claim is not in the queue"
-            if place.grant is not None:
-                return place.grant
+            ticket = self.backend.poll([claim]).get(claim.owner)
+            assert ticket is not None, "the claim is not in the queue"
+            if ticket.grant is not None:
+                return ticket.grant
             in_time(time.monotonic(), deadline, "the claim was not granted")
             time.sleep(0.01)
 
@@ -55,12 +55,12 @@ class QueueRules(ContractCase):
     def test_a_waiter_for_a_free_key_is_granted_at_once(self) -> None:
         self.needs_positions()
         claim = self.claim()
-        place = self.backend.enqueue(claim)
-        assert place is not None
-        if place.grant is None:
+        ticket = self.backend.enqueue(claim)
+        assert ticket is not None
+        if ticket.grant is None:
             # The claim needs no position, since it may acquire the key at once.
-            self.assertTrue(place.must_retry)
-            self.assertIsNone(place.position)
+            self.assertTrue(ticket.must_retry)
+            self.assertIsNone(ticket.position)
             self.granted(claim)
         self.assertIn(claim.owner, self.backend.renew([claim]))
         self.assertEqual(self.backend.waiting(claim.key), 0)
@@ -87,9 +87,9 @@ class QueueRules(ContractCase):
         self.backend.release(holder)
         grant = self.turn(claim)
         for _ in range(2):
-            place = self.backend.enqueue(claim)
+            ticket = self.backend.enqueue(claim)
             self.assertTrue(
-                place is not None and (place.must_retry or place.grant is not None)
+                ticket is not None and (ticket.must_retry or ticket.grant is not None)
             )
         self.assertGreaterEqual(self.granted(claim).token, grant.token)
         self.assertTrue(self.backend.release(claim))
@@ -134,10 +134,10 @@ class QueueRules(ContractCase):
             time.sleep(0.1)
         self.backend.release(holder)
         self.turn(claim)
-        place = self.backend.poll([silent]).get(silent.owner) or self.enqueued(
+        ticket = self.backend.poll([silent]).get(silent.owner) or self.enqueued(
             silent, number
         )
-        self.assertEqual(place.ahead, 0)
+        self.assertEqual(ticket.ahead, 0)
         last = self.claim()
         self.enqueued(last)
         self.backend.release(claim)

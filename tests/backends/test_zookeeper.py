@@ -498,7 +498,7 @@ def test_a_hold_ends_before_its_session_on_the_servers(start, configured, until)
     server = start(ZooKeeper(**BRISK))
     configured(server.port, session_timeout=3.0, connect_timeout=20.0)
     hold = lock(ttl=60).acquire()
-    backends["zookeeper"].ensemble.patience = 0.5
+    backends["zookeeper"].ensemble.timeout = 0.5
     server.process.send_signal(signal.SIGSTOP)
     stopped = clock.now()
     try:
@@ -656,7 +656,7 @@ def test_a_cancelled_claim_on_silent_servers_leaves_no_node(start, configured, u
     with lock():
         pass
     # The limit is set only now, because the first session of a new server takes longer.
-    backends["zookeeper"].ensemble.patience = 0.4
+    backends["zookeeper"].ensemble.timeout = 0.4
     server.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     try:
@@ -683,12 +683,12 @@ def test_a_silent_claim_is_skipped_beside_an_orphaned_node(server, configured, u
         backend = backends["zookeeper"]
         holder, silent, waits = claim(), claim(), claim()
         assert backend.acquire(holder)
-        backend.ensemble.patience = 0.5
+        backend.ensemble.timeout = 0.5
         proxy.cut.set()
         with pytest.raises(LockBackendError):
             lock("another").acquire()
         proxy.cut.clear()
-        backend.ensemble.patience = 20.0
+        backend.ensemble.timeout = 20.0
         for one in (silent, waits):
             assert backend.enqueue(one).position
         until(lambda: backend.poll([waits]) and backend.waiting("key") == 1, seconds=20)

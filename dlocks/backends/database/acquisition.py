@@ -40,7 +40,7 @@ class Acquisition(KeyQueue):
 
     # Keys that a thread of this process is trying to acquire exclusively at this
     # moment. Further callers need not send the same request, as a crowd would.
-    _asked: set[str]
+    _requested_keys: set[str]
 
     # The texts of the most frequent statements, by what they depend on.
     _grants: dict[tuple[Any, ...], str]
@@ -51,11 +51,11 @@ class Acquisition(KeyQueue):
             if (grant := self._share(claim)) is None:
                 self._refuse(claim, None)
             return grant
-        self._asked.add(claim.key)
+        self._requested_keys.add(claim.key)
         try:
             return self._acquire(claim)
         finally:
-            self._asked.discard(claim.key)
+            self._requested_keys.discard(claim.key)
 
     def _acquire(self, claim: Claim) -> Grant | None:
         token, row = self._take(claim)
@@ -85,7 +85,7 @@ class Acquisition(KeyQueue):
         ):
             # Observations decide here, not the clock.
             end = partial(self._expire_observed, claim.key, row.version, row.ends)
-            if self._beside(end):
+            if self._run_outside(end):
                 token, _ = self._take(claim)
         if token is not None:
             return Grant(token, takeover=row is not None and row.stale)
@@ -162,7 +162,7 @@ class Acquisition(KeyQueue):
     def _granted(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
         if not self.dialect.one_writer:
             return self.dialect.granted(self._ask(sql, parameters, locked=_nothing))
-        with self._briefly():
+        with self._with_short_timeout():
             try:
                 return self.dialect.granted(self._ask(sql, parameters, locked=_nothing))
             except LockBackendError as error:
@@ -225,7 +225,7 @@ class Acquisition(KeyQueue):
 
     def _unblock(self, key: str) -> bool:
         """Advance the queue; return whether no waiter is in the way any more."""
-        return self._beside(partial(self.move_on, key))
+        return self._run_outside(partial(self.move_on, key))
 
     def _refuse(self, claim: Claim, row: Row | None) -> None:
         """Raise an error if waiting would not help."""

@@ -33,7 +33,7 @@ class Admission(Sharing):
 
     # Keys that had waiters when this process last used them. An operation on such a key
     # starts with the statement for a key with a queue. This is only a hint.
-    _crowded: set[str]
+    _contended_keys: set[str]
 
     def _admit(self, head: LockedRow) -> list[Granted]:
         """Grant the key to the first waiter, or shared holds to the first waiters.
@@ -174,12 +174,12 @@ class Admission(Sharing):
         ):
             # The next poll shows which claim was granted.
             return []
-        looks = 0 if in_passing else CONTENTION_TRIES
+        tries_if_locked = 0 if in_passing else CONTENTION_TRIES
         return self._step(
             key,
             lambda head: self._admit(head) if head else None,
             busy=list,
-            looks=looks,
+            tries_if_locked=tries_if_locked,
         )
 
     def _advance(self, key: str, *, row_wait: str = ADVANCE_LOCK_TIMEOUT) -> bool:
@@ -212,7 +212,7 @@ class Admission(Sharing):
         )
         for taken, waiters in self._was_handed_over(sql, parameters):
             if not waiters:
-                self._crowded.discard(claim.key)
+                self._contended_keys.discard(claim.key)
             elif not taken:
                 # The waiters joined after this statement had begun, want shared holds,
                 # or have sent no heartbeat.

@@ -96,9 +96,9 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         self.listening = listen
         self.prepare = prepare
         self.history = history
-        self._crowded = RecentKeys()
-        self._asked = set()
-        self.contended = Either(self._crowded, self._asked)
+        self._contended_keys = RecentKeys()
+        self._requested_keys = set()
+        self.contended = Either(self._contended_keys, self._requested_keys)
         self._batcher = QueueBatcher()
         self._texts = {}
         self._grants = {}

@@ -98,10 +98,10 @@ class Batch(Acquisition):
             if self.connection.vendor == "postgresql" and not self.in_transaction():
                 # A crash of the server may lose the release of a lease. The lease then
                 # expires, with no other effect.
-                returning = self.dialect.forgettable
+                returning = self.dialect.without_flush
         sql, parameters = self._all_or_none(claims, assignments, wanted)
         parameters |= {"status": "F" if failed else "S", "keep": 0}
-        with self._forgettably(), table_watchdog.patience():
+        with self._without_flush(), table_watchdog.waiting_allowed():
             released = self._changes_all(
                 claims, sql + self._text(returning), parameters
             )
@@ -112,7 +112,7 @@ class Batch(Acquisition):
     ) -> bool:
         if any(claim.shared for claim in claims):
             return False
-        with self._briefly():
+        with self._with_short_timeout():
             return self._count(sql, parameters, locked=lambda: 0) == len(claims)
 
     def _all_or_none(

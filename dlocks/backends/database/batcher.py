@@ -19,7 +19,7 @@ class QueueRequest:
     def __init__(self, claim: Claim, channel: str) -> None:
         self.claim = claim
         self.channel = channel
-        self.place: Ticket | None = None
+        self.ticket: Ticket | None = None
         # The claim whose thread inserts this one into the queue. It may be this claim
         # itself.
         self.leader: QueueRequest | None = None

@@ -90,7 +90,7 @@ class HistoryTable(Statements):
             f"{insert} INTO {{records}} ({', '.join(COLUMNS)}) VALUES {values}"
             f" {on_conflict}"
         )
-        with self._briefly():
+        with self._with_short_timeout():
             self._run(self._by_cursor, sql, parameters)
 
     def _value(self, column: str, parameter: str) -> str:

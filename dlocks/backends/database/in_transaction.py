@@ -46,7 +46,7 @@ class TransactionLocks(OwnRow):
             )
         )
 
-    def _beside(self, function: Callable[[], T]) -> T:
+    def _run_outside(self, function: Callable[[], T]) -> T:
         """Call a function outside of the caller's transaction, where that can be."""
         if self.in_transaction() and not self.dialect.one_writer:
             return self.runtime.run(function)
@@ -68,7 +68,7 @@ class TransactionLocks(OwnRow):
             sql = self._text(
                 f"UPDATE {table} SET version = version WHERE {primary} IS NULL"
             )
-            with self._briefly():
+            with self._with_short_timeout():
                 return (
                     frozenset(rows)
                     if self._count(sql, {}, locked=lambda: -1) < 0
@@ -76,7 +76,9 @@ class TransactionLocks(OwnRow):
                 )
         # In a caller's transaction, a row locked by this read would stay locked until
         # the end.
-        return self._beside(partial(self._find_transaction_locks, rows, table, primary))
+        return self._run_outside(
+            partial(self._find_transaction_locks, rows, table, primary)
+        )
 
     def _find_transaction_locks(
         self, rows: Sequence[Any], table: str, primary: str

@@ -23,7 +23,7 @@ from dlocks.values import Claim, Grant, Ticket
 QUEUE_TRIES = 3
 
 # Seconds for which a thread waits while another thread of its process joins the queue.
-ENTRANCE_TIMEOUT = 1.0
+BATCHER_TIMEOUT = 1.0
 
 
 class Joining(Admission):
@@ -39,42 +39,42 @@ class Joining(Admission):
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
         self._refuse_unstorable(claim.key)
-        self._crowded.add(claim.key)
+        self._contended_keys.add(claim.key)
         if position is not None:
             return self._queue(claim, channel, position)
-        mine, entrance = QueueRequest(claim, channel), self._batcher_here()
+        mine, batcher = QueueRequest(claim, channel), self._batcher_here()
         try:
             # One thread at a time. A thousand simultaneous threads would block the row
             # for the holder that has to release it.
-            entrance.waiting.append(mine)
-            if not entrance.turn.acquire(timeout=ENTRANCE_TIMEOUT):
+            batcher.waiting.append(mine)
+            if not batcher.turn.acquire(timeout=BATCHER_TIMEOUT):
                 # The other thread hangs, for example on a dead connection. Or it was
                 # interrupted before it released the mutex.
-                if self._batcher is entrance:
+                if self._batcher is batcher:
                     self._batcher = QueueBatcher()
-                entrance.forget(mine)
-                entrance = self._batcher
-                entrance.waiting.append(mine)
-                entrance.turn.acquire(timeout=ENTRANCE_TIMEOUT)
-            if mine.place is None:
-                batch = entrance.with_others(mine)
+                batcher.forget(mine)
+                batcher = self._batcher
+                batcher.waiting.append(mine)
+                batcher.turn.acquire(timeout=BATCHER_TIMEOUT)
+            if mine.ticket is None:
+                batch = batcher.with_others(mine)
                 if self.dialect.queue and not self.in_transaction():
                     self._queue_together(batch)
-            if mine.place is None:
-                mine.place = self._queue(claim, channel, None)
-            if mine.place is None and self.dialect.queue:
+            if mine.ticket is None:
+                mine.ticket = self._queue(claim, channel, None)
+            if mine.ticket is None and self.dialect.queue:
                 # The claim may have been queued and granted without a known result, so
                 # it retries. If it was neither, ``silent`` makes the background thread
                 # poll soon.
-                mine.place = replace(MINE, unnotified=True)
-            return mine.place
+                mine.ticket = replace(MINE, unnotified=True)
+            return mine.ticket
         except BaseException:
-            entrance.forget(mine)
+            batcher.forget(mine)
             raise
         finally:
             mine.gone = True
             try:  # noqa: SIM105 (a signal within suppress() would leave the mutex locked)
-                entrance.turn.release()
+                batcher.turn.release()
             except RuntimeError:
                 # The RLock itself knows whether this thread holds it, even after an
                 # interrupt.
@@ -109,18 +109,18 @@ class Joining(Admission):
             rows := self._queue_counted(names, rows_of_values, all_owners, parameters)
         ) is None:
             rows = self._queue_uncounted(names, rows_of_values, all_owners, parameters)
-        places = dict(rows)
+        tickets = dict(rows)
         for one in batch:
-            place = places.get(one.claim.owner)
+            ticket = tickets.get(one.claim.owner)
             if one.leader is leader and not one.gone:
-                one.place = place
+                one.ticket = ticket
                 one.alone = True
-            elif place is not None and (
-                one.place is None or one.place.position != place.position
+            elif ticket is not None and (
+                one.ticket is None or one.ticket.position != ticket.position
             ):
                 # This took so long that the thread has joined the queue by itself, or
                 # it was interrupted. No caller waits at this position.
-                self._take_out(one.claim.key, place)
+                self._take_out(one.claim.key, ticket)
 
     def _queue_counted(
         self,
@@ -148,8 +148,8 @@ class Joining(Admission):
                 return []
             if rows[0][0] is not None:
                 return [
-                    (owner, Ticket(position=place, clock=int(ticks) / MICROSECONDS))
-                    for owner, place, _, ticks in rows
+                    (owner, Ticket(position=position, clock=int(ticks) / MICROSECONDS))
+                    for owner, position, _, ticks in rows
                 ]
             time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
         return None
@@ -179,13 +179,13 @@ class Joining(Admission):
             for owner, number in self._rows(sql, parameters)
         ]
 
-    def _take_out(self, key: str, place: Ticket) -> None:
+    def _take_out(self, key: str, ticket: Ticket) -> None:
         def step(head: LockedRow | None) -> None:
             sql = self._text(
                 f"{self.dialect.patiently}DELETE FROM {{claims}} WHERE id = %(number)s"
                 f" AND {IN_QUEUE}"
             )
-            self._count(sql, {"number": place.position})
+            self._count(sql, {"number": ticket.position})
             self._recount_waiters(head)
 
         # If this fails, the position is skipped because it gets no heartbeat.
@@ -199,7 +199,7 @@ class Joining(Admission):
                 return MINE, []
             row = self._row_of(claim)
             if row is None and head is not None and self._is_first(head, claim):
-                self._crowded.discard(claim.key)
+                self._contended_keys.discard(claim.key)
                 return Ticket(must_retry=True), []
             if row is None and head is None and self._holds_key(claim):
                 # The key was granted to the claim while it was joining the queue.
@@ -221,22 +221,22 @@ class Joining(Admission):
                 raise LockBackendError(
                     f"The claim on {claim.key!r} could not join the queue."
                 )
-            place, version, left = row
+            position, version, left = row
             if version is not None:
                 return Ticket(grant=Grant(version, left)), []
             if head is None:
-                return Ticket(position=place, unnotified=bool(self.dialect.wake)), []
-            return Ticket(position=place, clock=head.clock), self._admit(head)
+                return Ticket(position=position, unnotified=bool(self.dialect.wake)), []
+            return Ticket(position=position, clock=head.clock), self._admit(head)
 
         result = self._step(claim.key, step, busy=lambda: None)
         if result is None:
             return None
-        place, granted = result
+        ticket, granted = result
         return next(
             (
-                replace(one.place, position=place.position)
+                replace(one.ticket, position=ticket.position)
                 for one in granted
                 if one.owner == claim.owner
             ),
-            place,
+            ticket,
         )

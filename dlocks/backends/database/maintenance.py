@@ -85,7 +85,7 @@ class Maintenance(KeyQueue):
         if stale_only and self.observations is not None:
             return False
         where = "version = %(token)s" + (" AND end_time <= {now}" if stale_only else "")
-        return self._take_away(key, where, {"token": token})
+        return self._delete_claim(key, where, {"token": token})
 
     def take_out(self, key: str, number: int) -> bool:
         """Remove a claim without a heartbeat, and advance the queue.
@@ -94,13 +94,13 @@ class Maintenance(KeyQueue):
         is locked by a transaction. If a process still waits with the claim, it rejoins
         the queue at the same position.
         """
-        return self._take_away(
+        return self._delete_claim(
             key,
             f"id = %(number)s AND {IN_QUEUE} AND end_time <= {{now}}",
             {"number": number},
         )
 
-    def _take_away(self, key: str, where: str, parameters: dict[str, int]) -> bool:
+    def _delete_claim(self, key: str, where: str, parameters: dict[str, int]) -> bool:
         """Delete the one claim that matches a condition, and advance the queue."""
 
         def step(head: LockedRow | None) -> bool:

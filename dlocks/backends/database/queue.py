@@ -33,11 +33,11 @@ class KeyQueue(Joining):
     ) -> Mapping[str, Ticket]:
         if not heartbeat and not any(claim.shared for claim in claims):
             return self._poll(claims)
-        places: dict[str, Ticket] = {}
+        tickets: dict[str, Ticket] = {}
         by_owner = {claim.owner: claim for claim in claims}
         owners, parameters = self._one_of("owner", list(by_owner))
         if heartbeat:
-            with self._briefly():
+            with self._with_short_timeout():
                 self._count(
                     self.hearing(owners), parameters | self._times(), locked=lambda: 0
                 )
@@ -55,35 +55,35 @@ class KeyQueue(Joining):
                 if not counted:
                     alone.add(by_owner[owner].key)
             elif seconds > 0:
-                places[owner] = Ticket(grant=Grant(version, float(seconds)))
+                tickets[owner] = Ticket(grant=Grant(version, float(seconds)))
         heads = self._heads(claims)
         for owner, claim in by_owner.items():
             head = heads.get(claim.key)
-            if owner in places:
+            if owner in tickets:
                 continue
             if head is not None and head.holder == owner and head.left > 0:
-                places[owner] = head.own_place
+                tickets[owner] = head.own_ticket
             elif owner in numbers:
-                places[owner] = self._place(claim, head, numbers[owner])
-        self._advance_free_keys([by_owner[owner] for owner in numbers], heads, places)
-        self._await_transactions(claims, heads, places)
+                tickets[owner] = self._ticket(claim, head, numbers[owner])
+        self._advance_free_keys([by_owner[owner] for owner in numbers], heads, tickets)
+        self._await_transactions(claims, heads, tickets)
         for key in alone:
-            self._step(key, self._recount_waiters, busy=lambda: None, looks=0)
-        return places
+            self._step(key, self._recount_waiters, busy=lambda: None, tries_if_locked=0)
+        return tickets
 
     def _poll(self, claims: Sequence[Claim]) -> dict[str, Ticket]:
         """Poll only the lock rows, in one statement."""
         heads = self._heads(claims)
-        places: dict[str, Ticket] = {}
+        tickets: dict[str, Ticket] = {}
         for claim in claims:
             head = heads.get(claim.key)
             if head is not None and head.holder == claim.owner and head.left > 0:
-                places[claim.owner] = head.own_place
+                tickets[claim.owner] = head.own_ticket
             else:
-                places[claim.owner] = self._place(claim, head, None)
-        self._advance_free_keys(claims, heads, places)
-        self._await_transactions(claims, heads, places)
-        return places
+                tickets[claim.owner] = self._ticket(claim, head, None)
+        self._advance_free_keys(claims, heads, tickets)
+        self._await_transactions(claims, heads, tickets)
+        return tickets
 
     def _heads(self, claims: Sequence[Claim]) -> dict[str, LockSnapshot]:
         """Return snapshots of the lock rows by key.
@@ -126,14 +126,14 @@ class KeyQueue(Joining):
             )
         }
 
-    def _place(
+    def _ticket(
         self, claim: Claim, head: LockSnapshot | None, number: int | None
     ) -> Ticket:
         if head is None:
             return Ticket(position=number)
-        soon = head.left + (self.grace if head.status == "P" else 0.0)
+        expires_in = head.left + (self.grace if head.status == "P" else 0.0)
         if self.observations is not None and head.status == "P":
-            soon = self.observations.note(
+            expires_in = self.observations.note(
                 claim.key, (head.version, head.ends), head.asked_at
             )
         return Ticket(
@@ -141,10 +141,10 @@ class KeyQueue(Joining):
             position=number,
             # If a lease has expired and the claim must not take it over, a retry raises
             # the error.
-            must_retry=(head.free or soon <= 0)
+            must_retry=(head.free or expires_in <= 0)
             and head.status == "P"
             and not claim.takeover,
-            next_check=soon if soon > 0 else math.inf,
+            next_check=expires_in if expires_in > 0 else math.inf,
             clock=head.clock,
         )
 
@@ -152,7 +152,7 @@ class KeyQueue(Joining):
         self,
         claims: Sequence[Claim],
         heads: Mapping[str, LockSnapshot],
-        places: dict[str, Ticket],
+        tickets: dict[str, Ticket],
     ) -> None:
         """Let claims without ``takeover`` wait for transactions that keep leases.
 
@@ -162,14 +162,14 @@ class KeyQueue(Joining):
             claim.owner: claim.key
             for claim in claims
             if not claim.takeover
-            and (place := places.get(claim.owner)) is not None
-            and (place.must_retry and place.grant is None)
+            and (ticket := tickets.get(claim.owner)) is not None
+            and (ticket.must_retry and ticket.grant is None)
             and (head := heads.get(claim.key)) is not None
             and head.status == "P"
         }
         kept = self.in_transactions(sorted(set(asking.values())))
-        places |= {
-            owner: replace(places[owner], must_retry=False)
+        tickets |= {
+            owner: replace(tickets[owner], must_retry=False)
             for owner, key in asking.items()
             if key in kept
         }
@@ -178,7 +178,7 @@ class KeyQueue(Joining):
         self,
         claims: Sequence[Claim],
         heads: Mapping[str, LockSnapshot],
-        places: dict[str, Ticket],
+        tickets: dict[str, Ticket],
     ) -> None:
         """Advance the queues of keys that became free without a release.
 
@@ -196,13 +196,15 @@ class KeyQueue(Joining):
                 # and transactions may have locked many keys.
                 granted = self._advanced(key, in_passing=True)
                 silent = granted is None
-                places |= {
-                    one.owner: one.place for one in granted or () if one.owner in places
+                tickets |= {
+                    one.owner: one.ticket
+                    for one in granted or ()
+                    if one.owner in tickets
                 }
             if silent and self.dialect.wake:
                 owners = [claim.owner for claim in claims if claim.key == key]
-                places |= {
-                    owner: replace(places[owner], unnotified=True) for owner in owners
+                tickets |= {
+                    owner: replace(tickets[owner], unnotified=True) for owner in owners
                 }
 
     def _is_gone(self, head: LockSnapshot, claims: Sequence[Claim]) -> bool:

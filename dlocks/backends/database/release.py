@@ -32,10 +32,10 @@ class Release(Admission):
         session, began = self._session(), clock.now()
         if failed:
             # The caller may have timed out as a waiter. Then it has no time left.
-            with self._briefly():
+            with self._with_short_timeout():
                 released = self._release(claim, failed=failed, keep=keep)
         else:
-            with table_watchdog.patience():
+            with table_watchdog.waiting_allowed():
                 released = self._release(claim, failed=failed, keep=keep)
         if released:
             return True
@@ -43,11 +43,11 @@ class Release(Admission):
 
     def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         if not claim.shared:
-            contended = not keep and claim.key in self._crowded
+            contended = not keep and claim.key in self._contended_keys
             if contended and self._hand_over(claim, failed=failed):
                 return True
             if self._release_at_once(claim, failed=failed, keep=keep):
-                self._crowded.discard(claim.key)
+                self._contended_keys.discard(claim.key)
                 return True
             # The key has waiters, or the claim has something else to release.
             if not keep and not contended and self._hand_over(claim, failed=failed):
@@ -58,16 +58,16 @@ class Release(Admission):
         """Release the key in one statement if it has no waiters."""
         # A crash of the server may lose the release of a lease. Then the lease expires,
         # and there is no other harm.
-        forgettable = not keep and not self.in_transaction()
-        if (sql := self._releases.get(forgettable)) is None:
+        without_flush = not keep and not self.in_transaction()
+        if (sql := self._releases.get(without_flush)) is None:
             assignments = (
                 "status = %(status)s, hold_count = 0, end_time ="
                 f" {self.dialect.after('keep')}"
             )
             where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
             sql = self._sql(self.dialect.compare_and_swap, assignments, where)
-            sql = self._releases[forgettable] = sql + (
-                self.dialect.forgettable if forgettable else ""
+            sql = self._releases[without_flush] = sql + (
+                self.dialect.without_flush if without_flush else ""
             )
         parameters = {
             "status": "F" if failed else "S",
@@ -75,7 +75,7 @@ class Release(Admission):
             "key": claim.key,
             "owner": claim.owner,
         }
-        with self._forgettably() if forgettable else nullcontext():
+        with self._without_flush() if without_flush else nullcontext():
             return self._count(sql, parameters, locked=lambda: 0) == 1
 
     def _release_queued(self, claim: Claim, *, failed: bool, keep: float) -> bool:
@@ -109,7 +109,7 @@ class Release(Admission):
                     # The claim was granted at this moment.
                     return None
                 if head is not None and not head.waiters:
-                    self._crowded.discard(claim.key)
+                    self._contended_keys.discard(claim.key)
                 return given_back
             if head is not None:
                 # The key may have been released before, and the reply was lost.

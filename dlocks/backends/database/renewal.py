@@ -77,7 +77,7 @@ class Renewal(OwnRow):
             **owner_parameters,
         }
         sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
-        with self._briefly():
+        with self._with_short_timeout():
             renewed = self._count(sql, parameters, locked=lambda: -1)
         if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
@@ -117,7 +117,7 @@ class Renewal(OwnRow):
                 "owner": claim.owner,
                 "ttl": round(ttl * MICROSECONDS),
             }
-            with self._briefly():
+            with self._with_short_timeout():
                 if self._count(sql, parameters, locked=lambda: 0) == 1:
                     left[claim.owner] = ttl
                     continue
@@ -137,7 +137,7 @@ class Renewal(OwnRow):
     ) -> dict[str, float]:
         parameters = {"ttl": round(ttl * MICROSECONDS), **parameters}
         live = "version IS NOT NULL" if late else self._live_share
-        with self._briefly():
+        with self._with_short_timeout():
             # A transaction that pins one row must not prevent the renewal of the
             # others.
             mine = f"{owners} AND {live}"

@@ -65,7 +65,7 @@ class LockSnapshot:
         return self.status != "P" and not self.free
 
     @property
-    def own_place(self) -> Ticket:
+    def own_ticket(self) -> Ticket:
         """Return the ticket of the claim that holds the key.
 
         A lease is already granted. In transaction scope, the claim still has to acquire
@@ -90,7 +90,7 @@ class Granted:
     lease: float
 
     @property
-    def place(self) -> Ticket:
+    def ticket(self) -> Ticket:
         return (
             MINE if self.token is None else Ticket(grant=Grant(self.token, self.lease))
         )

@@ -19,14 +19,14 @@ SQLITE_NORMAL = 1
 class SQLiteLimits(DatabaseConnection):
     """The part that limits settings of an SQLite connection within a block."""
 
-    def _briefly(self) -> AbstractContextManager[object]:
+    def _with_short_timeout(self) -> AbstractContextManager[object]:
         """Limit how long SQLite waits for its single writer.
 
         On other engines no statement waits.
         """
         return self._with_at_most("busy_timeout", SQLITE_BUSY_TIMEOUT_MS)
 
-    def _forgettably(self) -> AbstractContextManager[object]:
+    def _without_flush(self) -> AbstractContextManager[object]:
         """Commit without a flush on SQLite, so that a crash may lose the change.
 
         On PostgreSQL the statement itself has this option.

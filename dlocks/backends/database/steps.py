@@ -18,7 +18,7 @@ from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.sending import CONTENTION_TRIES, T
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.dialect import KEY
-from dlocks.sql.prepared import is_under_way
+from dlocks.sql.prepared import is_in_progress
 
 
 class Steps(TransactionLocks):
@@ -35,14 +35,14 @@ class Steps(TransactionLocks):
         *,
         busy: Callable[[], T],
         waits: bool = False,
-        looks: int = CONTENTION_TRIES,
+        tries_if_locked: int = CONTENTION_TRIES,
     ) -> T:
         """Execute a step: lock a key's row and call ``work``, in a transaction.
 
         ``work`` receives the locked row. It receives None if another transaction has
-        locked the row, and still had after ``looks`` attempts. With ``waits``, the step
-        first waits in the engine's own queue of the row, if the engine can limit that
-        time.
+        locked the row, and still had after ``tries_if_locked`` attempts. With
+        ``waits``, the step first waits in the engine's own queue of the row, if the
+        engine can limit that time.
 
         ``busy`` provides the result if that time has passed, or if SQLite's single
         writer stays busy. It also does so if another transaction has locked a claim
@@ -50,25 +50,33 @@ class Steps(TransactionLocks):
         """
         connection = self.connection
         ours = not self.in_transaction()
-        tries, looked, reconnected = 0, 0, False
+        tries, lock_tries, reconnected = 0, 0, False
         handled = sys.exc_info()[1]
         while True:
             session = connection.connection
             try:
-                with self._briefly(), transaction.atomic(using=self.database):
+                with (
+                    self._with_short_timeout(),
+                    transaction.atomic(using=self.database),
+                ):
                     locking = (
                         self.dialect.for_update_in_turn
                         if waits
                         else self.dialect.for_update
                     )
                     return work(
-                        self._lock(key, locking, patiently=looked < looks, bounded=ours)
+                        self._lock(
+                            key,
+                            locking,
+                            patiently=lock_tries < tries_if_locked,
+                            bounded=ours,
+                        )
                     )
             except _AbsentError:
                 self._create(key)
             except _LockedError:
-                looked += 2
-                time.sleep(random.uniform(0, 0.0005 * looked**2))  # noqa: S311 (jitter)
+                lock_tries += 2
+                time.sleep(random.uniform(0, 0.0005 * lock_tries**2))  # noqa: S311 (jitter)
             except TableLockedError:
                 raise
             except (Error, LockBackendError) as trouble:
@@ -79,7 +87,7 @@ class Steps(TransactionLocks):
                 )
                 if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
                     raise
-                if is_under_way(connection.connection) and (
+                if is_in_progress(connection.connection) and (
                     interrupt := self._find_interrupt(error, handled)
                 ):
                     self.dialect.abort_statement(connection)
@@ -107,9 +115,9 @@ class Steps(TransactionLocks):
                 ):
                     # If the connection was lost within a transaction, Django has
                     # already reconnected.
-                    anew = session is None or connection.connection is not session
-                    if anew or not connection.is_usable():
-                        if not anew:
+                    is_new = session is None or connection.connection is not session
+                    if is_new or not connection.is_usable():
+                        if not is_new:
                             connection.close()
                         reconnected = True
                         continue
@@ -197,7 +205,7 @@ class Steps(TransactionLocks):
         )
 
         def create() -> int:
-            with self._briefly():
+            with self._with_short_timeout():
                 return self._count(sql, {"key": key}, locked=lambda: 0)
 
         if self.in_transaction() and not inside:

@@ -143,7 +143,7 @@ class InsertBackend(DatabaseBackend):
 
     def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         if claim.scope == "lease" and not keep and self._delete(claim):
-            self._crowded.discard(claim.key)
+            self._contended_keys.discard(claim.key)
             return True
         return super()._release(claim, failed=failed, keep=keep)
 

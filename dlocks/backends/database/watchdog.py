@@ -9,7 +9,7 @@ statement, and would remain in the caller's session.
 Instead, one daemon thread finds the statements that take long. It checks on a
 connection of its own whether the table is locked, and cancels a statement only then. A
 statement may take long for other reasons, such as a commit that waits for a standby. A
-release under ``patience()`` waits, since an error would leave the key taken until its
+release under ``waiting_allowed()`` waits, since an error would leave the key taken until its
 lease expires.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("dlocks")
 # Seconds that a statement may take before its table is suspected to be locked.
 LOCK_WAIT_LIMIT = 1.0
 # The same for a database where a table was locked at most LOCKED_FOR seconds ago.
-PATIENCE_WHERE_LOCKED, LOCKED_FOR = 0.1, 3.0
+LOCKED_WAIT_LIMIT, LOCKED_FOR = 0.1, 3.0
 # Seconds between two checks of the statements, and after a check that suspected a table
 # without reason.
 INTERVAL, PAUSE = 0.1, 1.0
@@ -134,7 +134,7 @@ class Watchdog:
             self._watched.pop(watched.thread, None)
 
     @contextmanager
-    def patience(self) -> Iterator[None]:
+    def waiting_allowed(self) -> Iterator[None]:
         """Let the statements of this thread wait as long as a table is locked."""
         thread = threading.get_ident()
         self._patient.add(thread)
@@ -171,10 +171,9 @@ class Watchdog:
                 where_locked = (
                     now < self._locked_at.get(alias, -LOCKED_FOR) + LOCKED_FOR
                 )
-                patience = PATIENCE_WHERE_LOCKED if where_locked else LOCK_WAIT_LIMIT
+                limit = LOCKED_WAIT_LIMIT if where_locked else LOCK_WAIT_LIMIT
                 if (
-                    now
-                    > max(watched.began + patience, self._paused_until.get(alias, 0.0))
+                    now > max(watched.began + limit, self._paused_until.get(alias, 0.0))
                     and not watched.is_over
                 ):
                     self._examine(watched)

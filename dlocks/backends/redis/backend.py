@@ -194,14 +194,14 @@ class RedisBackend(RedisRequests):
             "ip": claim.owner_ip or "",
             "takeover": claim.takeover,
             # The queue grants a short lease, which the keeper renews.
-            "patience": milliseconds(min(claim.ttl, HANDOVER_LEASE)),
+            "handover_ttl": milliseconds(min(claim.ttl, HANDOVER_LEASE)),
             "channel": channel,
         }
         at = "" if position is None else position
-        place, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
-        if place == "ask":
+        position, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
+        if position == "ask":
             return Ticket(must_retry=True)
-        return Ticket(position=int(place), clock=int(now[0]) / MICROSECONDS)
+        return Ticket(position=int(position), clock=int(now[0]) / MICROSECONDS)
 
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
@@ -210,7 +210,7 @@ class RedisBackend(RedisRequests):
         answers = self._run_all(scripts.LOOK, calls)
         return {
             claim.owner: (
-                Ticket(ahead=1) if isinstance(found, Exception) else _place(found)
+                Ticket(ahead=1) if isinstance(found, Exception) else _ticket(found)
             )
             for claim, found in zip(claims, answers, strict=True)
             if found
@@ -222,7 +222,7 @@ class RedisBackend(RedisRequests):
     def notifier(self, channel: str) -> RedisNotifier | None:
         if not channel:
             return None
-        notifier: RedisNotifier = self._asked(
+        notifier: RedisNotifier = self._request(
             lambda client: RedisNotifier(
                 client, channel, self.socket_timeout, self._failure
             )
@@ -232,16 +232,16 @@ class RedisBackend(RedisRequests):
     # Requests.
 
 
-def _place(found: Sequence[Any]) -> Ticket:
+def _ticket(found: Sequence[Any]) -> Ticket:
     if found[0] == "granted":
         _, token, left = found
         return Ticket(grant=Grant(int(token), int(left) / 1000))
     _, ahead, number, left, now, ask = found
-    soon = int(left) / 1000
+    next_check = int(left) / 1000
     return Ticket(
         ahead=int(ahead),
         position=int(number),
-        next_check=soon if soon > 0 else math.inf,
+        next_check=next_check if next_check > 0 else math.inf,
         clock=int(now) / MICROSECONDS,
         must_retry=bool(ask),
     )

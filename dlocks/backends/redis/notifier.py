@@ -27,32 +27,32 @@ class RedisNotifier(Notifier):
         failure: Callable[[Exception], LockBackendError],
     ) -> None:
         self._failure = failure
-        self._told = client.pubsub()
-        self._told.subscribe(channel)
+        self._subscription = client.pubsub()
+        self._subscription.subscribe(channel)
         # No notification that is sent after this confirmation is missed.
-        if self._told.get_message(timeout=timeout) is None:
+        if self._subscription.get_message(timeout=timeout) is None:
             self.close()
             raise redis.TimeoutError("Timeout subscribing")
 
     def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
         messages: list[Message] = []
         try:
-            told = self._told.get_message(timeout=timeout)
-            while told is not None:
+            message = self._subscription.get_message(timeout=timeout)
+            while message is not None:
                 # After a reconnect, the confirmation of the new subscription arrives as
                 # well.
-                if told["type"] == "message":
-                    owner, token, ends = told["data"].split()
+                if message["type"] == "message":
+                    owner, token, ends = message["data"].split()
                     messages.append(
                         Message(
                             owner=owner, token=int(token), ends=int(ends) / MICROSECONDS
                         )
                     )
-                told = self._told.get_message(timeout=0)
+                message = self._subscription.get_message(timeout=0)
         except TROUBLE as error:
             raise self._failure(error) from error
         return messages
 
     def close(self) -> None:
         with suppress(*TROUBLE):
-            self._told.close()
+            self._subscription.close()

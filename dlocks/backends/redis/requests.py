@@ -60,7 +60,7 @@ class RedisRequests(Backend):
                 client, script, self._words(claim.key, claim.owner, arguments)
             )
 
-        return self._asked(run)
+        return self._request(run)
 
     def _run_all(
         self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]
@@ -88,7 +88,7 @@ class RedisRequests(Backend):
                     [first, *pipeline.execute(raise_on_error=False)]
                 )
 
-        return list(self._asked(run)) if words else []
+        return list(self._request(run)) if words else []
 
     def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
         name = name_of(key)
@@ -102,7 +102,7 @@ class RedisRequests(Backend):
             *arguments,
         )
 
-    def _asked(self, work: Callable[[Any], Any]) -> Any:
+    def _request(self, work: Callable[[Any], Any]) -> Any:
         for last in (False, True):
             try:
                 return work(self._connected())

@@ -101,12 +101,12 @@ local function move_on()
   local claim = cjson.decode(redis.call('HGET', claims, owner))
   -- A claim that does not take over has to ask, and gets the reason.
   if is_stale() and not claim.takeover then return end
-  local token = write(owner, claim.holder, claim.ip, claim.patience)
-  redis.call('SET', lock, owner, 'PX', claim.patience + grace)
+  local token = write(owner, claim.holder, claim.ip, claim.handover_ttl)
+  redis.call('SET', lock, owner, 'PX', claim.handover_ttl + grace)
   stand_down(owner)
   if claim.channel ~= '' then
     redis.call('PUBLISH', claim.channel,
-        owner .. ' ' .. token .. ' ' .. text(now + claim.patience * 1000))
+        owner .. ' ' .. token .. ' ' .. text(now + claim.handover_ttl * 1000))
   end
 end
 """

@@ -140,7 +140,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
                 sure_until = self._sure_until(entry, entry.session, claim.ttl)
                 entry.ends_at = max(entry.ends_at, sure_until)
                 left[claim.owner] = min(max(0.0, sure_until - sent), claim.ttl)
-                self._tend_from(entry)
+                self._maintain_from(entry)
         return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
@@ -176,7 +176,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
                 del self._entries[claim.owner]
                 entry.kept, entry.ends_at = True, clock.now() + keep
                 self._kept.append(entry)
-                self._tend_from(entry)
+                self._maintain_from(entry)
                 return True
         if entry.waiting:
             self._cancel(entry)
@@ -253,7 +253,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
             self._close_session(session)
         with self._mutex:
             self._entries.clear()
-            self._line.clear()
+            self._queued.clear()
 
     # Forks.
 

@@ -118,7 +118,7 @@ class ClaimRequests(Maintenance):
         # The time in which the grant has to be collected. ``_sure_until()`` returns the
         # time for which the lock is certain.
         entry.ends_at = clock.now() + entry.claim.ttl
-        self._tend_from(entry)
+        self._maintain_from(entry)
 
     @staticmethod
     def _sure_until(entry: Entry, session: Session, ttl: float) -> float:
@@ -180,7 +180,7 @@ class ClaimRequests(Maintenance):
         except SessionDiedError as error:
             self._close_session(session, error)
             return False
-        if self._line:
+        if self._queued:
             self._advance(connecting=False)
         return entry.freed is not False and entry.token is not None
 

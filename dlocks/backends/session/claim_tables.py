@@ -43,7 +43,7 @@ class ClaimTables(Statements, Backend):
         self._free: list[Session] = []
         # By name, the claims without a session to wait on, and the one claim that has a
         # session.
-        self._line: dict[str | int, deque[Entry]] = {}
+        self._queued: dict[str | int, deque[Entry]] = {}
         self._foremost: dict[str | int, Entry] = {}
         self.contended: RecentKeys = RecentKeys()
         self._polled_at = 0.0
@@ -51,8 +51,8 @@ class ClaimTables(Statements, Backend):
         self._opening = threading.Lock()
         self._reserved = 0
         self._selector: selectors.BaseSelector | None = None
-        self._tender: threading.Thread | None = None
-        self._tends_at = 0.0
+        self._maintainer: threading.Thread | None = None
+        self._maintains_at = 0.0
 
     @cached_property
     def _kind(self) -> type[EngineSession]:
@@ -86,11 +86,11 @@ class ClaimTables(Statements, Backend):
         self._entries.pop(entry.claim.owner, None)
         if entry in self._kept:
             self._kept.remove(entry)
-        if (line := self._line.get(entry.name)) is not None:
+        if (entries := self._queued.get(entry.name)) is not None:
             with suppress(ValueError):
-                line.remove(entry)
-            if not line:
-                del self._line[entry.name]
+                entries.remove(entry)
+            if not entries:
+                del self._queued[entry.name]
         if self._foremost.get(entry.name) is entry:
             del self._foremost[entry.name]
         if (session := entry.session) is not None:

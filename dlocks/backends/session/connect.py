@@ -41,7 +41,7 @@ def connect(database: str, name: str, idle: float, *, pooled: bool) -> EngineSes
     """
     wire = _engine_session(database, idle)
     try:
-        if wire.pid != wire.told:
+        if wire.pid != wire.reported_pid:
             _refuse_pooler(database, wire, pooled=pooled)
         wire.begin(name)
     except Error as error:
@@ -80,8 +80,9 @@ def _refuse_pooler(database: str, wire: EngineSession, *, pooled: bool) -> None:
     if not pooled:
         raise ImproperlyConfigured(
             f"Database {database!r} is behind a pooler (the session is {wire.pid}, and"
-            f" the connection reports {wire.told}). A session lock needs its own"
-            " session while it is held. A pooler that assigns sessions per transaction"
+            f" the connection reports {wire.reported_pid}). A session lock needs its"
+            " own session while it is held. A pooler that assigns sessions per"
+            " transaction"
             " or statement would grant one lock to several callers. Connect this alias"
             " of DATABASES to the server itself, or use"
             " dlocks.backends.database.PessimisticBackend. If the pooler keeps sessions"

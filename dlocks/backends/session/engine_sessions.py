@@ -46,7 +46,7 @@ class EngineSession:
     pid: int
 
     # The number that was reported when the connection was opened. A pooler invents one.
-    told: int
+    reported_pid: int
 
     # The value with which another session cancels its statement. The number alone is
     # ambiguous, since another server may use it, and so may this one after a restart.
@@ -65,7 +65,7 @@ class EngineSession:
         self._await = readable(self.number)
 
     def identify(self) -> None:
-        """Set ``pid`` and ``told`` without changing the session.
+        """Set ``pid`` and ``reported_pid`` without changing the session.
 
         Behind a pooler, another client may use the session next.
         """

@@ -18,26 +18,26 @@ class Maintenance(OpenSessions):
     linger: float
     _release_entry: Callable[[Entry], bool]
 
-    def _tend_from(self, entry: Entry | None) -> None:
+    def _maintain_from(self, entry: Entry | None) -> None:
         """Ensure that the maintenance thread runs and handles an entry in time.
 
         It releases entries at their end, and closes idle sessions. The caller holds the
         mutex.
         """
-        if self._tender is None or not self._tender.is_alive():
-            self._tender = threading.Thread(
-                target=self._tend, name="dlocks-sessions", daemon=True
+        if self._maintainer is None or not self._maintainer.is_alive():
+            self._maintainer = threading.Thread(
+                target=self._maintain, name="dlocks-sessions", daemon=True
             )
-            self._tender.start()
-        if entry is not None and entry.ends_at < self._tends_at:
+            self._maintainer.start()
+        if entry is not None and entry.ends_at < self._maintains_at:
             self._changed.notify()
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         while True:
             with self._mutex:
                 now = clock.now()
                 if not self._sessions():
-                    self._tender = None
+                    self._maintainer = None
                     return
                 held = [entry for entry in self._entries.values() if not entry.waiting]
                 due = [(entry.ends_at + self.grace, entry) for entry in held]
@@ -60,15 +60,15 @@ class Maintenance(OpenSessions):
                 if not over and not idle and not silent:
                     # Idle sessions are checked periodically, so a release need not wake
                     # this thread.
-                    self._tends_at = min(
+                    self._maintains_at = min(
                         [end for end, _ in due], default=now + self.linger
                     )
-                    self._tends_at = min(
-                        self._tends_at, now + max(self.linger, 0.05) / 2
+                    self._maintains_at = min(
+                        self._maintains_at, now + max(self.linger, 0.05) / 2
                     )
-                    self._tends_at = min(
+                    self._maintains_at = min(
                         [
-                            self._tends_at,
+                            self._maintains_at,
                             *(
                                 self._asked_by(one)
                                 for one in self._sessions()
@@ -76,7 +76,7 @@ class Maintenance(OpenSessions):
                             ),
                         ]
                     )
-                    self._changed.wait(self._tends_at - now)
+                    self._changed.wait(self._maintains_at - now)
             for entry in over:
                 self._end(entry)
             for session in idle:

@@ -58,7 +58,7 @@ class MySQLEngineSession(EngineSession):
 
     def identify(self) -> None:
         (self.pid,) = self.first_row("SELECT CONNECTION_ID() + 0")
-        self.told = int(self.raw.thread_id())
+        self.reported_pid = int(self.raw.thread_id())
 
     def begin(self, name: str) -> None:
         version, before, _, after = self.first_row(

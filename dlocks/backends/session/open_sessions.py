@@ -29,7 +29,7 @@ class OpenSessions(ClaimTables):
     """The session that all callers share, and operations on each session."""
 
     session_pooling: bool
-    _tend_from: Callable[[Entry | None], None]
+    _maintain_from: Callable[[Entry | None], None]
 
     def _main_session(self) -> Session:
         main = self._main
@@ -40,7 +40,7 @@ class OpenSessions(ClaimTables):
                 session = self._open()
                 with self._mutex:
                     self._main = session
-                    self._tend_from(None)
+                    self._maintain_from(None)
             return self._main
 
     def _open(self) -> Session:

@@ -27,17 +27,17 @@ class Polling(ClaimRequests):
         """Try to acquire the keys whose waiters have no session."""
         now = clock.now()
         with self._mutex:
-            if not self._line or now < self._polled_at + POLL_EVERY * 0.9:
+            if not self._queued or now < self._polled_at + POLL_EVERY * 0.9:
                 return
             self._polled_at = now
             tried = [
                 entries[0]
-                for name, entries in self._line.items()
+                for name, entries in self._queued.items()
                 if name not in self._foremost
             ][:CLAIMS_PER_TRY]
             for entry in tried:
                 # Begin with other keys the next time.
-                self._line[entry.name] = self._line.pop(entry.name)
+                self._queued[entry.name] = self._queued.pop(entry.name)
         for entry in tried:
             main = self._main_session()
             try:
@@ -45,9 +45,9 @@ class Polling(ClaimRequests):
                 while (
                     self._try_queued(entry, main)
                     and entry.claim.shared
-                    and (line := self._line.get(entry.name))
+                    and (entries := self._queued.get(entry.name))
                 ):
-                    entry = line[0]
+                    entry = entries[0]
             except SessionDiedError as error:
                 self._close_session(main, error)
                 return
@@ -57,14 +57,14 @@ class Polling(ClaimRequests):
 
     def _try_queued(self, entry: Entry, main: Session) -> bool:
         with self._mutex:
-            line = self._line.get(entry.name)
-            if not line or line[0] is not entry or not self._reserve(entry, main):
+            entries = self._queued.get(entry.name)
+            if not entries or entries[0] is not entry or not self._reserve(entry, main):
                 return False
             # No other thread may send it meanwhile.
             entry.waiting = False
-            line.popleft()
-            if not line:
-                del self._line[entry.name]
+            entries.popleft()
+            if not entries:
+                del self._queued[entry.name]
         try:
             if self._ask_for(entry, main) is not None:
                 return True
@@ -83,7 +83,7 @@ class Polling(ClaimRequests):
                 main.remove(entry)
                 entry.session, entry.waiting, entry.ends_at = None, True, math.inf
                 entry.joins, entry.counted = False, True
-                self._line.setdefault(entry.name, deque()).appendleft(entry)
+                self._queued.setdefault(entry.name, deque()).appendleft(entry)
                 return
         # The claim owns a lock by now, which has to be released first.
         self._release_entry(entry)

@@ -85,7 +85,7 @@ class PostgreSQLEngineSession(EngineSession):
             f"SELECT pg_backend_pid() + 0, (SELECT {self._IDENTITY} FROM"
             " pg_stat_get_activity(pg_backend_pid()))"
         )
-        self.told = int(self.pgconn.backend_pid)
+        self.reported_pid = int(self.pgconn.backend_pid)
 
     def begin(self, name: str) -> None:
         # All statements in one round trip, since later no thread may block on a reply.

@@ -51,7 +51,7 @@ class EngineQueue(Polling):
             if entry is None:
                 entry = Entry(claim, self._name(claim.key), waiting=True)
                 self._entries[claim.owner] = entry
-                self._line.setdefault(entry.name, deque()).append(entry)
+                self._queued.setdefault(entry.name, deque()).append(entry)
         self._advance()
         session = entry.session
         if channel and not entry.watched:
@@ -74,14 +74,14 @@ class EngineQueue(Polling):
             session.settle(min(timeout, WAITERS_PER_WAIT))
         except SessionDiedError as error:
             self._close_session(session, error)
-        if self._line:
+        if self._queued:
             self._advance()
         return True
 
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
-        places = {}
+        tickets = {}
         self._advance()
         self._poll()
         for claim in claims:
@@ -93,18 +93,18 @@ class EngineQueue(Polling):
                 continue
             if entry.token is not None:
                 # The claim gets its lease when it is acquired again.
-                places[claim.owner] = Ticket(grant=Grant(entry.token))
+                tickets[claim.owner] = Ticket(grant=Grant(entry.token))
             else:
                 polled = entry.session is None and entry.name not in self._foremost
-                places[claim.owner] = Ticket(
+                tickets[claim.owner] = Ticket(
                     position=1, next_check=POLL_EVERY if polled else float("inf")
                 )
-        return places
+        return tickets
 
     def waiting(self, key: str) -> int:
         name = self._name(key)
         row = self._ask_main("waiting", name)
-        return (int(row[0]) if row else 0) + len(self._line.get(name, ()))
+        return (int(row[0]) if row else 0) + len(self._queued.get(name, ()))
 
     def notifier(self, channel: str) -> Notifier:
         return Grants(self) if channel else OwnThreadNotifier(self.wait)
@@ -141,7 +141,7 @@ class EngineQueue(Polling):
             entry = self._entries.get(owner)
             if entry is not None and entry.token is not None:
                 yield Message(owner=owner)
-        if self._line:
+        if self._queued:
             self._advance()
 
     def _advance(self, *, connecting: bool = True) -> None:
@@ -153,7 +153,7 @@ class EngineQueue(Polling):
         while True:
             with self._mutex:
                 name = next(
-                    (name for name in self._line if name not in self._foremost), None
+                    (name for name in self._queued if name not in self._foremost), None
                 )
                 if name is None:
                     return
@@ -167,9 +167,9 @@ class EngineQueue(Polling):
                     ):
                         return
                     self._reserved += 1
-                entry = self._line[name].popleft()
-                if not self._line[name]:
-                    del self._line[name]
+                entry = self._queued[name].popleft()
+                if not self._queued[name]:
+                    del self._queued[name]
                 self._foremost[name] = entry
             if session is None:
                 try:
@@ -186,7 +186,7 @@ class EngineQueue(Polling):
                 with self._mutex:
                     self._queueing.add(session)
                     self._reserved -= 1
-                    self._tend_from(None)
+                    self._maintain_from(None)
             self._send(entry, session)
 
     def _send(self, entry: Entry, session: Session) -> None:
@@ -225,7 +225,7 @@ class EngineQueue(Polling):
         if self._foremost.get(entry.name) is entry:
             del self._foremost[entry.name]
         if not entry.gone:
-            self._line.setdefault(entry.name, deque()).appendleft(entry)
+            self._queued.setdefault(entry.name, deque()).appendleft(entry)
 
     def _watch(self, entry: Entry, session: Session) -> None:
         with session.mutex:
@@ -295,7 +295,7 @@ class EngineQueue(Polling):
             self._close_session(session)
         elif entry.token is not None:
             self._release_entry(entry)
-        if self._line:
+        if self._queued:
             self._advance(connecting=False)
 
 

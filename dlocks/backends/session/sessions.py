@@ -76,7 +76,7 @@ class Session:
         self.idle_since = clock.now()
         # When the last ping was sent, and when the last ping with a reply was sent.
         self.pinged_at = self.stood_at = clock.now()
-        self._under_way = False
+        self._in_progress = False
         self._on_answer: Callable[[Row | None], None] | None = None
         self._row: Row | None = None
 
@@ -91,7 +91,7 @@ class Session:
         ``on_answer`` is called even if the reply comes late.
         """
         with self.mutex:
-            if self._under_way:
+            if self._in_progress:
                 self.settle_in_time()
             self.start(statement, value, on_answer)
             self.settle_in_time(here=True)
@@ -115,7 +115,7 @@ class Session:
             if self.dead:
                 raise SessionDiedError("it was closed")
             self._on_answer = on_answer
-            self._under_way = True
+            self._in_progress = True
             try:
                 self.wire.send(statement, value)
             except BaseException:
@@ -131,13 +131,13 @@ class Session:
         unless the sender is ``here`` to receive it.
         """
         with self.mutex:
-            if not self._under_way:
+            if not self._in_progress:
                 return True
             if self.dead:
                 raise SessionDiedError("it was closed")
             if not self.wire.wait(timeout):
                 return False
-            self._under_way = False
+            self._in_progress = False
             on_answer, self._on_answer = self._on_answer, None
             try:
                 self._row = self.wire.answer()
@@ -158,7 +158,7 @@ class Session:
     @property
     def is_asked(self) -> bool:
         """Whether a reply is still to come."""
-        return self._under_way
+        return self._in_progress
 
     @property
     def carries(self) -> bool:

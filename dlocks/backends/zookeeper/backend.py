@@ -120,7 +120,7 @@ class ZooKeeperBackend(Waiting):
             session_timeout=seconds(
                 "session_timeout", session_timeout, above_zero=True
             ),
-            patience=seconds("connect_timeout", connect_timeout, above_zero=True),
+            timeout=seconds("connect_timeout", connect_timeout, above_zero=True),
             auth=auth,
             client=dict(client or {}),
             on_lost=self._session_ended,
@@ -165,7 +165,7 @@ class ZooKeeperBackend(Waiting):
             return grant
         self.contended.add(claim.key)
         try:
-            self._release_entry(entry, patience=SOON, had=False)
+            self._release_entry(entry, timeout=SOON, had=False)
         except LockBackendError as error:
             # The key is known to be busy. The node is deleted later.
             if not is_unanswered(error):
@@ -185,7 +185,7 @@ class ZooKeeperBackend(Waiting):
         asked = list(held.values())
         try:
             stats = self.ensemble.ask(
-                *(requests.exists(entry.path) for _, entry in asked), patience=SOON / 2
+                *(requests.exists(entry.path) for _, entry in asked), timeout=SOON / 2
             )
         except LockBackendError as error:
             # The result is unknown, but the rest of each lease is certain.
@@ -231,7 +231,7 @@ class ZooKeeperBackend(Waiting):
         freed = (
             self._release_entry(entry, had=True)
             if entry.token is not None
-            else self._release_entry(entry, patience=SOON)
+            else self._release_entry(entry, timeout=SOON)
         )
         self._close_at_exit()
         return freed
@@ -286,7 +286,7 @@ class ZooKeeperBackend(Waiting):
 
         This releases its holds and cancels its waiters.
         """
-        self._session_ended(tell=False)
+        self._session_ended(notify=False)
         self.ensemble.close()
         # Another thread may meanwhile have read it in the session that has ended.
         self._base = None

@@ -42,7 +42,7 @@ class Entry:
     token: int | None = None
     waiting: bool = False
     # Whether the listening thread reports its turn.
-    told: bool = False
+    is_notified: bool = False
     # Released, but its key stays taken until ``ends_at``.
     kept: bool = False
     # It is being released because its time is over. A later reply does not revive it.
@@ -56,7 +56,7 @@ class Entry:
     ahead: int = 0
     # The node that it watches, and the event that is set when that node changes.
     watched: str = ""
-    stirred: threading.Event = field(default_factory=threading.Event)
+    changed: threading.Event = field(default_factory=threading.Event)
     failing_since: float | None = None
 
     @property
@@ -123,5 +123,5 @@ class ClaimTables(Backend):
         if entry in self._kept:
             self._kept.remove(entry)
         entry.gone, entry.waiting = True, False
-        entry.stirred.set()
+        entry.changed.set()
         self._used_at = clock.now()

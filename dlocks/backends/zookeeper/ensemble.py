@@ -153,13 +153,13 @@ class Ensemble:
         hosts: str,
         *,
         session_timeout: float,
-        patience: float,
+        timeout: float,
         auth: str | None,
         client: Mapping[str, Any],
         on_lost: Callable[[], object],
     ) -> None:
         self.hosts = sorted(f"{host}:{port}" for host, port in collect_hosts(hosts)[0])
-        self.patience = patience
+        self.timeout = timeout
         self.acl = CREATOR_ALL_ACL if auth else OPEN_ACL_UNSAFE
         self._alias = alias
         self._asked_for = session_timeout
@@ -195,7 +195,7 @@ class Ensemble:
         return self._client is not None
 
     def ask(
-        self, *requests: Request, patience: float | None = None, once: bool = False
+        self, *requests: Request, timeout: float | None = None, once: bool = False
     ) -> list[Any]:
         """Send requests together, and return their answers in order.
 
@@ -203,11 +203,11 @@ class Ensemble:
         requests. It makes the leader confirm the session, and ensures that the server
         is up to date when it answers.
 
-        Wait for the session, and retry after a lost answer, for up to ``patience``
+        Wait for the session, and retry after a lost answer, for up to ``timeout``
         seconds. With ``once``, the requests are not sent twice. Raise LockBackendError
         if there is no answer, or if these credentials do not permit a request.
         """
-        until = clock.real_now() + (self.patience if patience is None else patience)
+        until = clock.real_now() + (self.timeout if timeout is None else timeout)
         while True:
             client = self._connected(until)
             number, sent = self.number, clock.now()
@@ -279,9 +279,7 @@ class Ensemble:
 
     def _make(self) -> tuple[Any, float]:
         """Return an unconnected client, and its time limit for one server."""
-        longest = min(
-            min(self.patience, self._asked_for / 3) / len(self.hosts), LONGEST
-        )
+        longest = min(min(self.timeout, self._asked_for / 3) / len(self.hosts), LONGEST)
         handler = Handler(longest)
         client = KazooClient(
             **{
@@ -308,7 +306,7 @@ class Ensemble:
         def hear(timeout: float, request: Any, xid: int | None = None) -> Any:
             # A starting server may accept a connection and then send nothing. A new
             # session takes longer, since most of the servers have to agree to it.
-            at_most = longest if client._session_id else self.patience / len(self.hosts)
+            at_most = longest if client._session_id else self.timeout / len(self.hosts)
             answer = invoke(min(timeout, at_most), request, xid)
             if isinstance(request, Connect) and answer[0].time_out > 0:
                 # The granted timeout may differ from the requested one, and kazoo does

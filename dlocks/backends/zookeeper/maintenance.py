@@ -52,14 +52,14 @@ class Maintenance(Nodes):
         return Grant(entry.token, left if left < entry.claim.ttl else None)
 
     def _release_entry(
-        self, entry: Entry, *, patience: float | None = None, had: bool | None = None
+        self, entry: Entry, *, timeout: float | None = None, had: bool | None = None
     ) -> bool:
         """Delete the node of a claim, and return whether the claim held the key.
 
         If ``had`` is None, this is determined from the queue.
         """
         until = clock.real_now() + (
-            self.ensemble.patience if patience is None else patience
+            self.ensemble.timeout if timeout is None else timeout
         )
         sent = False
         try:
@@ -67,14 +67,14 @@ class Maintenance(Nodes):
                 left = max(0.0, until - clock.real_now())
                 try:
                     if had is None or entry.ticket is None:
-                        line = self._queue_of(entry.parent, left)
-                        entry.ticket = line.marked(entry.mark)
-                        had = entry.ticket in line.granted
+                        node_queue = self._queue_of(entry.parent, left)
+                        entry.ticket = node_queue.marked(entry.mark)
+                        had = entry.ticket in node_queue.granted
                     if entry.ticket is None:
                         return False
                     again, sent = sent, True
                     (answer,) = self.ensemble.ask(
-                        requests.delete(entry.path), patience=left, once=True
+                        requests.delete(entry.path), timeout=left, once=True
                     )
                     if isinstance(answer, NoNodeError):
                         # The previous request may have deleted it, and its reply was
@@ -99,7 +99,7 @@ class Maintenance(Nodes):
             self._orphans[entry] = clock.now() + 2 * self.ensemble.session_timeout
             self._maintain_from(entry)
 
-    def _session_ended(self, *, tell: bool = True) -> None:
+    def _session_ended(self, *, notify: bool = True) -> None:
         """Forget all claims of the session.
 
         Its holds are lost, and its waiters rejoin the queue.
@@ -115,7 +115,7 @@ class Maintenance(Nodes):
                 self._forget(entry)
             self._orphans.clear()
             self._base = None
-        if lost and tell:
+        if lost and notify:
             logger.warning(
                 "The ZooKeeper session of DLOCKS[%r] ended with %d locks",
                 self.alias,
@@ -203,7 +203,7 @@ class Maintenance(Nodes):
                 return
             entry.ending = True
         try:
-            self._release_entry(entry, patience=SOON, had=True)
+            self._release_entry(entry, timeout=SOON, had=True)
         except LockBackendError as error:
             logger.warning(
                 "A claim on %r could not be cancelled yet: %s", entry.claim.key, error
@@ -216,7 +216,7 @@ class Maintenance(Nodes):
                 found := self._queue_of(entry.parent, SOON).marked(entry.mark)
             ) is not None:
                 self.ensemble.ask(
-                    requests.delete(f"{entry.parent}/{found.name}"), patience=SOON
+                    requests.delete(f"{entry.parent}/{found.name}"), timeout=SOON
                 )
         except LockBackendError:
             return

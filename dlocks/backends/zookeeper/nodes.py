@@ -22,8 +22,8 @@ from dlocks.exceptions import LockBackendError
 class Nodes(ClaimTables):
     """The requests about nodes."""
 
-    def _queue_of(self, parent: str, patience: float | None = None) -> NodeQueue:
-        (names,) = self.ensemble.ask(requests.children(parent), patience=patience)
+    def _queue_of(self, parent: str, timeout: float | None = None) -> NodeQueue:
+        (names,) = self.ensemble.ask(requests.children(parent), timeout=timeout)
         return queue_of_names(names)
 
     def _is_busy(self, entry: Entry) -> bool:

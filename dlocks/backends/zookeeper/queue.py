@@ -38,8 +38,8 @@ def node_of(key: str) -> str:
 
 def name_for(mark: str, *, shared: bool, beside: tuple[int, str] | None = None) -> str:
     """Return the name of a claim's node, to which the server adds a number."""
-    place = "" if beside is None else "{}-{}".format(*beside)
-    return f"{mark}.{'shared' if shared else 'alone'}.{place}."
+    position = "" if beside is None else "{}-{}".format(*beside)
+    return f"{mark}.{'shared' if shared else 'alone'}.{position}."
 
 
 class NodeQueue:
@@ -58,7 +58,9 @@ class NodeQueue:
                 _since(first, ticket.number),
             ),
         )
-        self._places = {ticket.name: place for place, ticket in enumerate(self.tickets)}
+        self._places = {
+            ticket.name: position for position, ticket in enumerate(self.tickets)
+        }
         # For each ticket, the last exclusive ticket before it.
         self._alone: list[QueueNode | None] = []
         alone = None
@@ -70,23 +72,23 @@ class NodeQueue:
     def granted(self) -> list[QueueNode]:
         """The tickets at the front, which hold the key."""
         return list(
-            takewhile(lambda ticket: self.in_the_way(ticket) is None, self.tickets)
+            takewhile(lambda ticket: self.blocking(ticket) is None, self.tickets)
         )
 
     def marked(self, mark: str) -> QueueNode | None:
         """Return the ticket with this mark, or None."""
         return next((ticket for ticket in self.tickets if ticket.mark == mark), None)
 
-    def place(self, ticket: QueueNode | None) -> int | None:
+    def position(self, ticket: QueueNode | None) -> int | None:
         """Return the number of tickets before this one, or None if it is absent."""
         return None if ticket is None else self._places.get(ticket.name)
 
-    def in_the_way(self, ticket: QueueNode) -> QueueNode | None:
+    def blocking(self, ticket: QueueNode) -> QueueNode | None:
         """Return the last earlier ticket that excludes this one, or None."""
-        place = self._places[ticket.name]
+        position = self._places[ticket.name]
         if not ticket.shared:
-            return self.tickets[place - 1] if place else None
-        alone = self._alone[place]
+            return self.tickets[position - 1] if position else None
+        alone = self._alone[position]
         return None if alone is None or alone.identity == ticket.beside else alone
 
 
@@ -94,13 +96,13 @@ def _read(name: str) -> QueueNode | None:
     match name.split("."):
         case [mark, ("shared" | "alone") as kind, beside, number]:
             try:
-                place, _, other = beside.rpartition("-")
+                position, _, other = beside.rpartition("-")
                 return QueueNode(
                     name,
                     mark,
                     kind == "shared",
                     int(number),
-                    (int(place), other) if beside else None,
+                    (int(position), other) if beside else None,
                 )
             except ValueError:
                 return None

@@ -32,7 +32,7 @@ POLL_EVERY = 5.0
 class Waiting(Maintenance):
     """The queue of a key, as a waiter sees it."""
 
-    def _join(self, entry: Entry, patience: float | None = None) -> bool:
+    def _join(self, entry: Entry, timeout: float | None = None) -> bool:
         """Create the node of a claim, or find it, and update the claim's state.
 
         Return False if it is gone.
@@ -43,9 +43,9 @@ class Waiting(Maintenance):
             self._entries[entry.claim.owner] = entry
             self._maintain_from(entry)
         until = clock.real_now() + (
-            self.ensemble.patience if patience is None else patience
+            self.ensemble.timeout if timeout is None else timeout
         )
-        line: NodeQueue | None = None
+        node_queue: NodeQueue | None = None
         while entry.ticket is None and not entry.gone:
             try:
                 if self._base is None:
@@ -55,12 +55,14 @@ class Waiting(Maintenance):
                     unsure = False
                 else:
                     unsure = True
-                    line = self._make(entry)
+                    node_queue = self._make(entry)
                     unsure = False
             except LockBackendError as error:
                 if not is_unanswered(error) or clock.real_now() >= until:
                     raise
-        self._see([entry], patience, {} if line is None else {entry.parent: line})
+        self._see(
+            [entry], timeout, {} if node_queue is None else {entry.parent: node_queue}
+        )
         if entry.gone:
             # The node may have been created in the next session.
             self._orphan(entry)
@@ -76,7 +78,7 @@ class Waiting(Maintenance):
             return None
         if entry is None:
             entry = self._entry(claim, waiting=True)
-        entry.told = entry.told or bool(channel)
+        entry.is_notified = entry.is_notified or bool(channel)
         if entry.ticket is None:
             # A claim that has lost its position is not alone in its thread. The other
             # waiters need their heartbeats meanwhile.
@@ -102,7 +104,7 @@ class Waiting(Maintenance):
             return False
         entry.last_seen_at = math.inf
         try:
-            entry.stirred.wait(min(timeout, POLL_EVERY))
+            entry.changed.wait(min(timeout, POLL_EVERY))
             if entry.gone:
                 return False
             try:
@@ -111,7 +113,7 @@ class Waiting(Maintenance):
             except LockBackendError as error:
                 # An unknown state is not a loss. The claim keeps its position while the
                 # session may exist.
-                entry.stirred.set()
+                entry.changed.set()
                 entry.failing_since = entry.failing_since or clock.now()
                 if (
                     not is_unanswered(error)
@@ -145,8 +147,8 @@ class Waiting(Maintenance):
         }
 
     def waiting(self, key: str) -> int:
-        line = self._queue_of(self._parent(key))
-        return len(line.tickets) - len(line.granted)
+        node_queue = self._queue_of(self._parent(key))
+        return len(node_queue.tickets) - len(node_queue.granted)
 
     def notifier(self, channel: str) -> Notifier:
         return Turns(self) if channel else OwnThreadNotifier(self.wait)
@@ -175,7 +177,7 @@ class Waiting(Maintenance):
     def _see(
         self,
         entries: Iterable[Entry],
-        patience: float | None = None,
+        timeout: float | None = None,
         known: Mapping[str, NodeQueue] | None = None,
     ) -> None:
         """Update the state of claims that were not granted yet.
@@ -185,18 +187,22 @@ class Waiting(Maintenance):
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
             for entry in pending:
-                entry.stirred.clear()
-            lines, known = dict(known or {}), None
-            if parents := list({entry.parent for entry in pending} - lines.keys()):
+                entry.changed.clear()
+            node_queues, known = dict(known or {}), None
+            if parents := list(
+                {entry.parent for entry in pending} - node_queues.keys()
+            ):
                 answers = self.ensemble.ask(
-                    *map(requests.children, parents), patience=patience
+                    *map(requests.children, parents), timeout=timeout
                 )
-                lines |= {
+                node_queues |= {
                     parent: queue_of_names(names)
                     for parent, names in zip(parents, answers, strict=True)
                 }
             watching = [
-                entry for entry in pending if self._enqueue(entry, lines[entry.parent])
+                entry
+                for entry in pending
+                if self._enqueue(entry, node_queues[entry.parent])
             ]
             if not watching:
                 return
@@ -207,7 +213,7 @@ class Waiting(Maintenance):
                 for one in watching
             ]
             try:
-                answers = self.ensemble.ask(*reads, patience=patience)
+                answers = self.ensemble.ask(*reads, timeout=timeout)
             except BaseException:
                 for entry in watching:
                     entry.watched = ""
@@ -219,24 +225,24 @@ class Waiting(Maintenance):
                     entry.watched = ""
                     pending.add(entry)
 
-    def _enqueue(self, entry: Entry, line: NodeQueue) -> bool:
+    def _enqueue(self, entry: Entry, node_queue: NodeQueue) -> bool:
         """Update a claim from its queue; return whether it must watch another node."""
         with self._mutex:
             if entry.gone or entry.ending:
                 return False
-            place = line.place(entry.ticket)
-            if entry.ticket is None or place is None:
+            position = node_queue.position(entry.ticket)
+            if entry.ticket is None or position is None:
                 # Another client has deleted the node.
                 self._forget(entry)
                 return False
-            in_the_way = line.in_the_way(entry.ticket)
+            blocking = node_queue.blocking(entry.ticket)
             if entry.beside is not None and all(
-                ticket.identity != entry.beside[1] for ticket in line.tickets
+                ticket.identity != entry.beside[1] for ticket in node_queue.tickets
             ):
                 # The hold to which it is added was deleted, and another claim may have
                 # held the key since.
                 return False
-            if in_the_way is None:
+            if blocking is None:
                 # A claim that is added to a hold of the same caller gets that hold's
                 # token, since other claims may have arrived in between.
                 entry.token = entry.number if entry.beside is None else entry.beside[0]
@@ -244,10 +250,10 @@ class Waiting(Maintenance):
                 entry.ends_at = clock.now() + entry.claim.ttl
                 self._maintain_from(entry)
                 return False
-            entry.ahead = place - len(line.granted)
-            if not entry.waiting or entry.watched == in_the_way.name:
+            entry.ahead = position - len(node_queue.granted)
+            if not entry.waiting or entry.watched == blocking.name:
                 return False
-            entry.watched = in_the_way.name
+            entry.watched = blocking.name
             return True
 
     def _on_watch(self, entry: Entry, event: Any) -> None:
@@ -256,8 +262,8 @@ class Waiting(Maintenance):
         if entry.gone:
             return
         entry.watched = ""
-        entry.stirred.set()
-        if entry.told:
+        entry.changed.set()
+        if entry.is_notified:
             self._turns.put(entry)
 
 

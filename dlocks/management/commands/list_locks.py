@@ -139,8 +139,8 @@ class Command(LockCommand):
                     f"    held by {describe(share)}, {mode(share)} (token"
                     f" {share.version})"
                 )
-        for place, claim in _queued(claims):
-            number = "-" if place is None else place
+        for position, claim in _queued(claims):
+            number = "-" if position is None else position
             self.stdout.write(f"    {number}. {describe(claim)}, {mode(claim)}")
 
     def _cells(self, lock: LockRow, prefix: str) -> tuple[str, ...]:
@@ -181,7 +181,8 @@ class Command(LockCommand):
                         if share.version is not None
                     ]
                     fields["line"] = [
-                        _queue_fields(place, claim) for place, claim in _queued(claims)
+                        _queue_fields(position, claim)
+                        for position, claim in _queued(claims)
                     ]
                 self.stdout.write(before + json.dumps(fields), ending="")
                 before = ",\n "
@@ -217,11 +218,11 @@ class Command(LockCommand):
 
 def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
     """Yield queued claims with their positions, or None without a heartbeat."""
-    place = 0
+    position = 0
     for claim in claims:
         if claim.version is None:
-            place += claim.state == ClaimState.WAITING
-            yield place if claim.state == ClaimState.WAITING else None, claim
+            position += claim.state == ClaimState.WAITING
+            yield position if claim.state == ClaimState.WAITING else None, claim
 
 
 def _claim_fields(claim: LockRow) -> dict[str, Any]:
@@ -248,9 +249,9 @@ def _share_fields(share: LockRow) -> dict[str, Any]:
     }
 
 
-def _queue_fields(place: int | None, claim: LockRow) -> dict[str, Any]:
+def _queue_fields(position: int | None, claim: LockRow) -> dict[str, Any]:
     return {
-        "place": place,
+        "place": position,
         **_claim_fields(claim),
         "seconds_waited": round(claim.seconds_held, 3),
     }

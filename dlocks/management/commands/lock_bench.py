@@ -160,7 +160,7 @@ class Command(BaseCommand):
                 if "error" in result:
                     continue
                 what = "one process" if name == "alone" else f"{processes} processes"
-                told = f"[{done + 1}/{len(steps)}] {alias}, {what}"
+                step = f"[{done + 1}/{len(steps)}] {alias}, {what}"
                 try:
                     if name == "alone":
                         result[name] = alone(
@@ -168,23 +168,23 @@ class Command(BaseCommand):
                         )
                         self._progress(
                             options,
-                            f"{told}: {number_of(result[name]['pair_p50_us'])} µs",
+                            f"{step}: {number_of(result[name]['pair_p50_us'])} µs",
                         )
                     elif (why := why_not_together(backends[alias])) is not None:
                         result["note"] = why
-                        self._progress(options, f"{told}: not measured, since it {why}")
+                        self._progress(options, f"{step}: not measured, since it {why}")
                     else:
                         result[name] = together(
                             crew, Plan(alias, keys[alias], hold), seconds
                         )
                         self._progress(
                             options,
-                            f"{told}: {number_of(result[name]['grants_per_s'])}"
+                            f"{step}: {number_of(result[name]['grants_per_s'])}"
                             " grants/s",
                         )
                 except NotMeasured as error:
                     result["error"] = str(error)
-                    self._progress(options, f"{told}: {error}")
+                    self._progress(options, f"{step}: {error}")
 
     def _progress(self, options: dict[str, Any], text: str) -> None:
         if options["verbosity"] > 0:

@@ -49,7 +49,7 @@ class Command(LockCommand):
         history_for = _seconds("--history-for", options["history_for"])
         will = "would be " if dry_run else ""
         idle = None if idle_for is None else _seconds("--idle-for", idle_for)
-        told = []
+        results = []
         freed = deleted = forgotten = 0
         try:
             # Deletion comes first, so that a dry run counts the same rows. Each batch
@@ -57,18 +57,18 @@ class Command(LockCommand):
             if idle is not None:
                 for number in backend.purge(idle, dry_run=dry_run):
                     deleted += number
-                told.append(
+                results.append(
                     f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted"
                 )
             for number in backend.reap(dry_run=dry_run):
                 freed += number
-            told.insert(
+            results.insert(
                 0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}cleared"
             )
             for number in backend.delete_older_than(history_for, dry_run=dry_run):
                 forgotten += number
             if forgotten or backend.history:
-                told.append(
+                results.append(
                     f"{forgotten} record{'' if forgotten == 1 else 's'} of the history"
                     f" {will}deleted"
                 )
@@ -84,7 +84,7 @@ class Command(LockCommand):
                     alias=backend.alias,
                     database=backend.database,
                 )
-        self.stdout.write(", ".join(told) + ".")
+        self.stdout.write(", ".join(results) + ".")
 
 
 def _seconds(option: str, duration: str) -> float:

@@ -67,7 +67,7 @@ def this_host() -> str:
 @cache
 def _key() -> bytes:
     return hashlib.sha256(
-        b"dlocks.neighbours" + force_bytes(settings.SECRET_KEY)
+        b"dlocks.datagrams" + force_bytes(settings.SECRET_KEY)
     ).digest()
 
 
@@ -107,7 +107,7 @@ class DatagramSocket:
         # socket gets no ResourceWarning.
         self._number = bound.detach()
         self._identity = self._identified()
-        _doors.add(self)
+        _sockets.add(self)
 
     @classmethod
     def open(cls, channel: str) -> DatagramSocket | None:
@@ -151,9 +151,9 @@ class DatagramSocket:
 
     def read(self) -> list[str]:
         """Return the messages that have arrived since the last call."""
-        told: list[str] = []
+        messages: list[str] = []
         if not self.is_open:
-            return told
+            return messages
         with suppress(OSError):
             for _ in range(MESSAGES_PER_DATAGRAM):
                 signature, _, text = (
@@ -162,8 +162,8 @@ class DatagramSocket:
                     .partition("\n")
                 )
                 if hmac.compare_digest(signature.encode(), _signature(text).encode()):
-                    told += text.split("\n")
-        return told
+                    messages += text.split("\n")
+        return messages
 
     def close(self) -> None:
         if self.is_open:
@@ -174,7 +174,7 @@ class DatagramSocket:
     __del__ = close
 
 
-def tell(channel: str, messages: Sequence[str]) -> bool:
+def send(channel: str, messages: Sequence[str]) -> bool:
     """Send messages to a process on the same host, on its channel.
 
     Return False if no process listens, or if it has not read for a long time.
@@ -199,13 +199,13 @@ def _sender() -> socket.socket:
     return sender
 
 
-_doors: weakref.WeakSet[DatagramSocket] = weakref.WeakSet()
+_sockets: weakref.WeakSet[DatagramSocket] = weakref.WeakSet()
 
 
 def _forked() -> None:
     # The sockets belong to the parent. Through a child's copies, they would still
     # accept datagrams after the parent has ended.
-    for one in list(_doors):
+    for one in list(_sockets):
         one.close()
 
 

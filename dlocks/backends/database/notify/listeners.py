@@ -42,11 +42,11 @@ class PostgreSQLNotifier(Notifier):
     The same thread also uses the connection for statements.
     """
 
-    def __init__(self, connection: Any, door: DatagramSocket | None) -> None:
+    def __init__(self, connection: Any, datagram_socket: DatagramSocket | None) -> None:
         from psycopg import Error as DriverError
 
         self._connection = connection
-        self._door = door
+        self._datagram_socket = datagram_socket
         self._error = DriverError
         self.receive_lock = threading.RLock()
         self._messages: deque[str] = deque()
@@ -60,7 +60,7 @@ class PostgreSQLNotifier(Notifier):
         cls,
         wrapper: BaseDatabaseWrapper,
         channel: str,
-        door: DatagramSocket | None,
+        datagram_socket: DatagramSocket | None,
         *,
         through_a_pooler: bool,
     ) -> Self | None:
@@ -80,7 +80,7 @@ class PostgreSQLNotifier(Notifier):
             if pid != connection.info.backend_pid and not through_a_pooler:
                 return None
             cursor.execute(f"LISTEN {wrapper.ops.quote_name(channel)}")
-        return cls(connection, door)
+        return cls(connection, datagram_socket)
 
     def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
         if not self._messages:
@@ -112,10 +112,12 @@ class PostgreSQLNotifier(Notifier):
 
         Return True if only the server has sent data.
         """
-        door = -1 if self._door is None else self._door.fileno()
-        found = ready(*{socket, door} - {-1}, timeout=timeout)
-        if self._door is not None and door in found:
-            self._messages.extend(self._door.read())
+        datagrams = (
+            -1 if self._datagram_socket is None else self._datagram_socket.fileno()
+        )
+        found = ready(*{socket, datagrams} - {-1}, timeout=timeout)
+        if self._datagram_socket is not None and datagrams in found:
+            self._messages.extend(self._datagram_socket.read())
         return socket in found and not self._messages
 
     def _drain(self, pgconn: Any) -> None:
@@ -138,13 +140,15 @@ def _parsed(text: str) -> Message:
 class DatagramListener(Notifier):
     """A listener for the datagrams of processes on the same host."""
 
-    def __init__(self, door: DatagramSocket, *, hears_all: bool = True) -> None:
+    def __init__(
+        self, datagram_socket: DatagramSocket, *, hears_all: bool = True
+    ) -> None:
         self.hears_all = hears_all
         self.beside = self
-        self._door = door
+        self._datagram_socket = datagram_socket
 
     def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
-        return [_parsed(text) for text in self._door.wait(timeout)]
+        return [_parsed(text) for text in self._datagram_socket.wait(timeout)]
 
 
 class MySQLNotifier(Notifier):
@@ -168,8 +172,12 @@ class MySQLNotifier(Notifier):
 
     asks = True
 
-    def __init__(self, statements: Statements, door: DatagramSocket | None) -> None:
-        self.beside = None if door is None else DatagramListener(door)
+    def __init__(
+        self, statements: Statements, datagram_socket: DatagramSocket | None
+    ) -> None:
+        self.beside = (
+            None if datagram_socket is None else DatagramListener(datagram_socket)
+        )
         self._statements = statements
         self._wrapper = statements.connection
         self._session = self._wrapper.connection
@@ -178,7 +186,10 @@ class MySQLNotifier(Notifier):
 
     @classmethod
     def on(
-        cls, statements: Statements, channel: str, door: DatagramSocket | None
+        cls,
+        statements: Statements,
+        channel: str,
+        datagram_socket: DatagramSocket | None,
     ) -> Self | None:
         """Acquire the channel's named lock, or return None.
 
@@ -197,7 +208,7 @@ class MySQLNotifier(Notifier):
                     cursor.execute("KILL QUERY CONNECTION_ID()")
         except DatabaseError as error:
             if error.args[:1] == (INTERRUPTED,):
-                return cls(statements, door)
+                return cls(statements, datagram_socket)
             raise
         return None
 
@@ -262,11 +273,11 @@ class MySQLNotifier(Notifier):
         if not rows:
             # The query was interrupted, because the turn of a claim has come.
             return Ticket(next_check=0.0)
-        ((count, soon, ticks),) = rows
+        ((count, next_check, ticks),) = rows
         if count != len(claims):
             return None
         return Ticket(
-            next_check=math.inf if soon is None else float(soon),
+            next_check=math.inf if next_check is None else float(next_check),
             clock=int(ticks) / MICROSECONDS,
         )
 

@@ -16,8 +16,8 @@ from dlocks.backends.database.notify.datagram import (
     TAG,
     DatagramSocket,
     is_same_host,
+    send,
     tag,
-    tell,
     this_host,
 )
 from dlocks.backends.database.notify.listeners import (
@@ -48,7 +48,7 @@ class Notifications(Statements):
     _refused = False
 
     # The socket on which processes on the same host notify this process of its grants.
-    _door: DatagramSocket | None = None
+    _datagram_socket: DatagramSocket | None = None
 
     move_on: Callable[[str], bool]
 
@@ -56,23 +56,23 @@ class Notifications(Statements):
         if self.listening is False or not channel:
             return None
         if (
-            self._door is None
-            or self._door.channel != channel
-            or not self._door.is_open
+            self._datagram_socket is None
+            or self._datagram_socket.channel != channel
+            or not self._datagram_socket.is_open
         ):
-            self._door = DatagramSocket.open(channel)
-        door = self._door
-        if door is not None:
+            self._datagram_socket = DatagramSocket.open(channel)
+        datagram_socket = self._datagram_socket
+        if datagram_socket is not None:
             server = (
                 self._rows(f"SELECT {self.dialect.server}", {})[0][0]
                 if self.dialect.server
                 else ""
             )
             channel = this_host() + channel + TAG + tag(server)
-        listener = self._listen_to_the_server(channel, door)
-        if listener is None and door is not None:
+        listener = self._listen_to_the_server(channel, datagram_socket)
+        if listener is None and datagram_socket is not None:
             listener, channel = (
-                DatagramListener(door, hears_all=self.dialect.one_writer),
+                DatagramListener(datagram_socket, hears_all=self.dialect.one_writer),
                 channel + ALONE,
             )
         if listener is not None:
@@ -80,16 +80,16 @@ class Notifications(Statements):
         return listener
 
     def _listen_to_the_server(
-        self, channel: str, door: DatagramSocket | None
+        self, channel: str, datagram_socket: DatagramSocket | None
     ) -> Notifier | None:
         try:
             if self.connection.vendor == "postgresql":
                 pooled = self.listening is True
                 return PostgreSQLNotifier.on(
-                    self.connection, channel, door, through_a_pooler=pooled
+                    self.connection, channel, datagram_socket, through_a_pooler=pooled
                 )
             if self.connection.vendor == "mysql" and not threads_are_green():
-                return MySQLNotifier.on(self, channel, door)
+                return MySQLNotifier.on(self, channel, datagram_socket)
         except Error as error:
             if (
                 self.connection.vendor == "mysql"
@@ -163,7 +163,7 @@ class Notifications(Statements):
         If the notification is lost, the process polls some time later.
         """
         if (
-            is_same_host(channel, server) and tell(channel, messages)
+            is_same_host(channel, server) and send(channel, messages)
         ) or channel.endswith(ALONE):
             return
         if not self.dialect.wake:
