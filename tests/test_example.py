@@ -223,7 +223,7 @@ def test_a_sold_out_product_cannot_be_bought(last_one, client):
 def test_a_customer_who_waits_too_long_gets_a_409(
     product, client, in_other_thread, monkeypatch
 ):
-    monkeypatch.setattr(views, "PATIENCE", 0.05)
+    monkeypatch.setattr(views, "TIMEOUT", 0.05)
     hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
     try:
         answer = client.post(f"/shop/products/{product.pk}/buy/")

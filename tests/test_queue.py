@@ -695,7 +695,7 @@ def test_a_claim_of_unknown_position_leaves_the_queue(
 
     def put(batch):
         together(batch)
-        batch[0].place = None
+        batch[0].ticket = None
 
     def wait():
         with (
@@ -1953,7 +1953,7 @@ def hung():
     assert batch == [leader, follower]
     # The follower has waited long enough, and joins the queue by itself.
     backend._queue_together(entrance.with_others(follower))
-    assert follower.place.position
+    assert follower.ticket.position
     return backend, holder, leader, follower, lambda: backend._queue_together(batch)
 
 
@@ -1968,9 +1968,9 @@ def test_a_released_claim_of_a_late_batch_is_not_queued_again(
     assert backend.release(follower.claim)
     assert backend.acquire(holder)
     go_on()
-    assert leader.place.position
+    assert leader.ticket.position
     assert list(LockClaim.objects.values_list("owner", "id")) == [
-        (leader.claim.owner, leader.place.position)
+        (leader.claim.owner, leader.ticket.position)
     ]
     assert ResourceLock.objects.get(pk="stock:7").waiters == 1
     assert backend.release(holder)
@@ -2002,7 +2002,7 @@ def test_a_holder_does_not_join_the_queue(using):
     assert place.must_retry
     batch = [QueueRequest(claim, "") for claim in (holder, other)]
     backend._queue_together(batch)
-    assert batch[0].place is None
+    assert batch[0].ticket is None
     assert not LockClaim.objects.filter(owner=holder.owner).exists()
     assert backend.release(holder)
     LockClaim.objects.all().delete()

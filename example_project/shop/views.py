@@ -20,7 +20,7 @@ from example_project.shop.sale import TITLES, Round
 from example_project.shop.services import NO_LOCK
 
 # Seconds for which a request waits while other customers buy.
-PATIENCE = 2.0
+TIMEOUT = 2.0
 
 
 @require_GET
@@ -34,7 +34,7 @@ def buy(request: HttpRequest, product_id: int) -> HttpResponse:
     product = get_object_or_404(Product, pk=product_id)
     buyer = request.user.get_username() or "a guest"
     try:
-        purchase = services.buy(product.pk, buyer, timeout=PATIENCE)
+        purchase = services.buy(product.pk, buyer, timeout=TIMEOUT)
     except (LockTimeout, services.TooBusyError):
         return render(request, "shop/busy.html", {"product": product}, status=409)
     if not purchase.sold:

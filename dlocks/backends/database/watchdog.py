@@ -9,8 +9,8 @@ statement, and would remain in the caller's session.
 Instead, one daemon thread finds the statements that take long. It checks on a
 connection of its own whether the table is locked, and cancels a statement only then. A
 statement may take long for other reasons, such as a commit that waits for a standby. A
-release under ``waiting_allowed()`` waits, since an error would leave the key taken until its
-lease expires.
+release under ``waiting_allowed()`` waits, since an error would leave the key taken
+until its lease expires.
 """
 
 from __future__ import annotations
