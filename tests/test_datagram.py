@@ -418,7 +418,7 @@ def test_a_waiter_polls_if_no_thread_can_be_started(nearby, in_line, monkeypatch
         start(self)
 
     room = Waiters(backends["default"])
-    monkeypatch.setattr(backends["default"], "room", room)
+    monkeypatch.setattr(backends["default"], "waiters", room)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     giver = nearby()
     giver.call(jobs.acquire, "stock:7")

@@ -190,7 +190,7 @@ def test_all_threads_in_wait_learn_of_the_end_of_a_lead(elections, monkeypatch):
             for _ in range(4):
                 threading.Thread(target=work, daemon=True).start()
             waiting.wait(10)
-            while len(one._bells_of_work) < 4:
+            while len(one._wakeups_of_work) < 4:
                 time.sleep(0.001)
             raise ZeroDivisionError
 
@@ -348,7 +348,7 @@ def test_a_fork_of_a_leader_does_not_wait_for_its_parent(elections, monkeypatch)
     assert elected.wait(10)
     inherited = copy.copy(one)
     # A forked process has a wakeup of its own.
-    inherited._ring = lambda: None
+    inherited._wake = lambda: None
     with monkeypatch.context() as patched:
         patched.setattr(election.os, "getpid", lambda: 1)
         assert not inherited.is_leader
