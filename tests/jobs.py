@@ -1089,7 +1089,7 @@ def migrate_only(pipe):
 def wait_and_time_out(pipe, key):
     """Wait for a key that another thread of this process holds.
 
-    Then close this thread's connections. Return the name of the error.
+    Then close this process's connections. Return the name of the error.
     """
     taken, done = threading.Event(), threading.Event()
 
@@ -1110,6 +1110,9 @@ def wait_and_time_out(pipe, key):
         done.set()
         thread.join(30)
         connections.close_all()
+        close_pool = getattr(connections["default"], "close_pool", None)
+        if close_pool is not None:
+            close_pool()
 
 
 def enter_and_leave(pipe, key, *, seconds, **policy):

@@ -51,9 +51,12 @@ DATABASES = {
 }
 # Other options of the driver, for example '{"pool": true}'.
 if "DLOCKS_TEST_OPTIONS" in os.environ:
-    DATABASES["default"].setdefault("OPTIONS", {}).update(
-        json.loads(os.environ["DLOCKS_TEST_OPTIONS"])
-    )
+    options = DATABASES["default"].setdefault("OPTIONS", {})
+    options |= json.loads(os.environ["DLOCKS_TEST_OPTIONS"])
+    if options.get("pool") is True:
+        # Some tests wait in 30 threads. Django's default of 4 connections is tested in
+        # tests/test_pools.py.
+        options["pool"] = {"min_size": 1, "max_size": 40, "timeout": 20}
 
 PESSIMISTIC = "dlocks.backends.database.PessimisticBackend"
 WATCHING = {"expiry": "observed", "ttl": 2.0, "grace": 0.2}

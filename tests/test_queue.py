@@ -469,7 +469,9 @@ async def test_a_thousand_waiting_tasks_use_at_most_three_connections(until):
     await asyncio.gather(*tasks)
     assert len(served) == number
     assert served == sorted(set(served)), "in the order of their tokens"
-    assert 2 <= most - others <= 3
+    # A pool may have opened some of them before.
+    pooled = "pool" in connections.settings["default"].get("OPTIONS", {})
+    assert (0 if pooled else 2) <= most - others <= 3
 
 
 @pytest.mark.psycopg3
@@ -608,15 +610,15 @@ def test_a_claim_that_times_out_leaves_the_queue(in_line, in_other_thread):
 
 
 @pytest.fixture
-def turn_comes_on_the_way(monkeypatch, in_other_thread):
-    """Return a function that releases a hold just after a claim has queued.
+def turn_comes_on_the_way(monkeypatch):
+    """Return a function that calls another one just after a claim has queued.
 
     The thread of the claim does not know yet that the claim is in the queue.
     """
     backend = backends["default"]
     together, rows = backend._queue_together, backend._rows
 
-    def arrange(held):
+    def arrange(release):
         def queue_together(batch):
             monkeypatch.setattr(backend, "_queue_together", together)
             # Act as if other transactions keep the lock row locked at that moment.
@@ -627,7 +629,7 @@ def turn_comes_on_the_way(monkeypatch, in_other_thread):
         def rows_after(sql, parameters):
             if sql.startswith("SELECT owner, id FROM"):
                 monkeypatch.setattr(backend, "_rows", rows)
-                in_other_thread(held.release)
+                release()
             return rows(sql, parameters)
 
         monkeypatch.setattr(backend, "_queue_together", queue_together)
@@ -665,10 +667,12 @@ def row_is_locked(workers, monkeypatch):
 @pytest.mark.parametrize("method", ["_queue", "acquire"])
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
 def test_a_granted_claim_leaves_the_queue(
-    scope, method, turn_comes_on_the_way, row_is_locked, threads, in_other_thread
+    scope, method, turn_comes_on_the_way, row_is_locked, threads, workers
 ):
     """The row may be locked by others while the caller queues or acquires."""
-    turn_comes_on_the_way(in_other_thread(db_lock("stock:7").acquire))
+    _, holder = workers(2)
+    assert holder.call(jobs.acquire, "stock:7")
+    turn_comes_on_the_way(lambda: holder.call(jobs.release_all))
     row_is_locked(method)
 
     def wait():
@@ -945,10 +949,11 @@ def test_an_interrupt_restores_the_busy_timeout_of_sqlite(monkeypatch):
 
 @SERVERS
 def test_an_interrupted_grant_is_released_in_its_transaction(
-    threads, in_other_thread, monkeypatch
+    threads, workers, monkeypatch
 ):
     """A release outside the transaction would wait for the transaction's end."""
-    held = in_other_thread(db_lock("stock:7").acquire)
+    (holder,) = workers(1)
+    assert holder.call(jobs.acquire, "stock:7")
     backend = backends["default"]
     hold = Attempt._hold
 
@@ -960,7 +965,7 @@ def test_an_interrupted_grant_is_released_in_its_transaction(
     def queue(*arguments):
         monkeypatch.undo()
         monkeypatch.setattr(Attempt, "_hold", interrupted)
-        in_other_thread(held.release)
+        holder.call(jobs.release_all)
         return backend.enqueue(*arguments)
 
     monkeypatch.setattr(backend, "enqueue", queue)
