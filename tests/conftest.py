@@ -11,7 +11,9 @@ from importlib.util import find_spec
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core.signals import setting_changed
 from django.db import OperationalError, connection, connections
+from django.dispatch import receiver
 
 from tests import browser as chromium
 from tests.internals import DatabaseBackend, backends, holds_by_caller, keeper
@@ -25,6 +27,17 @@ def pytest_configure(config):
     if not config.pluginmanager.has_plugin("dlocks"):
         config.pluginmanager.import_plugin("dlocks.pytest_plugin")
     witness.start()
+
+
+@receiver(setting_changed)
+def _open_new_pools(*, setting, **_):
+    """Close the pools, whose sessions keep the time zone of their beginning."""
+    if setting not in {"USE_TZ", "TIME_ZONE"}:
+        return
+    for wrapper in connections.all(initialized_only=True):
+        if "pool" in wrapper.settings_dict["OPTIONS"] and not wrapper.in_atomic_block:
+            wrapper.close()
+            wrapper.close_pool()
 
 
 def pytest_addoption(parser):

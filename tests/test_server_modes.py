@@ -151,4 +151,5 @@ def test_the_isolation_level_of_the_server_is_checked(level, warned):
             assert "repeatable read" in message.msg
             assert "default_transaction_isolation" in message.hint
     finally:
+        connection.cursor().execute("RESET default_transaction_isolation")
         connection.close()
