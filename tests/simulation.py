@@ -24,13 +24,16 @@ from dlocks import (
     db_lock,
 )
 from tests.internals import (
+    DONE,
     HANDOVER_LEASE,
     HEARTBEAT_TIMEOUT,
+    Acquisition,
     Backend,
     Claim,
     Grant,
     Keeper,
     Message,
+    ThreadWakeup,
     Ticket,
     Waiters,
     acquire,
@@ -273,7 +276,8 @@ class Simulation:
         self.backends = [SimulatedBackend(number, self) for number in range(CALLERS)]
         self.rooms = [Room(backend) for backend in self.backends]
         self.people = [Person() for _ in range(CALLERS)]
-        self.attempts: list[acquire.Attempt | None] = [None] * CALLERS
+        # The acquisition of each caller, and the generator of its steps.
+        self.attempts: list[Any] = [None] * CALLERS
         self.holds: list[Hold | None] = [None] * CALLERS
         # The actors that are in the middle of a step. A step may go on after its caller
         # has released the hold.
@@ -350,20 +354,21 @@ class Simulation:
         attempt = self.attempts[number]
         if attempt is None:
             lock = db_lock(KEY, using=f"simulated {number}", renew=number != 2)
-            attempt = self.attempts[number] = acquire.Attempt(
-                lock, self.people[number], lambda: None, wait=True
+            acquisition = Acquisition(
+                lock, self.people[number], ThreadWakeup(), wait=True
             )
+            attempt = self.attempts[number] = acquisition, acquisition.steps()
+        acquisition, steps = attempt
         floor = max(self.tokens, default=0)
         began = self.database.token
         try:
-            hold = attempt.once()
-            if hold is None:
-                attempt.pause()
+            if next(steps, DONE) is not DONE:
                 return
+            hold = acquisition.hold
         except LockError as error:
             assert isinstance(error, (LockTimeout, LockBackendError)), error
             self.attempts[number] = None
-            attempt.cancel()
+            acquisition.cancel()
             return
         self.attempts[number] = None
         self.holds[number] = hold

@@ -38,13 +38,14 @@ from tests.internals import (
     HANDOVER_LEASE,
     HEARTBEAT_TIMEOUT,
     SQLITE_BUSY_TIMEOUT_MS,
-    Attempt,
+    Acquisition,
     Claim,
     LockClaim,
     Message,
     QueueBatcher,
     QueueRequest,
     ResourceLock,
+    ThreadWakeup,
     Ticket,
     Waiter,
     Waiters,
@@ -220,8 +221,8 @@ def test_a_grant_message_read_after_its_end_gives_no_hold():
     The ticket may have been updated in between, with a later clock.
     """
     waiter = Waiter(claim(ttl=30), lambda: None)
-    attempt = Attempt(
-        db_lock("stock:7"), threading.current_thread(), lambda: None, wait=True
+    attempt = Acquisition(
+        db_lock("stock:7"), threading.current_thread(), ThreadWakeup(), wait=True
     )
     now = clock.now()
     waiter.apply(Ticket(position=1, clock=1000.0), now - 4.0)
@@ -955,7 +956,7 @@ def test_an_interrupted_grant_is_released_in_its_transaction(
     (holder,) = workers(1)
     assert holder.call(jobs.acquire, "stock:7")
     backend = backends["default"]
-    hold = Attempt._hold
+    hold = Acquisition._hold
 
     def interrupted(self, *arguments):
         if self.claim.scope == "transaction":
@@ -964,7 +965,7 @@ def test_an_interrupted_grant_is_released_in_its_transaction(
 
     def queue(*arguments):
         monkeypatch.undo()
-        monkeypatch.setattr(Attempt, "_hold", interrupted)
+        monkeypatch.setattr(Acquisition, "_hold", interrupted)
         holder.call(jobs.release_all)
         return backend.enqueue(*arguments)
 
@@ -1044,14 +1045,14 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
     Its timeout passes before it has queued. It still tries to acquire the key.
     """
     backends["default"]._contended_keys.add("stock:7")
-    better_in_line, hints = Attempt._should_queue, []
+    better_in_line, hints = Acquisition._should_queue, []
 
     def slow(self, claim):
         hints.append(better_in_line(self, claim))
         time.sleep(0.25 if hints[-1] else 0.0)
         return hints[-1]
 
-    monkeypatch.setattr(Attempt, "_should_queue", slow)
+    monkeypatch.setattr(Acquisition, "_should_queue", slow)
     with db_lock("stock:7", timeout=0.2) as hold:
         assert hold.waited >= 0.2
     assert hints == [True, False]

@@ -1,13 +1,12 @@
-"""Attempts to acquire a lock: the requests, the grants and the cancellation."""
+"""The acquisition of a lock: the requests, the grants and the cancellation."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
 from dlocks.core.callers import hold_by, holds_by_caller, run_outside
@@ -28,31 +27,31 @@ T = TypeVar("T")
 logger = logging.getLogger("dlocks")
 
 
-class Trying(Protocol):
-    """The steps in which one caller acquires a lock. See ``Attempt``."""
+class Acquisition(Wait):
+    """The acquisition of a lock by one caller.
 
-    @property
-    def in_transaction(self) -> bool: ...
-    def once(self) -> Hold | None: ...
-    def pause(self) -> float | None: ...
-    def waits_here(self, pause: float | None, wakeup: threading.Event) -> bool: ...
-    def cancel(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Attempt(Wait):
-    """One caller's attempt to acquire a lock.
-
-    It enters the caller's hold, or claims the key and waits for it. ``wake`` is called,
-    in any thread, when a retry before the end of a pause is worthwhile.
+    It enters the caller's hold, or claims the key and waits for it. A driver runs its
+    steps (see ``dlocks.core.drive``). ``wakeup.wake()`` is called, in any thread, when
+    a retry before the end of a pause is worthwhile.
     """
 
     hold: Hold | None = None
     # Whether the last request was granted.
     granted = False
 
-    def once(self) -> Hold | None:
-        """Try once, and return the hold or None."""
+    def steps(self) -> Iterator[float | None]:
+        """Request the key until it is granted, and set ``hold``.
+
+        Yield the seconds until the next request, or None for no limit. Raise
+        LockTimeout when ``timeout`` has passed.
+        """
+        while (hold := self._once()) is None:
+            self.wakeup.arm()
+            yield self._next_pause()
+        self.hold = hold
+
+    def _once(self) -> Hold | None:
+        """Request the key once, and return the hold or None."""
         if self.claim is not None and self._kept_for() == 0:
             # The caller can now enter the hold that it left. Waiting would be in vain.
             self.cancel()
@@ -77,37 +76,39 @@ class Attempt(Wait):
 
     @staticmethod
     def ask_for(
-        attempts: Sequence[Attempt], acquire: Callable[[A], T | None], claimed: A
+        acquisitions: Sequence[Acquisition],
+        acquire: Callable[[A], T | None],
+        claimed: A,
     ) -> T | None:
         """Request the claims, and record whether they may have been granted."""
-        for attempt in attempts:
-            attempt.asked = attempt.unknown = True
-            attempt.granted = False
+        for one in acquisitions:
+            one.asked = one.unknown = True
+            one.granted = False
         answer: T | None = None
         try:
-            answer = attempts[0]._ask(acquire, claimed)
+            answer = acquisitions[0]._ask(acquire, claimed)
         except TableLockedError:
-            for attempt in attempts:
+            for one in acquisitions:
                 # A release would wait for the table too, and end the caller's
                 # transaction.
-                attempt.unknown = not attempt.in_transaction
+                one.unknown = not one.in_transaction
             raise
         except LockBackendError:
             raise
         except (LockError, RuntimeError, UnstorableKeyError) as refusal:
             # A refused request has granted nothing to release. For a lease, a
             # RuntimeError is no refusal. A signal handler has raised it.
-            for attempt in attempts:
-                attempt.unknown = (
-                    isinstance(refusal, RuntimeError) and not attempt.in_transaction
+            for one in acquisitions:
+                one.unknown = (
+                    isinstance(refusal, RuntimeError) and not one.in_transaction
                 )
             if not (
                 isinstance(refusal, LockNotAwaitable)
-                and all(attempt.timeout == 0 for attempt in attempts)
+                and all(one.timeout == 0 for one in acquisitions)
             ):
                 raise
-        for attempt in attempts:
-            attempt.unknown = attempt.granted = answer is not None
+        for one in acquisitions:
+            one.unknown = one.granted = answer is not None
         return answer
 
     def accept(self, grant: Grant, sent: float) -> Hold | None:
@@ -121,7 +122,7 @@ class Attempt(Wait):
         return self._hold(claim, grant, sent)
 
     def cancel(self) -> None:
-        """Cancel the attempt, and leave nothing acquired or queued."""
+        """Cancel the claim, and leave nothing acquired or queued."""
         if self.entering is not None:
             self.entering.revert_entry(self.count_before)
         waiter = self.waiter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from dlocks.conf import backends
 from dlocks.core.callers import Caller, hold_by
@@ -19,11 +19,18 @@ from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
 from dlocks.values import UNLIMITED, Claim
 
 
+class Wakeup(Protocol):
+    """What wakes a waiting caller."""
+
+    def arm(self) -> None: ...
+    def wake(self) -> None: ...
+
+
 class Claims:
-    """The first step of an attempt: to enter the caller's hold, or to make a claim."""
+    """The first step of an acquisition: to enter a hold, or to make a claim."""
 
     claim: Claim | None = None
-    # The hold that this attempt enters again, and its count before that.
+    # The hold that is entered again, and its count before that.
     entering: Hold | None = None
     count_before = 0
 
@@ -31,7 +38,7 @@ class Claims:
         self,
         lock: LockPolicy,
         caller: Caller,
-        wake: Callable[[], object],
+        wakeup: Wakeup,
         *,
         wait: bool,
         here: bool = False,
@@ -40,7 +47,7 @@ class Claims:
         # Whether the caller's thread is free to wait.
         self.here = here
         self.caller = caller
-        self.wake = wake
+        self.wakeup = wakeup
         self.backend = backends[lock.using]
         timeout = (
             self.backend.timeout

@@ -9,9 +9,10 @@ from contextlib import suppress
 
 from django.core import signing
 
-from dlocks.core.acquire import Attempt
+from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import Caller, current_caller
 from dlocks.core.detach import SALT
+from dlocks.core.drive import ThreadWakeup
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError, LockLost
@@ -67,20 +68,22 @@ def _resume(
     lock = Lock(
         key=data["key"], using=data["using"], scope="lease", on_lost=on_lost, **policy
     )
-    attempt = Attempt(lock, caller, lambda: None, wait=False)
+    acquisition = Acquisition(lock, caller, ThreadWakeup(), wait=False)
     # The prefix may depend on the tenant, which may differ in this process.
-    attempt.key = data["claimed"]
-    attempt.claim = attempt._claim()
-    predecessor = dataclasses.replace(attempt.claim, owner=data["owner"])
+    acquisition.key = data["claimed"]
+    acquisition.claim = acquisition._claim()
+    predecessor = dataclasses.replace(acquisition.claim, owner=data["owner"])
     sent = clock.now()
-    attempt.unknown = True
+    acquisition.unknown = True
     try:
-        grant = attempt._ask(attempt.backend.exchange, predecessor, attempt.claim)
+        grant = acquisition._ask(
+            acquisition.backend.exchange, predecessor, acquisition.claim
+        )
         if grant is not None:
-            return attempt._hold(attempt.claim, grant, sent)
+            return acquisition._hold(acquisition.claim, grant, sent)
     except BaseException:
         # If the exchange succeeded, the key must be released.
-        attempt.cancel()
+        acquisition.cancel()
         raise
     else:
         raise LockLost(

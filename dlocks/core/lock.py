@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 import threading
@@ -14,8 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from dlocks.conf import backends
-from dlocks.core.acquire import Attempt, Trying
+from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import Caller, current_caller, run_outside
+from dlocks.core.claims import Wakeup
+from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import Hold
 from dlocks.core.policy import LockPolicy
 from dlocks.exceptions import LockError, LockTimeout
@@ -177,75 +178,38 @@ class Lock(LockPolicy):
 
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
         refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
-        wakeup = _Wakeup()
-        attempt = self._attempt(caller, wakeup.wake, wait=wait, here=True)
-        try:
-            try:
-                while True:
-                    hold = attempt.once()
-                    if hold is not None:
-                        return hold
-                    # Any thread that may set the event learns of this caller later.
-                    event = wakeup.event = wakeup.event or threading.Event()
-                    pause = attempt.pause()
-                    with waiting_for_a_lock():
-                        if not attempt.waits_here(pause, event):
-                            clock.rest(event, pause)
-            except BaseException:
-                attempt.cancel()
-                raise
-        except BaseException:
-            # Once more, because an interrupt may have hit the first call.
-            attempt.cancel()
-            raise
+        wakeup = ThreadWakeup()
+        acquisition = self._acquisition(caller, wakeup, wait=wait, here=True)
+
+        def rest(seconds: float | None) -> None:
+            event = cast("threading.Event", wakeup.event)
+            with waiting_for_a_lock():
+                if not acquisition.waits_here(seconds, event):
+                    clock.rest(event, seconds)
+
+        hold: Hold = drive(acquisition, rest)
+        return hold
 
     async def _aacquire(self, *, wait: bool) -> Hold:
-        wakeup = asyncio.Event()
-        wake = partial(wake_in, asyncio.get_running_loop(), wakeup)
-        caller = current_caller()
+        wakeup, caller = TaskWakeup(), current_caller()
+        begin = partial(self._acquisition, caller, wakeup, wait=wait)
         if backends[self.using].has_fixed_prefix:
-            attempt = self._attempt(caller, wake, wait=wait)
+            acquisition = begin()
         else:
             # The prefix may depend on Django's connections, which belong to Django's
             # sync thread.
-            attempt = await run_in_sync_thread(
-                partial(self._attempt, caller, wake, wait=wait),
-                in_transaction_only=True,
-            )
+            acquisition = await run_in_sync_thread(begin, in_transaction_only=True)
         acquiring.add(caller)
         try:
-            while True:
-                hold = await run_in_sync_thread(
-                    attempt.once, in_transaction_only=attempt.in_transaction
-                )
-                if hold is not None:
-                    return hold
-                pause = await run_in_sync_thread(
-                    attempt.pause, in_transaction_only=attempt.in_transaction
-                )
-                await clock.arest(wakeup, pause)
-        except GeneratorExit:
-            # For example, the garbage collector closes a task whose loop was closed.
-            # Nothing can be awaited.
-            attempt.close()
-            raise
-        except BaseException:
-            await run_in_sync_thread(
-                attempt.cancel, in_transaction_only=attempt.in_transaction
-            )
-            raise
+            hold: Hold = await adrive(acquisition, wakeup.rest)
         finally:
             acquiring.discard(caller)
+        return hold
 
-    def _attempt(
-        self,
-        caller: Caller,
-        wake: Callable[[], object],
-        *,
-        wait: bool,
-        here: bool = False,
-    ) -> Trying:
-        return Attempt(self, caller, wake, wait=wait, here=here)
+    def _acquisition(
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool, here: bool = False
+    ) -> Any:
+        return Acquisition(self, caller, wakeup, wait=wait, here=here)
 
     def _innermost(self, generator: int | None) -> _Entry:
         """Return the block that ends now.
@@ -284,16 +248,6 @@ class Lock(LockPolicy):
 decorate_with: list[Callable[[Lock, Any], Any]] = []
 
 
-class _Wakeup:
-    """An event that wakes a waiting thread, created when it is first needed."""
-
-    event: threading.Event | None = None
-
-    def wake(self) -> None:
-        if self.event is not None:
-            self.event.set()
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """One block that a caller is in.
@@ -327,7 +281,3 @@ def _generator() -> int | None:
 
 # The blocks that each caller is in, innermost last.
 _entered: weakref.WeakKeyDictionary[Caller, list[_Entry]] = weakref.WeakKeyDictionary()
-
-
-def wake_in(loop: asyncio.AbstractEventLoop, wakeup: asyncio.Event) -> None:
-    clock.call_in(loop, wakeup.set)

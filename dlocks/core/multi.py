@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dlocks.core.acquire import Attempt
+from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import Caller
-from dlocks.core.hold import Hold
+from dlocks.core.claims import Wakeup
 from dlocks.core.lock import Lock
 from dlocks.core.multi_hold import LossOfMember, MultiHold
 from dlocks.core.policy import check_key
 from dlocks.runtime import clock
-from dlocks.runtime.delays import delays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -82,120 +81,96 @@ class MultiLock(Lock):
         """Return whether any of the keys is leased, by this caller or another."""
         return any(lock.locked() for lock in self.locks)
 
-    def _attempt(
-        self,
-        caller: Caller,
-        wake: Callable[[], object],
-        *,
-        wait: bool,
-        here: bool = False,
-    ) -> MultiAttempt:
-        return MultiAttempt(self, caller, wake, wait=wait)
+    def _acquisition(
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool, here: bool = False
+    ) -> MultiAcquisition:
+        return MultiAcquisition(self, caller, wakeup, wait=wait)
 
 
-class MultiAttempt:
-    """One caller's attempt at several keys, first at all of them at once.
+class MultiAcquisition:
+    """The acquisition of several keys, first of all at once, and then one by one."""
 
-    After that, each key has its own ``Attempt``.
-    """
-
-    attempts: Sequence[Attempt] = ()
+    hold: MultiHold | None = None
+    members: Sequence[Acquisition] = ()
 
     def __init__(
-        self, lock: MultiLock, caller: Caller, wake: Callable[[], object], *, wait: bool
+        self, lock: MultiLock, caller: Caller, wakeup: Wakeup, *, wait: bool
     ) -> None:
         self.lock = lock
+        self.wakeup = wakeup
         self.began = clock.now()
         self._on_lost = None if lock.on_lost is None else LossOfMember(lock.on_lost)
         locks = [dataclasses.replace(one, on_lost=self._on_lost) for one in lock.locks]
-        self._new = partial(self._make, locks, caller, wake, wait)
+        self._new = partial(self._make, locks, caller, wakeup, wait)
         self._start()
 
-    def _make(self, locks: Sequence[Lock], *arguments: Any) -> list[Attempt]:
-        caller, wake, wait = arguments
-        attempts = [Attempt(lock, caller, wake, wait=wait) for lock in locks]
-        for attempt in attempts:
-            attempt.began = self.began
-        return attempts
+    def _make(self, locks: Sequence[Lock], *arguments: Any) -> list[Acquisition]:
+        caller, wakeup, wait = arguments
+        members = [Acquisition(lock, caller, wakeup, wait=wait) for lock in locks]
+        for member in members:
+            # The timeout is shared by all keys.
+            member.began = self.began
+        return members
 
     def _start(self) -> None:
-        attempts = self._new()
-        for attempt, earlier in zip(attempts, self.attempts, strict=False):
+        members = self._new()
+        for member, earlier in zip(members, self.members, strict=False):
             # Keep the first prefix. A coroutine may continue in another thread.
-            attempt.key = earlier.key
-        self.attempts = attempts
-        self.holds: dict[Attempt, Hold] = {}
-        self.fresh = True
+            member.key = earlier.key
+        self.members = members
 
     @property
     def in_transaction(self) -> bool:
-        return any(attempt.in_transaction for attempt in self.attempts)
+        return any(member.in_transaction for member in self.members)
 
-    def once(self) -> Hold | None:
-        """Try once, and return the hold or None."""
-        if self.fresh:
-            self.fresh = False
+    def steps(self) -> Iterator[float | None]:
+        """Acquire all keys, and set ``hold``. See ``Acquisition``."""
+        while True:
             self._all_at_once()
-        for attempt in self.attempts:
-            if attempt not in self.holds:
-                hold = attempt.once()
-                if hold is None:
-                    return None
-                self.holds[attempt] = hold
-        if any(hold.count == 1 and not hold.held for hold in self.holds.values()):
+            for member in self.members:
+                if member.hold is None:
+                    yield from member.steps()
+            holds = [member.hold for member in self.members if member.hold is not None]
+            if all(hold.count > 1 or hold.held for hold in holds):
+                break
             # A hold was lost during the wait. Acquiring it again now would violate the
             # order.
             self.cancel()
             self._start()
-            return None
-        hold = MultiHold(self.lock, [self.holds[attempt] for attempt in self.attempts])
+            self.wakeup.arm()
+            yield 0.0
+        self.hold = MultiHold(self.lock, holds)
         if self._on_lost is not None:
-            self._on_lost.hold = weakref.ref(hold)
-        return hold
+            self._on_lost.hold = weakref.ref(self.hold)
 
     def waits_here(self, pause: float | None, wakeup: threading.Event) -> bool:
         return False
 
-    def pause(self) -> float | None:
-        """Return the seconds until the next try, or None for no limit.
-
-        Raise LockTimeout when ``timeout`` has passed.
-        """
-        if self.fresh:
-            return 0.0
-        attempt = next(
-            attempt for attempt in self.attempts if attempt not in self.holds
-        )
-        if attempt.timeout is not None and not attempt.paused:
-            # The timeout is shared by all keys.
-            attempt.delays = delays(max(clock.now(), self.began + attempt.timeout))
-        return attempt.pause()
-
     def cancel(self) -> None:
-        """Cancel the attempt, and leave no key acquired or queued."""
-        for attempt in reversed(self.attempts):
-            attempt.cancel()
+        """Cancel the claims, and leave no key acquired or queued."""
+        for member in reversed(self.members):
+            member.cancel()
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Let the background thread cancel the claims of a closed coroutine."""
-        for attempt in self.attempts:
-            attempt.close()
+        for member in self.members:
+            member.abandon()
 
     def _all_at_once(self) -> None:
         """Enter the holds that the caller has, and claim all other keys at once."""
-        rest: list[Attempt] = []
-        for attempt in self.attempts:
-            if (mine := attempt.begin()) is not None:
-                self.holds[attempt] = mine
-            else:
-                rest.append(attempt)
+        rest: list[Acquisition] = []
+        for member in self.members:
+            member.hold = member.begin()
+            if member.hold is None:
+                rest.append(member)
         if len(rest) < 2:
             return
         backend = rest[0].backend
         sent = clock.now()
-        claims = [attempt.claim for attempt in rest if attempt.claim is not None]
-        for attempt, grant in zip(
-            rest, Attempt.ask_for(rest, backend.acquire_all, claims) or (), strict=False
+        claims = [member.claim for member in rest if member.claim is not None]
+        for member, grant in zip(
+            rest,
+            Acquisition.ask_for(rest, backend.acquire_all, claims) or (),
+            strict=False,
         ):
-            if (hold := attempt.accept(grant, sent)) is not None:
-                self.holds[attempt] = hold
+            member.hold = member.accept(grant, sent)

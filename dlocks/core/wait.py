@@ -1,4 +1,4 @@
-"""How an attempt waits: in the queue of the key, or by pauses between requests."""
+"""How an acquisition waits: in the queue of the key, or between requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlocks.values import UNLIMITED, Claim, Holder
 
 
 class Wait(Claims):
-    """The wait of an attempt, up to its timeout."""
+    """The wait of an acquisition, up to its timeout."""
 
     paused = False
     # The pauses between tries, where there is no queue.
@@ -38,11 +38,7 @@ class Wait(Claims):
     waiter: Waiter | None = None
     asks_again = False
 
-    def pause(self) -> float | None:
-        """Return the seconds until the next try, or None for no limit.
-
-        Raise LockTimeout when ``timeout`` has passed.
-        """
+    def _next_pause(self) -> float | None:
         pause, kept = self._pause(), self._kept_for()
         return pause if kept is None else kept if pause is None else min(pause, kept)
 
@@ -70,7 +66,7 @@ class Wait(Claims):
             self.waiter, self.unknown = None, True
         return True
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Let the background thread cancel the claim of a closed coroutine."""
         if self.waiter is not None:
             self.waiter.closed = True
@@ -177,7 +173,7 @@ class Wait(Claims):
         """Join the queue, and return whether there is something to try at once."""
         waiters = waiters_of(self.backend)
         until = math.inf if self.timeout is None else self.began + self.timeout
-        self.waiter = waiter = Waiter(claim, self.wake, self.caller, until)
+        self.waiter = waiter = Waiter(claim, self.wakeup.wake, self.caller, until)
         notifier = self.backend.notifier("") if self.here else None
         if notifier is not None:
             ticket = run_outside(partial(self.backend.enqueue, claim), self.backend)

@@ -8,16 +8,23 @@ import logging
 from functools import partial
 from typing import Any
 
-from dlocks.core.acquire import Attempt
+from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import current_caller
+from dlocks.core.drive import TaskWakeup, adrive
 from dlocks.core.hold import Hold
-from dlocks.core.lock import wake_in
 from dlocks.election.state import UNREACHABLE, ElectionState, retry_delays
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread
 
 logger = logging.getLogger("dlocks")
+
+
+class _Wakeup(TaskWakeup):
+    async def rest(self, seconds: float | None) -> None:
+        """Wait until woken, at most ``seconds`` of real time."""
+        await clock.wait_for(self._event, seconds)
+        self._event.clear()
 
 
 class CoroutineElection(ElectionState):
@@ -30,20 +37,19 @@ class CoroutineElection(ElectionState):
         ``on_elected`` is cancelled if the lead ends first.
         """
         self._begin()
-        wakeup = asyncio.Event()
-        self._wake = partial(wake_in, asyncio.get_running_loop(), wakeup)
+        self._wakeup = _Wakeup()
         retries = retry_delays()
         try:
             while not self._stopping:
                 try:
-                    await self._acampaign(wakeup)
+                    await self._acampaign()
                 except LockBackendError as error:
                     logger.warning(UNREACHABLE, self.name, error)
-                    await _asleep(wakeup, next(retries))
+                    await self._wakeup.rest(next(retries))
                     continue
                 retries = retry_delays()
                 if self._hold is not None:
-                    await self._alead(self._hold, wakeup)
+                    await self._alead(self._hold)
         finally:
             try:
                 await run_in_sync_thread(self._release)
@@ -52,21 +58,13 @@ class CoroutineElection(ElectionState):
 
     # Internal methods.
 
-    async def _acampaign(self, wakeup: asyncio.Event) -> None:
-        attempt = Attempt(self._lock, current_caller(), self._wake, wait=True)
-        try:
-            while not self._stopping:
-                self._hold = await run_in_sync_thread(attempt.once)
-                if self._hold is not None:
-                    return
-                await _asleep(wakeup, await run_in_sync_thread(attempt.pause))
-        except BaseException:
-            self._hold = None
-            await run_in_sync_thread(attempt.cancel)
-            raise
-        await run_in_sync_thread(attempt.cancel)
+    async def _acampaign(self) -> None:
+        acquisition = Acquisition(self._lock, current_caller(), self._wakeup, wait=True)
+        self._hold = await adrive(
+            acquisition, self._wakeup.rest, lambda: self._stopping
+        )
 
-    async def _alead(self, hold: Hold, wakeup: asyncio.Event) -> None:
+    async def _alead(self, hold: Hold) -> None:
         logger.info(
             "Elected %r: %s, token %d", self.name, hold.claim.holder, hold.token
         )
@@ -77,11 +75,11 @@ class CoroutineElection(ElectionState):
                 begun := self.on_elected(hold)
             ):
                 work = asyncio.ensure_future(begun)
-                work.add_done_callback(lambda _: wakeup.set())
+                work.add_done_callback(lambda _: self._wakeup.wake())
             while self.is_leader and (
                 work is None or not work.done() or _returned(work)
             ):
-                await _asleep(wakeup, hold.remaining)
+                await self._wakeup.rest(hold.remaining)
             if self.is_leader and work is not None and work.cancelled():
                 failure = self._failure(
                     hold, RuntimeError("It was cancelled, but not by the election.")
@@ -99,7 +97,7 @@ class CoroutineElection(ElectionState):
         await run_in_sync_thread(partial(self._release, failed=failure is not None))
         deadline, failure = clock.now() + self._pause_after(failure), None
         while not self._stopping and (left := deadline - clock.now()) > 0:
-            await _asleep(wakeup, left)
+            await self._wakeup.rest(left)
 
     async def _adepose(self, hold: Hold, work: asyncio.Future[Any] | None) -> None:
         self._deposing = True
@@ -130,8 +128,3 @@ class CoroutineElection(ElectionState):
 
 def _returned(work: asyncio.Future[Any]) -> bool:
     return not work.cancelled() and work.exception() is None
-
-
-async def _asleep(wakeup: asyncio.Event, seconds: float | None) -> None:
-    await clock.wait_for(wakeup, seconds)
-    wakeup.clear()

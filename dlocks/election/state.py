@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from dlocks.conf import DEFAULT_ALIAS
@@ -37,6 +36,30 @@ UNREACHABLE = "The election %r cannot reach its backend, and retries: %s"
 
 # Seconds for which the end of the process waits for an election in another thread.
 EXIT_TIMEOUT = 5.0
+
+
+class SignalWakeup:
+    """Wakes the thread of an election, also from a signal handler.
+
+    A signal handler can put into a SimpleQueue whatever it interrupts. It cannot safely
+    set an Event.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def arm(self) -> None:
+        """Do nothing."""
+
+    def wake(self) -> None:
+        self._queue.put(None)
+
+    def rest(self, seconds: float | None) -> None:
+        """Wait until woken, at most ``seconds``."""
+        with suppress(queue.Empty):
+            self._queue.get(
+                timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+            )
 
 
 class ElectionState:
@@ -97,10 +120,7 @@ class ElectionState:
         self._runner: threading.Thread | None = None
         # Whether ``start()`` created the thread in which the election runs.
         self._alone = False
-        # A signal handler can put into a SimpleQueue whatever it interrupts. It cannot
-        # safely set an Event.
-        self._wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._wake: Callable[[], object] = partial(self._wakeup.put, None)
+        self._wakeup: Any = SignalWakeup()
         # One queue for each thread in ``wait()``.
         self._wakeups_of_work: list[queue.SimpleQueue[None]] = []
 
@@ -149,7 +169,7 @@ class ElectionState:
         ``on_elected`` has returned.
         """
         self._stopping = True
-        self._wake()
+        self._wakeup.wake()
         self._wake_work()
         if self._runner is None:
             return True
@@ -225,7 +245,7 @@ class ElectionState:
             wakeup.put(None)
 
     def _lost(self, hold: Hold) -> None:
-        self._wake()
+        self._wakeup.wake()
         self._wake_work()
 
     def _failure(self, hold: Hold, error: BaseException) -> BaseException | None:

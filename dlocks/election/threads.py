@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import queue
 import threading
-from contextlib import suppress
 
 from django.db import connections
 
-from dlocks.core.acquire import Attempt
+from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import current_caller
+from dlocks.core.drive import drive
 from dlocks.core.hold import Hold
 from dlocks.election.state import UNREACHABLE, ElectionState, retry_delays
 from dlocks.exceptions import LockBackendError, LockError
@@ -90,18 +89,8 @@ class ThreadElection(ElectionState):
             connection.close_if_unusable_or_obsolete()
 
     def _campaign(self) -> None:
-        attempt = Attempt(self._lock, current_caller(), self._wake, wait=True)
-        try:
-            while not self._stopping:
-                self._hold = attempt.once()
-                if self._hold is not None:
-                    return
-                self._sleep(attempt.pause())
-        except BaseException:
-            self._hold = None
-            attempt.cancel()
-            raise
-        attempt.cancel()
+        acquisition = Acquisition(self._lock, current_caller(), self._wakeup, wait=True)
+        self._hold = drive(acquisition, self._wakeup.rest, lambda: self._stopping)
 
     def _lead(self, hold: Hold) -> None:
         logger.info(
@@ -113,7 +102,7 @@ class ThreadElection(ElectionState):
                 if self.on_elected is not None:
                     _refuse_coroutine(self.on_elected(hold))
                 while self.is_leader:
-                    self._sleep(hold.remaining)
+                    self._wakeup.rest(hold.remaining)
             except Exception as error:  # noqa: BLE001 (logged there)
                 failure = self._failure(hold, error)
             except SystemExit as error:
@@ -142,13 +131,6 @@ class ThreadElection(ElectionState):
             except Exception:
                 logger.exception("on_deposed of %r failed", self.name)
 
-    def _sleep(self, seconds: float | None) -> None:
-        """Wait until woken, at most ``seconds``."""
-        with suppress(queue.Empty):
-            self._wakeup.get(
-                timeout=None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
-            )
-
     def _rest_of(self, seconds: float, error: LockError) -> None:
         logger.warning(UNREACHABLE, self.name, error)
         self._pause(seconds)
@@ -157,7 +139,7 @@ class ThreadElection(ElectionState):
         """Wait for ``seconds``, unless the election is stopped."""
         deadline = clock.now() + seconds
         while not self._stopping and (left := deadline - clock.now()) > 0:
-            self._sleep(left)
+            self._wakeup.rest(left)
 
 
 def _refuse_coroutine(result: object) -> None:

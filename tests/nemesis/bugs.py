@@ -99,16 +99,16 @@ def the_application_s_clock(task: Task) -> None:
     keys=tuple(f"alone-{number}" for number in range(4)), workers=12, seconds=50.0,
 )  # fmt: skip
 def deadline_from_the_response(task: Task) -> None:
-    from tests.internals import Attempt, clock
+    from tests.internals import Acquisition, clock
 
-    original = Attempt._hold
+    original = Acquisition._hold
 
     def hold(attempt: Any, claim: Any, grant: Any, sent: float) -> Any:
         return original(
             attempt, claim, dataclasses.replace(grant, lease=None), clock.now()
         )
 
-    Attempt._hold = hold  # type: ignore[method-assign]
+    Acquisition._hold = hold  # type: ignore[method-assign]
 
 
 @bug("exclusion", transactions=False, faults=STOPS)
