@@ -62,8 +62,6 @@ NAMES = {
     "tickets": "dlocks.backends.zookeeper.queue",
     "WorkerPool": "dlocks.bench.workers:WorkerPool",
     "WorkerError": "dlocks.bench.workers:WorkerError",
-    "Chart": "dlocks.bench.chart:Chart",
-    "draw": "dlocks.bench.chart:draw",
     "samples": "dlocks.bench.samples",
     "check_deployment": "dlocks.checks:check_deployment",
     "check_settings": "dlocks.checks:check_settings",

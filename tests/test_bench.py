@@ -11,7 +11,6 @@ import sys
 from array import array
 from io import StringIO
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -19,13 +18,11 @@ from django.db import ProgrammingError
 
 from tests import jobs
 from tests.internals import (
-    Chart,
     HoldRecord,
     LockClaim,
     ResourceLock,
     WorkerError,
     WorkerPool,
-    draw,
     lock_bench,
     samples,
 )
@@ -77,13 +74,13 @@ def keys_left():
 def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     """The command compares several aliases and leaves no rows in the tables.
 
-    The result is shown on the terminal, and written as JSON and as an SVG picture.
+    The result is shown on the terminal, and written as JSON.
     """
     out = StringIO()
     aliases = ["default", "insert", "recorded"]
-    files = {"json": str(tmp_path / "bench.json"), "svg": str(tmp_path / "bench.svg")}
-    call_command("lock_bench", *BRIEF, using=aliases, stdout=out, **files)
-    run = json.loads(Path(files["json"]).read_text())
+    file = tmp_path / "bench.json"
+    call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
+    run = json.loads(file.read_text())
     assert list(run["aliases"]) == aliases
     assert (run["seconds"], run["processes"], run["hold_ms"]) == (2.0, 2, 1.0)
     for result in run["aliases"].values():
@@ -95,11 +92,6 @@ def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
         assert result["together"]["overlaps"] == 0
     rows = [line.split() for line in out.getvalue().splitlines()]
     assert [row[0] for row in rows if len(row) == 12] == aliases
-    picture = ET.parse(files["svg"])
-    texts = [
-        element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert all(texts.count(alias) == 5 for alias in aliases)
     assert keys_left() == []
 
 
@@ -158,33 +150,6 @@ def test_the_fairness_index_of_known_counts():
     assert samples.jain([0, 0]) == 0
 
 
-def test_a_chart_shows_missing_figures_and_any_name():
-    text = draw(
-        "<a> & b",
-        "note",
-        [Chart("one", "", [("x" * 40, 1.0), ("<none>", None)]), Chart("empty", "", [])],
-    )
-    words = [
-        element.text
-        for element in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert words == [
-        "<a> & b",
-        "note",
-        "one",
-        None,
-        "x" * 19 + "…",
-        "1.00",
-        "<none>",
-        "–",
-        "empty",
-        None,
-    ]
-
-
-# Errors.
-
-
 def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path):
     """One unreachable server does not spoil the comparison of the others."""
     databases = {
@@ -235,7 +200,7 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
             ["--json", "/no/such/place"],
             "'/no/such/place' cannot be written: No such file",
         ),
-        (["--svg", "/"], "'/' cannot be written: Is a directory"),
+        (["--json", "/"], "'/' cannot be written: Is a directory"),
     ],
 )
 def test_an_invalid_argument_is_reported_before_the_benchmark(arguments, complaint):

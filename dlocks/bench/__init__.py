@@ -1,1 +1,1 @@
-"""The parts of ``manage.py lock_bench``: processes, samples and charts."""
+"""The parts of ``manage.py lock_bench``: processes, samples and figures."""

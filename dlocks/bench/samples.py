@@ -83,3 +83,14 @@ def jain(counts: Iterable[float]) -> float:
     counts = list(counts)
     squares = sum(count * count for count in counts)
     return sum(counts) ** 2 / (len(counts) * squares) if squares else 0.0
+
+
+def number_of(value: float) -> str:
+    """Return a figure with about three significant digits."""
+    return (
+        f"{value:,.0f}"
+        if value >= 100
+        else f"{value:.1f}"
+        if value >= 10
+        else f"{value:.2f}"
+    )

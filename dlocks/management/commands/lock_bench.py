@@ -24,7 +24,6 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.utils import Error
 
 import dlocks
-from dlocks.bench.chart import Chart, draw, number_of
 from dlocks.bench.measurement import (
     NotMeasured,
     Plan,
@@ -34,6 +33,7 @@ from dlocks.bench.measurement import (
     together,
     why_not_together,
 )
+from dlocks.bench.samples import number_of
 from dlocks.bench.workers import WorkerError, WorkerPool
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
@@ -90,7 +90,6 @@ class Command(BaseCommand):
             help="How long each holds it, in milliseconds. Default: %(default)g.",
         )
         parser.add_argument("--json", metavar="FILE", help="Write all figures as JSON.")
-        parser.add_argument("--svg", metavar="FILE", help="Write charts as SVG.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = list(dict.fromkeys(options["using"] or backends))
@@ -104,8 +103,7 @@ class Command(BaseCommand):
                 "lock_bench starts processes, which find the settings by"
                 f" {ENVIRONMENT_VARIABLE}. Set it, or pass --settings."
             )
-        for option in ("json", "svg"):
-            _check_writable(option, options[option])
+        _check_writable("json", options["json"])
         results: dict[str, dict[str, Any]] = {alias: {} for alias in aliases}
         keys = {alias: f"dlocks-bench:{secrets.token_hex(8)}" for alias in aliases}
         try:
@@ -118,13 +116,11 @@ class Command(BaseCommand):
         finally:
             self._purge(keys)
         self._write_table(results)
-        run = _described(results, options)
         if options["json"]:
             Path(options["json"]).write_text(
-                json.dumps(run, indent=1) + "\n", encoding="utf-8"
+                json.dumps(_described(results, options), indent=1) + "\n",
+                encoding="utf-8",
             )
-        if options["svg"]:
-            Path(options["svg"]).write_text(_picture(run), encoding="utf-8")
         self._tell_what_is_wrong(results)
 
     def _measure(
@@ -257,53 +253,6 @@ def _described(
         "hold_ms": options["hold_ms"],
         "aliases": results,
     }
-
-
-def _picture(run: dict[str, Any]) -> str:
-    several = f"{run['processes']} processes, hold {run['hold_ms']:g} ms"
-
-    def chart(title: str, note: str, part: str, figure: str) -> Chart:
-        return Chart(
-            title,
-            note,
-            [
-                (alias, result.get(part, {}).get(figure))
-                for alias, result in run["aliases"].items()
-            ],
-        )
-
-    return draw(
-        "dlocks: comparison of the aliases",
-        f"{run['when']} · dlocks {run['dlocks']}, Python {run['python']},"
-        f" {run['system']}, {run['cores']} cores",
-        [
-            chart(
-                "Acquire and release, uncontended",
-                "p50, µs · less is better",
-                "alone",
-                "pair_p50_us",
-            ),
-            chart(
-                "Grants per second",
-                f"{several} · more is better",
-                "together",
-                "grants_per_s",
-            ),
-            chart(
-                "Wait, p99",
-                f"ms, {several} · less is better",
-                "together",
-                "wait_p99_ms",
-            ),
-            chart(
-                "Handover, p50",
-                "ms from one holder to the next · less is better",
-                "together",
-                "handover_p50_ms",
-            ),
-            chart("Fairness", "Jain's index · 1: equal numbers", "together", "jain"),
-        ],
-    )
 
 
 def _number(
