@@ -187,8 +187,8 @@ class Lock(LockPolicy):
                 if not acquisition.waits_here(seconds, event):
                     clock.rest(event, seconds)
 
-        hold: Hold = drive(acquisition, rest)
-        return hold
+        # One line, so that no interrupt can come between the grant and the return.
+        return drive(acquisition, rest)  # type: ignore[no-any-return]
 
     async def _aacquire(self, *, wait: bool) -> Hold:
         wakeup, caller = TaskWakeup(), current_caller()
