@@ -1,0 +1,120 @@
+"""The drivers of acquisitions: one for threads, and one for event loops.
+
+A driver runs the steps of an acquisition, sleeps between them, and cancels the claim if
+it is interrupted. No other code does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+from dlocks.runtime import clock
+from dlocks.runtime.coroutines import run_in_sync_thread
+
+DONE: Any = object()
+
+
+class Steps(Protocol):
+    """An acquisition. See ``dlocks.core.acquire.Acquisition``."""
+
+    hold: Any
+
+    @property
+    def in_transaction(self) -> bool: ...
+    def steps(self) -> Iterator[float | None]: ...
+    def cancel(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+def drive(
+    acquisition: Steps,
+    rest: Callable[[float | None], object],
+    is_stopped: Callable[[], bool] | None = None,
+) -> Any:
+    """Run an acquisition in this thread, and return its hold.
+
+    ``rest(seconds)`` sleeps until the acquisition wakes its caller. Return None if
+    ``is_stopped()`` becomes true first.
+    """
+    steps = acquisition.steps()
+    try:
+        try:
+            while is_stopped is None or not is_stopped():
+                pause = next(steps, DONE)
+                if pause is DONE:
+                    return acquisition.hold
+                rest(pause)
+        except BaseException:
+            acquisition.cancel()
+            raise
+    except BaseException:
+        # Once more, because an interrupt may have hit the first call.
+        acquisition.cancel()
+        raise
+    acquisition.cancel()
+    return None
+
+
+async def adrive(
+    acquisition: Steps,
+    rest: Callable[[float | None], Awaitable[object]],
+    is_stopped: Callable[[], bool] | None = None,
+) -> Any:
+    """Run an acquisition in an event loop. Each step runs in Django's sync thread."""
+    steps = acquisition.steps()
+    try:
+        while is_stopped is None or not is_stopped():
+            pause = await run_in_sync_thread(
+                partial(next, steps, DONE),
+                in_transaction_only=acquisition.in_transaction,
+            )
+            if pause is DONE:
+                return acquisition.hold
+            await rest(pause)
+    except GeneratorExit:
+        # For example, the garbage collector closes a task whose loop was closed.
+        # Nothing can be awaited.
+        acquisition.abandon()
+        raise
+    except BaseException:
+        await run_in_sync_thread(
+            acquisition.cancel, in_transaction_only=acquisition.in_transaction
+        )
+        raise
+    await run_in_sync_thread(acquisition.cancel)
+    return None
+
+
+class ThreadWakeup:
+    """Wakes a waiting thread. Its event is created when it is first needed."""
+
+    event: threading.Event | None = None
+
+    def arm(self) -> None:
+        """Prepare for ``wake()``, before another thread learns of this one."""
+        self.event = self.event or threading.Event()
+
+    def wake(self) -> None:
+        if self.event is not None:
+            self.event.set()
+
+
+class TaskWakeup:
+    """Wakes a task that waits in its event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+
+    def arm(self) -> None:
+        """Do nothing."""
+
+    def wake(self) -> None:
+        clock.call_in(self._loop, self._event.set)
+
+    async def rest(self, seconds: float | None) -> None:
+        await clock.arest(self._event, seconds)
