@@ -57,6 +57,8 @@ if "DLOCKS_TEST_OPTIONS" in os.environ:
         # Some tests wait in 30 threads. Django's default of 4 connections is tested in
         # tests/test_pools.py.
         options["pool"] = {"min_size": 1, "max_size": 40, "timeout": 20}
+        # The queries of the tests themselves survive a restart of the server.
+        DATABASES["default"]["CONN_HEALTH_CHECKS"] = True
 
 PESSIMISTIC = "dlocks.backends.database.PessimisticBackend"
 WATCHING = {"expiry": "observed", "ttl": 2.0, "grace": 0.2}

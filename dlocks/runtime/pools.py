@@ -27,6 +27,16 @@ def unpooled(wrapper: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
     return _class_without_pool(type(wrapper))(settings, wrapper.alias)
 
 
+def close_lost(wrapper: BaseDatabaseWrapper) -> None:
+    """Close a lost connection, and the others of its pool that are lost as well.
+
+    A restart of the server ends all of them, and a retry would take the next one.
+    """
+    wrapper.close()
+    if _has_django_pool(wrapper):
+        wrapper.pool.check()  # type: ignore[attr-defined]
+
+
 def leave_pools() -> None:
     """Let the current thread connect to the servers without a pool.
 

@@ -13,6 +13,7 @@ from django.db.utils import DatabaseError, Error, InterfaceError
 from dlocks.backends.base import TableLockedError
 from dlocks.backends.database.connection import DatabaseConnection
 from dlocks.backends.database.watchdog import table_watchdog
+from dlocks.runtime.pools import close_lost
 from dlocks.sql.direct import Reply, is_instrumented
 
 T = TypeVar("T")
@@ -217,7 +218,7 @@ class Sender(DatabaseConnection):
                     and not reconnected
                     and self._must_reconnect(connection, error)
                 ):
-                    connection.close()
+                    close_lost(connection)
                     reconnected = True
                     continue
                 self._drop_half_made(connection)

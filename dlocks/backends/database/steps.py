@@ -17,6 +17,7 @@ from dlocks.backends.database.in_transaction import TransactionLocks
 from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.sending import CONTENTION_TRIES, T
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime.pools import close_lost
 from dlocks.sql.dialect import KEY
 from dlocks.sql.prepared import is_in_progress
 
@@ -100,7 +101,7 @@ class Steps(TransactionLocks):
                         tries += 1
                         continue
                 if not reconnected and self._is_left_read_only(connection, error):
-                    connection.close()
+                    close_lost(connection)
                     reconnected = True
                     continue
                 # If a session was idle in a transaction for too long, PostgreSQL ends
@@ -118,7 +119,7 @@ class Steps(TransactionLocks):
                     is_new = session is None or connection.connection is not session
                     if is_new or not connection.is_usable():
                         if not is_new:
-                            connection.close()
+                            close_lost(connection)
                         reconnected = True
                         continue
                 raise self._failure(error) from error
