@@ -325,8 +325,9 @@ def test_the_time_zone_of_a_session_does_not_matter(
             assert hold.token == row("stock:7").version
             assert 20 < row("stock:7").seconds_left < 30.001
     finally:
-        # The time zone of the session ends with the connection.
+        # The time zone of the session ends with the connection, and with its pool.
         connection.close()
+        getattr(connection, "close_pool", lambda: None)()
 
 
 # Waiting.
