@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dlocks.core.acquire import Acquisition
@@ -100,24 +99,26 @@ class MultiAcquisition:
         self.wakeup = wakeup
         self.began = clock.now()
         self._on_lost = None if lock.on_lost is None else LossOfMember(lock.on_lost)
-        locks = [dataclasses.replace(one, on_lost=self._on_lost) for one in lock.locks]
-        self._new = partial(self._make, locks, caller, wakeup, wait)
+        self._locks = [
+            dataclasses.replace(one, on_lost=self._on_lost) for one in lock.locks
+        ]
+        self._caller, self._wait = caller, wait
         self._start()
 
-    def _make(self, locks: Sequence[Lock], *arguments: Any) -> list[Acquisition]:
-        caller, wakeup, wait = arguments
-        members = [Acquisition(lock, caller, wakeup, wait=wait) for lock in locks]
-        for member in members:
+    def _start(self) -> None:
+        earlier, self.members = (
+            self.members,
+            [
+                Acquisition(lock, self._caller, self.wakeup, wait=self._wait)
+                for lock in self._locks
+            ],
+        )
+        for member in self.members:
             # The timeout is shared by all keys.
             member.began = self.began
-        return members
-
-    def _start(self) -> None:
-        members = self._new()
-        for member, earlier in zip(members, self.members, strict=False):
+        for member, before in zip(self.members, earlier, strict=False):
             # Keep the first prefix. A coroutine may continue in another thread.
-            member.key = earlier.key
-        self.members = members
+            member.key = before.key
 
     @property
     def in_transaction(self) -> bool:
