@@ -51,6 +51,12 @@ def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fiel
     )
 
 
+def analyze_tables() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE TABLE dlocks_resourcelock, dlocks_lockclaim")
+        cursor.fetchall()
+
+
 def text_of(markup: str) -> str:
     """Return the text of a page without its markup."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
@@ -153,10 +159,13 @@ class TestPage:
         for number in ("0", "-1", "x", "99999999999999999999"):
             assert row_of(page(viewer.get(LIVE, {"page": number})), "a")
 
-    def test_ten_thousand_locks_are_shown_by_pages(
-        self, viewer, django_assert_num_queries
-    ):
-        """The number of queries does not depend on the number of locks and waiters."""
+    def test_ten_thousand_locks_are_shown_by_pages(self, viewer, in_other_thread):
+        """The number of queries does not depend on the number of locks and waiters.
+
+        Each query uses an index, although MySQL knows only that the tables were empty.
+        """
+        if connection.vendor == "mysql":
+            in_other_thread(analyze_tables)
         rows.held("first")
         rows.waits("first")
         with CaptureQueriesContext(connection) as few:

@@ -5,16 +5,20 @@ from django.db import migrations, models
 import dlocks.fields
 
 
-def keep_updates_in_place(apps: Any, schema_editor: Any) -> None:
-    # On PostgreSQL, leave space on each page, so that a new version of a row needs no
-    # new page and no new index entry (HOT). Autovacuum must not wait until a share of a
-    # large table has changed.
+def set_storage(apps: Any, schema_editor: Any) -> None:
     if schema_editor.connection.vendor == "postgresql":
+        # Leave space on each page, so that a new version of a row needs no new page and
+        # no new index entry (HOT). Autovacuum must not wait until a share of a large
+        # table has changed.
         schema_editor.execute(
             "ALTER TABLE dlocks_resourcelock SET (fillfactor = 50,"
             " autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_threshold ="
             " 1000, autovacuum_vacuum_cost_delay = 0)"
         )
+    elif schema_editor.connection.vendor == "mysql":
+        # InnoDB updates persistent statistics some seconds late. For a queue that was
+        # empty until then, MySQL scans the whole table instead of an index.
+        schema_editor.execute("ALTER TABLE dlocks_lockclaim STATS_PERSISTENT = 0")
 
 
 class Migration(migrations.Migration):
@@ -249,6 +253,6 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.RunPython(
-            keep_updates_in_place, migrations.RunPython.noop, elidable=False
+            set_storage, migrations.RunPython.noop, atomic=False, elidable=False
         ),
     ]
