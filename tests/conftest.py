@@ -350,7 +350,7 @@ def until():
 
 
 @pytest.fixture
-def in_line(until):
+def in_queue(until):
     """Return a function that waits until a key has that number of waiters."""
 
     def wait(number, key="stock:7"):

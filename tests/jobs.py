@@ -829,7 +829,7 @@ def _time_out(key):
         connections.close_all()
 
 
-def hang_in_line(pipe, key, tasks, **policy):
+def hang_in_queue(pipe, key, tasks, **policy):
     """Let tasks wait for a key in an event loop that is blocked until notified.
 
     Return the outcome of each task.

@@ -112,7 +112,7 @@ def is_held(key):
     return db_lock(key).locked()
 
 
-def in_line():
+def in_queue():
     return LockClaim.objects.count()
 
 
@@ -130,7 +130,7 @@ def test_concurrent_requests_lose_no_update(uvicorn, counter, workers):
     answers = [answer for worker in crowd for answer in worker.hear()]
     assert sorted(answers) == list(range(1, 3 * len(crowd) * each + 1))
     assert int(counter.read_text()) == len(answers)
-    assert not in_line()
+    assert not in_queue()
     assert not is_held("counter")
 
 
@@ -139,14 +139,14 @@ def test_waiting_requests_do_not_block_other_requests(uvicorn, until):
     holder = uvicorn.request("/hold/")
     until(lambda: is_held("held"))
     waiting = [uvicorn.request("/wait/") for _ in range(20)]
-    until(lambda: in_line() == 20, 60)
+    until(lambda: in_queue() == 20, 60)
     assert uvicorn.get("/beat/") == (200, "True")
     assert uvicorn.get("/busy/") == (409, "busy")
     holder.close()
     for connection in waiting:
         assert connection.getresponse().read() == b"it was free"
         connection.close()
-    until(lambda: not in_line())
+    until(lambda: not in_queue())
 
 
 def test_a_client_that_disconnects_leaves_no_claim(uvicorn, until):
@@ -156,10 +156,10 @@ def test_a_client_that_disconnects_leaves_no_claim(uvicorn, until):
     """
     with db_lock("held"):
         waiting = [uvicorn.request("/wait/") for _ in range(3)]
-        until(lambda: in_line() == 3)
+        until(lambda: in_queue() == 3)
         for connection in waiting[:2]:
             connection.close()
-        until(lambda: in_line() == 1)
+        until(lambda: in_queue() == 1)
     assert waiting[2].getresponse().read() == b"it was free"
     waiting[2].close()
     until(lambda: not is_held("held"))
@@ -181,9 +181,9 @@ def test_a_server_releases_its_holds_at_shutdown(uvicorn, until):
     holder = uvicorn.request("/hold/")
     until(lambda: is_held("held"))
     waiting = uvicorn.request("/wait/")
-    until(lambda: in_line() == 1)
+    until(lambda: in_queue() == 1)
     uvicorn.end()
-    assert not in_line()
+    assert not in_queue()
     assert not is_held("held")
     assert not is_held("kept")
     assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists()

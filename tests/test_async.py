@@ -362,7 +362,7 @@ async def test_guarded_writes_of_a_cancelled_task_are_under_the_lock(
 
 
 @pytest.fixture
-def in_line():
+def in_queue():
     """Return a coroutine function that waits until the queue has a given length.
 
     It does not use Django's thread.
@@ -383,7 +383,7 @@ def in_line():
 
 
 async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
-    in_line,
+    in_queue,
 ):
     """The holder checks, acquires another key and releases.
 
@@ -396,7 +396,7 @@ async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
 
     async with db_lock("stock:7", timeout=5) as hold:
         waiting = asyncio.create_task(sync_to_async(beside)())
-        await in_line(1)
+        await in_queue(1)
         await hold.acheck()
         await hold.arenew()
         async with db_lock("another", timeout=5):
@@ -440,14 +440,14 @@ async def test_async_views_lose_no_update_and_leave_no_claim(nothing_left):
     await nothing_left("default", "counter")("the end")
 
 
-async def test_waiting_tasks_block_neither_the_loop_nor_djangos_thread(in_line):
+async def test_waiting_tasks_block_neither_the_loop_nor_djangos_thread(in_queue):
     """The event loop goes on, and the ORM answers."""
     async with db_lock("stock:7"):
         waiting = [
             asyncio.create_task(db_lock("stock:7", timeout=30).aacquire())
             for _ in range(5)
         ]
-        await in_line(5)
+        await in_queue(5)
         for _ in range(20):
             assert await LockClaim.objects.acount() == 5
             await asyncio.sleep(0)

@@ -72,25 +72,25 @@ def told(monkeypatch):
     return told
 
 
-def hand_over(to, in_line, key="stock:7", **policy):
+def hand_over(to, in_queue, key="stock:7", **policy):
     """Hand the key to a waiting process and return the seconds this takes."""
     with db_lock(key) as hold:
         to.start(jobs.wait_quietly, key, timeout=20, **policy)
-        in_line(1, key)
+        in_queue(1, key)
     released = time.monotonic()
     granted, token = to.hear()
     assert token > hold.token
     return granted - released
 
 
-def test_a_local_process_is_notified_without_the_server(nearby, in_line, told):
-    in_time(hand_over(nearby(), in_line), 0.2)
+def test_a_local_process_is_notified_without_the_server(nearby, in_queue, told):
+    in_time(hand_over(nearby(), in_queue), 0.2)
     assert len(told["datagram"]) == 1
     assert told["server"] == []
 
 
-def test_a_process_on_another_host_is_notified_by_the_server(nearby, in_line, told):
-    hand_over(nearby(far=True), in_line)
+def test_a_process_on_another_host_is_notified_by_the_server(nearby, in_queue, told):
+    hand_over(nearby(far=True), in_queue)
     assert told["datagram"] == []
     assert len(told["server"]) == (connection.vendor == "mysql"), (
         "NOTIFY is part of the statement; SQLite has no server"
@@ -99,29 +99,29 @@ def test_a_process_on_another_host_is_notified_by_the_server(nearby, in_line, to
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_the_server_notifies_if_a_local_message_fails(
-    nearby, in_line, told, monkeypatch
+    nearby, in_queue, told, monkeypatch
 ):
     """Its socket is full, as that of a stopped process would be."""
     monkeypatch.setattr(
         datagram, "_sender", lambda: (_ for _ in ()).throw(BlockingIOError())
     )
-    in_time(hand_over(nearby(), in_line), 1.0)
+    in_time(hand_over(nearby(), in_queue), 1.0)
     assert told["datagram"] == []
     assert len(told["server"]) == 1
 
 
-def test_a_lost_local_message_costs_a_poll(nearby, in_line, monkeypatch):
+def test_a_lost_local_message_costs_a_poll(nearby, in_queue, monkeypatch):
     """The releasing process may be killed just then."""
     monkeypatch.setattr(notifications, "send", lambda channel, messages: True)
-    in_time(hand_over(nearby(), in_line), 1.0)
+    in_time(hand_over(nearby(), in_queue), 1.0)
 
 
-def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_line, until):
+def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
     """Its claim is skipped in time, and the key is free again."""
     victim = doomed()
     with db_lock("stock:7"):
         victim.start(jobs.wait_quietly, "stock:7", timeout=20)
-        in_line(1)
+        in_queue(1)
         victim.kill()
     with db_lock("stock:7", timeout=10) as hold:
         in_time(hold.waited, 4.0)
@@ -149,7 +149,7 @@ async def test_coroutines_are_notified_locally(nearby):
         in_time(granted - released, 0.2)
 
 
-def test_threads_of_one_process_are_each_notified_locally(nearby, in_line, threads):
+def test_threads_of_one_process_are_each_notified_locally(nearby, in_queue, threads):
     giver = nearby()
     keys = [f"stock:{number}" for number in range(4)]
     for key in keys:
@@ -163,7 +163,7 @@ def test_threads_of_one_process_are_each_notified_locally(nearby, in_line, threa
 
     waiting = [threads(lambda key=key: wait(key)) for key in keys]
     for key in keys:
-        in_line(1, key)
+        in_queue(1, key)
     released = time.monotonic()
     giver.call(jobs.release_all)
     for one in waiting:
@@ -387,7 +387,7 @@ def test_a_closed_socket_is_replaced_by_the_next_listener(channel):
 
 
 def test_local_messages_arrive_without_select_poll(
-    nearby, in_line, threads, until, monkeypatch
+    nearby, in_queue, threads, until, monkeypatch
 ):
     """This is so on Windows and under Eventlet."""
     giver = nearby()
@@ -399,7 +399,7 @@ def test_local_messages_arrive_without_select_poll(
             return time.monotonic()
 
     waiter = threads(wait)
-    in_line(1)
+    in_queue(1)
     released = time.monotonic()
     giver.call(jobs.release_all)
     in_time(until(lambda: waiter.results)[0] - released, 0.2)
@@ -409,7 +409,7 @@ def test_local_messages_arrive_without_select_poll(
             pass
 
 
-def test_a_waiter_polls_if_no_thread_can_be_started(nearby, in_line, monkeypatch):
+def test_a_waiter_polls_if_no_thread_can_be_started(nearby, in_queue, monkeypatch):
     start = threading.Thread.start
 
     def refuse(self):

@@ -143,11 +143,11 @@ def test_long_keys_and_prefixes_fit_into_64_characters(is_busy):
     backends["session"].disconnect()
 
 
-def test_the_channel_of_a_waiter_fits_into_64_characters(workers, in_line):
+def test_the_channel_of_a_waiter_fits_into_64_characters(workers, in_queue):
     _, other = workers(2)
     with db_lock("stock:7"):
         other.start(jobs.wait_quietly, "stock:7", timeout=20)
-        in_line(1)
+        in_queue(1)
         channel = LockClaim.objects.get(version=None).channel
         assert channel in named_locks()
         assert len(channel) <= 64

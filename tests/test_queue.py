@@ -87,7 +87,7 @@ def claim(key="stock:7", **options):
 
 
 @FAMILY
-def test_an_unrenewed_hold_from_the_queue_has_its_full_ttl(using, in_line, threads):
+def test_an_unrenewed_hold_from_the_queue_has_its_full_ttl(using, in_queue, threads):
     holder = db_lock("stock:7", using=using).acquire()
 
     def wait():
@@ -97,7 +97,7 @@ def test_an_unrenewed_hold_from_the_queue_has_its_full_ttl(using, in_line, threa
         return left
 
     thread = threads(wait)
-    in_line(1)
+    in_queue(1)
     holder.release()
     thread.join(30)
     assert thread.results[0] > 15
@@ -105,7 +105,7 @@ def test_an_unrenewed_hold_from_the_queue_has_its_full_ttl(using, in_line, threa
 
 @SERVERS
 def test_a_renewal_of_a_locked_row_is_retried_in_time(
-    in_line, threads, monkeypatch, until
+    in_queue, threads, monkeypatch, until
 ):
     """A hold from the queue starts with a lease of 1.5 s.
 
@@ -136,7 +136,7 @@ def test_a_renewal_of_a_locked_row_is_retried_in_time(
             return hold.remaining
 
     thread = threads(wait)
-    in_line(1)
+    in_queue(1)
     monkeypatch.setattr(backend, "renew", noted)
     holder.release()
     assert granted.wait(30)
@@ -237,15 +237,15 @@ def test_a_grant_message_read_after_its_end_gives_no_hold():
 
 
 @FAMILY
-def test_a_dead_waiter_is_skipped_within_three_seconds(using, doomed, in_line, until):
+def test_a_dead_waiter_is_skipped_within_three_seconds(using, doomed, in_queue, until):
     """A dead waiter does not block a caller that only tries either."""
     lock = db_lock("stock:7", using=using)
     with lock:
         victim = doomed()
         victim.start(jobs.wait_for, "stock:7", using=using)
-        in_line(1)
+        in_queue(1)
         victim.kill()
-        in_line(0)
+        in_queue(0)
         took = time.monotonic() - victim.killed_at
     for one in (lock, db_rwlock("stock:7", using=using).read()):
         found = one.try_acquire()
@@ -321,7 +321,7 @@ def test_a_leased_key_with_waiters_is_an_error_in_sqlite_writes(
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])
-def test_a_key_without_waiters_costs_one_statement_again(using, in_line, threads):
+def test_a_key_without_waiters_costs_one_statement_again(using, in_queue, threads):
     from tests.test_cost import statements
 
     lock = db_lock("stock:7", using=using)
@@ -332,7 +332,7 @@ def test_a_key_without_waiters_costs_one_statement_again(using, in_line, threads
             pass
 
     thread = threads(wait)
-    in_line(1)
+    in_queue(1)
     first.release()
     thread.join(30)
     with lock:
@@ -411,7 +411,7 @@ def test_a_shared_hold_is_granted_despite_a_restored_number(forgetful):
 
 
 def test_concurrent_threads_queue_despite_a_restored_number(
-    forgetful, threads, in_line, monkeypatch
+    forgetful, threads, in_queue, monkeypatch
 ):
     """The threads join the queue in one statement."""
     # A claim that is queued by hand has no heartbeat.
@@ -430,7 +430,7 @@ def test_concurrent_threads_queue_despite_a_restored_number(
                 had.append(mine.token)
 
         crowd = [threads(take) for _ in range(6)]
-        in_line(7)
+        in_queue(7)
         backend.release(waiting)
     for one in crowd:
         one.join(30)
@@ -576,7 +576,7 @@ async def test_a_task_that_is_cancelled_twice_leaves_the_queue():
         in_time(mine.waited, HEARTBEAT_TIMEOUT)
 
 
-async def test_threads_and_tasks_of_a_process_share_one_queue(in_line):
+async def test_threads_and_tasks_of_a_process_share_one_queue(in_queue):
     order = []
     holder = await db_lock("stock:7").aacquire()
 
@@ -602,7 +602,7 @@ async def test_threads_and_tasks_of_a_process_share_one_queue(in_line):
     assert [name for name, _ in order] == list(range(6))
 
 
-def test_a_claim_that_times_out_leaves_the_queue(in_line, in_other_thread):
+def test_a_claim_that_times_out_leaves_the_queue(in_queue, in_other_thread):
     with db_lock("stock:7") as hold:
         with pytest.raises(LockTimeout, match="held by"):
             in_other_thread(db_lock("stock:7", timeout=0.1).acquire)
@@ -750,7 +750,7 @@ def test_a_timeout_does_not_wait_for_sqlites_writer(threads):
     "lock", [db_lock, partial(db_semaphore, permits=1)], ids=["lock", "semaphore"]
 )
 def test_a_waiter_times_out_despite_sqlites_writer(
-    using, lock, in_line, in_other_thread, threads
+    using, lock, in_queue, in_other_thread, threads
 ):
     """The claim cannot be removed then.
 
@@ -765,7 +765,7 @@ def test_a_waiter_times_out_despite_sqlites_writer(
         return time.monotonic() - began
 
     thread = threads(wait)
-    in_line(1)
+    in_queue(1)
     with transaction.atomic():
         ResourceLock.objects.filter(pk="other").update(version=1)
         thread.join(60)
@@ -904,7 +904,7 @@ def test_a_connection_lost_at_the_end_of_a_transaction_raises(
 
 
 @SERVERS
-def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_line, monkeypatch):
+def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_queue, monkeypatch):
     """Otherwise its release would hand the key to an abandoned claim."""
     monkeypatch.setattr(Waiters, "_poll", lambda *_, **__: (math.inf, 0))
     monkeypatch.setattr(statements, "HEARTBEAT_TIMEOUT", 30.0)
@@ -916,7 +916,7 @@ def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_line, monkeyp
     with transaction.atomic():
         db_lock("stock:7").acquire()
         thread = threads(wait)
-        in_line(1)
+        in_queue(1)
         transaction.set_rollback(True)
     thread.join(60)
     assert thread.results == [0]
@@ -1013,7 +1013,7 @@ def test_timeouts_during_a_handover_lose_no_waiter(threads):
 
 
 @pytest.mark.engine("postgresql")
-def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
+def test_a_slow_poll_does_not_switch_to_polling(in_queue, threads, monkeypatch):
     """The key is handed over while a poll is under way.
 
     No message was there when this process last listened.
@@ -1029,7 +1029,7 @@ def test_a_slow_poll_does_not_switch_to_polling(in_line, threads, monkeypatch):
 
     hold = db_lock("stock:7").acquire()
     waits = threads(lambda: db_lock("stock:7").acquire().release())
-    in_line(1)
+    in_queue(1)
     monkeypatch.setattr(type(backend), "poll", slow)
     assert asked.wait(30)
     hold.release()
@@ -1045,10 +1045,10 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
     Its timeout passes before it has queued. It still tries to acquire the key.
     """
     backends["default"]._contended_keys.add("stock:7")
-    better_in_line, hints = Acquisition._should_queue, []
+    should_queue, hints = Acquisition._should_queue, []
 
     def slow(self, claim):
-        hints.append(better_in_line(self, claim))
+        hints.append(should_queue(self, claim))
         time.sleep(0.25 if hints[-1] else 0.0)
         return hints[-1]
 
@@ -1062,12 +1062,12 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
 
 
 @FAMILY
-def test_processes_are_served_in_the_order_of_arrival(using, workers, in_line):
+def test_processes_are_served_in_the_order_of_arrival(using, workers, in_queue):
     crowd = workers(5)
     with db_lock("stock:7", using=using):
         for number, worker in enumerate(crowd):
             worker.start(jobs.wait_for, "stock:7", using=using, timeout=30)
-            in_line(number + 1)
+            in_queue(number + 1)
     answers = [worker.hear() and worker.hear() for worker in crowd]
     tokens = [token for _, token in answers]
     assert tokens == sorted(tokens)
@@ -1075,15 +1075,15 @@ def test_processes_are_served_in_the_order_of_arrival(using, workers, in_line):
 
 @FAMILY
 def test_only_an_unfair_claim_passes_the_queue(
-    using, workers, in_line, in_other_thread
+    using, workers, in_queue, in_other_thread
 ):
     """A holder that releases and reacquires the key queues behind the waiters."""
     first, second = workers(2)
     hold = db_lock("stock:7", using=using).acquire()
     first.start(jobs.hold, "stock:7", using=using)
-    in_line(1)
+    in_queue(1)
     second.start(jobs.wait_for, "stock:7", using=using)
-    in_line(2)
+    in_queue(2)
     hold.release()
     again = db_lock("stock:7", using=using, timeout=0)
     assert again.try_acquire() is None
@@ -1112,7 +1112,7 @@ def test_only_an_unfair_claim_passes_the_queue(
     backend.release(barging)
 
 
-def test_an_unfair_claim_passes_a_stopped_waiter(in_line, workers, until):
+def test_an_unfair_claim_passes_a_stopped_waiter(in_queue, workers, until):
     def goes_before():
         # The key is released but not handed over, as after the rollback of a
         # transaction.
@@ -1126,7 +1126,7 @@ def test_an_unfair_claim_passes_a_stopped_waiter(in_line, workers, until):
     holder = claim()
     backend.acquire(holder)
     other.start(jobs.wait_for, "stock:7")
-    in_line(1)
+    in_queue(1)
     other.stop()
     try:
         # A statement that the stopped process has sent may still run and acquire the
@@ -1141,12 +1141,12 @@ def test_an_unfair_claim_passes_a_stopped_waiter(in_line, workers, until):
 # Endings other than a release.
 
 
-def test_the_key_is_handed_over_when_min_hold_ends(workers, in_line):
+def test_the_key_is_handed_over_when_min_hold_ends(workers, in_queue):
     (other,) = workers(1)
     hold = db_lock("stock:7", min_hold=1.0).acquire()
     began = time.monotonic()
     other.start(jobs.wait_for, "stock:7")
-    in_line(1)
+    in_queue(1)
     hold.release()
     assert other.hear() == "waiting"
     granted, _ = other.hear()
@@ -1155,14 +1155,14 @@ def test_the_key_is_handed_over_when_min_hold_ends(workers, in_line):
 
 
 def test_a_dead_holders_key_is_handed_over_when_its_lease_ends(
-    workers, doomed, in_line
+    workers, doomed, in_queue
 ):
     (other,) = workers(1)
     victim = doomed()
     victim.start(jobs.hold, "stock:7", ttl=1.0)
     victim.hear()
     other.start(jobs.wait_for, "stock:7")
-    in_line(1)
+    in_queue(1)
     victim.kill()
     assert other.hear() == "waiting"
     granted, _ = other.hear()
@@ -1172,13 +1172,15 @@ def test_a_dead_holders_key_is_handed_over_when_its_lease_ends(
 @SERVERS
 @FAMILY
 @pytest.mark.parametrize("roll_back", [False, True])
-def test_the_end_of_a_transaction_wakes_its_waiters(using, roll_back, workers, in_line):
+def test_the_end_of_a_transaction_wakes_its_waiters(
+    using, roll_back, workers, in_queue
+):
     holder, *waiting = workers(3)
     holder.start(jobs.hold_in_transaction, "stock:7", using=using, roll_back=roll_back)
     holder.hear()
     for number, worker in enumerate(waiting):
         worker.start(jobs.wait_for, "stock:7", using=using)
-        in_line(number + 1)
+        in_queue(number + 1)
     ended = time.monotonic()
     holder.tell()
     assert holder.hear() == "ended"
@@ -1192,13 +1194,13 @@ def test_the_end_of_a_transaction_wakes_its_waiters(using, roll_back, workers, i
 
 
 @SERVERS
-def test_transactions_join_the_queue(workers, in_line):
+def test_transactions_join_the_queue(workers, in_queue):
     first, second = workers(2)
     hold = db_lock("stock:7").acquire()
     first.start(jobs.hold_in_transaction, "stock:7")
-    in_line(1)
+    in_queue(1)
     second.start(jobs.wait_for, "stock:7")
-    in_line(2)
+    in_queue(2)
     hold.release()
     token = first.hear()
     assert not second.pipe.poll(0.2) or second.hear() == "waiting"
@@ -1209,25 +1211,25 @@ def test_transactions_join_the_queue(workers, in_line):
     assert answer[1] > token
 
 
-def test_a_waiter_without_takeover_gets_lock_stale(doomed, workers, in_line):
+def test_a_waiter_without_takeover_gets_lock_stale(doomed, workers, in_queue):
     (patient,) = workers(1)
     victim = doomed()
     victim.start(jobs.hold, "stock:7", ttl=1.0)
     victim.hear()
     patient.start(jobs.acquire, "stock:7", takeover=False, timeout=20)
-    in_line(1)
+    in_queue(1)
     victim.kill()
     assert patient.hear() == "LockStale"
     with db_lock("stock:7", timeout=1):
         pass
 
 
-def test_waiters_with_a_short_ttl_are_served(workers, in_line):
+def test_waiters_with_a_short_ttl_are_served(workers, in_queue):
     crowd = workers(4)
     with db_lock("stock:7"):
         for number, worker in enumerate(crowd):
             worker.start(jobs.wait_for, "stock:7", ttl=1.3)
-            in_line(number + 1)
+            in_queue(number + 1)
         time.sleep(1.5)
     for worker in crowd:
         assert worker.hear() == "waiting"
@@ -1236,7 +1238,7 @@ def test_waiters_with_a_short_ttl_are_served(workers, in_line):
 
 
 @SERVERS
-def test_a_lease_waits_in_the_queue_without_autocommit(workers, in_line):
+def test_a_lease_waits_in_the_queue_without_autocommit(workers, in_queue):
     (holder,) = workers(1)
     holder.start(jobs.hold, "stock:7")
     token = holder.hear()
@@ -1258,12 +1260,12 @@ def test_a_lease_waits_in_the_queue_without_autocommit(workers, in_line):
 
 
 @SERVERS
-def test_the_connection_for_waiting_closes_within_a_second(workers, in_line, until):
+def test_the_connection_for_waiting_closes_within_a_second(workers, in_queue, until):
     """Otherwise DROP DATABASE at the end of a project's tests would fail."""
     waiting, _asking = workers(2)
     with db_lock("stock:7"):
         waiting.start(jobs.wait_for, "stock:7")
-        in_line(1)
+        in_queue(1)
         assert waiting.hear() == "waiting"
     assert waiting.hear()
     waiting.call(jobs.close_connections)
@@ -1322,10 +1324,10 @@ def outside_sqlite(monkeypatch):
     return keep_out
 
 
-def test_a_fork_does_not_disturb_waiters(threads, in_line, outside_sqlite):
+def test_a_fork_does_not_disturb_waiters(threads, in_queue, outside_sqlite):
     hold = db_lock("stock:7").acquire()
     thread = threads(lambda: db_lock("stock:7").acquire().release() or time.monotonic())
-    in_line(1)
+    in_queue(1)
     connection.close()
     with warnings.catch_warnings(), outside_sqlite():
         # Python 3.12 and newer warn about forking a process with threads.
@@ -1345,7 +1347,7 @@ def test_a_fork_does_not_disturb_waiters(threads, in_line, outside_sqlite):
     _, status = os.waitpid(pid, 0)
     assert status == 0
     time.sleep(2.5)
-    in_line(1)
+    in_queue(1)
     hold.release()
     released = time.monotonic()
     thread.join(30)
@@ -1358,7 +1360,7 @@ def test_a_fork_does_not_disturb_waiters(threads, in_line, outside_sqlite):
 @FAMILY
 @pytest.mark.parametrize("kind", ["reader", "permit"])
 def test_a_shared_hold_from_the_queue_works_like_any_other(
-    using, kind, in_line, threads, in_other_thread
+    using, kind, in_queue, threads, in_other_thread
 ):
     policy = {"using": using, "ttl": 4.0}
     lock = (
@@ -1379,7 +1381,7 @@ def test_a_shared_hold_from_the_queue_works_like_any_other(
             hold.check()
 
     threads(share)
-    in_line(1)
+    in_queue(1)
     before.release()
     assert ready.wait(30)
     assert holds[0].token > before.token
@@ -1405,24 +1407,24 @@ def test_a_lost_shared_hold_is_reported(until):
         hold.release()
 
 
-def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_line, workers):
+def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_queue, workers):
     """A reader that dies with its shared hold blocks a writer for its ttl only."""
     (writer,) = workers(1)
     reader = doomed()
     reader.start(jobs.hold, "stock:7", shared=True, ttl=1.0)
     reader.hear()
     writer.start(jobs.wait_quietly, "stock:7")
-    in_line(1)
+    in_queue(1)
     reader.kill()
     in_time(writer.hear()[0] - reader.killed_at, 1.0 + 0.5 + 0.7)
 
 
-def test_a_shared_hold_is_handed_over_after_min_hold(workers, in_line):
+def test_a_shared_hold_is_handed_over_after_min_hold(workers, in_queue):
     (writer,) = workers(1)
     hold = db_lock("stock:7", shared=True, min_hold=1.0).acquire()
     began = time.monotonic()
     writer.start(jobs.wait_quietly, "stock:7")
-    in_line(1)
+    in_queue(1)
     hold.release()
     granted, _ = writer.hear()
     # The bound adds the grace and one poll.
@@ -1538,7 +1540,7 @@ def test_a_process_stopped_at_any_point_blocks_others_briefly(using, doomed, wor
 
 
 def test_a_thread_that_hangs_while_queueing_blocks_no_other(
-    threads, in_line, monkeypatch
+    threads, in_queue, monkeypatch
 ):
     """Its connection may be dead while its driver still waits."""
     entered, leave = threading.Event(), threading.Event()
@@ -1558,18 +1560,18 @@ def test_a_thread_that_hangs_while_queueing_blocks_no_other(
         assert entered.wait(10)
         waiting = threads(take)
         try:
-            in_line(1)
+            in_queue(1)
         finally:
             leave.set()
     waiting.join(30)
     assert waiting.results == [True]
 
 
-def test_waiting_costs_hardly_any_processor_time(in_line, threads):
+def test_waiting_costs_hardly_any_processor_time(in_queue, threads):
     """No thread polls in a loop, neither during the wait nor after it."""
     with db_lock("stock:7"):
         waiting = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
-        in_line(1)
+        in_queue(1)
         began = time.process_time()
         time.sleep(0.4)
         assert time.process_time() - began < 0.25
@@ -1585,7 +1587,7 @@ def test_waiting_costs_hardly_any_processor_time(in_line, threads):
 @pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
 def test_a_single_waiting_thread_receives_its_own_notification(
-    in_line, threads, monkeypatch
+    in_queue, threads, monkeypatch
 ):
     room, heard_by = waiters_of(backends["default"]), []
     # An earlier test may have switched to polling.
@@ -1599,7 +1601,7 @@ def test_a_single_waiting_thread_receives_its_own_notification(
     monkeypatch.setattr(room, "_deliver", noting)
     hold = db_lock("stock:7").acquire()
     waiting = threads(lambda: db_lock("stock:7").acquire().release())
-    in_line(1)
+    in_queue(1)
     hold.release()
     waiting.join(30)
     assert set(heard_by) <= {waiting, room._thread}
@@ -1609,7 +1611,7 @@ def test_a_single_waiting_thread_receives_its_own_notification(
             break
         hold = db_lock("stock:7").acquire()
         waiting = threads(lambda: db_lock("stock:7").acquire().release())
-        in_line(1)
+        in_queue(1)
         hold.release()
         waiting.join(30)
     assert waiting in heard_by
@@ -1617,7 +1619,7 @@ def test_a_single_waiting_thread_receives_its_own_notification(
 
 @pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
-def test_an_interrupted_listener_is_replaced(in_line, threads, monkeypatch, until):
+def test_an_interrupted_listener_is_replaced(in_queue, threads, monkeypatch, until):
     """The thread holds ``receive_lock`` and does not know it. Nothing releases it."""
     monkeypatch.setattr(receiver, "LISTENER_TIMEOUT", 0.5)
     room = waiters_of(backends["default"])
@@ -1633,7 +1635,7 @@ def test_an_interrupted_listener_is_replaced(in_line, threads, monkeypatch, unti
             waiting = threads(
                 lambda: db_lock("stock:7", timeout=30).acquire().release()
             )
-            in_line(1)
+            in_queue(1)
             listener = until(lambda: room._listener)
             threads(lambda: interrupted(listener.receive_lock))
             assert has.wait(10)
@@ -1646,25 +1648,25 @@ def test_an_interrupted_listener_is_replaced(in_line, threads, monkeypatch, unti
 
 @pytest.mark.engine("postgresql")
 @pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, KeyboardInterrupt])
-def test_an_error_raised_by_a_signal_handler_ends_the_wait(kind, workers, in_line):
+def test_an_error_raised_by_a_signal_handler_ends_the_wait(kind, workers, in_queue):
     """A task queue ends a task that takes too long in this way."""
     (worker,) = workers(1)
     with db_lock("stock:7"):
         worker.start(jobs.wait_until_a_signal, "stock:7", kind, timeout=30)
         assert worker.hear() == "waiting"
-        in_line(1)
+        in_queue(1)
         os.kill(worker.process.pid, signal.SIGUSR1)
         assert worker.hear(15) == kind.__name__
-        in_line(0)
+        in_queue(0)
 
 
 @pytest.mark.engine("postgresql")
-async def test_a_listening_thread_notifies_tasks_of_its_process(in_line, threads):
+async def test_a_listening_thread_notifies_tasks_of_its_process(in_queue, threads):
     held = [await db_lock(key).aacquire() for key in ("stock:7", "stock:8")]
     listening = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
-    await sync_to_async(in_line)(1)
+    await sync_to_async(in_queue)(1)
     task = asyncio.create_task(db_lock("stock:8", timeout=30).aacquire())
-    await sync_to_async(in_line)(1, "stock:8")
+    await sync_to_async(in_queue)(1, "stock:8")
     await held[1].arelease()
     hold = await task
     await hold.arelease()
@@ -1702,10 +1704,10 @@ def test_a_claim_cancelled_just_before_its_grant_is_skipped(
 ):
     backend = backends["default"]
     mine = claim()
-    in_line = backend._queued
+    in_queue = backend._queued
 
     def leaves(key):
-        live = in_line(key)
+        live = in_queue(key)
         # This step has locked the row, as another process could have.
         assert in_other_thread(backend.release, mine, failed=True) is False
         return live
@@ -1724,7 +1726,7 @@ def test_a_claim_cancelled_just_before_its_grant_is_skipped(
 
 
 def test_threads_of_a_process_join_the_queue_one_at_a_time(
-    monkeypatch, in_line, threads
+    monkeypatch, in_queue, threads
 ):
     """Otherwise they would lock the key's row in turn and keep out its holder."""
     backend = backends["default"]
@@ -1755,7 +1757,7 @@ def test_threads_of_a_process_join_the_queue_one_at_a_time(
                 return hold.held
 
         crowd = [threads(take) for _ in range(10)]
-        in_line(10)
+        in_queue(10)
     for thread in crowd:
         thread.join(60)
     assert [thread.results for thread in crowd] == [[True]] * 10
@@ -1794,7 +1796,7 @@ def slow_entrance(monkeypatch, until):
 
 @SERVERS
 def test_threads_at_the_entrance_join_the_queue_in_order(
-    slow_entrance, in_line, threads
+    slow_entrance, in_queue, threads
 ):
     entered, leave, sizes, at_entrance = slow_entrance
     order = []
@@ -1810,7 +1812,7 @@ def test_threads_at_the_entrance_join_the_queue_in_order(
             crowd.append(threads(lambda number=number: take(number)))
             at_entrance(number)
         leave.set()
-        in_line(30)
+        in_queue(30)
         assert hold.queue_length() == 30
         assert ResourceLock.objects.get(pk="stock:7").waiters == 30
     for thread in crowd:
@@ -1822,7 +1824,7 @@ def test_threads_at_the_entrance_join_the_queue_in_order(
 
 
 @SERVERS
-def test_a_claim_of_another_key_is_not_in_the_batch(slow_entrance, in_line, threads):
+def test_a_claim_of_another_key_is_not_in_the_batch(slow_entrance, in_queue, threads):
     entered, leave, sizes, at_entrance = slow_entrance
 
     def take(key):
@@ -1836,8 +1838,8 @@ def test_a_claim_of_another_key_is_not_in_the_batch(slow_entrance, in_line, thre
             crowd.append(threads(lambda key=key: take(key)))
             at_entrance(number + 1)
         leave.set()
-        in_line(2, "stock:7")
-        in_line(2, "stock:8")
+        in_queue(2, "stock:7")
+        in_queue(2, "stock:8")
     for thread in crowd:
         thread.join(60)
     assert [thread.results for thread in crowd] == [[True]] * 4
@@ -1846,7 +1848,7 @@ def test_a_claim_of_another_key_is_not_in_the_batch(slow_entrance, in_line, thre
 
 @SERVERS
 def test_a_claim_of_a_failed_batch_queues_by_itself(
-    slow_entrance, monkeypatch, in_line, threads
+    slow_entrance, monkeypatch, in_queue, threads
 ):
     entered, leave, _, at_entrance = slow_entrance
     backend = backends["default"]
@@ -1874,7 +1876,7 @@ def test_a_claim_of_a_failed_batch_queues_by_itself(
             crowd.append(threads(take))
             at_entrance(number)
         leave.set()
-        in_line(5)
+        in_queue(5)
     for thread in crowd:
         thread.join(60)
     assert failed == [5]
@@ -2016,7 +2018,7 @@ def test_a_holder_does_not_join_the_queue(using):
 
 @pytest.mark.engine("mariadb", "mysql")
 def test_a_claim_granted_while_it_queues_is_not_queued_again(
-    monkeypatch, threads, in_line
+    monkeypatch, threads, in_queue
 ):
     backend = backends["default"]
     paused = backend.dialect.queue.replace(
@@ -2031,9 +2033,9 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
     with connection.cursor() as cursor:
         cursor.execute("SELECT GET_LOCK('dlocks_tests', 30)")
         waiting = threads(lambda: backend.enqueue(claim))
-        in_line(1)
+        in_queue(1)
         assert backend.release(holder)
-        in_line(0)
+        in_queue(0)
         cursor.execute("SELECT RELEASE_LOCK('dlocks_tests')")
     waiting.join(30)
     assert waiting.results[0].must_retry
@@ -2102,7 +2104,7 @@ def test_a_key_is_released_after_its_row_was_locked_for_seconds(workers, is_busy
     assert not is_busy("stock:7")
 
 
-async def test_a_coroutine_closed_while_it_waits_blocks_no_waiter(in_line):
+async def test_a_coroutine_closed_while_it_waits_blocks_no_waiter(in_queue):
     """Its event loop takes no part, so nothing can be awaited."""
     held = await sync_to_async(db_lock("stock:7").acquire)()
     room = waiters_of(backends["default"])
@@ -2115,11 +2117,11 @@ async def test_a_coroutine_closed_while_it_waits_blocks_no_waiter(in_line):
             steps.close()
 
     await Closed()
-    await sync_to_async(in_line)(0)
+    await sync_to_async(in_queue)(0)
     await sync_to_async(held.release)()
 
 
-def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, in_other_thread, until):
+def test_a_task_of_a_closed_loop_blocks_no_waiter(in_queue, in_other_thread, until):
     """A caller runs a loop until one result is there and ignores other tasks."""
 
     def leave_one_waiting():
@@ -2146,7 +2148,7 @@ def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, in_other_thread, unti
     left: list[weakref.ref[asyncio.Task[Any]]] = []
     with db_lock("stock:7"):
         in_other_thread(leave_one_waiting)
-        in_line(0)
+        in_queue(0)
     # The task is removed from memory too. It cannot await anything then, which is no
     # error.
     until(lambda: gc.collect() is not None and left[0]() is None)
@@ -2157,13 +2159,13 @@ def test_a_task_of_a_closed_loop_blocks_no_waiter(in_line, in_other_thread, unti
 
 @SERVERS
 @FAMILY
-def test_a_claim_whose_row_is_locked_is_skipped(using, workers, in_line):
+def test_a_claim_whose_row_is_locked_is_skipped(using, workers, in_queue):
     first, second, other = workers(3)
     hold = db_lock("stock:7", using=using).acquire()
     first.start(jobs.wait_for, "stock:7", using=using, timeout=60)
-    in_line(1)
+    in_queue(1)
     second.start(jobs.wait_for, "stock:7", using=using, timeout=60)
-    in_line(2)
+    in_queue(2)
     other.start(jobs.lock_first_claim, "stock:7")
     assert other.hear() == "locked"
     released_at = time.monotonic()
@@ -2226,7 +2228,7 @@ def test_a_notified_claim_retries_until_it_acquires(monkeypatch, threads):
 def test_unresponsive_waiters_delay_the_key_only_once(timeout, workers, until):
     (stuck,) = workers(1)
     with db_lock("stock:7") as hold:
-        stuck.start(jobs.hang_in_line, "stock:7", 3, timeout=timeout)
+        stuck.start(jobs.hang_in_queue, "stock:7", 3, timeout=timeout)
         assert stuck.hear() == "waiting"
         until(lambda: hold.queue_length() == 3)
     lock = db_lock("stock:7", timeout=60)
@@ -2270,7 +2272,7 @@ def test_polling_keys_locked_by_transactions_does_not_wait(workers, monkeypatch)
 
 
 @SERVERS
-def test_a_briefly_locked_row_is_contention(in_line, threads, monkeypatch):
+def test_a_briefly_locked_row_is_contention(in_queue, threads, monkeypatch):
     """A release that finds the row locked retries, with any driver."""
     backend, locked, leave = backends["default"], threading.Event(), threading.Event()
     hand_over = backend._hand_over
@@ -2289,7 +2291,7 @@ def test_a_briefly_locked_row_is_contention(in_line, threads, monkeypatch):
 
     hold = db_lock("stock:7").acquire()
     waiter = threads(lambda: db_lock("stock:7").acquire().release())
-    in_line(1)
+    in_queue(1)
     threads(keep)
     assert locked.wait(10)
     monkeypatch.setattr(backend, "_hand_over", hand_over_once)

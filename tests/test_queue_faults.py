@@ -278,7 +278,7 @@ def through_proxy(server, doomed):
     proxy.close()
 
 
-def in_line(observer, key, number):
+def in_queue(observer, key, number):
     eventually(lambda: len(observer.call(jobs.line, key)[0]) == number)
 
 
@@ -294,7 +294,7 @@ def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(using, through_prox
     token = holder.hear()
     proxy.swallow(b" INTO ")
     waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
-    in_line(observer, key, 1)
+    in_queue(observer, key, 1)
     assert proxy.swallowed.wait(10)
     assert observer.call(jobs.waiters, key) in {(1, 1), (1, 0)}
     holder.tell()
@@ -310,7 +310,7 @@ def test_a_handover_with_a_lost_reply_is_a_release(using, kind, through_proxy):
     key = f"release {using} {kind}"
     token = holder.call(jobs.acquire, key, using=using, shared=kind == "share")
     waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
-    in_line(observer, key, 1)
+    in_queue(observer, key, 1)
     proxy.swallow(
         b"taken AS" if ENGINE == "postgresql" and kind == "lease" else b"COMMIT"
     )
@@ -334,7 +334,7 @@ def test_a_lost_reply_to_a_poll_costs_another_poll(using, what, through_proxy):
     key = f"look {using}"
     token = holder.call(jobs.acquire, key, using=using)
     waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
-    in_line(observer, key, 1)
+    in_queue(observer, key, 1)
     proxy.swallow(what)
     assert proxy.swallowed.wait(10)
     assert holder.call(jobs.release_all) == ["released"]
@@ -352,7 +352,7 @@ def test_a_waiter_polls_at_once_after_its_session_ended(far, server, doomed):
     holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))
     token = holder.call(jobs.acquire, "session")
     waiting.start(jobs.wait_quietly, "session", timeout=20)
-    in_line(admin, "session", 1)
+    in_queue(admin, "session", 1)
     assert admin.call(jobs.kill_other_sessions)
     assert holder.call(jobs.release_all) == ["released"]
     released = time.monotonic()
@@ -370,7 +370,7 @@ def test_a_lost_notification_costs_a_poll(far, server, doomed):
     holder, waiting, admin = (doomed(far=far, **environment(server)) for _ in range(3))
     token = holder.call(jobs.acquire, "message")
     waiting.start(jobs.wait_quietly, "message", timeout=20)
-    in_line(admin, "message", 1)
+    in_queue(admin, "message", 1)
     admin.call(jobs.write_channels, "elsewhere")
     assert holder.call(jobs.release_all) == ["released"]
     released = time.monotonic()

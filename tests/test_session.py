@@ -91,7 +91,7 @@ def proxy(monkeypatch):
 
 
 @pytest.fixture
-def in_line(until):
+def in_queue(until):
     """Return a function that waits until a key has a number of waiters.
 
     They wait on the server or for a session.
@@ -324,24 +324,24 @@ def test_a_killed_holder_frees_its_keys_at_once(doomed, until, is_busy):
     until(lambda: not is_busy(using="session"), 3.0)
 
 
-def test_a_killed_holders_key_goes_to_the_waiter(doomed, workers, in_line):
+def test_a_killed_holders_key_goes_to_the_waiter(doomed, workers, in_queue):
     worker, (waiter,) = doomed(), workers(1)
     worker.start(jobs.hold, "stock:7", using="session", ttl=300)
     worker.hear()
     waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
-    in_line(1)
+    in_queue(1)
     worker.kill()
     granted, _ = waiter.hear()
     in_time(granted - worker.killed_at, 2.0)
 
 
-def test_a_killed_waiter_does_not_block_the_next(doomed, workers, in_line):
+def test_a_killed_waiter_does_not_block_the_next(doomed, workers, in_queue):
     killed, (waiter,) = doomed(), workers(1)
     with lock():
         killed.start(jobs.hold, "stock:7", using="session", timeout=None)
-        in_line(1)
+        in_queue(1)
         waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
-        in_line(2)
+        in_queue(2)
         killed.kill()
     released = time.monotonic()
     granted, _ = waiter.hear()
@@ -355,7 +355,7 @@ def test_a_killed_waiter_does_not_block_the_next(doomed, workers, in_line):
 )
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_hold_with_an_ended_session_is_lost_within_a_second(
-    waited, policy, threads, in_line, in_other_thread, until, backend, monkeypatch
+    waited, policy, threads, in_queue, in_other_thread, until, backend, monkeypatch
 ):
     """The next ping detects it. Any thread sends one every half second."""
     told = []
@@ -368,7 +368,7 @@ def test_a_hold_with_an_ended_session_is_lost_within_a_second(
     ready = threading.Event()
     if waited:
         first = in_other_thread(lock().acquire)
-        threads(lambda: (in_line(1), first.release(), ready.set()))
+        threads(lambda: (in_queue(1), first.release(), ready.set()))
     held = lock(on_lost=on_lost, **policy).acquire()
     if waited:
         assert ready.wait(10)
@@ -560,7 +560,7 @@ def test_the_second_reader_releases_the_key_after_the_first(left_by_the_first, b
 
 @POSTGRESQL
 def test_a_reader_that_joins_at_a_release_passes_no_writer(
-    left_by_the_first, backend, threads, in_line
+    left_by_the_first, backend, threads, in_queue
 ):
     written = threading.Event()
 
@@ -573,7 +573,7 @@ def test_a_reader_that_joins_at_a_release_passes_no_writer(
         written.set()
 
     threads(write)
-    in_line(1)
+    in_queue(1)
     assert backend.acquire(left_by_the_first) is None
     assert written.wait(10)
 
@@ -674,7 +674,7 @@ def test_a_silent_server_is_trusted_for_the_ttl():
 )
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_partitioned_holder_ends_before_the_next_grant(
-    waited, proxy, threads, in_line, until
+    waited, proxy, threads, in_queue, until
 ):
     """The server counts from its reply, not from when the reply was read."""
     lock().acquire().release()
@@ -690,7 +690,7 @@ def test_a_partitioned_holder_ends_before_the_next_grant(
         if waited:
             with taken_elsewhere():
                 threads(hold)
-                in_line(1)
+                in_queue(1)
                 proxy.late.set()
         else:
             proxy.late.set()
@@ -709,11 +709,11 @@ def test_a_partitioned_holder_ends_before_the_next_grant(
 
 
 async def test_a_late_task_holds_only_for_the_rest_of_its_lease(
-    in_line, in_other_thread, until, is_busy
+    in_queue, in_other_thread, until, is_busy
 ):
     first = await lock().aacquire()
     task = asyncio.ensure_future(lock(ttl=2.0, renew=False).aacquire())
-    await asyncio.to_thread(in_line, 1)
+    await asyncio.to_thread(in_queue, 1)
     # From here on, the test blocks the event loop.
     in_other_thread(first.release)
     until(
@@ -820,10 +820,10 @@ def test_a_fork_does_not_keep_the_locks_of_a_dead_parent(doomed, until, is_busy)
         os.kill(child, signal.SIGKILL)
 
 
-def test_the_connections_are_closed_soon_after_the_last_hold(until, threads, in_line):
+def test_the_connections_are_closed_soon_after_the_last_hold(until, threads, in_queue):
     with lock():
         waiter = threads(lambda: lock().acquire().release())
-        in_line(1)
+        in_queue(1)
         sessions = own_sessions()
         assert len(sessions) == 2
         assert sessions <= sessions_on_server()
@@ -867,18 +867,18 @@ def test_a_database_can_be_dropped_after_use(doomed):
 # Waiting.
 
 
-def test_the_engines_queue_is_first_come_first_served(workers, in_line):
+def test_the_engines_queue_is_first_come_first_served(workers, in_queue):
     crowd = workers(5)
     with lock():
         for number, worker in enumerate(crowd, 1):
             worker.start(jobs.wait_quietly, "stock:7", using="session", timeout=60)
-            in_line(number)
+            in_queue(number)
     granted = [worker.hear() for worker in crowd]
     assert granted == sorted(granted)
     assert [token for _, token in granted] == sorted(token for _, token in granted)
 
 
-def test_no_session_waiter_is_overtaken(threads, in_line):
+def test_no_session_waiter_is_overtaken(threads, in_queue):
     """A caller that only tries does not pass a waiter either.
 
     It may find the key free for a moment.
@@ -893,7 +893,7 @@ def test_no_session_waiter_is_overtaken(threads, in_line):
             done.wait(30)
 
     waiter = threads(wait)
-    in_line(1)
+    in_queue(1)
     first.release()
     found = lock().try_acquire()
     done.set()
@@ -905,7 +905,7 @@ def test_no_session_waiter_is_overtaken(threads, in_line):
 
 
 def test_a_session_waiter_that_times_out_leaves_nothing(
-    doomed, in_line, until, in_other_thread
+    doomed, in_queue, until, in_other_thread
 ):
     worker = doomed()
     worker.start(jobs.hold, "stock:7", using="session")
@@ -1075,10 +1075,10 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(in_other_thread, until
     holder.release()
 
 
-async def test_a_cancelled_task_leaves_nothing(in_line):
+async def test_a_cancelled_task_leaves_nothing(in_queue):
     held = await lock().aacquire()
     task = asyncio.ensure_future(lock(timeout=None).aacquire())
-    await asyncio.to_thread(in_line, 1)
+    await asyncio.to_thread(in_queue, 1)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -1100,16 +1100,16 @@ async def test_waiting_tasks_do_not_block_djangos_thread():
     assert sorted(order) == list(range(20))
 
 
-def test_a_waiter_with_an_ended_session_queues_again(threads, in_line, until):
+def test_a_waiter_with_an_ended_session_queues_again(threads, in_queue, until):
     done = []
     with lock():
         main = own_sessions()
         threads(lambda: done.append(lock(timeout=30).acquire().release()))
-        in_line(1)
+        in_queue(1)
         (waiting,) = own_sessions() - main
         end_session(waiting)
         until(lambda: waiting not in own_sessions())
-        in_line(1)
+        in_queue(1)
     until(lambda: done)
 
 
@@ -1139,9 +1139,9 @@ def test_more_keys_than_sessions_can_be_waited_for(threads, until):
     assert sorted(n for n, _ in done) == list(range(number))
 
 
-def test_an_interrupted_waiter_leaves_nothing(in_other_thread, threads, in_line):
+def test_an_interrupted_waiter_leaves_nothing(in_other_thread, threads, in_queue):
     first = in_other_thread(lock().acquire)
-    threads(lambda: (in_line(1), signal.raise_signal(signal.SIGINT)))
+    threads(lambda: (in_queue(1), signal.raise_signal(signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         lock(timeout=30).acquire()
     assert backends["session"].waiting("stock:7") == 0
@@ -1203,7 +1203,7 @@ def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
 
 
 @POSTGRESQL
-def test_readers_share_and_writers_do_not(in_other_thread, threads, in_line, until):
+def test_readers_share_and_writers_do_not(in_other_thread, threads, in_queue, until):
     shelf = db_rwlock("stock:7", using="session")
     with shelf.read() as mine:
         other = in_other_thread(shelf.read().try_acquire)
@@ -1212,7 +1212,7 @@ def test_readers_share_and_writers_do_not(in_other_thread, threads, in_line, unt
         assert in_other_thread(shelf.write().try_acquire) is None
         written = []
         threads(lambda: written.append(shelf.write().acquire().release()))
-        in_line(1)
+        in_queue(1)
         # A reader that comes after a waiting writer queues behind it.
         assert in_other_thread(shelf.read().try_acquire) is None
         other.release()
@@ -1224,7 +1224,7 @@ def test_readers_share_and_writers_do_not(in_other_thread, threads, in_line, unt
 
 
 @POSTGRESQL
-def test_many_readers_that_waited_for_a_writer_read_together(threads, until, in_line):
+def test_many_readers_that_waited_for_a_writer_read_together(threads, until, in_queue):
     shelf = db_rwlock("stock:7", using="session", timeout=60)
     number = backends["session"].places + 10
     barrier = threading.Barrier(number)
@@ -1236,7 +1236,7 @@ def test_many_readers_that_waited_for_a_writer_read_together(threads, until, in_
     with shelf.write():
         for _ in range(number):
             threads(read)
-        in_line(number)
+        in_queue(number)
 
 
 @POSTGRESQL
@@ -1368,14 +1368,14 @@ def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
 @POSTGRESQL
 @override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
 def test_session_locks_work_with_session_pooling(
-    pooled, in_other_thread, threads, in_line
+    pooled, in_other_thread, threads, in_queue
 ):
     pooled("session")
     done = []
     with lock():
         assert in_other_thread(lock().try_acquire) is None
         waiter = threads(lambda: done.append(lock(timeout=30).acquire().release()))
-        in_line(1)
+        in_queue(1)
         with pytest.raises(LockTimeout):
             in_other_thread(lock(timeout=0.2).acquire)
     waiter.join(30)
@@ -1430,7 +1430,7 @@ def test_an_expired_holder_cannot_release_during_the_handover(backend, monkeypat
 
 
 @pytest.mark.engine("mariadb", "mysql")
-def test_no_deprecated_table_is_read(threads, in_line):
+def test_no_deprecated_table_is_read(threads, in_queue):
     """``holder()`` and the number of waiters use no deprecated table.
 
     MySQL has announced the removal of that table.
@@ -1447,7 +1447,7 @@ def test_no_deprecated_table_is_read(threads, in_line):
     with taken_elsewhere():
         waiter = threads(lambda: lock(timeout=30).acquire().release())
         before = uses_of_deprecated_table()
-        in_line(1)
+        in_queue(1)
         assert lock().holder().holder.startswith("session ")
         assert uses_of_deprecated_table() == before
     waiter.join()

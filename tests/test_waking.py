@@ -53,16 +53,16 @@ def test_waiters_are_notified_and_do_not_poll(workers):
     seldom(looks, len(crowd) * turns)
 
 
-def test_a_claim_that_joins_a_sleeping_process_is_notified(in_line, threads, looks):
+def test_a_claim_that_joins_a_sleeping_process_is_notified(in_queue, threads, looks):
     """A thread that waits for another key already sleeps in the server.
 
     That sleep began without the new claim.
     """
     held = [db_lock(key).acquire() for key in ("stock:7", "stock:8")]
     first = threads(lambda: db_lock("stock:7").acquire().release())
-    in_line(1)
+    in_queue(1)
     second = threads(lambda: db_lock("stock:8").acquire().release())
-    in_line(1, "stock:8")
+    in_queue(1, "stock:8")
     for hold in held:
         hold.release()
     for thread in (first, second):
@@ -71,7 +71,7 @@ def test_a_claim_that_joins_a_sleeping_process_is_notified(in_line, threads, loo
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_exclusive_and_shared_waiters_are_notified(shared, in_line, threads):
+def test_exclusive_and_shared_waiters_are_notified(shared, in_queue, threads):
     held = db_lock("stock:7").acquire()
 
     def wait():
@@ -81,7 +81,7 @@ def test_exclusive_and_shared_waiters_are_notified(shared, in_line, threads):
         return granted
 
     waiting = [threads(wait) for _ in range(3)]
-    in_line(3)
+    in_queue(3)
     released = time.monotonic()
     held.release()
     for thread in waiting:
@@ -133,7 +133,7 @@ def test_every_waiting_process_sleeps_on_mysql(workers, until):
     assert "User lock" not in states()
 
 
-def test_a_statement_time_limit_only_ends_the_sleep(in_line, threads, looks, caplog):
+def test_a_statement_time_limit_only_ends_the_sleep(in_queue, threads, looks, caplog):
     """A project may set such a limit for all its sessions."""
 
     def bound(connection, **rest):
@@ -153,7 +153,7 @@ def test_a_statement_time_limit_only_ends_the_sleep(in_line, threads, looks, cap
     connection_created.connect(bound)
     try:
         thread = threads(wait)
-        in_line(1)
+        in_queue(1)
         time.sleep(1.5)
         held.release()
         thread.join(30)
@@ -164,11 +164,11 @@ def test_a_statement_time_limit_only_ends_the_sleep(in_line, threads, looks, cap
     seldom(len(looks), 3)
 
 
-def test_a_lost_wake_up_costs_a_poll(monkeypatch, workers, in_line):
+def test_a_lost_wake_up_costs_a_poll(monkeypatch, workers, in_queue):
     _, other = workers(2)
     hold = db_lock("stock:7").acquire()
     other.start(jobs.wait_quietly, "stock:7", timeout=20)
-    in_line(1)
+    in_queue(1)
     monkeypatch.setattr(InnoDB, "wake", "DO 0")
     hold.release()
     released = time.monotonic()
@@ -190,7 +190,7 @@ def test_no_other_session_of_the_account_is_interrupted(workers):
         worker.hear()
 
 
-def test_a_refused_wake_up_is_logged_once_and_waiters_poll(doomed, in_line, looks):
+def test_a_refused_wake_up_is_logged_once_and_waiters_poll(doomed, in_queue, looks):
     """Two accounts use one table. Each may end only its own statements."""
     with connection.cursor() as cursor:
         cursor.execute("DROP USER IF EXISTS another@'127.0.0.1'")
@@ -206,14 +206,14 @@ def test_a_refused_wake_up_is_logged_once_and_waiters_poll(doomed, in_line, look
         assert warnings == []
         hold = db_lock("stock:7").acquire()
         other.start(jobs.noted_while_serving, "stock:7")
-        in_line(1)
+        in_queue(1)
         served = []
         hold.release()
         for number in range(3):
             with db_lock("stock:7", timeout=20) as mine:
                 served.append(mine.token)
                 if number < 2:
-                    in_line(1)
+                    in_queue(1)
         (warning,) = other.hear()
         assert "KILL QUERY" in warning
         assert served == sorted(served)
@@ -263,7 +263,7 @@ def test_a_waiter_polls_if_a_proxy_changes_sessions(channel):
     assert type(backend)("default", listen=False).notifier(channel) is None
 
 
-def test_a_process_may_end_while_it_sleeps_in_the_server(in_line):
+def test_a_process_may_end_while_it_sleeps_in_the_server(in_queue):
     """The process has a waiting thread and ends without a warning."""
     text = (
         "import os, threading, time\nos.environ['DJANGO_SETTINGS_MODULE'] ="

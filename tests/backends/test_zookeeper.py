@@ -160,7 +160,7 @@ def end_session(backend, server):
                 return
 
 
-def stands_in_line(backend):
+def is_in_queue(backend):
     """Return whether a claim of this process waits in the queue.
 
     A claim that found the key held and left again does not count.
@@ -424,10 +424,10 @@ def test_a_waiter_queues_again_when_its_session_ends(
         )
         waiter.start()
         try:
-            until(lambda: stands_in_line(backend))
+            until(lambda: is_in_queue(backend))
             (mine,) = set(nodes(person, root)) - {first.rpartition("/")[2]}
             end_session(backend, server)
-            until(lambda: stands_in_line(backend) and mine not in nodes(person, root))
+            until(lambda: is_in_queue(backend) and mine not in nodes(person, root))
         finally:
             other.delete(first)
             waiter.join(30)
@@ -480,7 +480,7 @@ async def test_a_waiting_task_queues_again_when_its_session_ends(
     person.ensure_path(path)
     first = person.create(f"{path}/{'0' * 32}.alone..", sequence=True, ephemeral=True)
     task = asyncio.create_task(lock().aacquire())
-    while not stands_in_line(backend):
+    while not is_in_queue(backend):
         await asyncio.sleep(0.01)
     await asyncio.to_thread(end_session, backend, server)
     await asyncio.to_thread(person.delete, first)
@@ -1100,7 +1100,7 @@ def test_a_writer_may_read_while_another_writer_waits(backend, in_other_thread, 
     waiter = threading.Thread(target=lambda: found.append(both.write().acquire()))
     waiter.start()
     try:
-        until(lambda: stands_in_line(backend))
+        until(lambda: is_in_queue(backend))
         reading = both.read().acquire()
         writing.release()
         assert in_other_thread(both.read().try_acquire) is None
