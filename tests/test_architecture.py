@@ -39,12 +39,12 @@ LAYERS = {
 # documentation.
 PHRASES = {
     r"\bWho(ever)? (?!is\b|are\b)[a-z]": 28,
-    r"give[ns]? back|given back": 50,
+    r"give[ns]? back|given back": 46,
     r"\bfor ever\b": 15,
-    r"\banew\b": 17,
-    r"\bis told\b": 24,
+    r"\banew\b": 12,
+    r"\bis told\b": 21,
     r"so many seconds": 2,
-    r"stands? in line": 12,
+    r"stands? in line": 11,
 }
 
 
