@@ -7,9 +7,7 @@ from typing import Literal, Self
 from urllib.parse import unquote
 
 from dlocks.models import ResourceLock
-from dlocks.operations import (
-    LockRow,
-)
+from dlocks.operations import LockRow
 
 
 @dataclass(frozen=True)

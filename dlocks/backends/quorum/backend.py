@@ -328,5 +328,3 @@ class QuorumBackend(Votes):
                 if 0 < term.ends < now:
                     with suppress(KeyError):
                         del self._terms[owner]
-
-    # Requests.

@@ -229,8 +229,6 @@ class RedisBackend(RedisRequests):
         )
         return notifier
 
-    # Requests.
-
 
 def _ticket(found: Sequence[Any]) -> Ticket:
     if found[0] == "granted":

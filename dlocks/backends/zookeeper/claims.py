@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.backends.zookeeper import ensemble as zookeeper
-from dlocks.backends.zookeeper.ensemble import (
-    Ensemble,
-)
+from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.backends.zookeeper.queue import QueueNode, node_of
 from dlocks.runtime import clock
 from dlocks.values import Claim
