@@ -49,8 +49,8 @@ DATABASES = {
     "default": DATABASES[ENGINE],
     **json.loads(os.environ.get("DLOCKS_TEST_DATABASES", "{}")),
 }
-# Other options of the driver, for example '{"pool": true}'. A test that sets the database
-# of a process sets its options too.
+# Other options of the driver, for example '{"pool": true}'. A test that sets the
+# database of a process sets its options too.
 if "DLOCKS_TEST_OPTIONS" in os.environ and "default" not in json.loads(
     os.environ.get("DLOCKS_TEST_DATABASES", "{}")
 ):
