@@ -234,7 +234,7 @@ class LockActions(Confirmation):
         refused: dict[str, list[str]],
         trouble: str | None,
     ) -> None:
-        """Report to the user what happened to the keys, and what was refused."""
+        """Show the user the changed keys and the refused ones."""
         for each, keys in done.items():
             text = DONE[each] % {"count": len(keys), "keys": _named(keys)}
             self.message_user(request, text, messages.SUCCESS)

@@ -135,7 +135,7 @@ class Acquisition(Wait):
         try:
             if waiter is None:
                 self._ask(release)
-            elif not self._given_back_inside(release):
+            elif not self._release_inside(release):
                 run_outside(release, self.backend, OUTSIDE_TIMEOUT)
         except LockError as trouble:
             logger.warning(
@@ -191,8 +191,8 @@ class Acquisition(Wait):
         send_acquired(self.hold)
         return self.hold
 
-    def _given_back_inside(self, release: Callable[[], bool]) -> bool:
-        """Release what was granted in the caller's transaction, inside of it.
+    def _release_inside(self, release: Callable[[], bool]) -> bool:
+        """Release the grant inside the caller's transaction.
 
         A release from outside would wait for its end. Return whether it succeeded.
         """
