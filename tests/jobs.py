@@ -543,31 +543,40 @@ def count_through_trouble(pipe, path, key, *, times, **policy):
     return done, troubles
 
 
-def kill_other_sessions(pipe):
-    """Close all other sessions from the server's side. Return their number."""
-    from django.db import OperationalError, connection
+def other_sessions(pipe=None):
+    """Return the server's ids of all sessions on this database but our own."""
+    from django.db import connection
 
     with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute(
-                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE"
-                " pid <> pg_backend_pid() AND datname = current_database() AND"
-                " backend_type = 'client backend'"
-            )
-            return cursor.fetchone()[0]
         cursor.execute(
-            "SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID()"
-            " AND db = DATABASE()"
+            "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND"
+            " datname = current_database() AND backend_type = 'client backend'"
+            if connection.vendor == "postgresql"
+            else "SELECT id FROM information_schema.processlist WHERE"
+            " id <> CONNECTION_ID() AND db = DATABASE()"
         )
-        sessions = cursor.fetchall()
-        for (session,) in sessions:
+        return {session for (session,) in cursor.fetchall()}
+
+
+def kill_other_sessions(pipe, but=()):
+    """Close other sessions from the server's side. Return their number."""
+    from django.db import OperationalError, connection
+
+    sessions = other_sessions() - set(but)
+    is_postgresql = connection.vendor == "postgresql"
+    with connection.cursor() as cursor:
+        for session in sessions:
             try:
-                cursor.execute(f"KILL {session}")
+                cursor.execute(
+                    f"SELECT pg_terminate_backend({session})"
+                    if is_postgresql
+                    else f"KILL {session}"
+                )
             except OperationalError as error:
                 # The session has just ended by itself.
                 if error.args[0] != 1094:
                     raise
-        return len(sessions)
+    return len(sessions)
 
 
 def wall_clock(pipe):
