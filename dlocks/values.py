@@ -78,37 +78,17 @@ class Ticket:
 
     Either the claim has a ``grant``, or it has to be acquired again (``must_retry``),
     or ``ahead`` other claims come first. ``next_check`` is the number of seconds after
-    which the passing of time alone may change the result. ``clock`` is the backend's
-    clock in seconds at its reply. With its ``position``, a claim that was skipped can
-    rejoin the queue. It is 0 if its turn has come.
+    which the passing of time alone may change the result. With its ``position``, a
+    claim that was skipped can rejoin the queue. It is 0 if its turn has come.
     """
 
     grant: Grant | None = None
     must_retry: bool = False
     ahead: int = 0
     next_check: float = math.inf
-    clock: float = 0.0
     position: int | None = None
     # Whether the key may become free without a notification.
     unnotified: bool = False
-    # Whether the caller's own thread can wait for the turn, so that no other thread
-    # needs to poll.
-    own_thread: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A notification to a listening process.
-
-    Either the claim of ``owner`` was granted until ``ends`` on the backend's clock, in
-    seconds, or the key named by ``free`` is free. Without a token, the claim has to
-    retry.
-    """
-
-    owner: str = ""
-    token: int | None = None
-    ends: float = 0.0
-    free: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,5 +41,5 @@ if [ ! -e "$venv/made" ]; then
 fi
 "$venv/bin/python" -c 'import MySQLdb; print("libmysqlclient", MySQLdb.get_client_info())'
 [ $# -gt 0 ] || set -- tests/test_mysql.py tests/test_locks.py tests/test_direct.py tests/test_interrupt.py \
-    tests/test_session.py tests/test_waking.py
+    tests/test_session.py
 PYTHONPATH=$PWD "$venv/bin/python" -m tests.run mysql -- "$@"

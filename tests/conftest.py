@@ -16,7 +16,13 @@ from django.db import OperationalError, connection, connections
 from django.dispatch import receiver
 
 from tests import browser as chromium
-from tests.internals import DatabaseBackend, backends, holds_by_caller, keeper
+from tests.internals import (
+    DatabaseBackend,
+    backends,
+    datagram,
+    holds_by_caller,
+    keeper,
+)
 from tests.processes import Worker, stack_dumps
 from tests.settings import ENGINE
 from tests.timing import TooLateError, eventually, witness
@@ -365,7 +371,7 @@ def channel():
 
     The suites of all engines run side by side on one machine.
     """
-    return f"dlocks_test_{secrets.token_hex(8)}"
+    return f"{datagram.this_host()}dlocks_test_{secrets.token_hex(8)}"
 
 
 @pytest.fixture

@@ -108,7 +108,6 @@ NAMES = {
     "Claim": "dlocks.values:Claim",
     "Grant": "dlocks.values:Grant",
     "KEY_LENGTH": "dlocks.values:KEY_LENGTH",
-    "Message": "dlocks.values:Message",
     "Ticket": "dlocks.values:Ticket",
     "UNLIMITED": "dlocks.values:UNLIMITED",
     "waiters_of": "dlocks.runtime.waiters:waiters_of",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import logging
 import os
 import queue
 import random
@@ -1071,7 +1070,7 @@ def listens(pipe, *, listening=None):
     backend.listening = listening
     try:
         listener = backend.notifier(f"dlocks_test_{os.getpid()}")
-        return listener is not None and listener.hears_all
+        return listener is not None and listener.is_complete
     finally:
         backend.listening = None
         backend.close()
@@ -1290,7 +1289,7 @@ def take_turns(pipe, key, *, times, **policy):
     backend, looked = backends["default"], []
     look = backend.poll
     # An earlier job may have started polling.
-    waiters_of(backend)._poll_until = 0.0
+    waiters_of(backend)._schedule._frequent_until = 0.0
 
     def counting(claims, *, heartbeat=True):
         looked.append(claims)
@@ -1304,24 +1303,6 @@ def take_turns(pipe, key, *, times, **policy):
     finally:
         del backend.poll
     return len(looked)
-
-
-def noted_while_serving(pipe, key):
-    """Acquire the key three times, and return the warnings that dlocks logged."""
-    noted = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: noted.append(record.getMessage())
-    logging.getLogger("dlocks").addHandler(handler)
-    try:
-        for _ in range(3):
-            with db_lock(key, timeout=20) as held:
-                if key == "stock:7":
-                    deadline = time.monotonic() + 10
-                    while not held.queue_length() and time.monotonic() < deadline:
-                        time.sleep(0.01)
-    finally:
-        logging.getLogger("dlocks").removeHandler(handler)
-    return noted
 
 
 def whole_cycle(pipe, using):

@@ -32,7 +32,6 @@ from tests.internals import (
     Claim,
     Grant,
     Keeper,
-    Message,
     ThreadWakeup,
     Ticket,
     Waiters,
@@ -92,10 +91,8 @@ class Database:
         live = self.live()
         if live and self.free(grace):
             claim = live[0].claim
-            token = self.grant(claim, min(claim.ttl, HANDOVER_LEASE))
-            self.sim.messages.append(
-                Message(owner=claim.owner, token=token, ends=self.end)
-            )
+            self.grant(claim, min(claim.ttl, HANDOVER_LEASE))
+            self.sim.notified.append(claim.owner)
 
 
 class SimulatedBackend(Backend):
@@ -200,7 +197,7 @@ class SimulatedBackend(Backend):
                     if ticket.claim.owner == claim.owner
                 )
             database.move_on(self.grace)
-            return Ticket(position=number_, clock=database.now)
+            return Ticket(position=number_)
 
         found: Ticket = self._call(act)
         return found
@@ -225,7 +222,7 @@ class SimulatedBackend(Backend):
                         grant=Grant(database.token, database.end - database.now)
                     )
                 elif any(ticket.claim.owner == claim.owner for ticket in database.line):
-                    places[claim.owner] = Ticket(ahead=1, clock=database.now)
+                    places[claim.owner] = Ticket(ahead=1)
             return places
 
         found: dict[str, Ticket] = self._call(act)
@@ -271,7 +268,8 @@ class Simulation:
     def __init__(self, schedule: bytes) -> None:
         self.schedule = iter(schedule)
         self.time = 1000.0
-        self.messages: list[Message] = []
+        # The owners of granted claims whose process has not read the notification yet.
+        self.notified: list[str] = []
         self.database = Database(self)
         self.backends = [SimulatedBackend(number, self) for number in range(CALLERS)]
         self.rooms = [Room(backend) for backend in self.backends]
@@ -406,19 +404,25 @@ class Simulation:
         hold.check_expiry()
 
     def look(self, number: int) -> None:
+        for waiter in self.rooms[number]._waiters.values():
+            # A heartbeat is due.
+            waiter.poll_at = 0.0
+        self.poll(number, notified=False)
+
+    def hear(self, number: int) -> None:
+        for owner in list(self.notified):
+            if owner in self.rooms[number]._waiters:
+                self.notified.remove(owner)
+                self.poll(number, notified=True)
+
+    def poll(self, number: int, *, notified: bool) -> None:
         # The poll holds the waiter's mutex while it queues a claim again.
         self.still += 1
         try:
             with contextlib.suppress(LockBackendError):
-                self.rooms[number]._poll(heartbeat=True)
+                self.rooms[number]._poll(notified=notified)
         finally:
             self.still -= 1
-
-    def hear(self, number: int) -> None:
-        for message in list(self.messages):
-            if message.owner in self.rooms[number]._waiters:
-                self.messages.remove(message)
-                self.rooms[number]._deliver([message])
 
     def die(self, number: int) -> None:
         """End the process and all that it holds. A new process replaces it."""

@@ -1,7 +1,4 @@
-"""Direct notification between processes of one host.
-
-It bypasses the server and only saves time.
-"""
+"""Datagrams between processes of one host, and the polls of all others."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,10 +17,9 @@ from asgiref.sync import sync_to_async
 from django.db import connection
 from django.test import override_settings
 
-from dlocks import db_lock
+from dlocks import db_lock, db_rwlock
 from tests import jobs
 from tests.internals import (
-    KeyQueue,
     Waiters,
     backends,
     datagram,
@@ -38,8 +33,6 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
-OWNER = "0123456789abcdef" * 2
-
 
 @pytest.fixture
 def nearby(doomed):
@@ -51,25 +44,13 @@ def nearby(doomed):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Return the messages sent to local processes and those sent by the server."""
-    send, wake = notifications.send, KeyQueue._wake
-    told = {"datagram": [], "server": []}
-
-    def telling(channel, messages):
-        if there := send(channel, messages):
-            told["datagram"] += messages
-        return there
-
-    def waking(self, channel, messages, server):
-        before = len(told["datagram"])
-        wake(self, channel, messages, server)
-        if len(told["datagram"]) == before and connection.vendor != "sqlite":
-            told["server"] += messages
-
-    monkeypatch.setattr(notifications, "send", telling)
-    monkeypatch.setattr(KeyQueue, "_wake", waking)
-    return told
+def sent(monkeypatch):
+    """Return the channels to which this process has sent datagrams."""
+    sent, send = [], notifications.send
+    monkeypatch.setattr(
+        notifications, "send", lambda channel: sent.append(channel) or send(channel)
+    )
+    return sent
 
 
 def hand_over(to, in_queue, key="stock:7", **policy):
@@ -83,37 +64,27 @@ def hand_over(to, in_queue, key="stock:7", **policy):
     return granted - released
 
 
-def test_a_local_process_is_notified_without_the_server(nearby, in_queue, told):
+def test_a_local_process_is_notified_by_a_datagram(nearby, in_queue, sent):
     in_time(hand_over(nearby(), in_queue), 0.2)
-    assert len(told["datagram"]) == 1
-    assert told["server"] == []
+    assert len(sent) == 1
 
 
-def test_a_process_on_another_host_is_notified_by_the_server(nearby, in_queue, told):
-    hand_over(nearby(far=True), in_queue)
-    assert told["datagram"] == []
-    assert len(told["server"]) == (connection.vendor == "mysql"), (
-        "NOTIFY is part of the statement; SQLite has no server"
-    )
+def test_a_process_on_another_host_gets_no_datagram(nearby, in_queue, sent):
+    in_time(hand_over(nearby(far=True), in_queue), 1.0)
+    assert sent == []
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_the_server_notifies_if_a_local_message_fails(
-    nearby, in_queue, told, monkeypatch
-):
-    """Its socket is full, as that of a stopped process would be."""
-    monkeypatch.setattr(
-        datagram, "_sender", lambda: (_ for _ in ()).throw(BlockingIOError())
-    )
-    in_time(hand_over(nearby(), in_queue), 1.0)
-    assert told["datagram"] == []
-    assert len(told["server"]) == 1
-
-
-def test_a_lost_local_message_costs_a_poll(nearby, in_queue, monkeypatch):
+def test_a_lost_datagram_costs_a_poll(nearby, in_queue, monkeypatch):
     """The releasing process may be killed just then."""
-    monkeypatch.setattr(notifications, "send", lambda channel, messages: True)
+    monkeypatch.setattr(notifications, "send", lambda channel: None)
     in_time(hand_over(nearby(), in_queue), 1.0)
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_another_host_is_served_within_a_poll(nearby, in_queue):
+    """MariaDB and MySQL cannot notify it, so it polls."""
+    far = nearby(far=True)
+    in_time(sorted(hand_over(far, in_queue) for _ in range(8))[3], 0.12)
 
 
 def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
@@ -171,17 +142,16 @@ def test_threads_of_one_process_are_each_notified_locally(nearby, in_queue, thre
         in_time(one.results[0] - released, 0.2)
 
 
-@pytest.mark.engine("sqlite")
-def test_on_sqlite_local_processes_do_not_poll(workers):
+def test_local_processes_poll_once_per_turn(workers):
     """Four processes take thirty turns each, while three wait at any time.
 
-    There are fewer polls than turns.
+    A notification costs a poll, and hardly any other poll is needed.
     """
     crowd, turns = workers(8)[::2], 30
     for worker in crowd:
         worker.start(jobs.take_turns, "stock:7", times=turns)
     looks = sum(worker.hear() for worker in crowd)
-    seldom(looks, len(crowd) * turns)
+    seldom(looks, 2 * len(crowd) * turns)
 
 
 @pytest.mark.engine("sqlite")
@@ -205,72 +175,48 @@ def test_on_sqlite_a_process_without_messages_polls(workers):
     in_time(sorted(waits)[3], 0.12)
 
 
-# Messages from any program on the host.
+# Datagrams from any program on the host.
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        b"\n",
-        b"free stock:7",
-        b"\xff\xfe" * 100,
-        b"x" * 10_000,
-        OWNER.encode(),
-        f"{OWNER} 17 18".encode(),
-        f"{'0' * 32}\n{OWNER} 17 18".encode(),
-        f"{'é' * 16}\n{OWNER} 17 18".encode(),
-    ],
-)
-def test_unsigned_messages_are_ignored(message, channel):
-    """A sender that has read the table still lacks the SECRET_KEY."""
-    door = datagram.DatagramSocket.open(channel)
-    channel = datagram.this_host() + channel
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.sendto(message, f"\0{channel}")
-    assert datagram.send(channel, [f"{OWNER} 17 18", OWNER])
-    assert door.wait(5) == [f"{OWNER} 17 18", OWNER]
+def test_a_forged_datagram_only_costs_a_poll(in_queue, threads):
+    with db_lock("stock:7") as hold:
+        waiting = threads(lambda: db_lock("stock:7", timeout=30).acquire())
+        in_queue(1)
+        channel = waiters_of(backends["default"]).channel
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            for text in (b"", b"granted", b"x" * 10_000):
+                sender.sendto(text, f"\0{channel}")
+        time.sleep(0.2)
+        assert hold.held
+        assert waiting.is_alive()
+    waiting.join(30)
+    (granted,) = waiting.results
+    assert granted.token > hold.token
+    granted.release()
 
 
 def test_a_full_socket_does_not_block_the_sender(channel):
-    """The system buffers some messages for a process that does not read.
+    """The system buffers some datagrams for a process that does not read.
 
-    It refuses the next message at once.
+    It refuses the next one at once. The process will read those before it.
     """
-    door = datagram.DatagramSocket.open(channel)
-    channel = datagram.this_host() + channel
+    receiver = datagram.DatagramSocket.open(channel)
     began = time.monotonic()
-    while datagram.send(channel, [OWNER]):
-        assert time.monotonic() < began + 10
-    assert not datagram.send(channel, [OWNER])
-    assert OWNER in door.read()
-
-
-def test_a_thousand_messages_fit_into_one_send(channel):
-    """For example, a thousand waiters are notified of their shared holds."""
-    door = datagram.DatagramSocket.open(channel)
-    messages = [f"{number:032x} {2**62} {2**62}" for number in range(1000)]
-    assert datagram.send(datagram.this_host() + channel, messages)
-    assert door.wait(5) == messages
+    for _ in range(1000):
+        datagram.send(channel)
+    in_time(time.monotonic() - began, 5)
+    assert receiver.read()
+    assert not receiver.read()
 
 
 # Detection of the same host.
 
 
-def test_messages_go_only_to_the_same_host_and_server():
-    mine = datagram.this_host() + "dlocks_test_who"
-    one, another = "db1 3306 /data", "db2 3306 /data"
-    assert datagram.is_same_host(f"{mine}@", "")
-    assert datagram.is_same_host(f"{mine}@-", "")
-    assert datagram.is_same_host(f"{mine}@{datagram.tag(one)}", one)
-    assert datagram.is_same_host(f"{mine}@{datagram.tag(one)}-", one)
-    assert not datagram.is_same_host(f"{mine}@{datagram.tag(one)}", another)
-    assert not datagram.is_same_host(f"{mine}@{datagram.tag(one)}", "")
-    assert not datagram.is_same_host(f"{mine}@", one)
-    assert not datagram.is_same_host("00000000_dlocks_test_who@", "")
-    assert not datagram.is_same_host("dlocks_test_who", "")
-    assert not datagram.is_same_host("", "")
-    assert not datagram.send(f"{mine}@", [OWNER]), "there is no receiver"
+def test_datagrams_go_only_to_the_same_host():
+    assert datagram.is_same_host(datagram.this_host() + "dlocks_test_who")
+    assert not datagram.is_same_host("00000000_dlocks_test_who")
+    assert not datagram.is_same_host("dlocks_test_who")
+    assert not datagram.is_same_host("")
 
 
 def test_a_channel_name_fits_its_column():
@@ -318,13 +264,13 @@ def test_without_proc_no_process_is_on_the_same_host(monkeypatch):
     assert this_host() == ""
     monkeypatch.setattr(datagram, "this_host", this_host)
     assert datagram.DatagramSocket.open("dlocks_test_none") is None
-    assert not datagram.is_same_host("dlocks_test_none", "")
+    assert not datagram.is_same_host("dlocks_test_none")
 
 
 def test_a_fork_does_not_keep_the_socket_of_its_parent(channel):
     """Otherwise a parent that has ended would still seem to exist."""
-    door = datagram.DatagramSocket.open(channel)
-    number = door.fileno()
+    receiver = datagram.DatagramSocket.open(channel)
+    number = receiver.fileno()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -340,8 +286,8 @@ def test_a_fork_does_not_keep_the_socket_of_its_parent(channel):
     assert os.read(reading, 100) == b"closed"
     os.close(reading)
     os.waitpid(pid, 0)
-    assert datagram.send(datagram.this_host() + channel, [OWNER])
-    assert door.wait(5) == [OWNER]
+    datagram.send(channel)
+    assert receiver.read()
 
 
 def test_a_removed_alias_has_no_socket(settings):
@@ -354,39 +300,41 @@ def test_a_removed_alias_has_no_socket(settings):
         return backend._datagram_socket.channel
 
     with override_settings(DLOCKS=dict(settings.DLOCKS)):
-        channel = datagram.this_host() + listen()
-        assert datagram.send(channel, [OWNER])
+        channel = listen()
+        assert f"@{channel}" in Path("/proc/net/unix").read_text()
     gc.collect()
-    assert not datagram.send(channel, [OWNER])
+    assert f"@{channel}" not in Path("/proc/net/unix").read_text()
 
 
 def test_a_closed_file_descriptor_causes_no_busy_loop(channel):
     """Daemons do this, and the number may belong to another file by then."""
-    door = datagram.DatagramSocket.open(channel)
-    os.close(door.fileno())
-    assert door.wait(5) == []
+    receiver = datagram.DatagramSocket.open(channel)
+    notifier = datagram.DatagramNotifier(receiver, is_complete=True)
+    os.close(receiver.fileno())
+    assert not notifier.wait(5)
     began = time.monotonic()
-    assert door.wait(0.05) == []
+    assert not notifier.wait(0.05)
     assert time.monotonic() >= began + 0.05
 
 
-def test_a_closed_socket_is_replaced_by_the_next_listener(channel):
+def test_a_closed_socket_is_replaced_by_the_next_notifier():
     backend = backends["default"]
-    listener = backend.notifier(channel)
-    hears = listener.beside or listener
+    name = Waiters(backend)._name
+    notifier = backend.notifier(name)
     os.close(backend._datagram_socket.fileno())
-    hears.wait(5, ())
+    notifier.wait(5)
     began = time.monotonic()
-    assert list(hears.wait(0.05, ())) == []
+    assert not notifier.wait(0.05)
     assert time.monotonic() >= began + 0.05
-    listener.close()
-    hears = (listener := backend.notifier(channel)).beside or listener
-    assert datagram.send(listener.channel, [OWNER])
-    assert [message.owner for message in hears.wait(5, ())] == [OWNER]
-    listener.close()
+    notifier.close()
+    notifier = backend.notifier(name)
+    datagram.send(notifier.channel)
+    assert notifier.wait(5)
+    notifier.close()
+    connection.close()
 
 
-def test_local_messages_arrive_without_select_poll(
+def test_datagrams_arrive_without_select_poll(
     nearby, in_queue, threads, until, monkeypatch
 ):
     """This is so on Windows and under Eventlet."""
@@ -409,26 +357,47 @@ def test_local_messages_arrive_without_select_poll(
             pass
 
 
-def test_a_waiter_polls_if_no_thread_can_be_started(nearby, in_queue, monkeypatch):
-    start = threading.Thread.start
-
-    def refuse(self):
-        if self.name == "dlocks-hearing":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    room = Waiters(backends["default"])
-    monkeypatch.setattr(backends["default"], "waiters", room)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    giver = nearby()
-    giver.call(jobs.acquire, "stock:7")
-    release = threading.Timer(0.5, giver.call, [jobs.release_all])
-    release.start()
-    with db_lock("stock:7", timeout=20):
-        pass
-    release.join()
-
-
-def test_with_listen_false_there_is_no_listener(channel):
+def test_with_listen_false_there_is_no_notifier(channel):
     backend = backends["default"]
     assert type(backend)("default", listen=False).notifier(channel) is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_exclusive_and_shared_waiters_are_notified(shared, in_queue, threads):
+    held = db_lock("stock:7").acquire()
+
+    def wait():
+        hold = (db_rwlock("stock:7").read() if shared else db_lock("stock:7")).acquire()
+        granted = time.monotonic()
+        hold.release()
+        return granted
+
+    waiting = [threads(wait) for _ in range(3)]
+    in_queue(3)
+    released = time.monotonic()
+    held.release()
+    for thread in waiting:
+        thread.join(30)
+        in_time(thread.results[0] - released, 1.5)
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_process_may_end_while_a_thread_waits(in_queue):
+    """It ends without a warning."""
+    text = (
+        "import os, threading, time\nos.environ['DJANGO_SETTINGS_MODULE'] ="
+        " 'tests.settings'\nimport django; django.setup()\nfrom dlocks import"
+        " db_lock\nfrom dlocks.conf import backends\nfrom django.db import"
+        " connection\nthreading.Thread(target=db_lock('stock:7', timeout=60).acquire,"
+        " daemon=True).start()\nwhile not backends['default'].waiting('stock:7'):"
+        " time.sleep(0.01)\ntime.sleep(0.2)\nconnection.close()\n"
+    )
+    with db_lock("stock:7"):
+        ended = subprocess.run(
+            [sys.executable, "-X", "dev", "-W", "error", "-c", text],
+            capture_output=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stdout) == (0, b"")
+    assert b"Error" not in ended.stderr, ended.stderr
+    assert b"Warning" not in ended.stderr, ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import os
 import random
 import signal
@@ -40,8 +39,8 @@ from tests.internals import (
     SQLITE_BUSY_TIMEOUT_MS,
     Acquisition,
     Claim,
+    Grant,
     LockClaim,
-    Message,
     QueueBatcher,
     QueueRequest,
     ResourceLock,
@@ -54,7 +53,6 @@ from tests.internals import (
     joining,
     keeper,
     own_row,
-    receiver,
     statements,
     waiters_of,
 )
@@ -215,20 +213,13 @@ def test_an_insert_grant_retries_until_its_locked_row_is_free(
         assert hold.held
 
 
-def test_a_grant_message_read_after_its_end_gives_no_hold():
-    """A grant whose message is read after its end gives no hold.
-
-    The ticket may have been updated in between, with a later clock.
-    """
+def test_a_grant_that_was_read_too_late_gives_no_hold():
+    """The caller was paused after its turn had come, until its lease had ended."""
     waiter = Waiter(claim(ttl=30), lambda: None)
     attempt = Acquisition(
         db_lock("stock:7"), threading.current_thread(), ThreadWakeup(), wait=True
     )
-    now = clock.now()
-    waiter.apply(Ticket(position=1, clock=1000.0), now - 4.0)
-    waiter.apply_message(Message(owner=waiter.claim.owner, token=17, ends=1002.0))
-    # Its turn ended two seconds ago. It is back in the queue, as a poll has shown.
-    waiter.apply(Ticket(position=1, clock=1003.9), now - 0.1)
+    assert waiter.apply(Ticket(grant=Grant(17, 1.5)), clock.now() - 2.0)
     assert attempt._granted_by_notification(waiter.claim, waiter) is None
     assert not keeper.holds
 
@@ -481,7 +472,7 @@ async def test_waiters_of_one_process_are_polled_together(monkeypatch):
     """Waiters that are notified need only an occasional poll for all of them."""
     backend, looks = backends["default"], []
     # An earlier test may have switched to polling.
-    monkeypatch.setattr(waiters_of(backend), "_poll_until", 0.0)
+    monkeypatch.setattr(waiters_of(backend)._schedule, "_frequent_until", 0.0)
     kind = type(backend)
     monkeypatch.setattr(
         kind,
@@ -906,7 +897,7 @@ def test_a_connection_lost_at_the_end_of_a_transaction_raises(
 @SERVERS
 def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_queue, monkeypatch):
     """Otherwise its release would hand the key to an abandoned claim."""
-    monkeypatch.setattr(Waiters, "_poll", lambda *_, **__: (math.inf, 0))
+    monkeypatch.setattr(Waiters, "_poll", lambda *_, **__: time.sleep(0.05))
     monkeypatch.setattr(statements, "HEARTBEAT_TIMEOUT", 30.0)
 
     def wait():
@@ -1019,7 +1010,7 @@ def test_a_slow_poll_does_not_switch_to_polling(in_queue, threads, monkeypatch):
     No message was there when this process last listened.
     """
     backend, asked, go_on = backends["default"], threading.Event(), threading.Event()
-    monkeypatch.setattr(waiters_of(backend), "_poll_until", 0.0)
+    monkeypatch.setattr(waiters_of(backend)._schedule, "_frequent_until", 0.0)
     look = type(backend).poll
 
     def slow(self, claims, *, heartbeat=True):
@@ -1036,7 +1027,7 @@ def test_a_slow_poll_does_not_switch_to_polling(in_queue, threads, monkeypatch):
     time.sleep(0.3)
     go_on.set()
     waits.join(30)
-    assert waiters_of(backend)._poll_until == 0.0
+    assert waiters_of(backend)._schedule._frequent_until == 0.0
 
 
 def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
@@ -1581,69 +1572,7 @@ def test_waiting_costs_hardly_any_processor_time(in_queue, threads):
     assert time.process_time() - began < 0.25
 
 
-# Listening. On PostgreSQL, a waiting thread can listen itself.
-
-
-@pytest.mark.psycopg3
-@pytest.mark.engine("postgresql")
-def test_a_single_waiting_thread_receives_its_own_notification(
-    in_queue, threads, monkeypatch
-):
-    room, heard_by = waiters_of(backends["default"]), []
-    # An earlier test may have switched to polling.
-    monkeypatch.setattr(room, "_poll_until", 0.0)
-    take = room._deliver
-
-    def noting(messages):
-        heard_by.extend(threading.current_thread() for _ in messages)
-        take(messages)
-
-    monkeypatch.setattr(room, "_deliver", noting)
-    hold = db_lock("stock:7").acquire()
-    waiting = threads(lambda: db_lock("stock:7").acquire().release())
-    in_queue(1)
-    hold.release()
-    waiting.join(30)
-    assert set(heard_by) <= {waiting, room._thread}
-    # The thread does not receive the message if a poll was due just then.
-    for _ in range(20):
-        if waiting in heard_by:
-            break
-        hold = db_lock("stock:7").acquire()
-        waiting = threads(lambda: db_lock("stock:7").acquire().release())
-        in_queue(1)
-        hold.release()
-        waiting.join(30)
-    assert waiting in heard_by
-
-
-@pytest.mark.psycopg3
-@pytest.mark.engine("postgresql")
-def test_an_interrupted_listener_is_replaced(in_queue, threads, monkeypatch, until):
-    """The thread holds ``receive_lock`` and does not know it. Nothing releases it."""
-    monkeypatch.setattr(receiver, "LISTENER_TIMEOUT", 0.5)
-    room = waiters_of(backends["default"])
-    has, leave = threading.Event(), threading.Event()
-
-    def interrupted(receive_lock):
-        with receive_lock:
-            has.set()
-            leave.wait(60)
-
-    try:
-        with db_lock("stock:7"):
-            waiting = threads(
-                lambda: db_lock("stock:7", timeout=30).acquire().release()
-            )
-            in_queue(1)
-            listener = until(lambda: room._listener)
-            threads(lambda: interrupted(listener.receive_lock))
-            assert has.wait(10)
-            until(lambda: room._listener not in {listener, None})
-        waiting.join(30)
-        assert waiting.results == [None]
-    finally:
-        leave.set()
+# The notifications of a process.
 
 
 @pytest.mark.engine("postgresql")
@@ -1661,7 +1590,7 @@ def test_an_error_raised_by_a_signal_handler_ends_the_wait(kind, workers, in_que
 
 
 @pytest.mark.engine("postgresql")
-async def test_a_listening_thread_notifies_tasks_of_its_process(in_queue, threads):
+async def test_threads_and_tasks_of_a_process_are_notified(in_queue, threads):
     held = [await db_lock(key).aacquire() for key in ("stock:7", "stock:8")]
     listening = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
     await sync_to_async(in_queue)(1)

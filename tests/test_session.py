@@ -946,14 +946,15 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
                 [backend._entries[late.owner].session.wire.fileno()], [], [], 10
             )[0]
             # There is no session for this claim until the other one has left.
-            assert not backend.enqueue(next_one).own_thread
+            backend.enqueue(next_one)
+            assert backend._entries[next_one.owner].session is None
         return ask(statement, value)
 
     def advance_and_be_granted(**options):
         advance(**options)
-        if backend.wait(next_one, 5):
-            entry = backend._entries[next_one.owner]
-            until(lambda: entry.token or not backend.wait(next_one, 5))
+        entry = backend._entries[next_one.owner]
+        if entry.session is not None:
+            until(lambda: backend._settle(entry.session) or entry.token)
             granted.append(entry.token)
 
     monkeypatch.setattr(backend, "_ask_main", ask_after_the_grant)
@@ -989,7 +990,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
 
     monkeypatch.setattr(wire, "answer", cancelled)
     holder.release()
-    until(lambda: not (backend.wait(waiting, 10) and entry.waiting))
+    until(lambda: backend.poll([waiting]) is not None and not entry.waiting)
     assert not backend.release(waiting)
     assert not backend._entries
     in_other_thread(lambda: lock(timeout=0).acquire().release())

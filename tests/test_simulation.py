@@ -6,6 +6,7 @@ See tests/simulation.py.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
@@ -57,9 +58,10 @@ def never(hold):
     return not hold._ended
 
 
-def believed(waiter, message):
-    if message.token is not None and waiter.given is None:
-        waiter.given = Grant(message.token, waiter.claim.ttl), clock.now()
+def believed(waiter, ticket, sent):
+    if ticket.grant is not None:
+        ticket = replace(ticket, grant=Grant(ticket.grant.token, waiter.claim.ttl))
+    return apply(waiter, ticket, sent)
 
 
 def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
@@ -68,11 +70,15 @@ def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
     )
 
 
-original = Hold.__init__
+original, apply = Hold.__init__, Waiter.apply
 
 MUTANTS = {
     "a hold after its own deadline": (Hold, "held", property(never)),
-    "a late notification that is accepted": (Waiter, "apply_message", believed),
+    "a queue's lease that counts as a ttl": (
+        Waiter,
+        "apply",
+        believed,
+    ),
     "deadline from the response": (Hold, "__init__", from_the_response),
 }
 

@@ -325,8 +325,7 @@ class Backend:
         row.
 
         ``position`` is an earlier one of the claim, which it gets again. A grant is
-        notified on ``channel``. Without one, the ticket is for the ``own_thread`` where
-        that can wait for this claim.
+        notified on ``channel``, if it is not empty.
         """
         raise NotImplementedError
 
@@ -347,9 +346,7 @@ class Backend:
     def notifier(self, channel: str) -> Notifier | None:
         """Listen on a channel with this thread's connection.
 
-        Return None if the backend has to be polled instead. Without a channel, return
-        the ``OwnThreadNotifier`` with which a caller can wait for its own turn, or None
-        if another thread has to wake it. This sends no request.
+        Return None if the backend has to be polled instead.
         """
         return None
 

@@ -41,11 +41,8 @@ class Claims:
         wakeup: Wakeup,
         *,
         wait: bool,
-        here: bool = False,
     ) -> None:
         self.lock = lock
-        # Whether the caller's thread is free to wait.
-        self.here = here
         self.caller = caller
         self.wakeup = wakeup
         self.backend = backends[lock.using]

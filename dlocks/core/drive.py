@@ -102,6 +102,10 @@ class ThreadWakeup:
         if self.event is not None:
             self.event.set()
 
+    def rest(self, seconds: float | None) -> None:
+        self.event = self.event or threading.Event()
+        clock.rest(self.event, seconds)
+
 
 class TaskWakeup:
     """Wakes a task that waits in its event loop."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,6 @@ from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import Hold
 from dlocks.core.policy import LockPolicy
 from dlocks.exceptions import LockError, LockTimeout
-from dlocks.runtime import clock
 from dlocks.runtime.coroutines import (
     acquiring,
     refuse_in_a_coroutine,
@@ -179,13 +177,11 @@ class Lock(LockPolicy):
     def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
         refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
         wakeup = ThreadWakeup()
-        acquisition = self._acquisition(caller, wakeup, wait=wait, here=True)
+        acquisition = self._acquisition(caller, wakeup, wait=wait)
 
         def rest(seconds: float | None) -> None:
-            event = cast("threading.Event", wakeup.event)
             with waiting_for_a_lock():
-                if not acquisition.waits_here(seconds, event):
-                    clock.rest(event, seconds)
+                wakeup.rest(seconds)
 
         # One line, so that no interrupt can come between the grant and the return.
         return drive(acquisition, rest)  # type: ignore[no-any-return]
@@ -206,10 +202,8 @@ class Lock(LockPolicy):
             acquiring.discard(caller)
         return hold
 
-    def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool, here: bool = False
-    ) -> Any:
-        return Acquisition(self, caller, wakeup, wait=wait, here=here)
+    def _acquisition(self, caller: Caller, wakeup: Wakeup, *, wait: bool) -> Any:
+        return Acquisition(self, caller, wakeup, wait=wait)
 
     def _innermost(self, generator: int | None) -> _Entry:
         """Return the block that ends now.

@@ -6,7 +6,6 @@ The keys are acquired in one order, so that no two callers wait for each other.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -143,9 +142,6 @@ class MultiAcquisition:
         self.hold = MultiHold(self.lock, holds)
         if self._on_lost is not None:
             self._on_lost.hold = weakref.ref(self.hold)
-
-    def waits_here(self, pause: float | None, wakeup: threading.Event) -> bool:
-        return False
 
     def cancel(self) -> None:
         """Cancel the claims, and leave no key acquired or queued."""

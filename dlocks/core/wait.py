@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -41,30 +40,6 @@ class Wait(Claims):
     def _next_pause(self) -> float | None:
         pause, kept = self._pause(), self._kept_for()
         return pause if kept is None else kept if pause is None else min(pause, kept)
-
-    def waits_here(self, pause: float | None, wakeup: threading.Event) -> bool:
-        """Wait in this thread, if it can be notified itself.
-
-        Return False where another thread sets ``wakeup``.
-        """
-        waiter = self.waiter
-        if waiter is None or pause == 0:
-            return False
-        if waiter.listens and not clock.is_frozen():
-            until = None if pause is None else clock.now() + pause
-            if not waiters_of(self.backend).listen(wakeup, until):
-                clock.rest(
-                    wakeup, None if until is None else max(0.0, until - clock.now())
-                )
-            wakeup.clear()
-            return True
-        if waiter.notifier is None:
-            return False
-        timeout = math.inf if pause is None else pause
-        if not waiter.notifier.wait(timeout, [waiter.claim]):
-            # The position was lost. Retry, and join the queue again.
-            self.waiter, self.unknown = None, True
-        return True
 
     def abandon(self) -> None:
         """Let the background thread cancel the claim of a closed coroutine."""
@@ -105,9 +80,7 @@ class Wait(Claims):
                 # likely brief.
                 self.asks_again = True
                 return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
-            if self.waiter.notifier is None and (
-                not self.waiter.is_queued or self.waiter.woken
-            ):
+            if not self.waiter.is_queued or self.waiter.woken:
                 # The row is still locked, or the waiter was late. It returns to its
                 # position.
                 self.waiter.woken = 0.0
@@ -174,13 +147,6 @@ class Wait(Claims):
         waiters = waiters_of(self.backend)
         until = math.inf if self.timeout is None else self.began + self.timeout
         self.waiter = waiter = Waiter(claim, self.wakeup.wake, self.caller, until)
-        notifier = self.backend.notifier("") if self.here else None
-        if notifier is not None:
-            ticket = run_outside(partial(self.backend.enqueue, claim), self.backend)
-            if ticket is not None and ticket.own_thread:
-                waiter.notifier = notifier
-                return ticket.must_retry
-        waiter.listens = self.here
         waiters.enter(waiter)
         sent = clock.now()
         limit = (

@@ -18,6 +18,9 @@ HEARTBEAT_EVERY = HEARTBEAT_TIMEOUT / 4
 # which it has been first.
 SHORTEST_POLL_DELAY = 0.001
 LONGEST_POLL_DELAY = 0.05
+# Seconds of frequent polls after a grant that was not notified. They cover holders that
+# do not notify.
+POLLING_SECONDS = 10.0
 
 
 def delays(deadline: float | None) -> Iterator[float]:
@@ -39,37 +42,64 @@ def delays(deadline: float | None) -> Iterator[float]:
         yield delay
 
 
-class PollDelays:
-    """The delays between two polls of a queue. A nearer turn means shorter ones."""
+class PollSchedule:
+    """How often to poll the queue for grants that are not notified.
+
+    With a complete notifier there are none, and no polls are needed. With another one,
+    the first waiter polls every 50 ms. Without a notifier, and for a while after a
+    grant that was not notified, it polls after 1 to 50 ms. A waiter that is not the
+    first polls less often.
+    """
 
     def __init__(self) -> None:
+        # Whether every grant is notified, or some are.
+        self.is_complete = self.is_notified = False
+        self._frequent_until = 0.0
         # Claims ahead of the first one of this process, since when, and the seconds per
         # turn.
-        self._nearest = 0
+        self._ahead = 0
         self._moved_at = 0.0
         self._turn: float | None = None
 
-    def pause(self, nearest: int) -> float:
+    @property
+    def is_frequent(self) -> bool:
+        """Return whether to poll as often as possible."""
+        return not self.is_notified or clock.now() < self._frequent_until
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether grants may come without a notification."""
+        return not self.is_complete or self.is_frequent
+
+    def missed(self) -> None:
+        """Poll frequently for a while, because a grant was not notified."""
+        self._frequent_until = clock.now() + POLLING_SECONDS
+
+    def delay(self, ahead: int) -> float:
         """Return the seconds until the next poll.
 
-        ``nearest`` claims are ahead of the first one of this process.
+        ``ahead`` is the number of claims ahead of the first one of this process.
         """
         now = clock.now()
-        if nearest != self._nearest:
-            if nearest < self._nearest:
+        if ahead != self._ahead:
+            if ahead < self._ahead:
                 # The duration of one turn follows from how far the queue has moved.
-                turn = (now - self._moved_at) / (self._nearest - nearest)
+                turn = (now - self._moved_at) / (self._ahead - ahead)
                 self._turn = turn if self._turn is None else (3 * self._turn + turn) / 4
-            self._nearest, self._moved_at = nearest, now
-        if nearest == 0:
+            self._ahead, self._moved_at = ahead, now
+        if not self.is_needed:
+            return clock.FOREVER
+        if not self.is_frequent:
+            return LONGEST_POLL_DELAY * max(1, ahead)
+        if ahead == 0:
             return min(
                 LONGEST_POLL_DELAY,
                 max(SHORTEST_POLL_DELAY, (now - self._moved_at) / 10),
             )
         return min(
-            LONGEST_POLL_DELAY * nearest,
+            LONGEST_POLL_DELAY * ahead,
             max(
                 SHORTEST_POLL_DELAY,
-                nearest * (self._turn or LONGEST_POLL_DELAY / 10) / 2,
+                ahead * (self._turn or LONGEST_POLL_DELAY / 10) / 2,
             ),
         )

@@ -7,10 +7,9 @@ import math
 import threading
 from collections.abc import Callable
 
-from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Grant, Message, Ticket
+from dlocks.values import Claim, Grant, Ticket
 
 # Seconds after its timeout from which a waiter gets no more heartbeats, and is skipped.
 OVERDUE = 1.0
@@ -21,10 +20,7 @@ class Waiter:
 
     ``wake`` is called in another thread when the caller has something to do.
 
-    ``clock_pair`` is when a request was sent, and the backend's clock at the reply. It
-    converts a time on that clock into one on this process's, never a later one. It is
-    one value because one thread may receive while another polls. ``given`` is a grant,
-    and when the request was sent from which its lease counts.
+    ``given`` is a grant, and when the request was sent from which its lease counts.
     """
 
     def __init__(
@@ -39,7 +35,6 @@ class Waiter:
         self.caller = caller
         # When its timeout ends. Other waiters do not wait for it much beyond that.
         self.until = until
-        self.clock_pair = clock.now(), 0.0
         self.given: tuple[Grant, float] | None = None
         self.error: LockBackendError | None = None
         self.position: int | None = None
@@ -53,10 +48,6 @@ class Waiter:
         self.woken = 0.0
         # Whether the key may become free without a notification.
         self.unnotified = False
-        # With it, its own thread waits instead of the background thread.
-        self.notifier: Notifier | None = None
-        # Whether its own thread listens if no other thread does.
-        self.listens = False
         # Whether its coroutine was closed, so that no caller waits any more.
         self.closed = False
 
@@ -80,16 +71,7 @@ class Waiter:
         self.unnotified = ticket.unnotified
         if ticket.grant is not None:
             self.given = ticket.grant, sent
-        elif ticket.clock:
-            self.clock_pair = sent, ticket.clock
         must_wake = ticket.grant is not None or ticket.must_retry
         if must_wake:
             self.woken = clock.now()
         return must_wake
-
-    def apply_message(self, message: Message) -> None:
-        """Record a message, for which the caller has to be woken."""
-        self.woken = clock.now()
-        sent, backend_clock = self.clock_pair
-        if message.token is not None and backend_clock:
-            self.given = Grant(message.token, message.ends - backend_clock), sent

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
-from dlocks.backends.base import Backend
+from dlocks.backends.base import HANDOVER_LEASE, Backend
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -17,32 +20,29 @@ from dlocks.runtime.delays import (
     HEARTBEAT_EVERY,
     LONGEST_POLL_DELAY,
     SHORTEST_POLL_DELAY,
-    PollDelays,
+    PollSchedule,
 )
-from dlocks.runtime.poller import Poller
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import in_child
-from dlocks.runtime.receiver import Receiver
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
+from dlocks.values import Ticket
 
 logger = logging.getLogger("dlocks")
 
 # Seconds for which waiters get no error if the database is unreachable. A restart is
 # quicker.
 CONNECT_TIMEOUT = 10.0
+# Age in seconds from which a grant found by polling counts as not notified.
+NOTIFIED_WITHIN = 0.1
 
 
-class Waiters(Poller, Receiver):
+class Waiters:
     """The callers of this process that are queued for keys of one backend.
 
     One daemon thread serves all of them, so thousands of waiting tasks cost one
-    connection and an occasional request. Some listeners use a second thread to receive
-    messages.
-
-    The thread listens where the backend notifies. Elsewhere, and for a while after a
-    grant without a notification, it polls all claims at once. It polls most often for
-    the first one in the queue.
+    connection and an occasional request. It waits for notifications, polls the claims
+    and sends their heartbeats.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -55,20 +55,19 @@ class Waiters(Poller, Receiver):
         # middle leaves nothing locked.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._waiters = {}
+        # The waiters by the owner of their claim.
+        self._waiters: dict[str, Waiter] = {}
         self._thread: threading.Thread | None = None
+        # Set once the backend has been asked for a notifier.
         self._ready = threading.Event()
-        self._poll_at = 0.0
-        self._poll_all = False
-        self._poll_until = 0.0
-        self._delays = PollDelays()
+        self._schedule = PollSchedule()
+        # When to poll for grants that are not notified.
+        self._poll_at = clock.FOREVER
         # When a waiter was last removed.
         self._removed_at = 0.0
-        self._listener = self._second_listener = None
-        self._listener_queries = self._caller_listens = False
-        self._received_at = 0.0
-        self._freed_keys = deque()
         self._name = f"dlocks_{secrets.token_hex(8)}"
+        # Where the claims of this process are notified. Empty if they have to be
+        # polled.
         self.channel = ""
 
     def enter(self, waiter: Waiter) -> None:
@@ -78,7 +77,7 @@ class Waiters(Poller, Receiver):
             if self._thread is None or not self._thread.is_alive():
                 self._ready = threading.Event()
                 self._thread = threading.Thread(
-                    target=self._loop, name="dlocks-waiting", daemon=True
+                    target=self._serve, name="dlocks-waiting", daemon=True
                 )
                 self._thread.start()
         self._ready.wait(max(0.0, min(1.0, waiter.until - clock.now())))
@@ -89,12 +88,10 @@ class Waiters(Poller, Receiver):
             waiter.is_queued = True
             # Most turns come before a poll is needed.
             waiter.poll_at = clock.now() + HEARTBEAT_EVERY / 2
-            # With notifications, a heartbeat in time is enough.
-            if not self.channel or self._must_poll or waiter.unnotified:
-                self._poll_all = True
+            if waiter.unnotified:
+                self._schedule.missed()
+            if self._schedule.is_frequent:
                 self._poll_at = min(self._poll_at, clock.now() + SHORTEST_POLL_DELAY)
-                self._changed.notify()
-            elif self._listener_queries or not (waiter.listens or self._caller_listens):
                 self._changed.notify()
 
     def remove(self, waiter: Waiter) -> None:
@@ -105,76 +102,25 @@ class Waiters(Poller, Receiver):
             self._waiters.pop(waiter.claim.owner, None)
             self._removed_at = clock.now()
 
-    # The background thread.
+    # The thread.
 
-    def _loop(self) -> None:
+    def _serve(self) -> None:
         this = threading.current_thread()
-        listener: Notifier | None = None
+        notifier: Notifier | None = None
         try:
             leave_pools()
-            listener = self._connect_listener()
-            listens = listener is not None
+            notifier = self._connect()
+            can_notify = notifier is not None
             failing_since: float | None = None
-            heartbeat_at = clock.now()
-            while True:
-                with self._mutex:
-                    if self._thread is not this:
-                        # The start of this thread was interrupted, and another one has
-                        # started since.
-                        return
-                    now = clock.now()
-                    if not self._waiters:
-                        if now >= self._removed_at + IDLE_CLOSE_AFTER:
-                            self._thread = None
-                            return
-                        self._poll_at = self._removed_at + IDLE_CLOSE_AFTER
-                    if self._poll_at > now and not self._should_listen(listener):
-                        self._changed.wait(min(self._poll_at - now, IDLE_CLOSE_AFTER))
+            while self._is_needed(this):
                 try:
-                    if listener is not None and listener.beside is not listener:
-                        self._listen_once(listener)
-                    now = clock.now()
-                    if now < self._poll_at:
-                        continue
-                    is_notified = self.channel and not self._must_poll
-                    heartbeat = (
-                        is_notified or now >= heartbeat_at + HEARTBEAT_EVERY * 0.9
-                    )
-                    heartbeat_at = now if heartbeat else heartbeat_at
-                    pause = HEARTBEAT_EVERY
-                    with self._exclusively(listener):
-                        self._cancel_abandoned()
-                        poll_in = self._heartbeat(listener)
-                        if poll_in is None and listener is not None and listener.asks:
-                            # This connection is for nothing else.
-                            self._listener = None
-                            listener.close()
-                            listener = None
-                        if poll_in is None:
-                            poll_in, nearest = self._poll(heartbeat=heartbeat)
-                            pause = (
-                                HEARTBEAT_EVERY / 2
-                                if self.channel and not self._must_poll
-                                else self._delays.pause(nearest)
-                            )
-                    with self._mutex:
-                        pause = (
-                            SHORTEST_POLL_DELAY
-                            if self._poll_all
-                            else min(
-                                HEARTBEAT_EVERY,
-                                max(poll_in, SHORTEST_POLL_DELAY),
-                                pause,
-                            )
-                        )
-                        self._poll_at = clock.now() + pause
+                    notified = self._rest(notifier)
+                    self._poll(notified=notified)
                     failing_since = None
-                    if listens and listener is None and not self._must_poll:
-                        listener = self._connect_listener()
-                        if listener is not None and not listener.asks:
-                            with self._mutex:
-                                # A turn that came since the last poll was not notified.
-                                self._poll_at, self._poll_all = 0.0, True
+                    if can_notify and notifier is None:
+                        notifier = self._connect()
+                        # A grant since the last poll was not notified.
+                        self._poll(notified=True)
                 except LockBackendError as error:
                     if failing_since is None:
                         failing_since = clock.now()
@@ -184,22 +130,150 @@ class Waiters(Poller, Receiver):
                         )
                     if clock.now() - failing_since >= CONNECT_TIMEOUT:
                         self._fail(error)
-                    self._disconnect(listener, broken=True)
-                    listener, self.channel = None, ""
+                    self._disconnect(notifier, broken=True)
+                    notifier = None
                     time.sleep(LONGEST_POLL_DELAY)
-                    with self._mutex:
-                        # A poll has to come before any thread listens.
-                        self._poll_at, self._poll_all = 0.0, True
         except BaseException as error:
             logger.exception("The thread that serves waiting callers failed")
             self._fail(
                 LockBackendError(f"Waiting callers could not be served: {error}"), this
             )
         finally:
-            self._disconnect(listener, broken=False)
+            self._disconnect(notifier, broken=False)
             with self._mutex:
                 if self._thread is this:
                     self._thread = None
+
+    def _is_needed(self, this: threading.Thread) -> bool:
+        """Return whether this thread has waiters, or had some a moment ago."""
+        with self._mutex:
+            if self._thread is not this:
+                # Its start was interrupted, and another thread has started since.
+                return False
+            if self._waiters or clock.now() < self._removed_at + IDLE_CLOSE_AFTER:
+                return True
+            self._thread = None
+            return False
+
+    def _connect(self) -> Notifier | None:
+        notifier: Notifier | None = None
+        try:
+            notifier = self.backend.notifier(self._name)
+        except LockBackendError as error:
+            # Polling finds out whether the backend is reachable again.
+            logger.warning("%s", error)
+        self._notify_through(notifier)
+        self._ready.set()
+        return notifier
+
+    def _disconnect(self, notifier: Notifier | None, *, broken: bool) -> None:
+        if broken:
+            self._notify_through(None)
+        with suppress(LockBackendError):
+            if notifier is not None and not broken:
+                notifier.close()
+        self.backend.close()
+
+    def _notify_through(self, notifier: Notifier | None) -> None:
+        with self._mutex:
+            self.channel = "" if notifier is None else notifier.channel or self._name
+            self._schedule.is_notified = notifier is not None
+            self._schedule.is_complete = notifier is not None and notifier.is_complete
+            self._poll_at = 0.0
+
+    def _rest(self, notifier: Notifier | None) -> bool:
+        """Sleep until a poll is due, and return whether a notification came."""
+        with self._mutex:
+            queued = [one for one in self._waiters.values() if one.is_queued]
+            due = min(
+                (one.poll_at for one in queued if not one.is_overdue),
+                default=clock.FOREVER,
+            )
+            # A waiter may be queued during the sleep.
+            longest = (
+                LONGEST_POLL_DELAY if self._schedule.is_needed else HEARTBEAT_EVERY / 2
+            )
+            if notifier is None and not queued:
+                longest = IDLE_CLOSE_AFTER
+            if queued:
+                due = min(due, self._poll_at)
+            pause = max(0.0, min(due - clock.now(), longest))
+            if notifier is None and pause:
+                self._changed.wait(pause)
+        return notifier is not None and notifier.wait(pause)
+
+    def _poll(self, *, notified: bool) -> None:
+        """Poll the claims that are due, and those that a notification may be about."""
+        sent = clock.now()
+        with self._mutex:
+            queued = [
+                waiter
+                for waiter in self._waiters.values()
+                if waiter.is_queued and not waiter.is_overdue
+            ]
+            due = []
+            if any(waiter.poll_at <= sent for waiter in queued):
+                # Include those that are due soon. They came one by one, and would
+                # always be polled one by one.
+                due = [
+                    one for one in queued if one.poll_at <= sent + HEARTBEAT_EVERY / 2
+                ]
+            for waiter in due:
+                waiter.poll_at = sent + HEARTBEAT_EVERY * 0.9
+            polled = {waiter.claim.owner: waiter for waiter in due}
+            if notified or self._poll_at <= sent:
+                polled |= {one.claim.owner: one for one in _foremost(queued)}
+        if due:
+            self._cancel_abandoned()
+        ahead = self._apply(polled, sent, heartbeat=bool(due), notified=notified)
+        with self._mutex:
+            self._poll_at = clock.now() + self._schedule.delay(ahead)
+
+    def _apply(
+        self,
+        polled: dict[str, Waiter],
+        sent: float,
+        *,
+        heartbeat: bool,
+        notified: bool,
+    ) -> int:
+        """Poll claims, and wake the callers whose turn has come.
+
+        Return the smallest number of claims ahead of one that still waits.
+        """
+        if not polled:
+            return 1
+        tickets = self.backend.poll(
+            [waiter.claim for waiter in polled.values()], heartbeat=heartbeat
+        )
+        answered = clock.now()
+        nearest = sys.maxsize
+        for owner, waiter in polled.items():
+            if (ticket := tickets.get(owner)) is None:
+                sent_again = clock.now()
+                if (again := self._rejoin(waiter)) is not None and waiter.apply(
+                    again, sent_again
+                ):
+                    waiter.wake()
+                continue
+            if not notified and _was_missed(waiter, ticket, sent, answered):
+                self._schedule.missed()
+            if waiter.apply(ticket, sent):
+                waiter.wake()
+            else:
+                waiter.poll_at = min(waiter.poll_at, sent + ticket.next_check)
+                nearest = min(nearest, ticket.ahead)
+        return 0 if nearest == sys.maxsize else nearest
+
+    def _rejoin(self, waiter: Waiter) -> Ticket | None:
+        """Return a claim to its position, which it lost for missing heartbeats."""
+        with waiter.mutex:
+            if waiter.has_left or waiter.woken:
+                # A woken waiter has had its turn, and returns only when it goes on.
+                return None
+            return self.backend.enqueue(
+                waiter.claim, self.channel, waiter.position
+            ) or Ticket(next_check=0.0)
 
     def _cancel_abandoned(self) -> None:
         """Cancel the claims of waiters that will never continue."""
@@ -223,6 +297,32 @@ class Waiters(Poller, Receiver):
         for waiter in waiters:
             waiter.error = error
             waiter.wake()
+
+
+def _foremost(queued: Iterable[Waiter]) -> Iterator[Waiter]:
+    """Yield the waiters that may be granted next.
+
+    These are the first waiter of each key that takes part in every grant, and those in
+    front of it: shared claims, and claims that take nothing over.
+    """
+    by_key: defaultdict[str, list[Waiter]] = defaultdict(list)
+    for waiter in queued:
+        if not waiter.woken:
+            by_key[waiter.claim.key].append(waiter)
+    for waiters in by_key.values():
+        for waiter in sorted(waiters, key=lambda one: one.position or 0):
+            yield waiter
+            if waiter.claim.takeover and not waiter.claim.shared:
+                break
+
+
+def _was_missed(waiter: Waiter, ticket: Ticket, sent: float, answered: float) -> bool:
+    """Return whether a claim's turn came, or will come, without a notification."""
+    if ticket.grant is None or ticket.grant.lease is None or waiter.woken:
+        return ticket.unnotified
+    # The latest possible time of the grant.
+    granted_at = answered + ticket.grant.lease - min(waiter.claim.ttl, HANDOVER_LEASE)
+    return granted_at + NOTIFIED_WITHIN < sent
 
 
 _all_waiters: weakref.WeakSet[Waiters] = weakref.WeakSet()

@@ -90,14 +90,13 @@ class Dialect:
     read_only_settings = ""
     # ``queue`` adds claims to the queue and counts them, in one round trip. Each claim
     # is a ``queue_row``. For each claim it returns the owner, the number of its
-    # position, whether the key is free, and the clock. Owner and number are NULL if
-    # another transaction had locked the lock row.
+    # position, and whether the key is free. Owner and number are NULL if another
+    # transaction had locked the lock row.
     #
     # ``hand_over`` passes a key to the first waiter, if the lock row meets
     # ``{condition}``. It returns whether there was a waiter, and how many claims wait.
-    # If the waiter still has to be notified, it returns the channel, the owner, the
-    # token, the end of the lease, and the ``server``. Without a waiter it releases the
-    # key, or with ``{if_taken}`` does nothing.
+    # If the waiter still has to be notified, it returns the channel. Without a waiter
+    # it releases the key, or with ``{if_taken}`` does nothing.
     #
     # Neither returns a row if it did nothing. ``{row_wait}`` limits the wait for the
     # lock row, where the engine supports that.
@@ -105,12 +104,8 @@ class Dialect:
     queue_row = ""
     hand_over = ""
     if_taken = ""
-    # The statement that wakes the process that listens on a channel, if no other
-    # statement includes the notification.
-    wake = ""
-    # An expression that tells servers with the same table apart, where there may be
-    # several. A commit on one may not be visible on another yet.
-    server = ""
+    # Whether the end of a transaction that kept a key notifies its first waiter.
+    commit_notifies = True
     # Whether a transaction that writes has the whole database to itself.
     one_writer = False
 

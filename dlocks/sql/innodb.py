@@ -59,7 +59,7 @@ class InnoDB(Dialect):
         " COMMIT;"
         # No row is returned if the turn of one of these claims has come in the
         # meantime, and no other of them is in the queue.
-        " SELECT mine.owner, mine.id, head.free, {ticks}"
+        " SELECT mine.owner, mine.id, head.free"
         " FROM (SELECT owner, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free FROM"
         " {locks}"
         " WHERE key_resource = %(key)s) AS head LEFT JOIN {claims} AS mine ON"
@@ -87,33 +87,23 @@ class InnoDB(Dialect):
         " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR"
         " UPDATE NOWAIT;"
         " DELETE FROM {claims} WHERE id = @dlocks_id;"
-        # The value that is written is also the value that is sent.
-        " SET @dlocks_end = {now} + INTERVAL COALESCE(@dlocks_handover_ttl, 0)"
-        " MICROSECOND;"
         " UPDATE {locks} SET status = COALESCE(@dlocks_scope, %(status)s), owner ="
         " COALESCE(@dlocks_owner, owner),"
         " holder = COALESCE(@dlocks_holder, holder),"
         " owner_ip = IF(@dlocks_id IS NULL, owner_ip, @dlocks_ip),"
         " begin_time = IF(@dlocks_id IS NULL, begin_time, {now}),"
-        " end_time = @dlocks_end,"
+        " end_time = {now} + INTERVAL COALESCE(@dlocks_handover_ttl, 0) MICROSECOND,"
         " hold_count = IF(@dlocks_id IS NULL, 0, 1),"
         " version = IF(@dlocks_id IS NULL, version, @dlocks_version),"
         " waiters = @dlocks_waiters"
         " WHERE key_resource = %(key)s AND @dlocks_done = 1{if_taken};"
         " COMMIT;"
-        # Building the message on the server would cost more than building it here.
-        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel,"
-        " @dlocks_owner,"
-        " IF(@dlocks_scope = 'P', @dlocks_version, NULL), TIMESTAMPDIFF(MICROSECOND,"
-        " '1970-01-01', @dlocks_end),"
-        " {server} FROM DUAL WHERE @dlocks_done = 1{if_taken}"
+        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel"
+        " FROM DUAL WHERE @dlocks_done = 1{if_taken}"
     )
     if_taken = " AND @dlocks_id IS NOT NULL"
-    server = "CONCAT_WS(' ', @@hostname, @@port, @@datadir)"
-    # A waiting process sleeps in the server, in the session that holds the named lock
-    # of its channel. So the statement interrupts that session and never another. Error
-    # 1094 or 3057 means that there is no such session.
-    wake = "KILL QUERY IS_USED_LOCK(%(channel)s)"
+    # The server cannot notify a session.
+    commit_notifies = False
 
     def after(self, parameter: str) -> str:
         return f"(UTC_TIMESTAMP(6) + INTERVAL %({parameter})s MICROSECOND)"

@@ -51,9 +51,9 @@ class PostgreSQL(Dialect):
         " AND alone.end_time > {now})"
     )
     tell_first = (
-        " RETURNING (SELECT pg_notify(channel, 'free ' || %(key)s) FROM (SELECT channel"
+        " RETURNING (SELECT pg_notify(channel, '') FROM (SELECT channel"
         " FROM {claims} AS first WHERE first.key_resource = %(key)s AND first.version"
-        " IS NULL AND first.end_time > {now} AND right(channel, 1) NOT IN ('', '-')"
+        " IS NULL AND first.end_time > {now} AND channel <> ''"
         " ORDER BY id LIMIT 1) AS told)"
     )
     # It waits a moment for the lock row, since other sessions lock it only to count
@@ -67,7 +67,7 @@ class PostgreSQL(Dialect):
         " ({columns}) {rows} ON CONFLICT DO NOTHING RETURNING owner, id), counted AS"
         " (UPDATE {locks} SET waiters = waiters + (SELECT COUNT(*) FROM mine) FROM head"
         " WHERE {locks}.key_resource = head.key_resource AND EXISTS (SELECT 1 FROM"
-        " mine)) SELECT owner, id, 0, {ticks} FROM mine"
+        " mine)) SELECT owner, id, 0 FROM mine"
     )
     queue_row = "SELECT {values} FROM head WHERE free = 0"
     hand_over = (
@@ -100,12 +100,8 @@ class PostgreSQL(Dialect):
         " head.key_resource{if_taken}"
         " RETURNING taken.owner IS NOT NULL, waiters, CASE WHEN left(channel, 9) ="
         " %(near)s THEN channel END,"
-        " taken.owner, CASE WHEN taken.scope = 'P' THEN version END, {ends}, '',"
-        " CASE WHEN right(channel, 1) NOT IN ('', '-') AND left(channel, 9) <> %(near)s"
-        " THEN"
-        " pg_notify(channel, taken.owner"
-        " || CASE WHEN taken.scope = 'P' THEN ' ' || version || ' ' || {ends} ELSE ''"
-        " END) END"
+        " CASE WHEN channel <> '' AND left(channel, 9) <> %(near)s THEN"
+        " pg_notify(channel, '') END"
     )
     without_flush = " RETURNING set_config('synchronous_commit', 'off', true)"
     if_taken = " AND taken.owner IS NOT NULL"

@@ -129,12 +129,7 @@ class Admission(Sharing):
             claim["scope"],
             head.token,
         )
-        self._notify_claims(
-            f"locks}} WHERE {KEY}",
-            {"key": head.key},
-            claim["channel"],
-            reserved=claim["scope"] != "P",
-        )
+        self._notify_on_commit(claim["channel"])
         token = head.token if claim["scope"] == "P" else None
         return [Granted(claim["owner"], token, claim["handover_ttl"] / MICROSECONDS)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlocks.backends.database.admission import Admission
 from dlocks.backends.database.batcher import QueueBatcher, QueueRequest
-from dlocks.backends.database.fragments import IN_QUEUE, MICROSECONDS
+from dlocks.backends.database.fragments import IN_QUEUE
 from dlocks.backends.database.rows import MINE, Granted, LockedRow
 from dlocks.exceptions import LockBackendError
 from dlocks.values import Claim, Grant, Ticket
@@ -148,8 +148,7 @@ class Joining(Admission):
                 return []
             if rows[0][0] is not None:
                 return [
-                    (owner, Ticket(position=position, clock=int(ticks) / MICROSECONDS))
-                    for owner, position, _, ticks in rows
+                    (owner, Ticket(position=position)) for owner, position, _ in rows
                 ]
             time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
         return None
@@ -173,7 +172,7 @@ class Joining(Admission):
         sql = self._text(
             f"SELECT owner, id FROM {{claims}} WHERE owner IN ({owners}) AND {IN_QUEUE}"
         )
-        silent = bool(self.dialect.wake)
+        silent = not self.dialect.commit_notifies
         return [
             (owner, Ticket(position=number, unnotified=silent))
             for owner, number in self._rows(sql, parameters)
@@ -225,8 +224,10 @@ class Joining(Admission):
             if version is not None:
                 return Ticket(grant=Grant(version, left)), []
             if head is None:
-                return Ticket(position=position, unnotified=bool(self.dialect.wake)), []
-            return Ticket(position=position, clock=head.clock), self._admit(head)
+                return Ticket(
+                    position=position, unnotified=not self.dialect.commit_notifies
+                ), []
+            return Ticket(position=position), self._admit(head)
 
         result = self._step(claim.key, step, busy=lambda: None)
         if result is None:

@@ -12,7 +12,6 @@ from dlocks.backends.database.fragments import (
     CLEAR,
     FREE_BY_CLOCK,
     IN_QUEUE,
-    MICROSECONDS,
 )
 from dlocks.backends.database.joining import Joining
 from dlocks.backends.database.rows import LockedRow, LockSnapshot
@@ -105,7 +104,7 @@ class KeyQueue(Joining):
         )
         sql = self._text(
             f"SELECT key_resource, owner, status, version, {left}, CASE WHEN"
-            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, {{ticks}}, ({before}),"
+            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, ({before}),"
             f" {self.dialect.ticks_of('end_time')} FROM {{locks}} WHERE {keys}"
         )
         asked_at = clock.now()
@@ -116,12 +115,11 @@ class KeyQueue(Joining):
                 version,
                 float(left),
                 bool(free),
-                int(now) / MICROSECONDS,
                 int(ahead),
                 int(ends),
                 asked_at,
             )
-            for key, holder, status, version, left, free, now, ahead, ends in (
+            for key, holder, status, version, left, free, ahead, ends in (
                 self._rows(sql, parameters | owner_parameters | self._times())
             )
         }
@@ -145,7 +143,6 @@ class KeyQueue(Joining):
             and head.status == "P"
             and not claim.takeover,
             next_check=expires_in if expires_in > 0 else math.inf,
-            clock=head.clock,
         )
 
     def _await_transactions(
@@ -201,7 +198,7 @@ class KeyQueue(Joining):
                     for one in granted or ()
                     if one.owner in tickets
                 }
-            if silent and self.dialect.wake:
+            if silent and not self.dialect.commit_notifies:
                 owners = [claim.owner for claim in claims if claim.key == key]
                 tickets |= {
                     owner: replace(tickets[owner], unnotified=True) for owner in owners

@@ -32,7 +32,6 @@ class LockedRow:
     shares: int
     free: bool
     token: int
-    clock: float
 
 
 # The ticket of a claim whose turn has come.
@@ -48,7 +47,6 @@ class LockSnapshot:
     version: int
     left: float
     free: bool
-    clock: float
     ahead: int
     # The end of the lease in microseconds since 1970, and the monotonic time at which
     # the row was requested.

@@ -131,9 +131,7 @@ class Sharing(ClaimRows, Notifications, Holders):
         ]
         head.token = head.version + 1
         for channel in {claim["channel"] for claim in admitted}:
-            self._notify_claims(
-                f"claims}} WHERE {ids} AND channel = %(channel)s", parameters, channel
-            )
+            self._notify_on_commit(channel)
         return granted
 
     def _take_from_stale_holder(self, head: LockedRow) -> None:

@@ -133,7 +133,6 @@ class Statements(Sender, SQLiteLimits):
             "{idle}": dialect.after("idle"),
             "{heard}": dialect.after("heard"),
             "{ends}": dialect.ticks_of("end_time"),
-            "{server}": dialect.server,
         }
         text = sql
         for name, fragment in fragments.items():

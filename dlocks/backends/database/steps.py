@@ -12,7 +12,7 @@ from django.db import transaction
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
 from dlocks.backends.base import TableLockedError
-from dlocks.backends.database.fragments import FREE_BY_CLOCK, MICROSECONDS
+from dlocks.backends.database.fragments import FREE_BY_CLOCK
 from dlocks.backends.database.in_transaction import TransactionLocks
 from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.sending import CONTENTION_TRIES, T
@@ -157,7 +157,7 @@ class Steps(TransactionLocks):
         bound = f", {dialect.bound}" if bounded and dialect.bound else ""
         sql = (
             f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK}"
-            f" THEN 1 ELSE 0 END, {dialect.next_version()}, {dialect.ticks}{bound} FROM"
+            f" THEN 1 ELSE 0 END, {dialect.next_version()}{bound} FROM"
             f" {{locks}} WHERE {KEY}{locking}"
         )
         for (
@@ -168,7 +168,6 @@ class Steps(TransactionLocks):
             shares,
             free,
             token,
-            ticks,
             *_,
         ) in self._rows(self._text(sql), parameters):
             return LockedRow(
@@ -180,7 +179,6 @@ class Steps(TransactionLocks):
                 shares,
                 bool(free),
                 int(token),
-                int(ticks) / MICROSECONDS,
             )
         if not self._rows(
             self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters

@@ -29,7 +29,7 @@ except ImportError as error:
 from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connection import Address
-from dlocks.backends.redis.notifier import MICROSECONDS, RedisNotifier
+from dlocks.backends.redis.notifier import RedisNotifier
 from dlocks.backends.redis.requests import (
     OF_A_SLOT,
     RedisRequests,
@@ -40,6 +40,8 @@ from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
+
+MICROSECONDS = 1_000_000
 
 
 class RedisBackend(RedisRequests):
@@ -198,10 +200,10 @@ class RedisBackend(RedisRequests):
             "channel": channel,
         }
         at = "" if position is None else position
-        position, *now = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
-        if position == "ask":
+        number = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
+        if number == "ask":
             return Ticket(must_retry=True)
-        return Ticket(position=int(position), clock=int(now[0]) / MICROSECONDS)
+        return Ticket(position=int(number))
 
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
@@ -220,8 +222,6 @@ class RedisBackend(RedisRequests):
         return int(self._run_all(scripts.WAITING, [(key, "", ())])[0])
 
     def notifier(self, channel: str) -> RedisNotifier | None:
-        if not channel:
-            return None
         notifier: RedisNotifier = self._request(
             lambda client: RedisNotifier(
                 client, channel, self.socket_timeout, self._failure
@@ -234,12 +234,11 @@ def _ticket(found: Sequence[Any]) -> Ticket:
     if found[0] == "granted":
         _, token, left = found
         return Ticket(grant=Grant(int(token), int(left) / 1000))
-    _, ahead, number, left, now, ask = found
+    _, ahead, number, left, ask = found
     next_check = int(left) / 1000
     return Ticket(
         ahead=int(ahead),
         position=int(number),
         next_check=next_check if next_check > 0 else math.inf,
-        clock=int(now) / MICROSECONDS,
         must_retry=bool(ask),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -11,9 +11,6 @@ import redis
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.redis.requests import TROUBLE
 from dlocks.exceptions import LockBackendError
-from dlocks.values import Claim, Message
-
-MICROSECONDS = 1_000_000
 
 
 class RedisNotifier(Notifier):
@@ -34,24 +31,18 @@ class RedisNotifier(Notifier):
             self.close()
             raise redis.TimeoutError("Timeout subscribing")
 
-    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
-        messages: list[Message] = []
+    def wait(self, timeout: float) -> bool:
+        notified = False
         try:
             message = self._subscription.get_message(timeout=timeout)
             while message is not None:
                 # After a reconnect, the confirmation of the new subscription arrives as
-                # well.
-                if message["type"] == "message":
-                    owner, token, ends = message["data"].split()
-                    messages.append(
-                        Message(
-                            owner=owner, token=int(token), ends=int(ends) / MICROSECONDS
-                        )
-                    )
+                # well. A grant before it was not notified.
+                notified = True
                 message = self._subscription.get_message(timeout=0)
         except TROUBLE as error:
             raise self._failure(error) from error
-        return messages
+        return notified
 
     def close(self) -> None:
         with suppress(*TROUBLE):

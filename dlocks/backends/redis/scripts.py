@@ -101,13 +101,10 @@ local function move_on()
   local claim = cjson.decode(redis.call('HGET', claims, owner))
   -- A claim that does not take over has to ask, and gets the reason.
   if is_stale() and not claim.takeover then return end
-  local token = write(owner, claim.holder, claim.ip, claim.handover_ttl)
+  write(owner, claim.holder, claim.ip, claim.handover_ttl)
   redis.call('SET', lock, owner, 'PX', claim.handover_ttl + grace)
   stand_down(owner)
-  if claim.channel ~= '' then
-    redis.call('PUBLISH', claim.channel,
-        owner .. ' ' .. token .. ' ' .. text(now + claim.handover_ttl * 1000))
-  end
+  if claim.channel ~= '' then redis.call('PUBLISH', claim.channel, '') end
 end
 """
 
@@ -219,17 +216,17 @@ return write(successor, ARGV[6], ARGV[7], ttl)
 """
 )
 
-# claim as JSON, position or nothing → 'ask', or the position and the clock.
+# claim as JSON, position or nothing → 'ask', or the position.
 QUEUE = Script(
     _COMMON
     + """
 local current = redis.call('GET', lock)
-if current == me then return {'ask'} end
+if current == me then return 'ask' end
 -- The request is late: the claim is cancelled already.
-if redis.call('ZSCORE', gone, me) then return {'ask'} end
+if redis.call('ZSCORE', gone, me) then return 'ask' end
 local number = redis.call('ZSCORE', line, me)
 if not number then
-  if not current and not first() then return {'ask'} end
+  if not current and not first() then return 'ask' end
   number = tonumber(ARGV[5])
   if not number then
     local behind = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
@@ -240,13 +237,13 @@ if not number then
 end
 heard(me)
 if not current then move_on() end
-return {text(tonumber(number)), text(now)}
+return text(tonumber(number))
 """
 )
 
 # whether this is a heartbeat → 'granted', token, milliseconds left; 'place', number of
-# claims ahead, position, milliseconds until something may change, clock, whether to
-# retry; nothing if the claim is not queued.
+# claims ahead, position, milliseconds until something may change, whether to retry;
+# nothing if the claim is not queued.
 LOOK = Script(
     _COMMON
     + """
@@ -270,7 +267,7 @@ if left < 0 then
   if is_stale() and redis.call('EXISTS', lock) == 0 then ask = 1 end
 end
 return {
-    'place', redis.call('ZRANK', line, me), text(tonumber(number)), left, text(now), ask
+    'place', redis.call('ZRANK', line, me), text(tonumber(number)), left, ask
 }
 """
 )

@@ -6,24 +6,21 @@ import logging
 import selectors
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from dlocks.backends.notifiers import Notifier, OwnThreadNotifier
+from dlocks.backends.notifiers import Notifier
 from dlocks.backends.session.claim_tables import REFUSED_FOR
 from dlocks.backends.session.engine_sessions import Row, SessionDiedError
 from dlocks.backends.session.polling import POLL_EVERY, Polling
 from dlocks.backends.session.sessions import Entry, Session
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Grant, Message, Ticket
+from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")
 
 CANCEL_TIMEOUT = 5.0
-# Seconds for which a thread waits for the reply of a session before it checks for other
-# work.
-WAITERS_PER_WAIT = 0.5
 # Seconds. After a shorter wait, the engine's queue was empty.
 CLAIMS_PER_STATEMENT = 0.001
 # These selectors notice a socket that is registered while they wait. Any other one, for
@@ -58,25 +55,7 @@ class EngineQueue(Polling):
             entry.watched = True
             if session is not None:
                 self._watch(entry, session)
-        return Ticket(
-            must_retry=entry.token is not None,
-            position=1,
-            own_thread=session is not None,
-        )
-
-    def wait(self, claim: Claim, timeout: float) -> bool:
-        """Wait in this thread; return False if the claim has lost its ticket."""
-        entry = self._entries.get(claim.owner)
-        session = entry.session if entry is not None else None
-        if entry is None or session is None:
-            return False
-        try:
-            session.settle(min(timeout, WAITERS_PER_WAIT))
-        except SessionDiedError as error:
-            self._close_session(session, error)
-        if self._queued:
-            self._advance()
-        return True
+        return Ticket(must_retry=entry.token is not None, position=entry.number)
 
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
@@ -97,7 +76,8 @@ class EngineQueue(Polling):
             else:
                 polled = entry.session is None and entry.name not in self._foremost
                 tickets[claim.owner] = Ticket(
-                    position=1, next_check=POLL_EVERY if polled else float("inf")
+                    position=entry.number,
+                    next_check=POLL_EVERY if polled else float("inf"),
                 )
         return tickets
 
@@ -107,7 +87,7 @@ class EngineQueue(Polling):
         return (int(row[0]) if row else 0) + len(self._queued.get(name, ()))
 
     def notifier(self, channel: str) -> Notifier:
-        return Grants(self) if channel else OwnThreadNotifier(self.wait)
+        return Grants(self)
 
     @property
     def selector(self) -> selectors.BaseSelector:
@@ -117,15 +97,15 @@ class EngineQueue(Polling):
                 self._selector = selectors.DefaultSelector()
             return self._selector
 
-    def answered(self, session: Session) -> Iterable[Message]:
+    def answered(self, session: Session) -> bool:
         """Read the reply of a session in the engine's queue.
 
-        Yield a message for each claim that was granted.
+        Return whether a claim was granted.
         """
         if not session.mutex.acquire(blocking=False):
             # Another thread reads the reply.
             time.sleep(0.001)
-            return
+            return False
         try:
             with self._mutex:
                 owners = [
@@ -137,12 +117,10 @@ class EngineQueue(Polling):
             self._settle(session)
         finally:
             session.mutex.release()
-        for owner in owners:
-            entry = self._entries.get(owner)
-            if entry is not None and entry.token is not None:
-                yield Message(owner=owner)
         if self._queued:
             self._advance()
+        entries = map(self._entries.get, owners)
+        return any(entry is None or entry.token is not None for entry in entries)
 
     def _advance(self, *, connecting: bool = True) -> None:
         """Send the first local waiter of each key to the engine's queue.
@@ -305,18 +283,19 @@ class Grants(Notifier):
     def __init__(self, backend: EngineQueue) -> None:
         self._backend = backend
 
-    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+    def wait(self, timeout: float) -> bool:
         selector = self._backend.selector
         if not isinstance(selector, NOTICING):
             timeout = min(timeout, WAIT_UNNOTICED)
             if not selector.get_map():
                 # ``select()`` without sockets is an error on Windows.
                 time.sleep(timeout)
-                return ()
-        messages: list[Message] = []
-        for key, _ in selector.select(timeout):
-            messages += self._backend.answered(key.data)
-        return messages
+                return False
+        # All of the replies are read.
+        granted = [
+            self._backend.answered(key.data) for key, _ in selector.select(timeout)
+        ]
+        return any(granted)
 
     def close(self) -> None:
         """Do nothing, since the sessions belong to the backend."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlocks.backends.session.engine_sessions import EngineSession, Row, SessionDiedError
@@ -22,6 +23,8 @@ class Entry:
 
     claim: Claim
     name: str | int
+    # Its position among the claims of this process.
+    number: int = field(default_factory=itertools.count(1).__next__)
     # The session on which it is held or waited for. None while it waits without a
     # session.
     session: Session | None = None

@@ -52,10 +52,8 @@ class Entry:
     ends_at: float = math.inf
     last_seen_at: float = 0.0
     ahead: int = 0
-    # The node that it watches, and the event that is set when that node changes.
+    # The node that it watches.
     watched: str = ""
-    changed: threading.Event = field(default_factory=threading.Event)
-    failing_since: float | None = None
 
     @property
     def path(self) -> str:
@@ -121,5 +119,4 @@ class ClaimTables(Backend):
         if entry in self._kept:
             self._kept.remove(entry)
         entry.gone, entry.waiting = True, False
-        entry.changed.set()
         self._used_at = clock.now()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dlocks.backends.notifiers import Notifier, OwnThreadNotifier
+from dlocks.backends.notifiers import Notifier
 from dlocks.backends.zookeeper import requests
 from dlocks.backends.zookeeper.claims import SOON, Entry
 from dlocks.backends.zookeeper.ensemble import (
@@ -21,12 +20,7 @@ from dlocks.backends.zookeeper.nodes import queue_of_names
 from dlocks.backends.zookeeper.queue import NodeQueue
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Message, Ticket
-
-# Seconds without a reply of the ensemble after which waiters report the error.
-REPLY_TIMEOUT = 10.0
-# Seconds for which a thread waits for its turn before it polls.
-POLL_EVERY = 5.0
+from dlocks.values import Claim, Ticket
 
 
 class Waiting(Maintenance):
@@ -86,43 +80,13 @@ class Waiting(Maintenance):
         if entry.token is not None:
             if position is None:
                 self.contended.discard(claim.key)
-            return Ticket(
-                grant=self._grant(entry), must_retry=True, own_thread=not channel
-            )
+            return Ticket(grant=self._grant(entry), must_retry=True)
         self.contended.add(claim.key)
         return Ticket(
             must_retry=entry.gone,
             ahead=entry.ahead,
-            position=None if entry.gone else 1,
-            own_thread=not channel,
+            position=None if entry.gone else entry.number,
         )
-
-    def wait(self, claim: Claim, timeout: float) -> bool:
-        """Wait in this thread; return False if the claim has lost its ticket."""
-        entry = self._entries.get(claim.owner)
-        if entry is None:
-            return False
-        entry.last_seen_at = math.inf
-        try:
-            entry.changed.wait(min(timeout, POLL_EVERY))
-            if entry.gone:
-                return False
-            try:
-                self._see([entry], SOON)
-                entry.failing_since = None
-            except LockBackendError as error:
-                # An unknown state is not a loss. The claim keeps its position while the
-                # session may exist.
-                entry.changed.set()
-                entry.failing_since = entry.failing_since or clock.now()
-                if (
-                    not is_unanswered(error)
-                    or clock.now() - entry.failing_since >= REPLY_TIMEOUT
-                ):
-                    raise
-            return not entry.gone
-        finally:
-            entry.last_seen_at = clock.now()
 
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
@@ -138,7 +102,7 @@ class Waiting(Maintenance):
         return {
             # A claim without a certain lease has to retry.
             entry.claim.owner: (
-                Ticket(position=1, ahead=entry.ahead)
+                Ticket(position=entry.number, ahead=entry.ahead)
                 if entry.token is None
                 else Ticket(grant=self._grant(entry), must_retry=True)
             )
@@ -151,12 +115,12 @@ class Waiting(Maintenance):
         return len(node_queue.tickets) - len(node_queue.granted)
 
     def notifier(self, channel: str) -> Notifier:
-        return Turns(self) if channel else OwnThreadNotifier(self.wait)
+        return Turns(self)
 
-    def turns(self, timeout: float) -> list[Message]:
+    def turns(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for events of waiters with a channel.
 
-        Return a message for each claim that was granted.
+        Return whether a claim was granted.
         """
         entries = []
         try:
@@ -168,11 +132,7 @@ class Waiting(Maintenance):
         for entry in entries:
             entry.last_seen_at = clock.now()
         self._see(entries, SOON)
-        return [
-            Message(owner=entry.claim.owner)
-            for entry in entries
-            if entry.token is not None
-        ]
+        return any(entry.token is not None or entry.gone for entry in entries)
 
     def _see(
         self,
@@ -186,8 +146,6 @@ class Waiting(Maintenance):
         """
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
-            for entry in pending:
-                entry.changed.clear()
             node_queues, known = dict(known or {}), None
             if parents := list(
                 {entry.parent for entry in pending} - node_queues.keys()
@@ -262,7 +220,6 @@ class Waiting(Maintenance):
         if entry.gone:
             return
         entry.watched = ""
-        entry.changed.set()
         if entry.is_notified:
             self._turns.put(entry)
 
@@ -273,7 +230,7 @@ class Turns(Notifier):
     def __init__(self, backend: Waiting) -> None:
         self._backend = backend
 
-    def wait(self, timeout: float, claims: Sequence[Claim]) -> Sequence[Message]:
+    def wait(self, timeout: float) -> bool:
         return self._backend.turns(timeout)
 
     def close(self) -> None:

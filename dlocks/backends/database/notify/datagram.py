@@ -1,101 +1,49 @@
 """Notifications between processes on one host, sent as datagrams.
 
-A datagram does not pass through the server, and wakes exactly one thread. Through the
-server a wake-up costs more. PostgreSQL wakes all listeners whenever one of them is
-notified. MariaDB receives another query from the process that was woken. SQLite is a
-file and cannot notify.
+A datagram does not pass through the server, and wakes exactly one thread. Through
+PostgreSQL a wake-up costs more, since it wakes all listeners whenever one of them is
+notified. MySQL, MariaDB and SQLite cannot notify.
 
-A datagram has the same content as a NOTIFY, and is sent after the commit. Any user of
-the host can send one, so it must be signed with the project's SECRET_KEY. A lost
-datagram costs one poll, like a lost NOTIFY.
+A datagram is empty. It is sent after the commit, and means that a claim of the process
+may have been granted. A lost datagram costs one poll, and so does a forged one.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-import hmac
 import os
 import socket
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
-from django.conf import settings
-from django.core.exceptions import ImproperlyConfigured
-from django.utils.encoding import force_bytes
-
+from dlocks.backends.notifiers import Notifier
 from dlocks.runtime.polling import ready
 from dlocks.runtime.process import in_child
-
-# Precedes the tag of the server in the name of a channel.
-TAG = "@"
-# The end of a channel that can only be notified by datagrams.
-ALONE = "-"
-
-# Maximum number of messages per datagram, of bytes per datagram, and of datagrams per
-# read. The system queues about ten datagrams for a process that does not read.
-# Simultaneous messages are therefore sent in one datagram.
-TOGETHER = 500
-LONGEST = 65_536
-MESSAGES_PER_DATAGRAM = 100
 
 
 @cache
 def this_host() -> str:
     """Return the nine characters with which channels on this host begin.
 
-    They are equal for processes with the same SECRET_KEY and the same network
-    namespace, even for different users. Linux has sockets in this namespace whose names
-    are not files. The result is empty if this process cannot send datagrams.
+    They are equal for processes in the same network namespace, even for different
+    users. Linux has sockets in this namespace whose names are not files. The result is
+    empty if this process cannot send datagrams.
     """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = Path("/proc/self/ns/net").stat().st_ino
-        key = _key()
-    except (OSError, ImproperlyConfigured):
+    except OSError:
         return ""
-    return (
-        hashlib.blake2b(f"{machine} {namespace}".encode(), key=key).hexdigest()[:8]
-        + "_"
-    )
+    return hashlib.sha256(f"{machine} {namespace}".encode()).hexdigest()[:8] + "_"
 
 
-@cache
-def _key() -> bytes:
-    return hashlib.sha256(
-        b"dlocks.datagrams" + force_bytes(settings.SECRET_KEY)
-    ).digest()
-
-
-def _signed(messages: Sequence[str]) -> bytes:
-    text = "\n".join(messages)
-    return f"{_signature(text)}\n{text}".encode()
-
-
-def _signature(text: str) -> str:
-    return hashlib.blake2b(text.encode(), key=_key(), digest_size=16).hexdigest()
-
-
-@lru_cache
-def tag(server: str) -> str:
-    """Return the tag that identifies a server among several with the same table.
-
-    It is empty if there can be only one.
-    """
-    return hashlib.sha256(server.encode()).hexdigest()[:8] if server else ""
-
-
-def is_same_host(channel: str, server: str) -> bool:
-    """Return whether a channel is on the same host and uses the same server."""
-    return (
-        bool(this_host())
-        and channel.startswith(this_host())
-        and channel.partition(TAG)[2].rstrip(ALONE) == tag(server)
-    )
+def is_same_host(channel: str) -> bool:
+    """Return whether the process that listens on a channel is on this host."""
+    return bool(this_host()) and channel.startswith(this_host())
 
 
 class DatagramSocket:
@@ -112,13 +60,13 @@ class DatagramSocket:
     @classmethod
     def open(cls, channel: str) -> DatagramSocket | None:
         """Open the socket of a channel, or return None if that is not possible."""
-        if this_host():
+        if is_same_host(channel):
             with (
                 suppress(OSError),
                 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound,
             ):
                 bound.setblocking(False)
-                bound.bind(f"\0{this_host()}{channel}")
+                bound.bind(f"\0{channel}")
                 return cls(channel, bound)
         return None
 
@@ -143,27 +91,16 @@ class DatagramSocket:
         state = os.fstat(self._number)
         return state.st_dev, state.st_ino
 
-    def wait(self, timeout: float) -> list[str]:
-        if self._number < 0:
-            time.sleep(timeout)
-            return []
-        return self.read() if ready(self._number, timeout=timeout) else []
-
-    def read(self) -> list[str]:
-        """Return the messages that have arrived since the last call."""
-        messages: list[str] = []
+    def read(self) -> bool:
+        """Read all datagrams, and return whether there were any."""
         if not self.is_open:
-            return messages
+            return False
+        number_of_datagrams = 0
         with suppress(OSError):
-            for _ in range(MESSAGES_PER_DATAGRAM):
-                signature, _, text = (
-                    os.read(self._number, LONGEST)
-                    .decode("ascii", "replace")
-                    .partition("\n")
-                )
-                if hmac.compare_digest(signature.encode(), _signature(text).encode()):
-                    messages += text.split("\n")
-        return messages
+            while True:
+                os.read(self._number, 1)
+                number_of_datagrams += 1
+        return number_of_datagrams > 0
 
     def close(self) -> None:
         if self.is_open:
@@ -174,21 +111,31 @@ class DatagramSocket:
     __del__ = close
 
 
-def send(channel: str, messages: Sequence[str]) -> bool:
-    """Send messages to a process on the same host, on its channel.
+class DatagramNotifier(Notifier):
+    """A listener for the datagrams of processes on the same host."""
 
-    Return False if no process listens, or if it has not read for a long time.
+    def __init__(self, datagram_socket: DatagramSocket, *, is_complete: bool) -> None:
+        self.is_complete = is_complete
+        self._datagram_socket = datagram_socket
+
+    def wait(self, timeout: float) -> bool:
+        number = self._datagram_socket.fileno()
+        if number < 0:
+            time.sleep(timeout)
+            return False
+        return bool(ready(number, timeout=timeout)) and self._datagram_socket.read()
+
+
+def send(channel: str) -> None:
+    """Send a datagram to the process that listens on a channel of this host.
+
+    Do nothing if no process listens. A process whose queue is full is about to read.
     """
-    try:
-        for start in range(0, len(messages), TOGETHER):
-            datagram = _signed(messages[start : start + TOGETHER])
-            _sender().sendto(datagram, "\0" + channel.partition(TAG)[0])
+    with suppress(OSError):
+        _sender().sendto(b"", "\0" + channel)
         # The kernel places the receiver on this processor, as if this thread were about
         # to sleep. Without the yield, the receiver would wait until this thread sleeps.
         os.sched_yield()
-    except OSError:
-        return False
-    return True
 
 
 @cache
