@@ -27,8 +27,6 @@ NAMES = {
     "InnoDB": "dlocks.sql.innodb:InnoDB",
     "by_sqlite3": "dlocks.sql.direct:by_sqlite3",
     "TEXT_AT_MOST": "dlocks.sql.direct:TEXT_AT_MOST",
-    "QueueBatcher": "dlocks.backends.database.batcher:QueueBatcher",
-    "QueueRequest": "dlocks.backends.database.batcher:QueueRequest",
     "joining": "dlocks.backends.database.joining",
     "KeyQueue": "dlocks.backends.database.queue:KeyQueue",
     "datagram": "dlocks.backends.database.notify.datagram",

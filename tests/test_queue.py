@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +40,6 @@ from tests.internals import (
     Claim,
     Grant,
     LockClaim,
-    QueueBatcher,
-    QueueRequest,
     ResourceLock,
     ThreadWakeup,
     Ticket,
@@ -608,23 +605,22 @@ def turn_comes_on_the_way(monkeypatch):
     The thread of the claim does not know yet that the claim is in the queue.
     """
     backend = backends["default"]
-    together, rows = backend._queue_together, backend._rows
+    at_once, rows = backend._queue_at_once, backend._rows
 
     def arrange(release):
-        def queue_together(batch):
-            monkeypatch.setattr(backend, "_queue_together", together)
-            # Act as if other transactions keep the lock row locked at that moment.
-            monkeypatch.setattr(backend, "_queue_counted", lambda *_: None)
+        def queue_at_once(claim, channel):
+            monkeypatch.setattr(backend, "_queue_at_once", at_once)
             monkeypatch.setattr(backend, "_rows", rows_after)
-            together(batch)
+            # Act as if other transactions keep the lock row locked at that moment.
+            return backend._queue_uncounted(claim, channel)
 
         def rows_after(sql, parameters):
-            if sql.startswith("SELECT owner, id FROM"):
+            if sql.startswith("SELECT id FROM"):
                 monkeypatch.setattr(backend, "_rows", rows)
                 release()
             return rows(sql, parameters)
 
-        monkeypatch.setattr(backend, "_queue_together", queue_together)
+        monkeypatch.setattr(backend, "_queue_at_once", queue_at_once)
 
     return arrange
 
@@ -686,12 +682,12 @@ def test_a_claim_of_unknown_position_leaves_the_queue(
 ):
     """The caller never learns its position, and leaves the queue at its timeout."""
     backend = backends["default"]
-    together = backend._queue_together
+    at_once = backend._queue_at_once
     held = in_other_thread(db_lock("stock:7").acquire)
 
-    def put(batch):
-        together(batch)
-        batch[0].ticket = None
+    def put(claim, channel):
+        at_once(claim, channel)
+        return
 
     def wait():
         with (
@@ -705,7 +701,7 @@ def test_a_claim_of_unknown_position_leaves_the_queue(
             db_lock("stock:7", timeout=0.3, scope=scope).acquire()
         return LockClaim.objects.count()
 
-    monkeypatch.setattr(backend, "_queue_together", put)
+    monkeypatch.setattr(backend, "_queue_at_once", put)
     monkeypatch.setattr(backend, "_queue", lambda *_: None)
     thread = threads(wait)
     thread.join(60)
@@ -1535,10 +1531,10 @@ def test_a_thread_that_hangs_while_queueing_blocks_no_other(
 ):
     """Its connection may be dead while its driver still waits."""
     entered, leave = threading.Event(), threading.Event()
-    monkeypatch.setattr(backends["default"], "_batcher", QueueBatcher())
+    monkeypatch.setattr(backends["default"], "_joining", None)
 
     def hang():
-        with backends["default"]._batcher_here().turn:
+        with backends["default"]._joining_mutex():
             entered.set()
             leave.wait(30)
 
@@ -1673,9 +1669,9 @@ def test_threads_of_a_process_join_the_queue_one_at_a_time(
 
         return run
 
-    # Otherwise a thread that waits too long at the entrance would pass the slow one.
-    monkeypatch.setattr(joining, "BATCHER_TIMEOUT", 60.0)
-    for step in ("_queue", "_queue_together"):
+    # Otherwise a thread that waits too long would pass the slow one.
+    monkeypatch.setattr(joining, "JOINING_TIMEOUT", 60.0)
+    for step in ("_queue", "_queue_at_once"):
         monkeypatch.setattr(backend, step, noted(getattr(backend, step)))
     with db_lock("stock:7"):
         gate = threading.Barrier(10)
@@ -1693,253 +1689,16 @@ def test_threads_of_a_process_join_the_queue_one_at_a_time(
     assert set(together) == {1}
 
 
-@pytest.fixture
-def slow_entrance(monkeypatch, until):
-    """Make the first claim that joins the queue wait for ``leave``.
-
-    Return the events ``entered`` and ``leave``, the sizes of all batches, and a
-    function. The function waits until the given number of other claims are at the
-    entrance.
-    """
-    backend = backends["default"]
-    entered, leave, sizes = threading.Event(), threading.Event(), []
-    together = backend._queue_together
-
-    def slowly(batch):
-        sizes.append(len(batch))
-        if len(sizes) == 1:
-            entered.set()
-            leave.wait(30)
-        together(batch)
-
-    monkeypatch.setattr(joining, "BATCHER_TIMEOUT", 60.0)
-    monkeypatch.setattr(backend, "_queue_together", slowly)
-    yield (
-        entered,
-        leave,
-        sizes,
-        lambda number: until(lambda: len(backend._batcher.waiting) == number),
-    )
-    leave.set()
-
-
-@SERVERS
-def test_threads_at_the_entrance_join_the_queue_in_order(
-    slow_entrance, in_queue, threads
-):
-    entered, leave, sizes, at_entrance = slow_entrance
-    order = []
-
-    def take(number):
-        with db_lock("stock:7", timeout=60):
-            order.append(number)
-
-    with db_lock("stock:7") as hold:
-        crowd = [threads(lambda: take(0))]
-        assert entered.wait(10)
-        for number in range(1, 30):
-            crowd.append(threads(lambda number=number: take(number)))
-            at_entrance(number)
-        leave.set()
-        in_queue(30)
-        assert hold.queue_length() == 30
-        assert ResourceLock.objects.get(pk="stock:7").waiters == 30
-    for thread in crowd:
-        thread.join(60)
-    assert sizes[:2] == [1, 29]
-    assert order == list(range(30))
-    assert ResourceLock.objects.get(pk="stock:7").waiters == 0
-    assert not LockClaim.objects.exists()
-
-
-@SERVERS
-def test_a_claim_of_another_key_is_not_in_the_batch(slow_entrance, in_queue, threads):
-    entered, leave, sizes, at_entrance = slow_entrance
-
-    def take(key):
-        with db_lock(key, timeout=60) as hold:
-            return hold.held
-
-    with db_lock("stock:7"), db_lock("stock:8"):
-        crowd = [threads(lambda: take("stock:7"))]
-        assert entered.wait(10)
-        for number, key in enumerate(("stock:8", "stock:7", "stock:8")):
-            crowd.append(threads(lambda key=key: take(key)))
-            at_entrance(number + 1)
-        leave.set()
-        in_queue(2, "stock:7")
-        in_queue(2, "stock:8")
-    for thread in crowd:
-        thread.join(60)
-    assert [thread.results for thread in crowd] == [[True]] * 4
-    assert sorted(sizes) == [1, 1, 2]
-
-
-@SERVERS
-def test_a_claim_of_a_failed_batch_queues_by_itself(
-    slow_entrance, monkeypatch, in_queue, threads
-):
-    entered, leave, _, at_entrance = slow_entrance
-    backend = backends["default"]
-    together, failed = backend._queue_together, []
-
-    def fail_with_others(batch):
-        if len(batch) > 1 and not failed:
-            failed.append(len(batch))
-            raise LockBackendError("The connection of this one is dead.")
-        together(batch)
-
-    monkeypatch.setattr(backend, "_queue_together", fail_with_others)
-
-    def take():
-        try:
-            with db_lock("stock:7", timeout=60) as hold:
-                return hold.held
-        except LockBackendError as error:
-            return str(error)
-
-    with db_lock("stock:7"):
-        crowd = [threads(take)]
-        assert entered.wait(10)
-        for number in range(1, 6):
-            crowd.append(threads(take))
-            at_entrance(number)
-        leave.set()
-        in_queue(5)
-    for thread in crowd:
-        thread.join(60)
-    assert failed == [5]
-    assert Counter(thread.results[0] for thread in crowd) == {
-        True: 5,
-        "The connection of this one is dead.": 1,
-    }
-
-
-@SERVERS
-def test_an_interrupted_claim_of_a_batch_leaves_the_queue(slow_entrance, threads):
-    entered, leave, sizes, at_entrance = slow_entrance
-    backend = backends["default"]
-    waits, taken = threading.Event(), threading.Event()
-
-    class Interrupted:
-        """A turn whose wait is interrupted after another thread queued the claim."""
-
-        def acquire(self, timeout):
-            waits.set()
-            taken.wait(30)
-            raise KeyboardInterrupt
-
-        def release(self):
-            raise RuntimeError("cannot release un-acquired lock")
-
-    turn, with_others = backend._batcher.turn, backend._batcher.with_others
-
-    def take_along(mine):
-        batch = with_others(mine)
-        if len(batch) > 1:
-            taken.set()
-            # Its thread has ended, and has removed a claim that did not exist yet.
-            interrupted.join(30)
-        return batch
-
-    claims = [Claim(key="stock:7", ttl=30) for _ in range(3)]
-
-    def be_interrupted():
-        with pytest.raises(KeyboardInterrupt):
-            backend.enqueue(claims[1])
-        backend.release(claims[1])
-
-    backend._batcher.with_others = take_along
-    with db_lock("stock:7") as hold:
-        first = threads(lambda: backend.enqueue(claims[0]))
-        assert entered.wait(10)
-        backend._batcher.turn = Interrupted()
-        interrupted = threads(be_interrupted)
-        assert waits.wait(10)
-        backend._batcher.turn = turn
-        last = threads(lambda: backend.enqueue(claims[2]))
-        at_entrance(2)
-        leave.set()
-        for thread in (first, interrupted, last):
-            thread.join(30)
-        assert sizes == [1, 2]
-        assert hold.queue_length() == 2
-        assert set(LockClaim.objects.values_list("owner", flat=True)) == {
-            claims[0].owner,
-            claims[2].owner,
-        }
-        assert ResourceLock.objects.get(pk="stock:7").waiters == 2
-        for claim in (claims[0], claims[2]):
-            backend.release(claim)
-
-
-@pytest.fixture
-def hung():
-    """Return a holder, a leader that hangs and a follower from its batch.
-
-    The leader hangs on its way into the queue. The last item of the result lets it
-    continue.
-    """
-    backend = backends["default"]
-    holder, *claims = (Claim(key="stock:7", ttl=30) for _ in range(3))
-    assert backend.acquire(holder)
-    entrance = QueueBatcher()
-    leader, follower = (QueueRequest(claim, "") for claim in claims)
-    entrance.waiting.extend([leader, follower])
-    batch = entrance.with_others(leader)
-    assert batch == [leader, follower]
-    # The follower has waited long enough, and joins the queue by itself.
-    backend._queue_together(entrance.with_others(follower))
-    assert follower.ticket.position
-    return backend, holder, leader, follower, lambda: backend._queue_together(batch)
-
-
-@SERVERS
-def test_a_released_claim_of_a_late_batch_is_not_queued_again(
-    hung,
-):
-    backend, holder, leader, follower, go_on = hung
-    assert backend.release(holder)
-    assert backend.poll([follower.claim])[follower.claim.owner].grant
-    follower.gone = True
-    assert backend.release(follower.claim)
-    assert backend.acquire(holder)
-    go_on()
-    assert leader.ticket.position
-    assert list(LockClaim.objects.values_list("owner", "id")) == [
-        (leader.claim.owner, leader.ticket.position)
-    ]
-    assert ResourceLock.objects.get(pk="stock:7").waiters == 1
-    assert backend.release(holder)
-    assert backend.poll([leader.claim])[leader.claim.owner].grant
-
-
-@SERVERS
-def test_a_queued_claim_of_a_late_batch_keeps_its_position(hung):
-    backend, holder, leader, follower, go_on = hung
-    go_on()
-    assert list(LockClaim.objects.order_by("id").values_list("owner", "id")) == [
-        (one.claim.owner, one.ticket.position) for one in (follower, leader)
-    ]
-    assert ResourceLock.objects.get(pk="stock:7").waiters == 2
-    assert backend.release(holder)
-    for one in (follower, leader):
-        assert backend.poll([one.claim])[one.claim.owner].grant
-        assert backend.release(one.claim)
-
-
 @SERVERS
 @FAMILY
 def test_a_holder_does_not_join_the_queue(using):
     """Its turn came while it was joining the queue, or before a lost reply."""
     backend = backends[using]
-    holder, other = (Claim(key="stock:7", ttl=30) for _ in range(2))
+    holder = Claim(key="stock:7", ttl=30)
     assert backend.acquire(holder)
     place = backend.enqueue(holder)
     assert place.must_retry
-    batch = [QueueRequest(claim, "") for claim in (holder, other)]
-    backend._queue_together(batch)
-    assert batch[0].ticket is None
+    assert backend._queue_at_once(holder, "") is None
     assert not LockClaim.objects.filter(owner=holder.owner).exists()
     assert backend.release(holder)
     LockClaim.objects.all().delete()
@@ -1971,32 +1730,6 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
     assert not LockClaim.objects.exists()
     assert backend.acquire(claim)
     assert backend.release(claim)
-
-
-@pytest.mark.psycopg3
-@pytest.mark.engine("postgresql")
-def test_statements_for_many_claims_are_not_prepared():
-    """Each number of claims would need a statement, with a plan of a megabyte."""
-    backend = backends["default"]
-    holder = Claim(key="stock:7", ttl=30)
-    assert backend.acquire(holder)
-    for number in range(24):
-        backend._queue_together(
-            [
-                QueueRequest(Claim(key="stock:7", ttl=30), "")
-                for _ in range(1 + number % 3)
-            ]
-        )
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT statement FROM pg_prepared_statements WHERE statement LIKE '%INSERT"
-            " INTO%'"
-        )
-        prepared = [statement for (statement,) in cursor.fetchall()]
-    assert prepared
-    assert not [statement for statement in prepared if "UNION ALL" in statement]
-    LockClaim.objects.all().delete()
-    ResourceLock.objects.all().delete()
 
 
 @SERVERS

@@ -88,10 +88,9 @@ class Dialect:
     # The settings that make a session read-only, and how to connect to a server that
     # accepts writes.
     read_only_settings = ""
-    # ``queue`` adds claims to the queue and counts them, in one round trip. Each claim
-    # is a ``queue_row``. For each claim it returns the owner, the number of its
-    # position, and whether the key is free. Owner and number are NULL if another
-    # transaction had locked the lock row.
+    # ``queue`` adds a claim to the queue and counts it, in one round trip. It returns
+    # the number of its position, and whether the key is free. The number is NULL if
+    # another transaction had locked the lock row.
     #
     # ``hand_over`` passes a key to the first waiter, if the lock row meets
     # ``{condition}``. It returns whether there was a waiter, and how many claims wait.
@@ -101,7 +100,6 @@ class Dialect:
     # Neither returns a row if it did nothing. ``{row_wait}`` limits the wait for the
     # lock row, where the engine supports that.
     queue = ""
-    queue_row = ""
     hand_over = ""
     if_taken = ""
     # Whether the end of a transaction that kept a key notifies its first waiter.

@@ -48,25 +48,24 @@ class InnoDB(Dialect):
         "START TRANSACTION;"
         " SELECT COUNT(*) INTO @dlocks_done FROM {locks} FORCE INDEX (PRIMARY) WHERE"
         " key_resource >= %(key)s"
-        " AND key_resource <= %(key)s AND NOT {free_by_clock} AND owner NOT IN"
-        " ({owners}) FOR UPDATE SKIP LOCKED;"
-        " INSERT IGNORE INTO {claims} ({columns}) {rows};"
+        " AND key_resource <= %(key)s AND NOT {free_by_clock} AND owner <>"
+        " %(owner)s FOR UPDATE SKIP LOCKED;"
+        " INSERT IGNORE INTO {claims} ({columns}) SELECT {values} FROM DUAL WHERE"
+        " @dlocks_done = 1;"
         # It is in a variable, since a log of statements contains the value of a
         # variable.
         " SET @dlocks_count = ROW_COUNT();"
         " UPDATE {locks} SET waiters = waiters + @dlocks_count WHERE key_resource ="
         " %(key)s AND @dlocks_done = 1;"
         " COMMIT;"
-        # No row is returned if the turn of one of these claims has come in the
-        # meantime, and no other of them is in the queue.
-        " SELECT mine.owner, mine.id, head.free"
+        # No row is returned if the turn of the claim has come in the meantime.
+        " SELECT mine.id, head.free"
         " FROM (SELECT owner, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free FROM"
         " {locks}"
         " WHERE key_resource = %(key)s) AS head LEFT JOIN {claims} AS mine ON"
-        " mine.owner IN ({owners})"
-        " WHERE mine.id IS NOT NULL OR head.owner NOT IN ({owners})"
+        " mine.owner = %(owner)s"
+        " WHERE mine.id IS NOT NULL OR head.owner <> %(owner)s"
     )
-    queue_row = "SELECT {values} FROM DUAL WHERE @dlocks_done = 1"
     hand_over = (
         "START TRANSACTION;"
         " SELECT COUNT(*), MAX(waiters), MAX({next_version}) INTO @dlocks_done,"

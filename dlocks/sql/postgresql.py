@@ -62,14 +62,14 @@ class PostgreSQL(Dialect):
         "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', '5ms', true),"
         " set_config('synchronous_commit', 'off', true)), head AS MATERIALIZED (SELECT"
         " key_resource, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free FROM bound,"
-        " {locks} WHERE key_resource = %(key)s AND (owner NOT IN ({owners}) OR"
+        " {locks} WHERE key_resource = %(key)s AND (owner <> %(owner)s OR"
         " {free_by_clock}) FOR UPDATE OF {of_locks}), mine AS (INSERT INTO {claims}"
-        " ({columns}) {rows} ON CONFLICT DO NOTHING RETURNING owner, id), counted AS"
+        " ({columns}) SELECT {values} FROM head WHERE free = 0 ON CONFLICT DO NOTHING"
+        " RETURNING id), counted AS"
         " (UPDATE {locks} SET waiters = waiters + (SELECT COUNT(*) FROM mine) FROM head"
         " WHERE {locks}.key_resource = head.key_resource AND EXISTS (SELECT 1 FROM"
-        " mine)) SELECT owner, id, 0 FROM mine"
+        " mine)) SELECT id, 0 FROM mine"
     )
-    queue_row = "SELECT {values} FROM head WHERE free = 0"
     hand_over = (
         "WITH bound AS MATERIALIZED (SELECT set_config('lock_timeout', '{row_wait}',"
         " true)),"

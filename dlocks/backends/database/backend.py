@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 from dlocks.backends.base import Backend
 from dlocks.backends.database.batch import Batch
-from dlocks.backends.database.batcher import QueueBatcher
 from dlocks.backends.database.checks import check_database
 from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.history import HistoryTable
@@ -99,7 +98,6 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         self._contended_keys = RecentKeys()
         self._requested_keys = set()
         self.contended = Either(self._contended_keys, self._requested_keys)
-        self._batcher = QueueBatcher()
         self._texts = {}
         self._grants = {}
         self._releases = {}

@@ -62,8 +62,7 @@ class ClaimRows(Steps):
             names, values, parameters = self._columns(
                 claim, channel, number, counted=counted, version=version
             )
-            # A queued claim may already be there, inserted by the thread that batched
-            # it.
+            # A queued claim may already be there, if the reply to its insert was lost.
             before, after = self.dialect.insert_or_ignore
             if version is not None:
                 before, after = "INSERT", self.dialect.unless_brought_along

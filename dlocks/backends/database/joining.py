@@ -1,18 +1,14 @@
-"""Joining of the queue, alone or together with other threads."""
+"""Joining of the queue of a key."""
 
 from __future__ import annotations
 
 import os
 import random
-import re
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from dlocks.backends.database.admission import Admission
-from dlocks.backends.database.batcher import QueueBatcher, QueueRequest
 from dlocks.backends.database.fragments import IN_QUEUE
 from dlocks.backends.database.rows import MINE, Granted, LockedRow
 from dlocks.exceptions import LockBackendError
@@ -22,8 +18,8 @@ from dlocks.values import Claim, Grant, Ticket
 # row.
 QUEUE_TRIES = 3
 
-# Seconds for which a thread waits while another thread of its process joins the queue.
-BATCHER_TIMEOUT = 1.0
+# Seconds for which a thread waits while another thread of its process joins a queue.
+JOINING_TIMEOUT = 1.0
 
 
 class Joining(Admission):
@@ -33,7 +29,8 @@ class Joining(Admission):
     counted in ``waiters``. A later heartbeat counts it.
     """
 
-    _batcher: QueueBatcher
+    # The process that uses the mutex, and the mutex.
+    _joining: tuple[int, threading.RLock] | None = None
 
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
@@ -42,154 +39,71 @@ class Joining(Admission):
         self._contended_keys.add(claim.key)
         if position is not None:
             return self._queue(claim, channel, position)
-        mine, batcher = QueueRequest(claim, channel), self._batcher_here()
+        # One thread at a time. A thousand simultaneous threads would block the row for
+        # the holder that has to release it.
+        mutex = self._joining_mutex()
         try:
-            # One thread at a time. A thousand simultaneous threads would block the row
-            # for the holder that has to release it.
-            batcher.waiting.append(mine)
-            if not batcher.turn.acquire(timeout=BATCHER_TIMEOUT):
-                # The other thread hangs, for example on a dead connection. Or it was
-                # interrupted before it released the mutex.
-                if self._batcher is batcher:
-                    self._batcher = QueueBatcher()
-                batcher.forget(mine)
-                batcher = self._batcher
-                batcher.waiting.append(mine)
-                batcher.turn.acquire(timeout=BATCHER_TIMEOUT)
-            if mine.ticket is None:
-                batch = batcher.with_others(mine)
-                if self.dialect.queue and not self.in_transaction():
-                    self._queue_together(batch)
-            if mine.ticket is None:
-                mine.ticket = self._queue(claim, channel, None)
-            if mine.ticket is None and self.dialect.queue:
-                # The claim may have been queued and granted without a known result, so
-                # it retries. If it was neither, ``silent`` makes the background thread
-                # poll soon.
-                mine.ticket = replace(MINE, unnotified=True)
-            return mine.ticket
-        except BaseException:
-            batcher.forget(mine)
-            raise
+            if not mutex.acquire(timeout=JOINING_TIMEOUT):
+                # The other thread hangs, for example on a dead connection. No further
+                # thread waits for it.
+                self._joining = None
+            return self._join(claim, channel)
         finally:
-            mine.gone = True
             try:  # noqa: SIM105 (a signal within suppress() would leave the mutex locked)
-                batcher.turn.release()
+                mutex.release()
             except RuntimeError:
                 # The RLock itself knows whether this thread holds it, even after an
                 # interrupt.
                 pass
 
-    def _batcher_here(self) -> QueueBatcher:
-        if self._batcher.pid != os.getpid():
-            # A forked child needs its own. A thread of the parent may have held the
-            # parent's one during the fork.
-            self._batcher = QueueBatcher()
-        return self._batcher
+    def _joining_mutex(self) -> threading.RLock:
+        if (joining := self._joining) is None or joining[0] != os.getpid():
+            # A thread of the parent may have held the parent's mutex during the fork.
+            joining = self._joining = os.getpid(), threading.RLock()
+        return joining[1]
 
-    def _queue_together(self, batch: Sequence[QueueRequest]) -> None:
-        """Queue claims on one key in this order and in one round trip.
+    def _join(self, claim: Claim, channel: str) -> Ticket | None:
+        ticket: Ticket | None = None
+        if self.dialect.queue and not self.in_transaction():
+            ticket = self._queue_at_once(claim, channel)
+        if ticket is None:
+            ticket = self._queue(claim, channel, None)
+        if ticket is None and self.dialect.queue:
+            # The claim may have been queued and granted without a known result, so it
+            # retries. If it was neither, the background thread has to poll soon.
+            ticket = replace(MINE, unnotified=True)
+        return ticket
 
-        This is only done while the key is held. If the key is free, the queue has to
-        advance. Each claim does that by itself.
+    def _queue_at_once(self, claim: Claim, channel: str) -> Ticket | None:
+        """Queue and count a claim in one round trip, while the key is held.
+
+        Return None if the key is free. Then the queue has to advance.
         """
-        leader = batch[0].leader
-        names, rows_of_values, owners = "", [], []
-        parameters: dict[str, Any] = {}
-        for number, one in enumerate(batch):
-            suffix = f"_{number}" if number else ""
-            names, values, its_own = self._columns(
-                one.claim, one.channel, None, counted=True
-            )
-            rows_of_values.append(re.sub(r"%\((\w+)\)s", rf"%(\1{suffix})s", values))
-            parameters |= {name + suffix: value for name, value in its_own.items()}
-            owners.append(f"%(owner{suffix})s")
-        all_owners = ", ".join(owners)
-        if (
-            rows := self._queue_counted(names, rows_of_values, all_owners, parameters)
-        ) is None:
-            rows = self._queue_uncounted(names, rows_of_values, all_owners, parameters)
-        tickets = dict(rows)
-        for one in batch:
-            ticket = tickets.get(one.claim.owner)
-            if one.leader is leader and not one.gone:
-                one.ticket = ticket
-                one.alone = True
-            elif ticket is not None and (
-                one.ticket is None or one.ticket.position != ticket.position
-            ):
-                # This took so long that the thread has joined the queue by itself, or
-                # it was interrupted. No caller waits at this position.
-                self._take_out(one.claim.key, ticket)
-
-    def _queue_counted(
-        self,
-        names: str,
-        rows_of_values: Sequence[str],
-        owners: str,
-        parameters: dict[str, Any],
-    ) -> list[tuple[str, Ticket]] | None:
-        """Queue and count the claims; return their tickets by owner.
-
-        The result is empty if the key is free, and None if other callers have locked
-        the lock row.
-        """
-        rows_of_values = [
-            self.dialect.queue_row.replace("{values}", values)
-            for values in rows_of_values
-        ]
-        sql = self.dialect.queue.replace("{rows}", " UNION ALL ".join(rows_of_values))
-        sql = self._text(sql.replace("{columns}", names).replace("{owners}", owners))
+        names, values, parameters = self._columns(claim, channel, None, counted=True)
+        sql = self.dialect.queue.replace("{columns}", names).replace("{values}", values)
+        sql = self._text(sql)
         for number_of_try in range(QUEUE_TRIES):
-            rows = self._packet(sql, parameters, often=len(rows_of_values) == 1)
+            rows = self._packet(sql, parameters)
             if rows is None:
+                break
+            if not rows or rows[0][1]:
                 return None
-            if not rows or rows[0][2]:
-                return []
-            if rows[0][0] is not None:
-                return [
-                    (owner, Ticket(position=position)) for owner, position, _ in rows
-                ]
+            if (position := rows[0][0]) is not None:
+                return Ticket(position=position)
             time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
-        return None
+        return self._queue_uncounted(claim, channel)
 
-    def _queue_uncounted(
-        self,
-        names: str,
-        rows_of_values: Sequence[str],
-        owners: str,
-        parameters: dict[str, Any],
-    ) -> list[tuple[str, Ticket]]:
-        """Queue the claims without counting them; return their tickets by owner.
-
-        A later heartbeat counts them.
-        """
+    def _queue_uncounted(self, claim: Claim, channel: str) -> Ticket | None:
+        """Queue a claim without counting it. A later heartbeat counts it."""
+        names, values, parameters = self._columns(claim, channel, None, counted=False)
         before, after = self.dialect.insert_or_ignore
-        values = ", ".join(f"({values})" for values in rows_of_values)
-        parameters |= {name: False for name in parameters if name.startswith("counted")}
-        sql = self._text(f"{before} INTO {{claims}} ({names}) VALUES {values} {after}")
-        self._run(self._by_cursor, sql, parameters)
-        sql = self._text(
-            f"SELECT owner, id FROM {{claims}} WHERE owner IN ({owners}) AND {IN_QUEUE}"
-        )
-        silent = not self.dialect.commit_notifies
-        return [
-            (owner, Ticket(position=number, unnotified=silent))
-            for owner, number in self._rows(sql, parameters)
-        ]
-
-    def _take_out(self, key: str, ticket: Ticket) -> None:
-        def step(head: LockedRow | None) -> None:
-            sql = self._text(
-                f"{self.dialect.patiently}DELETE FROM {{claims}} WHERE id = %(number)s"
-                f" AND {IN_QUEUE}"
-            )
-            self._count(sql, {"number": ticket.position})
-            self._recount_waiters(head)
-
-        # If this fails, the position is skipped because it gets no heartbeat.
-        with suppress(LockBackendError):
-            self._step(key, step, busy=lambda: None)
+        sql = f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"
+        self._run(self._by_cursor, self._text(sql), parameters)
+        sql = f"SELECT id FROM {{claims}} WHERE owner = %(owner)s AND {IN_QUEUE}"
+        rows = self._rows(self._text(sql), {"owner": claim.owner})
+        if not rows:
+            return None
+        return Ticket(position=rows[0][0], unnotified=not self.dialect.commit_notifies)
 
     def _queue(self, claim: Claim, channel: str, number: int | None) -> Ticket | None:
         def step(head: LockedRow | None) -> tuple[Ticket, list[Granted]]:

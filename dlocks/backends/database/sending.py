@@ -125,20 +125,18 @@ class Sender(DatabaseConnection):
                 cursor.lastrowid if connection.vendor == "mysql" else 0,
             )
 
-    def _packet(
-        self, sql: str, parameters: Mapping[str, Any], *, often: bool = True
-    ) -> Any:
+    def _packet(self, sql: str, parameters: Mapping[str, Any]) -> Any:
         """Send a step in one round trip.
 
-        ``often`` says whether to prepare the statement on engines that do so. Return
-        the rows of the last result, or None if the row is locked.
+        Return the rows of the last result, or None if the row is locked.
         """
 
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
-            execute = self._execute if often else self._by_cursor
             try:
                 try:
-                    return execute(connection, in_transaction, sql, parameters).rows
+                    return self._execute(
+                        connection, in_transaction, sql, parameters
+                    ).rows
                 except DatabaseError:
                     if connection.vendor == "mysql":
                         # The failed statement may have begun a transaction.
