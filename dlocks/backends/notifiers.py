@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from dlocks.values import Grant
+
 # Number of contended keys that a process remembers.
 KEYS_AT_MOST = 10_000
 
@@ -9,17 +13,21 @@ KEYS_AT_MOST = 10_000
 class Notifier:
     """A connection on which a process is notified.
 
-    A notification only says that a claim of this process may have been granted. The
-    process then polls its claims.
+    A notification says that a claim of this process may have been granted. The process
+    then polls its claims. A process of the same host may send the grant as well, which
+    saves the poll.
     """
 
     # The channel that claims of this process name, if it is not the requested one.
     channel: str = ""
     # Whether every grant is notified here. Otherwise the queue is polled as well.
     is_complete: bool = True
+    # Called with the owner of a claim, its grant, and when the lease began, at the
+    # latest.
+    on_grant: Callable[[str, Grant, float], object]
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds, and return whether a notification came.
+        """Wait up to ``timeout`` seconds, and return whether to poll.
 
         Raise LockBackendError if the connection is broken.
         """

@@ -26,7 +26,7 @@ from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import in_child
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
-from dlocks.values import Ticket
+from dlocks.values import Grant, Ticket
 
 logger = logging.getLogger("dlocks")
 
@@ -163,8 +163,18 @@ class Waiters:
             # Polling finds out whether the backend is reachable again.
             logger.warning("%s", error)
         self._notify_through(notifier)
+        if notifier is not None:
+            notifier.on_grant = self._on_grant
         self._ready.set()
         return notifier
+
+    def _on_grant(self, owner: str, grant: Grant, sent: float) -> None:
+        with self._mutex:
+            waiter = self._waiters.get(owner)
+        if waiter is not None and waiter.apply(Ticket(grant=grant), sent):
+            waiter.wake()
+            # The caller goes on first. Otherwise it waits until this thread sleeps.
+            time.sleep(0)
 
     def _disconnect(self, notifier: Notifier | None, *, broken: bool) -> None:
         if broken:

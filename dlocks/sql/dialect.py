@@ -94,8 +94,9 @@ class Dialect:
     #
     # ``hand_over`` passes a key to the first waiter, if the lock row meets
     # ``{condition}``. It returns whether there was a waiter, and how many claims wait.
-    # If the waiter still has to be notified, it returns the channel. Without a waiter
-    # it releases the key, or with ``{if_taken}`` does nothing.
+    # If the waiter still has to be notified, it returns the channel, the owner, the
+    # token and the lease in microseconds. Without a waiter it releases the key, or with
+    # ``{if_taken}`` does nothing.
     #
     # Neither returns a row if it did nothing. ``{row_wait}`` limits the wait for the
     # lock row, where the engine supports that.

@@ -97,8 +97,9 @@ class InnoDB(Dialect):
         " waiters = @dlocks_waiters"
         " WHERE key_resource = %(key)s AND @dlocks_done = 1{if_taken};"
         " COMMIT;"
-        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel"
-        " FROM DUAL WHERE @dlocks_done = 1{if_taken}"
+        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel,"
+        " @dlocks_owner, IF(@dlocks_scope = 'P', @dlocks_version, NULL),"
+        " @dlocks_handover_ttl FROM DUAL WHERE @dlocks_done = 1{if_taken}"
     )
     if_taken = " AND @dlocks_id IS NOT NULL"
     # The server cannot notify a session.

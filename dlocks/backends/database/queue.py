@@ -96,15 +96,17 @@ class KeyQueue(Joining):
             "owner", [claim.owner for claim in claims]
         )
         left = self.dialect.seconds_until("end_time")
+        # The queue is not read if one of the claims holds the key.
         before = (
-            "SELECT COUNT(*) FROM {claims} AS others WHERE others.key_resource ="
-            " {locks}.key_resource AND others.version IS NULL AND others.end_time >"
-            " {now} AND others.id < (SELECT MIN(id) FROM {claims} AS mine WHERE"
-            f" mine.{owners} AND mine.key_resource = {{locks}}.key_resource)"
+            f"CASE WHEN {owners} THEN 0 ELSE (SELECT COUNT(*) FROM {{claims}} AS others"
+            " WHERE others.key_resource = {locks}.key_resource AND others.version IS"
+            " NULL AND others.end_time > {now} AND others.id < (SELECT MIN(id) FROM"
+            f" {{claims}} AS mine WHERE mine.{owners} AND mine.key_resource ="
+            " {locks}.key_resource)) END"
         )
         sql = self._text(
             f"SELECT key_resource, owner, status, version, {left}, CASE WHEN"
-            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, ({before}),"
+            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, {before},"
             f" {self.dialect.ticks_of('end_time')} FROM {{locks}} WHERE {keys}"
         )
         asked_at = clock.now()

@@ -97,19 +97,19 @@ class EngineQueue(Polling):
                 self._selector = selectors.DefaultSelector()
             return self._selector
 
-    def answered(self, session: Session) -> bool:
+    def answered(self, session: Session) -> Sequence[Entry]:
         """Read the reply of a session in the engine's queue.
 
-        Return whether a claim was granted.
+        Return the claims that were granted.
         """
         if not session.mutex.acquire(blocking=False):
             # Another thread reads the reply.
             time.sleep(0.001)
-            return False
+            return ()
         try:
             with self._mutex:
-                owners = [
-                    entry.claim.owner
+                waiting = [
+                    entry
                     for entries in session.at.values()
                     for entry in entries
                     if entry.waiting
@@ -119,8 +119,7 @@ class EngineQueue(Polling):
             session.mutex.release()
         if self._queued:
             self._advance()
-        entries = map(self._entries.get, owners)
-        return any(entry is None or entry.token is not None for entry in entries)
+        return [entry for entry in waiting if entry.token is not None]
 
     def _advance(self, *, connecting: bool = True) -> None:
         """Send the first local waiter of each key to the engine's queue.
@@ -291,11 +290,13 @@ class Grants(Notifier):
                 # ``select()`` without sockets is an error on Windows.
                 time.sleep(timeout)
                 return False
-        # All of the replies are read.
-        granted = [
-            self._backend.answered(key.data) for key, _ in selector.select(timeout)
-        ]
-        return any(granted)
+        for key, _ in selector.select(timeout):
+            for entry in self._backend.answered(key.data):
+                # The claim gets its lease when it is acquired again.
+                self.on_grant(
+                    entry.claim.owner, Grant(entry.token or 0), entry.asked_at
+                )
+        return False
 
     def close(self) -> None:
         """Do nothing, since the sessions belong to the backend."""

@@ -117,10 +117,10 @@ class Waiting(Maintenance):
     def notifier(self, channel: str) -> Notifier:
         return Turns(self)
 
-    def turns(self, timeout: float) -> bool:
+    def turns(self, timeout: float) -> Sequence[Entry]:
         """Wait up to ``timeout`` seconds for events of waiters with a channel.
 
-        Return whether a claim was granted.
+        Return the claims that were granted, or have lost their node.
         """
         entries = []
         try:
@@ -132,7 +132,7 @@ class Waiting(Maintenance):
         for entry in entries:
             entry.last_seen_at = clock.now()
         self._see(entries, SOON)
-        return any(entry.token is not None or entry.gone for entry in entries)
+        return [entry for entry in entries if entry.token is not None or entry.gone]
 
     def _see(
         self,
@@ -231,7 +231,8 @@ class Turns(Notifier):
         self._backend = backend
 
     def wait(self, timeout: float) -> bool:
-        return self._backend.turns(timeout)
+        # The poll sends no request for claims that were granted.
+        return bool(self._backend.turns(timeout))
 
     def close(self) -> None:
         """Do nothing, since the session belongs to the backend."""

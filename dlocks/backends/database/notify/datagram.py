@@ -4,14 +4,18 @@ A datagram does not pass through the server, and wakes exactly one thread. Throu
 PostgreSQL a wake-up costs more, since it wakes all listeners whenever one of them is
 notified. MySQL, MariaDB and SQLite cannot notify.
 
-A datagram is empty. It is sent after the commit, and means that a claim of the process
-may have been granted. A lost datagram costs one poll, and so does a forged one.
+A datagram is sent after the commit. An empty one means that a claim of the process may
+have been granted. Another one contains the grant, so the process need not read it from
+the database. It is signed with the project's SECRET_KEY, because any user of the host
+can send datagrams. Its lease counts from a time on the clock that all processes of a
+host share. A lost or forged datagram costs one poll.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import hmac
 import os
 import socket
 import time
@@ -20,25 +24,47 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from django.conf import settings
+from django.utils.encoding import force_bytes
+
 from dlocks.backends.notifiers import Notifier
+from dlocks.runtime import clock
 from dlocks.runtime.polling import ready
 from dlocks.runtime.process import in_child
+from dlocks.values import Grant
+
+# Maximum number of bytes in a datagram.
+LONGEST = 256
 
 
 @cache
 def this_host() -> str:
     """Return the nine characters with which channels on this host begin.
 
-    They are equal for processes in the same network namespace, even for different
-    users. Linux has sockets in this namespace whose names are not files. The result is
-    empty if this process cannot send datagrams.
+    They are equal for processes in the same network namespace and on the same clock,
+    even for different users. Linux has sockets in this namespace whose names are not
+    files. The result is empty if this process cannot send datagrams.
     """
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-        namespace = Path("/proc/self/ns/net").stat().st_ino
+        machine = [Path("/proc/sys/kernel/random/boot_id").read_text()]
+        machine.append(str(Path("/proc/self/ns/net").stat().st_ino))
+        with suppress(FileNotFoundError):
+            # Older kernels have one clock for all.
+            machine.append(str(Path("/proc/self/ns/time").stat().st_ino))
     except OSError:
         return ""
-    return hashlib.sha256(f"{machine} {namespace}".encode()).hexdigest()[:8] + "_"
+    return hashlib.sha256(" ".join(machine).encode()).hexdigest()[:8] + "_"
+
+
+@cache
+def _key() -> bytes:
+    return hashlib.sha256(
+        b"dlocks.datagrams" + force_bytes(settings.SECRET_KEY)
+    ).digest()
+
+
+def _signature(text: bytes) -> bytes:
+    return hashlib.blake2b(text, key=_key(), digest_size=16).hexdigest().encode()
 
 
 def is_same_host(channel: str) -> bool:
@@ -91,16 +117,17 @@ class DatagramSocket:
         state = os.fstat(self._number)
         return state.st_dev, state.st_ino
 
-    def read(self) -> bool:
-        """Read all datagrams, and return whether there were any."""
-        if not self.is_open:
-            return False
-        number_of_datagrams = 0
+    def read(self, notifier: Notifier) -> bool:
+        """Read all datagrams, and return whether to poll.
+
+        Call ``notifier.on_grant()`` for each grant.
+        """
+        must_poll = False
         with suppress(OSError):
-            while True:
-                os.read(self._number, 1)
-                number_of_datagrams += 1
-        return number_of_datagrams > 0
+            while self.is_open:
+                datagram = os.read(self._number, LONGEST)
+                must_poll |= not _deliver(datagram, notifier)
+        return must_poll
 
     def close(self) -> None:
         if self.is_open:
@@ -109,6 +136,19 @@ class DatagramSocket:
                 os.close(number)
 
     __del__ = close
+
+
+def _deliver(datagram: bytes, notifier: Notifier) -> bool:
+    """Deliver the grant in a datagram, and return whether there was a valid one."""
+    signature, _, text = datagram.partition(b" ")
+    if not hmac.compare_digest(signature, _signature(text)):
+        return False
+    owner, token, lease, began = text.decode().split()
+    if (sent := float(began)) > clock.now():
+        # A test has changed the clock of one of the processes.
+        return False
+    notifier.on_grant(owner, Grant(int(token), float(lease)), sent)
+    return True
 
 
 class DatagramNotifier(Notifier):
@@ -123,16 +163,22 @@ class DatagramNotifier(Notifier):
         if number < 0:
             time.sleep(timeout)
             return False
-        return bool(ready(number, timeout=timeout)) and self._datagram_socket.read()
+        return bool(ready(number, timeout=timeout)) and self._datagram_socket.read(self)
 
 
-def send(channel: str) -> None:
+def grant_message(owner: str, grant: Grant, began: float) -> bytes:
+    """Return the datagram of a grant whose lease began at ``began`` or later."""
+    text = f"{owner} {grant.token} {grant.lease} {began}".encode()
+    return _signature(text) + b" " + text
+
+
+def send(channel: str, datagram: bytes = b"") -> None:
     """Send a datagram to the process that listens on a channel of this host.
 
-    Do nothing if no process listens. A process whose queue is full is about to read.
+    Do nothing if no process listens, or if it has not read for a long time.
     """
     with suppress(OSError):
-        _sender().sendto(b"", "\0" + channel)
+        _sender().sendto(datagram, "\0" + channel)
         # The kernel places the receiver on this processor, as if this thread were about
         # to sleep. Without the yield, the receiver would wait until this thread sleeps.
         os.sched_yield()

@@ -9,9 +9,11 @@ from typing import Any
 from django.db import transaction
 from django.db.utils import Error
 
+from dlocks.backends.database.fragments import MICROSECONDS
 from dlocks.backends.database.notify.datagram import (
     DatagramNotifier,
     DatagramSocket,
+    grant_message,
     is_same_host,
     send,
     this_host,
@@ -19,6 +21,8 @@ from dlocks.backends.database.notify.datagram import (
 from dlocks.backends.database.notify.postgresql import PostgreSQLNotifier
 from dlocks.backends.database.statements import Statements
 from dlocks.backends.notifiers import Notifier
+from dlocks.runtime import clock
+from dlocks.values import Grant
 
 
 class Notifications(Statements):
@@ -65,15 +69,21 @@ class Notifications(Statements):
 
         Return whether it has a new holder, and the number of waiters.
         """
+        began = clock.now()
         rows = (
             self._packet(
                 sql, {**parameters, **self._times(), "near": this_host() or "-"}
             )
             or ()
         )
-        for _, _, channel, *_ in rows:
+        for _, _, channel, owner, token, lease, *_ in rows:
             if channel and is_same_host(channel):
-                send(channel)
+                # A claim for a transaction still has to acquire the key.
+                datagram = b""
+                if token is not None:
+                    grant = Grant(token, lease / MICROSECONDS)
+                    datagram = grant_message(owner, grant, began)
+                send(channel, datagram)
         return [row[:2] for row in rows]
 
     def _notify_on_commit(self, channel: str) -> None:

@@ -80,13 +80,16 @@ class PostgreSQLNotifier(Notifier):
         self._notified = True
 
     def _server_has_sent(self, server: int, timeout: float) -> bool:
-        """Wait for a datagram or for data from the server."""
+        """Wait for a datagram or for data from the server.
+
+        Return whether the server has sent data.
+        """
         datagrams = (
             -1 if self._datagram_socket is None else self._datagram_socket.fileno()
         )
         found = ready(*{server, datagrams} - {-1}, timeout=timeout)
         if self._datagram_socket is not None and datagrams in found:
-            self._notified = self._datagram_socket.read()
+            self._notified = self._datagram_socket.read(self)
         return server in found
 
     def _read(self, pgconn: Any) -> None:
