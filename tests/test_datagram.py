@@ -190,7 +190,7 @@ def test_a_forged_datagram_gives_no_hold(in_queue, threads):
         grant = f"{owner} {hold.token + 1} 1.5 {clock.now()}".encode()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             for text in (b"", grant, b"0" * 32 + b" " + grant, b"\xff" * 10_000):
-                sender.sendto(text, f"\0{waiters.channel}")
+                sender.sendto(text, "\0" + waiters.channel.partition("@")[0])
         time.sleep(0.2)
         assert hold.held
         assert waiting.is_alive()
@@ -250,6 +250,16 @@ def test_datagrams_go_only_to_the_same_host():
     assert not datagram.is_same_host("00000000_dlocks_test_who")
     assert not datagram.is_same_host("dlocks_test_who")
     assert not datagram.is_same_host("")
+
+
+def test_a_grant_goes_only_to_a_process_on_the_same_server():
+    """A commit on one node of a cluster may not be visible on another yet."""
+    name = datagram.this_host() + "dlocks_test_who"
+    channel = name + datagram.tag("db1 3306 /data")
+    assert datagram.is_same_host(channel)
+    assert datagram.is_same_server(channel, "db1 3306 /data")
+    assert not datagram.is_same_server(channel, "db2 3306 /data")
+    assert datagram.is_same_server(name, ""), "PostgreSQL has one server"
 
 
 def test_a_channel_name_fits_its_column():

@@ -95,14 +95,17 @@ class Dialect:
     # ``hand_over`` passes a key to the first waiter, if the lock row meets
     # ``{condition}``. It returns whether there was a waiter, and how many claims wait.
     # If the waiter still has to be notified, it returns the channel, the owner, the
-    # token and the lease in microseconds. Without a waiter it releases the key, or with
-    # ``{if_taken}`` does nothing.
+    # token, the lease in microseconds and the ``server``. Without a waiter it releases
+    # the key, or with ``{if_taken}`` does nothing.
     #
     # Neither returns a row if it did nothing. ``{row_wait}`` limits the wait for the
     # lock row, where the engine supports that.
     queue = ""
     hand_over = ""
     if_taken = ""
+    # An expression that tells servers with the same table apart, where there may be
+    # several. A commit on one may not be visible on another yet.
+    server = ""
     # Whether the end of a transaction that kept a key notifies its first waiter.
     commit_notifies = True
     # Whether a transaction that writes has the whole database to itself.

@@ -99,9 +99,10 @@ class InnoDB(Dialect):
         " COMMIT;"
         " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel,"
         " @dlocks_owner, IF(@dlocks_scope = 'P', @dlocks_version, NULL),"
-        " @dlocks_handover_ttl FROM DUAL WHERE @dlocks_done = 1{if_taken}"
+        " @dlocks_handover_ttl, {server} FROM DUAL WHERE @dlocks_done = 1{if_taken}"
     )
     if_taken = " AND @dlocks_id IS NOT NULL"
+    server = "CONCAT_WS(' ', @@hostname, @@port, @@datadir)"
     # The server cannot notify a session.
     commit_notifies = False
 

@@ -101,7 +101,7 @@ class PostgreSQL(Dialect):
         " RETURNING taken.owner IS NOT NULL, waiters, CASE WHEN left(channel, 9) ="
         " %(near)s THEN channel END,"
         " taken.owner, CASE WHEN taken.scope = 'P' THEN version END,"
-        " taken.handover_ttl,"
+        " taken.handover_ttl, '',"
         " CASE WHEN channel <> '' AND left(channel, 9) <> %(near)s THEN"
         " pg_notify(channel, '') END"
     )

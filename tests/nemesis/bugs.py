@@ -261,11 +261,16 @@ def handed_over_to_the_dead_without_end(task: Task) -> None:
 def a_stale_notice_believed(task: Task) -> None:
     from tests.internals import Grant, Waiter, clock
 
-    def apply_message(waiter: Any, message: Any) -> None:
-        if message.token is not None and waiter.given is None:
-            waiter.given = Grant(message.token, waiter.claim.ttl), clock.now()
+    apply = Waiter.apply
 
-    Waiter.apply_message = apply_message  # type: ignore[method-assign]
+    def believed(waiter: Any, ticket: Any, sent: float) -> bool:
+        if ticket.grant is not None:
+            ticket = dataclasses.replace(
+                ticket, grant=Grant(ticket.grant.token, waiter.claim.ttl)
+            )
+        return apply(waiter, ticket, clock.now())
+
+    Waiter.apply = believed  # type: ignore[method-assign]
 
 
 @bug("releases", "stuck", transactions=False)

@@ -44,11 +44,9 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
     ``database`` is an alias of DATABASES that accepts writes.
 
     ``listen`` says whether waiters are notified of their turn. Processes on the same
-    host send each other datagrams. Processes on other hosts use NOTIFY on PostgreSQL,
-    and interrupt a sleeping statement on MariaDB and MySQL. By default the server
-    notifies if the session belongs to the process alone. Behind a pooler, and on
-    SQLite, processes poll for grants without a notification. With ``False`` there are
-    no notifications.
+    host send each other datagrams. Processes on other hosts use NOTIFY on PostgreSQL
+    if the session belongs to the process alone, which ``True`` states. Otherwise they
+    poll. With ``False`` there are no notifications.
 
     ``prepare`` says whether most statements outside of transactions bypass Django's
     cursor and go to the driver. Connections with an instrumented cursor are excepted.

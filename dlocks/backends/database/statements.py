@@ -125,6 +125,7 @@ class Statements(Sender, SQLiteLimits):
             "{free_by_clock}": FREE_BY_CLOCK,
             "{now}": dialect.now,
             "{ticks}": dialect.ticks,
+            "{server}": dialect.server,
             "{at_once_term}": dialect.at_once_term,
             "{token}": dialect.token(),
             "{next_version}": dialect.next_version(),

@@ -21,7 +21,7 @@ import socket
 import time
 import weakref
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from django.conf import settings
@@ -33,6 +33,8 @@ from dlocks.runtime.polling import ready
 from dlocks.runtime.process import in_child
 from dlocks.values import Grant
 
+# Precedes the tag of a server in the name of a channel.
+TAG = "@"
 # Maximum number of bytes in a datagram.
 LONGEST = 256
 
@@ -65,6 +67,20 @@ def _key() -> bytes:
 
 def _signature(text: bytes) -> bytes:
     return hashlib.blake2b(text, key=_key(), digest_size=16).hexdigest().encode()
+
+
+@lru_cache
+def tag(server: str) -> str:
+    """Return the tag that identifies a server among several with the same table.
+
+    It is empty if there can be only one.
+    """
+    return TAG + hashlib.sha256(server.encode()).hexdigest()[:8] if server else ""
+
+
+def is_same_server(channel: str, server: str) -> bool:
+    """Return whether the process that listens on a channel uses this server."""
+    return channel.endswith(tag(server))
 
 
 def is_same_host(channel: str) -> bool:
@@ -178,7 +194,7 @@ def send(channel: str, datagram: bytes = b"") -> None:
     Do nothing if no process listens, or if it has not read for a long time.
     """
     with suppress(OSError):
-        _sender().sendto(datagram, "\0" + channel)
+        _sender().sendto(datagram, "\0" + channel.partition(TAG)[0])
         # The kernel places the receiver on this processor, as if this thread were about
         # to sleep. Without the yield, the receiver would wait until this thread sleeps.
         os.sched_yield()

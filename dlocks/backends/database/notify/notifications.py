@@ -15,7 +15,9 @@ from dlocks.backends.database.notify.datagram import (
     DatagramSocket,
     grant_message,
     is_same_host,
+    is_same_server,
     send,
+    tag,
     this_host,
 )
 from dlocks.backends.database.notify.postgresql import PostgreSQLNotifier
@@ -59,8 +61,14 @@ class Notifications(Statements):
                 self._datagram_socket, is_complete=self.dialect.one_writer
             )
         if notifier is not None:
-            notifier.channel = channel
+            notifier.channel = channel + tag(self._server())
         return notifier
+
+    def _server(self) -> str:
+        """Return the identity of the server, or nothing if there can be only one."""
+        if not self.dialect.server:
+            return ""
+        return str(self._rows(f"SELECT {self.dialect.server}", {})[0][0])
 
     def _was_handed_over(
         self, sql: str, parameters: Mapping[str, Any]
@@ -76,11 +84,12 @@ class Notifications(Statements):
             )
             or ()
         )
-        for _, _, channel, owner, token, lease, *_ in rows:
+        for _, _, channel, owner, token, lease, server, *_ in rows:
             if channel and is_same_host(channel):
-                # A claim for a transaction still has to acquire the key.
+                # A claim for a transaction still has to acquire the key. On another
+                # node of a Galera cluster the grant may not be visible yet.
                 datagram = b""
-                if token is not None:
+                if token is not None and is_same_server(channel, server):
                     grant = Grant(token, lease / MICROSECONDS)
                     datagram = grant_message(owner, grant, began)
                 send(channel, datagram)
