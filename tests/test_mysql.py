@@ -15,7 +15,6 @@ from django.test import override_settings
 from dlocks import LockBackendError, LockTimeout, db_lock
 from tests import jobs
 from tests.internals import (
-    LockClaim,
     ResourceLock,
     backends,
     check_settings,
@@ -141,18 +140,6 @@ def test_long_keys_and_prefixes_fit_into_64_characters(is_busy):
         assert len([name for name in names if name.startswith("dlocks:")]) == 2
         assert max(map(len, names)) <= 64
     backends["session"].disconnect()
-
-
-def test_the_channel_of_a_waiter_fits_into_64_characters(workers, in_queue, until):
-    _, other = workers(2)
-    with db_lock("stock:7"):
-        other.start(jobs.wait_quietly, "stock:7", timeout=20)
-        in_queue(1)
-        channel = LockClaim.objects.get(version=None).channel
-        # The listener closes its session for a moment while its claim is uncounted.
-        until(lambda: channel in named_locks())
-        assert len(channel) <= 64
-    other.hear()
 
 
 def test_one_session_holds_several_named_locks(is_busy):

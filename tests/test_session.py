@@ -1142,7 +1142,8 @@ def test_more_keys_than_sessions_can_be_waited_for(threads, until):
 
 def test_an_interrupted_waiter_leaves_nothing(in_other_thread, threads, in_queue):
     first = in_other_thread(lock().acquire)
-    threads(lambda: (in_queue(1), signal.raise_signal(signal.SIGINT)))
+    main = threading.main_thread().ident
+    threads(lambda: (in_queue(1), signal.pthread_kill(main, signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         lock(timeout=30).acquire()
     assert backends["session"].waiting("stock:7") == 0
