@@ -54,6 +54,7 @@ NAMES = {
     "sessions": "dlocks.backends.session.sessions",
     "zookeeper": "dlocks.backends.zookeeper.backend",
     "zookeeper_maintenance": "dlocks.backends.zookeeper.maintenance",
+    "waiters": "dlocks.runtime.waiters",
     "zookeeper_waiting": "dlocks.backends.zookeeper.waiting",
     "ZooKeeperBackend": "dlocks.backends.zookeeper.backend:ZooKeeperBackend",
     "KEYWORDS": "dlocks.backends.zookeeper.ensemble:KEYWORDS",

@@ -48,6 +48,7 @@ from tests.internals import (
     clock,
     options_of,
     tickets,
+    waiters,
     zookeeper,
     zookeeper_maintenance,
     zookeeper_waiting,
@@ -597,7 +598,7 @@ def test_a_connection_without_a_reply_is_closed_early(server, configured):
                 proxy._target = server.port
                 began = time.monotonic()
                 assert backend.holder("key").token == hold.token
-                in_time(time.monotonic() - began, zookeeper_waiting.REPLY_TIMEOUT / 2)
+                in_time(time.monotonic() - began, waiters.CONNECT_TIMEOUT / 2)
 
 
 def test_a_claim_is_found_again_when_its_reply_is_lost(

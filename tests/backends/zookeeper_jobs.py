@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 from dlocks import LockError, LockLost, db_lock
-from tests.internals import zookeeper_waiting
+from tests.internals import waiters
 
 
 def be_patient(pipe, seconds):
     """Set the seconds after which unreachable servers are reported to waiters."""
-    zookeeper_waiting.REPLY_TIMEOUT = seconds
+    waiters.CONNECT_TIMEOUT = seconds
 
 
 def hold_until_lost(pipe, key, **policy):
