@@ -42,6 +42,8 @@ class TransactionMarker:
         self.at_commit: list[Callable[[], object]] = []
         # The keys that are locked here, for keeps().
         self.keys: set[Any] = set()
+        # Holds that belong to the transaction and may have no other reference.
+        self.holds: list[Any] = []
         # The models that are written here, for of_write().
         self.models: set[Any] = set()
         # Django's name for a callback that fails after a commit.

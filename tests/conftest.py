@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import queue
 import re
 import secrets
 import threading
@@ -323,30 +324,33 @@ def in_other_thread():
     """Return a function that calls another one in a new thread.
 
     The thread has its own connection. The function returns the result of the call or
-    raises its error.
+    raises its error. The thread lives until the end of the test, because its holds end
+    with it.
     """
+    over = threading.Event()
 
     def call(function, *args, **kwargs):
-        outcome = []
+        outcomes = queue.SimpleQueue()
 
         def run():
             try:
-                outcome.append((function(*args, **kwargs), None))
+                outcome = function(*args, **kwargs), None
             except BaseException as error:
-                outcome.append((None, error))
+                outcome = None, error
             finally:
                 connections.close_all()
+            outcomes.put(outcome)
+            del outcome
+            over.wait()
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(60)
-        assert outcome, "the thread did not end"
-        result, error = outcome[0]
+        threading.Thread(target=run, daemon=True).start()
+        result, error = outcomes.get(timeout=60)
         if error is not None:
             raise error
         return result
 
-    return call
+    yield call
+    over.set()
 
 
 @pytest.fixture

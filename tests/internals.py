@@ -79,6 +79,7 @@ NAMES = {
     "handover": "dlocks.core.handover",
     "history": "dlocks.history",
     "History": "dlocks.history:History",
+    "callers": "dlocks.core.callers",
     "holds_by_caller": "dlocks.core.callers:holds_by_caller",
     "keeper": "dlocks.runtime.keeper:keeper",
     "Keeper": "dlocks.runtime.keeper:Keeper",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import os
 import subprocess
@@ -143,33 +142,6 @@ def test_the_keeper_closes_its_connection_when_unused(until):
     for hold in holds:
         hold.release()
     until(lambda: not keeper._connected)
-
-
-def test_renewal_stops_with_the_thread_that_died(until):
-    holds = []
-    thread = threading.Thread(
-        target=lambda: holds.append(_acquire_and_disconnect("stock:7"))
-    )
-    thread.start()
-    thread.join()
-    until(lambda: not holds[0].held)
-    with pytest.raises(LockLost):
-        holds[0].check()
-    # The lease expires in the database after the holder's own deadline.
-    until(lambda: state() == LockState.STALE)
-
-
-def _acquire_and_disconnect(key):
-    try:
-        return db_lock(key, using="brisk").acquire()
-    finally:
-        connections.close_all()
-
-
-def test_renewal_stops_for_an_unreferenced_hold(until):
-    db_lock("stock:7", using="brisk").acquire()
-    gc.collect()
-    until(lambda: state() == LockState.STALE)
 
 
 def test_renewal_stops_at_max_hold(until, monkeypatch):

@@ -122,7 +122,8 @@ class Backend:
     by ``ttl``. A caller waits for ``timeout`` by default, and without limit if it is
     ``None``. An expired lease is not taken over before ``grace`` has passed, to
     tolerate clock steps. A wait of at least ``slow_wait`` seconds, or a hold of at
-    least ``slow_hold`` seconds, is logged as a warning.
+    least ``slow_hold`` seconds, is logged as a warning. A hold that is not released is
+    reported while it lasts, without ``slow_hold`` after ten times its ttl.
     """
 
     # Whether two claims of one key exclude each other.

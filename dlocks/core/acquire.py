@@ -9,7 +9,12 @@ from functools import partial
 from typing import TypeVar
 
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
-from dlocks.core.callers import hold_by, holds_by_caller, run_outside
+from dlocks.core.callers import (
+    hold_by,
+    holds_by_caller,
+    note_acquired,
+    run_outside,
+)
 from dlocks.core.hold import Hold
 from dlocks.core.wait import Wait
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
@@ -49,6 +54,8 @@ class Acquisition(Wait):
             self.wakeup.arm()
             yield self._next_pause()
         self.hold = hold
+        if self.keep:
+            note_acquired(self.lock, hold)
 
     def _once(self) -> Hold | None:
         """Request the key once, and return the hold or None."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import tracemalloc
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dlocks.backends.base import Backend, is_outside
+from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
 
@@ -46,6 +49,106 @@ def hold_by(entry_key: EntryKey) -> Any:
 
 
 in_child(holds_by_caller.clear)
+
+
+# What callers have acquired by ``acquire()`` and not released: the lock and the hold,
+# innermost last.
+_acquired: dict[Caller, list[tuple[Any, weakref.ref[Any]]]] = {}
+# The leases among them. They stay alive although their callers may have no reference.
+_leases: set[Any] = set()
+
+in_child(_acquired.clear)
+in_child(_leases.clear)
+
+
+def note_acquired(lock: Any, hold: Any) -> None:
+    """Keep a hold alive that its caller has acquired by ``lock.acquire()``.
+
+    A lease is kept until it ends, and a hold in a transaction until that ends.
+    """
+    entries = _acquired.setdefault(hold.caller, [])
+    entries[:] = [
+        (by, reference)
+        for by, reference in entries
+        if (one := reference()) is not None and (one.held or by != lock)
+    ]
+    entries.append((lock, weakref.ref(hold)))
+    if hold.scope == "transaction":
+        hold.mark.holds.append(hold)
+    else:
+        _leases.add(hold)
+    if sys.flags.dev_mode or tracemalloc.is_tracing():
+        for one in getattr(hold, "holds", [hold]):
+            one.acquired_at = _line_of_caller()
+
+
+def _line_of_caller() -> tuple[str, int]:
+    """Return the file and the line outside of dlocks that called it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").startswith("dlocks.")
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def forget_acquired(hold: Any) -> None:
+    """Stop keeping a hold that has ended."""
+    _leases.discard(hold)
+    if (entries := _acquired.get(hold.caller)) is not None:
+        entries[:] = [entry for entry in entries if entry[1]() is not hold]
+        if not entries:
+            _acquired.pop(hold.caller, None)
+
+
+def forget_ended_callers() -> None:
+    """Stop keeping the lost leases of callers that have ended."""
+    for hold in list(_leases):
+        if hold.is_over and has_ended(hold.caller):
+            forget_acquired(hold)
+
+
+def has_ended(caller: Caller) -> bool:
+    """Return whether a thread has ended, or the event loop of a task was closed."""
+    # Some libraries replace Thread and Task, so isinstance() does not work.
+    if hasattr(caller, "get_loop"):
+        return caller.get_loop().is_closed()
+    return not is_alive(caller)
+
+
+def last_acquired(lock: Any, *, take: bool = False) -> Any:
+    """Return the hold that the caller acquired last by a lock, or None.
+
+    If the caller has none, return the only one in the same event loop. A task that only
+    acquires, as in ``asyncio.wait_for()``, is another caller. With ``take``, the caller
+    is about to release it.
+    """
+    caller = current_caller()
+    found = _found_in(_acquired.get(caller, ()), lock)
+    if not found and hasattr(caller, "get_loop"):
+        loop = caller.get_loop()
+        others = [
+            entries
+            for other, entries in list(_acquired.items())
+            if hasattr(other, "get_loop") and other.get_loop() is loop
+            if _found_in(entries, lock)
+        ]
+        found = _found_in(others[0], lock) if len(others) == 1 else []
+    if not found:
+        return None
+    entries, number, hold = found[-1]
+    if take:
+        del entries[number]
+    return hold
+
+
+def _found_in(entries: Any, lock: Any) -> list[tuple[Any, int, Any]]:
+    """Return the live holds of a lock, each with its list and its index there."""
+    return [
+        (entries, number, hold)
+        for number, (by, reference) in enumerate(entries)
+        if by == lock and (hold := reference()) is not None
+    ]
 
 
 def run_outside(

@@ -41,8 +41,11 @@ class Claims:
         wakeup: Wakeup,
         *,
         wait: bool,
+        keep: bool = False,
     ) -> None:
         self.lock = lock
+        # Whether the hold is kept alive until it ends.
+        self.keep = keep
         self.caller = caller
         self.wakeup = wakeup
         self.backend = backends[lock.using]

@@ -40,6 +40,10 @@ class HoldState:
     _failed = False
     # Created by the thread that settles the hold, and set when it is done.
     _settled: threading.Event | None = None
+    # The file and the line that acquired it, where Python reports unclosed resources.
+    acquired_at: tuple[str, int] | None = None
+    # Whether it was reported as not released for a long time, or need not be.
+    slow_reported = False
     # When the backend last answered a renewal.
     _answered_at = 0.0
     # The transaction of the hold, and the point in it.
@@ -159,6 +163,11 @@ class HoldState:
     def pinned(self) -> bool:
         """Return whether an open transaction of ``atomic()`` keeps the key."""
         return any(mark.stands for mark in list(self.pinned_in))
+
+    @property
+    def mark(self) -> TransactionMarker | None:
+        """Return the marker of the transaction to which the hold belongs."""
+        return self._mark
 
     @property
     def in_transactions(self) -> bool:

@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
+from dlocks.core.callers import forget_ended_callers, has_ended
 from dlocks.core.hold_state import HoldState, ensure_sync
 from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
-from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.signals import send_ended
-from dlocks.text import shown_holder
+from dlocks.text import duration, shown_holder
 from dlocks.values import Claim
 
 logger = logging.getLogger("dlocks")
 
 # Seconds between two checks whether a transaction in which a lease was left has ended.
 POLL_EVERY = 0.05
+# Seconds between two checks whether the caller of a lease has ended.
+LOOK_EVERY = 1.0
+# The ttls after which a hold that was not released is reported, without ``slow_hold``.
+SLOW_TTLS = 10
 # Minimum seconds before a failed renewal is retried.
 SOONEST_RENEWAL = 0.02
 # Seconds before its deadline in which a lease may expire on the way to the database.
@@ -34,6 +38,9 @@ ALMOST_OVER = 1.0
 # Seconds for which an expired lease counts as not lost, after a reply that it could not
 # be renewed just then.
 NOT_LOST_FOR = 1.0
+
+
+_main_thread = threading.main_thread()
 
 
 class Lease(HoldState):
@@ -45,6 +52,9 @@ class Lease(HoldState):
         def to_settle(self) -> bool: ...
 
         def settle(self, timeout: float = ...) -> None: ...
+        @property
+        def is_abandoned(self) -> bool: ...
+        def end_abandoned(self) -> None: ...
         def end_at_exit(self) -> None: ...
 
     def check(self) -> None:
@@ -85,11 +95,37 @@ class Lease(HoldState):
     # Methods for the keeper.
 
     @property
+    def slow_at(self) -> float:
+        """Return when the hold is reported as not released for a long time."""
+        if self.slow_reported:
+            return FOREVER
+        slow = self.backend.slow_hold
+        return self._granted_at + (SLOW_TTLS * self.claim.ttl if slow is None else slow)
+
+    def report_slow(self) -> None:
+        """Log once that the hold has not been released for a long time."""
+        if self.slow_reported or clock.now() < self.slow_at or self.is_over:
+            return
+        self.slow_reported = True
+        logger.warning(
+            "%r has been held for %s by %s and was not released yet",
+            self.key,
+            duration(self.age),
+            shown_holder(self.claim.holder),
+        )
+
+    @property
     def due_at(self) -> float:
         """Return when the keeper should check this hold."""
         if self.in_transactions:
             return clock.now() + POLL_EVERY
-        return min(self.renew_at, self._lost_at) if self.renewable else self._deadline
+        if not self.renewable:
+            return self._deadline
+        due = min(self.renew_at, self._lost_at, self.slow_at)
+        if self.caller is not _main_thread:
+            # Its caller may end without a release.
+            due = min(due, clock.now() + LOOK_EVERY)
+        return due
 
     @property
     def _lost_at(self) -> float:
@@ -117,12 +153,7 @@ class Lease(HoldState):
             return False
         if self.pinned_in and self.pinned:
             return False
-        # Some libraries replace Thread and Task, so isinstance() does not work.
-        if hasattr(self.caller, "get_loop"):
-            # Not the task itself. One that only acquires, as in gather(), is done at
-            # once.
-            return self.caller.get_loop().is_running()
-        return is_alive(self.caller)
+        return not has_ended(self.caller)
 
     def next_claim(self) -> Claim:
         """Return the claim for a renewal, at most until ``max_hold``.
@@ -193,6 +224,7 @@ class Lease(HoldState):
                 return
             self._lost = why
         keeper.drop(self)
+        forget_ended_callers()
         logger.warning("%s", self.lost_error())
         if keeper.is_current:
             # User code must not keep the keeper from the other holds.

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from dlocks.conf import backends
 from dlocks.core.acquire import Acquisition
-from dlocks.core.callers import Caller, current_caller, run_outside
+from dlocks.core.callers import (
+    Caller,
+    current_caller,
+    hold_by,
+    last_acquired,
+    run_outside,
+)
 from dlocks.core.claims import Wakeup
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import Hold
@@ -34,13 +40,10 @@ GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 # Names that locks of other libraries have, and that the hold has here.
 OF_THE_HOLD = {
-    "release",
-    "arelease",
     "renew",
     "arenew",
     "check",
     "acheck",
-    "held",
     "remaining",
     "token",
     "owner",
@@ -57,14 +60,33 @@ class Lock(LockPolicy):
 
         Raise LockTimeout when the key is still not free.
         """
-        return self._acquire(current_caller(), wait=True)
+        return self._acquire(current_caller(), wait=True, keep=True)
 
     def try_acquire(self) -> Hold | None:
         """Try once, without waiting. Return None if another caller holds the key."""
         try:
-            return self._acquire(current_caller(), wait=False)
+            return self._acquire(current_caller(), wait=False, keep=True)
         except LockTimeout:
             return None
+
+    def release(self) -> None:
+        """Release the hold that this caller acquired last by this lock.
+
+        In an event loop it may be the only such hold of another task. Raise
+        RuntimeError if there is none, and LockLost if it was lost.
+        """
+        refuse_in_a_coroutine("'await lock.arelease()'")
+        self._last().release()
+
+    def held(self) -> bool:
+        """Return whether this caller holds the key. This does no I/O."""
+        backend = backends[self.using]
+        mine = hold_by(
+            (current_caller(), backend.identity, self._full_key(backend), self.shared)
+        )
+        if mine is None or not mine.count:
+            mine = last_acquired(self)
+        return mine is not None and mine.count > 0 and mine.held
 
     def holder(self) -> Holder | None:
         """Return the holder of the key, or None.
@@ -85,7 +107,7 @@ class Lock(LockPolicy):
         entered = _entered.setdefault(current_caller(), [])
         depth = len(entered)
         try:
-            hold = self.acquire()
+            hold = self._acquire(current_caller(), wait=True)
             entered.append(_Entry(self, hold, hold.count, entered, _generator()))
             return hold
         except BaseException:
@@ -127,13 +149,16 @@ class Lock(LockPolicy):
     # coroutine waits.
 
     async def aacquire(self) -> Hold:
-        return await self._aacquire(wait=True)
+        return await self._aacquire(wait=True, keep=True)
 
     async def atry_acquire(self) -> Hold | None:
         try:
-            return await self._aacquire(wait=False)
+            return await self._aacquire(wait=False, keep=True)
         except LockTimeout:
             return None
+
+    async def arelease(self) -> None:
+        await self._last().arelease()
 
     async def aholder(self) -> Holder | None:
         return await run_in_sync_thread(
@@ -146,7 +171,7 @@ class Lock(LockPolicy):
         )
 
     async def __aenter__(self) -> Hold:
-        hold = await self.aacquire()
+        hold = await self._aacquire(wait=True)
         entered = _entered.setdefault(current_caller(), [])
         entered.append(_Entry(self, hold, hold.count, entered, _generator()))
         return hold
@@ -174,10 +199,22 @@ class Lock(LockPolicy):
                 obj=self,
             )
 
-    def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
+    def _last(self) -> Hold:
+        hold: Hold | None = last_acquired(self, take=True)
+        if hold is None:
+            raise RuntimeError(
+                f"{self.key!r} was not acquired by this"
+                f" {'task' if hasattr(current_caller(), 'get_loop') else 'thread'}, or"
+                " has been released. 'lock.release()' releases what 'lock.acquire()' of"
+                " the same lock returned."
+            )
+        return hold
+
+    def _acquire(self, caller: Caller, *, wait: bool, keep: bool = False) -> Hold:
+        """Acquire the key. With ``keep``, the hold is kept alive until it ends."""
         refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
         wakeup = ThreadWakeup()
-        acquisition = self._acquisition(caller, wakeup, wait=wait)
+        acquisition = self._acquisition(caller, wakeup, wait=wait, keep=keep)
 
         def rest(seconds: float | None) -> None:
             with waiting_for_a_lock():
@@ -186,9 +223,9 @@ class Lock(LockPolicy):
         # One line, so that no interrupt can come between the grant and the return.
         return drive(acquisition, rest)  # type: ignore[no-any-return]
 
-    async def _aacquire(self, *, wait: bool) -> Hold:
+    async def _aacquire(self, *, wait: bool, keep: bool = False) -> Hold:
         wakeup, caller = TaskWakeup(), current_caller()
-        begin = partial(self._acquisition, caller, wakeup, wait=wait)
+        begin = partial(self._acquisition, caller, wakeup, wait=wait, keep=keep)
         if backends[self.using].has_fixed_prefix:
             acquisition = begin()
         else:
@@ -202,8 +239,10 @@ class Lock(LockPolicy):
             acquiring.discard(caller)
         return hold
 
-    def _acquisition(self, caller: Caller, wakeup: Wakeup, *, wait: bool) -> Any:
-        return Acquisition(self, caller, wakeup, wait=wait)
+    def _acquisition(
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
+    ) -> Any:
+        return Acquisition(self, caller, wakeup, wait=wait, keep=keep)
 
     def _innermost(self, generator: int | None) -> _Entry:
         """Return the block that ends now.

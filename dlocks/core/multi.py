@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dlocks.core.acquire import Acquisition
-from dlocks.core.callers import Caller
+from dlocks.core.callers import Caller, note_acquired
 from dlocks.core.claims import Wakeup
 from dlocks.core.lock import Lock
 from dlocks.core.multi_hold import LossOfMember, MultiHold
@@ -79,10 +79,14 @@ class MultiLock(Lock):
         """Return whether any of the keys is leased, by this caller or another."""
         return any(lock.locked() for lock in self.locks)
 
+    def held(self) -> bool:
+        """Return whether this caller holds all keys. This does no I/O."""
+        return all(lock.held() for lock in self.locks)
+
     def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool, here: bool = False
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
     ) -> MultiAcquisition:
-        return MultiAcquisition(self, caller, wakeup, wait=wait)
+        return MultiAcquisition(self, caller, wakeup, wait=wait, keep=keep)
 
 
 class MultiAcquisition:
@@ -92,9 +96,16 @@ class MultiAcquisition:
     members: Sequence[Acquisition] = ()
 
     def __init__(
-        self, lock: MultiLock, caller: Caller, wakeup: Wakeup, *, wait: bool
+        self,
+        lock: MultiLock,
+        caller: Caller,
+        wakeup: Wakeup,
+        *,
+        wait: bool,
+        keep: bool = False,
     ) -> None:
         self.lock = lock
+        self._keep = keep
         self.wakeup = wakeup
         self.began = clock.now()
         self._on_lost = None if lock.on_lost is None else LossOfMember(lock.on_lost)
@@ -142,6 +153,8 @@ class MultiAcquisition:
         self.hold = MultiHold(self.lock, holds)
         if self._on_lost is not None:
             self._on_lost.hold = weakref.ref(self.hold)
+        if self._keep:
+            note_acquired(self.lock, self.hold)
 
     def cancel(self) -> None:
         """Cancel the claims, and leave no key acquired or queued."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
+from dlocks.core.callers import Caller, forget_acquired
 from dlocks.core.guard import guarded
 from dlocks.core.hold import Hold
 from dlocks.core.hold_state import ensure_sync
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
-from dlocks.transactions import open_connections
+from dlocks.transactions import TransactionMarker, open_connections
 from dlocks.values import Duration
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ class MultiHold(Hold):
         raise AttributeError(
             "A hold of several keys has no single owner. Each hold in 'holds' has one."
         )
+
+    @property
+    def caller(self) -> Caller:  # type: ignore[override]
+        return self.holds[0].caller
+
+    @property
+    def mark(self) -> TransactionMarker | None:
+        return self.holds[0].mark
 
     @property
     def pinned(self) -> bool:
@@ -137,6 +146,7 @@ class MultiHold(Hold):
                 if self._inside is not inside:
                     return
                 self._inside = []
+            forget_acquired(self)
             self._release(holds, failed=failed)
         except LockError:
             raise

@@ -7,16 +7,18 @@ import logging
 import os
 import threading
 import time
+import warnings
 from contextlib import suppress
 from functools import partial
 
-from dlocks.core.callers import holds_by_caller
+from dlocks.core.callers import forget_acquired, has_ended, holds_by_caller
 from dlocks.core.hold_state import ensure_sync
 from dlocks.core.lease import Lease
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.signals import send_ended
+from dlocks.text import duration, shown_holder
 from dlocks.transactions import TransactionMarker, open_connections
 from dlocks.values import Claim
 
@@ -138,6 +140,7 @@ class Release(Lease):
             self._ended = True
         keeper.drop(self)
         self._forget_entries()
+        forget_acquired(self)
         return True
 
     def end_with_others(self, *, failed: bool) -> bool:
@@ -150,6 +153,35 @@ class Release(Lease):
                 return False
             self._count, self._failed = 0, self._failed or failed
         return self._end()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Return whether its thread has ended, or its event loop was closed."""
+        return (
+            self._count > 0
+            and self.held
+            and not self.in_transactions
+            and has_ended(self.caller)
+        )
+
+    def end_abandoned(self) -> None:
+        """Release a hold whose caller has ended without releasing it."""
+        if not self.held or not self._end():
+            return
+        self._count, self._failed = 0, True
+        what = "event loop" if hasattr(self.caller, "get_loop") else "thread"
+        who = shown_holder(self.claim.holder)
+        message = (
+            f"{self.key!r} was never released by {who}, whose {what} has ended. It is"
+            f" released now, after {duration(self.age)}."
+        )
+        logger.warning("%s", message)
+        try:
+            self.release_claim()
+        except LockError as trouble:
+            logger.warning("%s", trouble)
+        if self.acquired_at is not None:
+            warnings.warn_explicit(message, ResourceWarning, *self.acquired_at)
 
     def end_at_exit(self) -> None:
         """Release the key at the end of the process, even while it is in use."""
@@ -227,6 +259,7 @@ class Release(Lease):
             return
         try:
             keeper.drop(self)
+            forget_acquired(self)
             self.release_claim()
         except LockError as trouble:
             logger.warning("%s", trouble)

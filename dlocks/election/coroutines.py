@@ -63,6 +63,7 @@ class CoroutineElection(ElectionState):
         self._hold = await adrive(
             acquisition, self._wakeup.rest, lambda: self._stopping
         )
+        self._expect_a_long_hold()
 
     async def _alead(self, hold: Hold) -> None:
         logger.info(

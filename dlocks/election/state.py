@@ -157,6 +157,11 @@ class ElectionState:
     async def aleader(self) -> Holder | None:
         return await run_in_sync_thread(self.leader)
 
+    def _expect_a_long_hold(self) -> None:
+        if self._hold is not None:
+            # The leader holds the key for as long as it runs.
+            self._hold.slow_reported = True
+
     # Waiting and stopping.
 
     def stop(self, timeout: Duration | None = None) -> bool:

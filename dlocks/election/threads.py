@@ -91,6 +91,7 @@ class ThreadElection(ElectionState):
     def _campaign(self) -> None:
         acquisition = Acquisition(self._lock, current_caller(), self._wakeup, wait=True)
         self._hold = drive(acquisition, self._wakeup.rest, lambda: self._stopping)
+        self._expect_a_long_hold()
 
     def _lead(self, hold: Hold) -> None:
         logger.info(

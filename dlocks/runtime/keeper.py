@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlocks.runtime import clock
@@ -362,8 +363,12 @@ class Keeper(WorkerJobs):
             self.drop(hold)
             return
         if hold.to_settle:
-            self._post_settling(hold)
+            self._post_settling(hold, partial(hold.settle, timeout=0.0))
             return
+        if hold.is_abandoned:
+            self._post_settling(hold, hold.end_abandoned)
+            return
+        hold.report_slow()
         reply_by = self._reply_by(hold)
         if reply_by is None or clock.now() >= reply_by:
             hold.check_expiry()

@@ -154,6 +154,9 @@ class ServerWorker:
                 ):
                     self._thread = None
                     break
+            if job is None and clock.now() >= self._idle_at:
+                # The database may be dropped while a hold is not released.
+                connections.close_all()
             if job is not None:
                 job()
             self.connected = [

@@ -1,0 +1,212 @@
+"""The life of a hold whose caller has no reference to it."""
+
+import asyncio
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+
+from dlocks import LockLost, db_lock
+from tests import jobs
+from tests.internals import backends, callers, keeper
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+# Seconds for which a lease lasts without a renewal.
+TTL = 1.0
+BRISK = {"ttl": TTL}
+
+
+def outlive_the_ttl():
+    gc.collect()
+    time.sleep(2 * TTL)
+
+
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_the_idiom_of_threading_lock_works(keys, is_busy):
+    lock = db_lock(*keys, **BRISK)
+    lock.acquire()
+    try:
+        outlive_the_ttl()
+        assert lock.held()
+        assert all(is_busy(key) for key in keys)
+    finally:
+        lock.release()
+    assert not lock.held()
+    assert not any(is_busy(key) for key in keys)
+
+
+def test_the_idiom_of_redis_lock_works(is_busy):
+    lock = db_lock("stock:7", timeout=5, **BRISK)
+    if lock.acquire():
+        try:
+            outlive_the_ttl()
+            assert lock.locked()
+            assert lock.held()
+        finally:
+            lock.release()
+    assert not is_busy()
+
+
+async def test_the_idiom_of_asyncio_lock_works():
+    lock = db_lock("stock:7", **BRISK)
+    await lock.aacquire()
+    try:
+        await asyncio.to_thread(outlive_the_ttl)
+        assert lock.held()
+        assert await lock.alocked()
+    finally:
+        await lock.arelease()
+    assert not lock.held()
+    assert not await lock.alocked()
+
+
+async def test_a_task_that_only_acquires_may_end():
+    """``asyncio.wait_for()``, ``gather()`` and a TaskGroup run it as a task."""
+    first, second, third, fourth = (
+        db_lock(f"stock:{number}", **BRISK) for number in range(4)
+    )
+    await asyncio.wait_for(first.aacquire(), 5)
+    await asyncio.gather(second.aacquire(), third.aacquire())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fourth.aacquire())
+    await asyncio.to_thread(outlive_the_ttl)
+    for lock in (first, second, third, fourth):
+        assert lock.held()
+        assert await lock.alocked()
+        await lock.arelease()
+        assert not await lock.alocked()
+
+
+def test_release_ends_the_innermost_hold_first(is_busy):
+    lock = db_lock("stock:7")
+    lock.acquire()
+    inner = lock.acquire()
+    assert inner.count == 2
+    lock.release()
+    assert inner.count == 1
+    assert is_busy()
+    lock.release()
+    assert not is_busy()
+    with pytest.raises(RuntimeError, match="was not acquired by this thread"):
+        lock.release()
+
+
+def test_release_does_not_end_the_hold_of_another_thread(in_other_thread, is_busy):
+    lock = db_lock("stock:7")
+    hold = in_other_thread(lock.acquire)
+    assert not lock.held()
+    with pytest.raises(RuntimeError, match="was not acquired by this thread"):
+        lock.release()
+    assert is_busy()
+    hold.release()
+
+
+def test_release_of_a_lost_hold_raises():
+    lock = db_lock("stock:7", **BRISK)
+    token = lock.acquire().token
+    assert backends["default"].clear("stock:7", token)
+    with pytest.raises(LockLost):
+        lock.release()
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_hold_in_a_transaction_ends_with_it(is_busy):
+    """Nothing of it remains in a thread that lives on."""
+    lock = db_lock("stock:7")
+    with transaction.atomic():
+        lock.acquire()
+        gc.collect()
+        assert lock.held()
+        assert is_busy()
+    assert not lock.held()
+    assert not is_busy()
+    with transaction.atomic():
+        lock.acquire()
+        lock.release()
+        assert is_busy()
+    gc.collect()
+    with lock:
+        pass
+    assert not callers._leases
+
+
+def test_a_hold_ends_with_its_thread(caplog, until, is_busy):
+    """It is released long before its ttl, with a warning."""
+
+    def acquire():
+        db_lock("stock:7").acquire()
+        connections.close_all()
+
+    thread = threading.Thread(target=acquire, name="forgetful")
+    thread.start()
+    thread.join()
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        until(lambda: not is_busy())
+    text = caplog.text
+    assert "'stock:7' was never released by" in text
+    assert "forgetful" in text
+    assert not keeper.holds
+    assert not callers._leases
+
+
+def test_a_hold_ends_with_its_event_loop(until, is_busy):
+    async def acquire():
+        await db_lock("stock:7").aacquire()
+        await sync_to_async(connections.close_all)()
+
+    asyncio.run(acquire())
+    until(lambda: not is_busy())
+    assert not callers._leases
+
+
+def test_a_long_hold_is_reported_once(caplog, frozen_lock_clock):
+    """By default after ten times its ttl."""
+    lock = db_lock("stock:7", ttl=30, using="memory")
+    lock.acquire()
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        for _ in range(35):
+            frozen_lock_clock.tick(9.9)
+            keeper.catch_up()
+    lock.release()
+    (record,) = caplog.records
+    assert "'stock:7' has been held for" in record.getMessage()
+
+
+def test_a_resource_warning_names_the_line(tmp_path):
+    """Python in its development mode reports what a thread never released."""
+    script = tmp_path / "forgetful.py"
+    script.write_text(
+        "import os, threading, time\n"
+        "os.environ['DJANGO_SETTINGS_MODULE'] = 'tests.settings'\n"
+        "import django; django.setup()\n"
+        "from dlocks import db_lock\n"
+        "def forget():\n"
+        "    db_lock('stock:7', using='memory').acquire()\n"
+        "thread = threading.Thread(target=forget)\n"
+        "thread.start(); thread.join()\n"
+        "time.sleep(3)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-X", "dev", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert "forgetful.py:6: ResourceWarning: 'stock:7' was never released" in (
+        ended.stderr
+    )
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_forgotten_hold_does_not_keep_a_connection_open(doomed):
+    """So DROP DATABASE succeeds after tests that have forgotten a hold."""
+    assert doomed().call(jobs.forget_a_hold, "stock:7") == "held, and not connected"
