@@ -20,6 +20,7 @@ from tests import browser as chromium
 from tests.internals import (
     DatabaseBackend,
     backends,
+    callers,
     datagram,
     holds_by_caller,
     keeper,
@@ -268,6 +269,8 @@ def nothing_left_behind(has_failed):
     # The traceback of a failed test keeps its holds alive. The next test, or a rerun of
     # this one, would otherwise reenter them.
     holds_by_caller.clear()
+    callers._acquired.clear()
+    callers._leases.clear()
     assert not left or has_failed(), "a hold was left"
 
 

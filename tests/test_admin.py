@@ -18,7 +18,14 @@ from django.urls import reverse
 
 from dlocks import LockBackendError, LockLost, db_lock
 from tests import rows
-from tests.internals import LockClaim, ResourceLock, backends, confirmation, to_form
+from tests.internals import (
+    After,
+    LockClaim,
+    ResourceLock,
+    backends,
+    confirmation,
+    to_form,
+)
 
 LIST = "/admin/dlocks/resourcelock/"
 CLEAR, FORCE = "clear_stale_locks", "force_release"
@@ -275,7 +282,7 @@ class TestPages:
 
     def test_states_are_words_and_colours(self, viewer):
         """Each state is a word with its own CSS class, for light and dark mode."""
-        rows.held("h")
+        rows.held("h", begin_time=After(0))
         rows.stale("s")
         rows.free("f")
         text = page(viewer.get(LIST))
@@ -724,6 +731,18 @@ class TestForceRelease:
             page(releaser.post(LIST, fields(text), follow=True))
         )
         assert (rows.now(key).state, rows.now("ab").state) == ("free", "held")
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("address", ["list", "live"])
+def test_a_hold_of_ten_ttls_is_shown_in_amber(viewer, address):
+    """Its release may be missing."""
+    with db_lock("stock:7"), db_lock("stock:8"):
+        ResourceLock.objects.filter(pk="stock:7").update(begin_time=After(-301))
+        url = LIST if address == "list" else f"{LIST}live/"
+        text = viewer.get(url).content.decode()
+    assert text.count('<span class="dlocks-state dlocks-long">held for 5 minutes<') == 1
+    assert text.count('<span class="dlocks-state dlocks-held">held</span>') == 1
 
 
 @pytest.mark.django_db(transaction=True)

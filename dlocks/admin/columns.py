@@ -11,6 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from dlocks.admin.target import Target, to_form
+from dlocks.backends.base import slow_after
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.models import ClaimState, LockState, ResourceLock
@@ -47,7 +48,7 @@ class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def state(self, lock: LockRow) -> str:
-        return badge(lock)
+        return badge(lock, is_long=is_long(lock, self.backend()))
 
     @admin.display(description=gettext_lazy("holder"), ordering="holder")
     def who(self, lock: LockRow) -> str | None:
@@ -148,10 +149,29 @@ def key_html(key: str) -> str:
     return format_html('<bdi class="dlocks-key">{}</bdi>', printable(key))
 
 
-def badge(shown: LockRow) -> str:
-    return format_html(
-        '<span class="dlocks-state dlocks-{}">{}</span>', shown.state, state_of(shown)
+def is_long(lock: LockRow, backend: DatabaseBackend | None) -> bool:
+    """Return whether a key is held for so long that its release may be missing."""
+    return (
+        backend is not None
+        and lock.state == LockState.HELD
+        and lock.begin_time is not None
+        and lock.seconds_held > slow_after(backend, backend.ttl)
     )
+
+
+def badge(shown: LockRow, *, is_long: bool = False) -> str:
+    return format_html(
+        '<span class="dlocks-state dlocks-{}">{}</span>',
+        "long" if is_long else shown.state,
+        label(shown, is_long=is_long),
+    )
+
+
+def label(shown: LockRow, *, is_long: bool) -> str:
+    """Return the state in words, and how long a key has been held if that is long."""
+    if is_long:
+        return _("held for %s") % duration(shown.seconds_held)
+    return state_of(shown)
 
 
 def time_html(value: Any, ago: float) -> str:

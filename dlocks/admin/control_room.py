@@ -22,10 +22,11 @@ from django.urls import reverse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
+from dlocks.admin.columns import is_long, label
 from dlocks.admin.links import LockAdmin, url
 from dlocks.admin.live_history import LiveHistory
 from dlocks.models import ClaimState, LockClaim, LockState
-from dlocks.operations import LockRow, address_of, in_row, name_of, state_of, time_left
+from dlocks.operations import LockRow, address_of, in_row, name_of, time_left
 from dlocks.text import duration, moment, printable
 from dlocks.values import KEY_LENGTH, Kept
 
@@ -170,6 +171,7 @@ class Room(LiveHistory):
         self, lock: LockRow, line: Sequence[LockRow], may_force: bool
     ) -> dict[str, Any]:
         alone = in_row(lock) and lock.state != LockState.FREE
+        held_long = is_long(lock, self.admin.backend())
         known = {
             "holder": name_of(lock) or _("unknown"),
             "owner_ip": address_of(lock),
@@ -198,7 +200,8 @@ class Room(LiveHistory):
                 current_app=self.admin.admin_site.name,
             ),
             "state": lock.state,
-            "label": state_of(lock),
+            "label": label(lock, is_long=held_long),
+            "style": "long" if held_long else lock.state,
             **(known if alone else {}),
             "waiting": lock.waiting,
             "line": [

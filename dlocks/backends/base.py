@@ -32,6 +32,9 @@ from dlocks.values import KEY_LENGTH, UNLIMITED, Claim, Grant, Holder, Ticket, s
 
 T = TypeVar("T")
 
+# The ttls after which a hold that was not released is reported, without ``slow_hold``.
+SLOW_TTLS = 10
+
 # A claim by which to ask whether a lease is possible here at all.
 ANY_LEASE = Claim(key="*", ttl=0.0, owner="")
 # Seconds without a heartbeat after which a waiter is skipped.
@@ -361,6 +364,11 @@ class Backend:
     def check(self) -> list[Any]:
         """Return Django's check messages about this alias."""
         return []
+
+
+def slow_after(backend: Backend, ttl: float) -> float:
+    """Return the seconds after which a hold that was not released is reported."""
+    return SLOW_TTLS * ttl if backend.slow_hold is None else backend.slow_hold
 
 
 def is_outside(backend: Backend) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from dlocks.core.callers import forget_ended_callers, has_ended
+from dlocks.backends.base import slow_after
+from dlocks.core.callers import forget_acquired, forget_ended_callers, has_ended
 from dlocks.core.hold_state import HoldState, ensure_sync
 from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
@@ -29,8 +30,6 @@ logger = logging.getLogger("dlocks")
 POLL_EVERY = 0.05
 # Seconds between two checks whether the caller of a lease has ended.
 LOOK_EVERY = 1.0
-# The ttls after which a hold that was not released is reported, without ``slow_hold``.
-SLOW_TTLS = 10
 # Minimum seconds before a failed renewal is retried.
 SOONEST_RENEWAL = 0.02
 # Seconds before its deadline in which a lease may expire on the way to the database.
@@ -99,8 +98,7 @@ class Lease(HoldState):
         """Return when the hold is reported as not released for a long time."""
         if self.slow_reported:
             return FOREVER
-        slow = self.backend.slow_hold
-        return self._granted_at + (SLOW_TTLS * self.claim.ttl if slow is None else slow)
+        return self._granted_at + slow_after(self.backend, self.claim.ttl)
 
     def report_slow(self) -> None:
         """Log once that the hold has not been released for a long time."""
@@ -224,6 +222,9 @@ class Lease(HoldState):
                 return
             self._lost = why
         keeper.drop(self)
+        if self._count == 0:
+            # It was left in a transaction, and is never released.
+            forget_acquired(self)
         forget_ended_callers()
         logger.warning("%s", self.lost_error())
         if keeper.is_current:

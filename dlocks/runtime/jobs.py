@@ -104,22 +104,23 @@ class WorkerJobs:
                 if self._deferred.get(function, (0.0, None))[0] == FOREVER:
                     del self._deferred[function]
 
-    def _post_settling(self, hold: KeptHold, settle: Callable[[], object]) -> None:
+    def _post_settling(self, hold: KeptHold) -> None:
         worker = self._worker(hold.backend)
         if hold in worker.settling:
             return
         worker.settling.add(hold)
         try:
-            worker.post(partial(self._settle, worker, hold, settle))
+            worker.post(partial(self._settle, worker, hold))
         except BaseException:
             worker.settling.discard(hold)
             raise
 
-    def _settle(
-        self, worker: ServerWorker, hold: KeptHold, settle: Callable[[], object]
-    ) -> None:
+    def _settle(self, worker: ServerWorker, hold: KeptHold) -> None:
         try:
-            settle()
+            if hold.to_settle:
+                hold.settle(timeout=0.0)
+            else:
+                hold.end_abandoned()
         finally:
             worker.settling.discard(hold)
 

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlocks.runtime import clock
@@ -55,8 +54,7 @@ class Keeper(WorkerJobs):
     """The background service that renews leases and detects lost holds.
 
     It renews in batches, and sends requests outside of callers' transactions. Its
-    thread starts when first needed. Its references are weak, so a forgotten hold ends
-    with its ttl.
+    thread starts when first needed. ``dlocks.core.callers`` keeps the holds alive.
     """
 
     def __init__(self) -> None:
@@ -362,11 +360,8 @@ class Keeper(WorkerJobs):
             # The call that ended the hold was interrupted before it dropped it.
             self.drop(hold)
             return
-        if hold.to_settle:
-            self._post_settling(hold, partial(hold.settle, timeout=0.0))
-            return
-        if hold.is_abandoned:
-            self._post_settling(hold, hold.end_abandoned)
+        if hold.to_settle or hold.is_abandoned:
+            self._post_settling(hold)
             return
         hold.report_slow()
         reply_by = self._reply_by(hold)
