@@ -255,8 +255,8 @@ class Person:
     def get_loop(self) -> Person:
         return self
 
-    def is_running(self) -> bool:
-        return self.alive
+    def is_closed(self) -> bool:
+        return not self.alive
 
 
 class Simulation:

@@ -211,16 +211,16 @@ def test_a_lock_holds_nothing_and_can_be_shared():
 
 
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-def test_renewing_a_lock_instead_of_its_hold_is_explained(keys):
+def test_checking_a_lock_instead_of_its_hold_is_explained(keys):
     lock = db_lock(*keys)
     with (
         lock.acquire(),
         pytest.raises(
             AttributeError,
-            match=r"'renew'\. The hold has it, which acquire\(\)",
+            match=r"'check'\. The hold has it, which acquire\(\)",
         ),
     ):
-        lock.renew()
+        lock.check()
     with pytest.raises(AttributeError, match="'extend'$"):
         lock.extend(5)
     assert copy.copy(lock) == pickle.loads(pickle.dumps(lock)) == lock

@@ -67,6 +67,10 @@ class MultiHold(Hold):
         return self.holds[0].caller
 
     @property
+    def is_over(self) -> bool:
+        return not self._inside or any(hold.is_over for hold in self.holds)
+
+    @property
     def mark(self) -> TransactionMarker | None:
         return self.holds[0].mark
 
