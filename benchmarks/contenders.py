@@ -132,9 +132,9 @@ def _dlocks(database: str, kind: str) -> type[Dlocks]:
 
 
 def _far(database: str) -> type[Dlocks]:
-    """Return the same lock with processes that are notified by the server.
+    """Return the same lock with processes that are not on the same host.
 
-    Each process behaves as if it were on a machine of its own.
+    They use NOTIFY on PostgreSQL, and poll on MariaDB.
     """
     near = _dlocks(database, "pessimistic")
 
@@ -147,7 +147,7 @@ def _far(database: str) -> type[Dlocks]:
 
     name, label = (
         f"{near.name}-far",
-        f"dlocks, {DATABASE_LABELS[database]}, notified by the server",
+        f"dlocks, {DATABASE_LABELS[database]}, each process on another host",
     )
     return type(
         f"{near.__name__}Far", (near,), {"name": name, "label": label, "start": start}

@@ -71,6 +71,11 @@ class PollSchedule:
         """Return whether grants may come without a notification."""
         return not self.is_complete or self.is_frequent
 
+    @property
+    def notified_within(self) -> float:
+        """Return the age of a grant in seconds, from which it was not notified."""
+        return 0.1 if self.is_complete else 0.005
+
     def missed(self) -> None:
         """Poll frequently for a while, because a grant was not notified."""
         self._frequent_until = clock.now() + POLLING_SECONDS

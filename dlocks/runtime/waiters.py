@@ -33,8 +33,6 @@ logger = logging.getLogger("dlocks")
 # Seconds for which waiters get no error if the database is unreachable. A restart is
 # quicker.
 CONNECT_TIMEOUT = 10.0
-# Age in seconds from which a grant found by polling counts as not notified.
-NOTIFIED_WITHIN = 0.1
 
 
 class Waiters:
@@ -266,7 +264,8 @@ class Waiters:
                 ):
                     waiter.wake()
                 continue
-            if not notified and _was_missed(waiter, ticket, sent, answered):
+            age = _age_of_grant(waiter, ticket, sent, answered)
+            if not notified and age > self._schedule.notified_within:
                 self._schedule.missed()
             if waiter.apply(ticket, sent):
                 waiter.wake()
@@ -326,13 +325,18 @@ def _foremost(queued: Iterable[Waiter]) -> Iterator[Waiter]:
                 break
 
 
-def _was_missed(waiter: Waiter, ticket: Ticket, sent: float, answered: float) -> bool:
-    """Return whether a claim's turn came, or will come, without a notification."""
+def _age_of_grant(
+    waiter: Waiter, ticket: Ticket, sent: float, answered: float
+) -> float:
+    """Return the seconds between a grant and the poll that found it, at the least.
+
+    The result is infinite if the turn will come without a notification.
+    """
     if ticket.grant is None or ticket.grant.lease is None or waiter.woken:
-        return ticket.unnotified
+        return clock.FOREVER if ticket.unnotified else 0.0
     # The latest possible time of the grant.
     granted_at = answered + ticket.grant.lease - min(waiter.claim.ttl, HANDOVER_LEASE)
-    return granted_at + NOTIFIED_WITHIN < sent
+    return sent - granted_at
 
 
 _all_waiters: weakref.WeakSet[Waiters] = weakref.WeakSet()
