@@ -167,6 +167,33 @@ def test_a_hold_ends_with_its_event_loop(until, is_busy):
     assert not callers._leases
 
 
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_callers_that_ended_are_not_remembered(monkeypatch):
+    """Threads that let a transaction end their holds, and tasks, leave nothing."""
+    monkeypatch.setattr(callers, "CALLS_PER_CLEANUP", 5)
+
+    def acquire():
+        with transaction.atomic():
+            db_lock("stock:7").acquire()
+        connections.close_all()
+
+    for _ in range(20):
+        thread = threading.Thread(target=acquire)
+        thread.start()
+        thread.join()
+        # A hold and the marker of its transaction refer to each other.
+        gc.collect()
+
+    async def acquire_in_task():
+        lock = db_lock("stock:7")
+        await lock.aacquire()
+        await lock.arelease()
+        await sync_to_async(connections.close_all)()
+
+    asyncio.run(acquire_in_task())
+    assert len(callers._acquired) <= 5
+
+
 def test_a_long_hold_is_reported_once(caplog, frozen_lock_clock):
     """By default after ten times its ttl."""
     # A key of its own, since the clock goes back after the test.

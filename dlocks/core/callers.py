@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import threading
 import tracemalloc
@@ -19,6 +20,9 @@ from dlocks.runtime.process import in_child
 T = TypeVar("T")
 
 Caller = threading.Thread | asyncio.Task[Any]
+
+# Calls of ``acquire()`` between two clean-ups.
+CALLS_PER_CLEANUP = 1000
 
 # Caller, backend, key, and whether the hold is shared.
 EntryKey = tuple[Caller, str, str, bool]
@@ -56,9 +60,20 @@ in_child(holds_by_caller.clear)
 _acquired: dict[Caller, list[tuple[Any, weakref.ref[Any]]]] = {}
 # The leases among them. They stay alive although their callers may have no reference.
 _leases: set[Any] = set()
+# Guards both, since the keeper ends holds too. A signal handler may acquire a lock.
+_mutex = threading.RLock()
+_counter = itertools.count(1)
 
-in_child(_acquired.clear)
-in_child(_leases.clear)
+
+def _forked() -> None:
+    global _mutex
+    # A thread of the parent may have held it.
+    _mutex = threading.RLock()
+    _acquired.clear()
+    _leases.clear()
+
+
+in_child(_forked)
 
 
 def note_acquired(lock: Any, hold: Any) -> None:
@@ -66,13 +81,15 @@ def note_acquired(lock: Any, hold: Any) -> None:
 
     A lease is kept until it ends, and a hold in a transaction until that ends.
     """
-    entries = _acquired.setdefault(hold.caller, [])
-    entries[:] = [
-        (by, reference)
-        for by, reference in entries
-        if (one := reference()) is not None and (one.held or by != lock)
-    ]
-    entries.append((lock, weakref.ref(hold)))
+    if next(_counter) % CALLS_PER_CLEANUP == 0:
+        _clean_up()
+    with _mutex:
+        entries = [
+            (by, reference)
+            for by, reference in _acquired.get(hold.caller, ())
+            if (one := reference()) is not None and (one.held or by != lock)
+        ]
+        _acquired[hold.caller] = [*entries, (lock, weakref.ref(hold))]
     if hold.scope == "transaction":
         hold.mark.holds.append(hold)
     else:
@@ -95,17 +112,21 @@ def _line_of_caller() -> tuple[str, int]:
 def forget_acquired(hold: Any) -> None:
     """Stop keeping a hold that has ended."""
     _leases.discard(hold)
-    if (entries := _acquired.get(hold.caller)) is not None:
-        entries[:] = [entry for entry in entries if entry[1]() is not hold]
-        if not entries:
-            _acquired.pop(hold.caller, None)
+    with _mutex:
+        entries = _acquired.pop(hold.caller, ())
+        if left := [entry for entry in entries if entry[1]() is not hold]:
+            _acquired[hold.caller] = left
 
 
-def forget_ended_callers() -> None:
-    """Stop keeping the lost leases of callers that have ended."""
+def _clean_up() -> None:
+    """Stop keeping lost leases of ended callers, and callers without holds."""
     for hold in list(_leases):
         if hold.is_over and has_ended(hold.caller):
             forget_acquired(hold)
+    with _mutex:
+        for caller, entries in list(_acquired.items()):
+            if all(reference() is None for _, reference in entries):
+                del _acquired[caller]
 
 
 def has_ended(caller: Caller) -> bool:
@@ -124,21 +145,22 @@ def last_acquired(lock: Any, *, take: bool = False) -> Any:
     is about to release it.
     """
     caller = current_caller()
-    found = _found_in(_acquired.get(caller, ()), lock)
-    if not found and hasattr(caller, "get_loop"):
-        loop = caller.get_loop()
-        others = [
-            entries
-            for other, entries in list(_acquired.items())
-            if hasattr(other, "get_loop") and other.get_loop() is loop
-            if _found_in(entries, lock)
-        ]
-        found = _found_in(others[0], lock) if len(others) == 1 else []
-    if not found:
-        return None
-    entries, number, hold = found[-1]
-    if take:
-        del entries[number]
+    with _mutex:
+        found = _found_in(_acquired.get(caller, ()), lock)
+        if not found and hasattr(caller, "get_loop"):
+            loop = caller.get_loop()
+            others = [
+                one
+                for other, entries in _acquired.items()
+                if hasattr(other, "get_loop") and other.get_loop() is loop
+                if (one := _found_in(entries, lock))
+            ]
+            found = others[0] if len(others) == 1 else []
+        if not found:
+            return None
+        entries, number, hold = found[-1]
+        if take:
+            del entries[number]
     return hold
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from django.db import connections
 
 from dlocks.backends.base import slow_after
-from dlocks.core.callers import forget_acquired, forget_ended_callers, has_ended
+from dlocks.core.callers import forget_acquired, has_ended
 from dlocks.core.hold_state import HoldState, ensure_sync
 from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
@@ -222,10 +222,9 @@ class Lease(HoldState):
                 return
             self._lost = why
         keeper.drop(self)
-        if self._count == 0:
-            # It was left in a transaction, and is never released.
+        if self._count == 0 or has_ended(self.caller):
+            # It was left in a transaction, or nothing will release it.
             forget_acquired(self)
-        forget_ended_callers()
         logger.warning("%s", self.lost_error())
         if keeper.is_current:
             # User code must not keep the keeper from the other holds.
