@@ -56,10 +56,8 @@ class Steps(TransactionLocks):
         while True:
             session = connection.connection
             try:
-                with (
-                    self._with_short_timeout(),
-                    transaction.atomic(using=self.database),
-                ):
+                block = transaction.atomic(using=self.database)
+                with self._with_short_timeout(), block:
                     locking = (
                         self.dialect.for_update_in_turn
                         if waits
