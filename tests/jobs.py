@@ -60,6 +60,12 @@ def hold_permit(pipe, key, permits, **policy):
     return "released"
 
 
+def token_of(lock):
+    """Acquire and release, and return the token."""
+    with lock as held:
+        return held.token
+
+
 def flush_history(pipe):
     """Write the history that this process has buffered."""
     history.flush()
