@@ -596,12 +596,16 @@ def test_a_backend_without_transactions_releases_at_the_commit():
 
     def is_taken():
         found = []
-        thread = threading.Thread(target=lambda: found.append(lock.try_acquire()))
+        thread = threading.Thread(target=attempt, args=[found])
         thread.start()
         thread.join()
-        if found[0] is not None:
-            found[0].release()
-        return found[0] is None
+        return found[0]
+
+    def attempt(found):
+        hold = lock.try_acquire()
+        found.append(hold is None)
+        if hold is not None:
+            hold.release()
 
     with transaction.atomic():
         with lock as hold:

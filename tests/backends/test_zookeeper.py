@@ -420,9 +420,12 @@ def test_a_waiter_queues_again_when_its_session_ends(
             f"{root}/key/{'0' * 32}.alone..", sequence=True, ephemeral=True
         )
         found = []
-        waiter = threading.Thread(
-            target=lambda: found.append(lock(timeout=30).acquire())
-        )
+
+        def work():
+            with lock(timeout=30) as hold:
+                found.append(hold.held)
+
+        waiter = threading.Thread(target=work)
         waiter.start()
         try:
             until(lambda: is_in_queue(backend))
@@ -432,8 +435,7 @@ def test_a_waiter_queues_again_when_its_session_ends(
         finally:
             other.delete(first)
             waiter.join(30)
-    assert found[0].held
-    found[0].release()
+    assert found == [True]
     assert nodes(person, root) == []
 
 
@@ -1098,7 +1100,7 @@ def test_a_writer_may_read_while_another_writer_waits(backend, in_other_thread, 
     both = db_rwlock("key", using="zookeeper", timeout=20)
     writing = both.write().acquire()
     found = []
-    waiter = threading.Thread(target=lambda: found.append(both.write().acquire()))
+    waiter = threading.Thread(target=lambda: found.append(jobs.token_of(both.write())))
     waiter.start()
     try:
         until(lambda: is_in_queue(backend))
@@ -1110,8 +1112,7 @@ def test_a_writer_may_read_while_another_writer_waits(backend, in_other_thread, 
         reading.release()
     finally:
         waiter.join(30)
-    assert found[0].token > reading.token >= writing.token
-    found[0].release()
+    assert found[0] > reading.token >= writing.token
 
 
 def test_unsupported_lock_kinds_are_refused_on_zookeeper(backend):
