@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dlocks.election import LeaderElection
     from dlocks.exceptions import (
         LockBackendError,
+        LockDeadlock,
         LockError,
         LockLost,
         LockNotAwaitable,
@@ -42,6 +43,7 @@ __all__ = [
     "LeaderElection",
     "Lock",
     "LockBackendError",
+    "LockDeadlock",
     "LockError",
     "LockLost",
     "LockNotAwaitable",
@@ -77,6 +79,7 @@ _MODULES = {
     "election": ["LeaderElection"],
     "exceptions": [
         "LockBackendError",
+        "LockDeadlock",
         "LockError",
         "LockLost",
         "LockNotAwaitable",

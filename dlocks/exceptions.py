@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from django.db.models import Model
 
-    from dlocks.values import Holder
+    from dlocks.values import Holder, WaitingHolder
 
 
 # Maximum number of rows in one error message.
@@ -34,6 +34,16 @@ class LockTimeout(LockError, TimeoutError):
         self.key = key
         self.timeout = timeout
         self.holder = holder
+
+
+class LockDeadlock(LockTimeout):
+    """Callers waited for each other's keys, and this one gave up before ``timeout``.
+
+    ``members`` are the callers, in the order in which they began to wait. The last one
+    gets this error. The others continue once it has released what it holds.
+    """
+
+    members: tuple[WaitingHolder, ...] = ()
 
 
 class LockNotAwaitable(LockError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Self
 
 from django.db import models
@@ -296,6 +297,12 @@ class LockClaim(models.Model):
         help_text=_("The channel for its notification."),
     )
 
+    holding = models.TextField(
+        _("holding"),
+        blank=True,
+        help_text=_("The keys that a waiting caller holds, as JSON."),
+    )
+
     objects = ClaimQuerySet.as_manager()
 
     class Meta:
@@ -306,6 +313,11 @@ class LockClaim(models.Model):
 
     def __str__(self) -> str:
         return f"{self.holder} on {self.key_resource}"
+
+    @property
+    def held_keys(self) -> list[str]:
+        """Return the keys that a waiting caller holds."""
+        return sorted({key for key, *_ in json.loads(self.holding or "[]")})
 
 
 class HoldRecord(models.Model):

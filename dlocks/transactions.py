@@ -180,10 +180,17 @@ class TransactionMarker:
     @classmethod
     def keeps(cls, connection: BaseDatabaseWrapper, key: Any) -> bool:
         """Return whether a key is locked in the transaction, maybe by an ended hold."""
-        return any(
-            isinstance(mark, cls) and key in mark.keys
+        return key in cls.keys_of(connection)
+
+    @classmethod
+    def keys_of(cls, connection: BaseDatabaseWrapper) -> set[Any]:
+        """Return the keys that are locked in the transaction."""
+        return {
+            key
             for _, mark, *_ in connection.run_on_commit
-        )
+            if isinstance(mark, cls)
+            for key in mark.keys
+        }
 
     @property
     def is_elsewhere(self) -> bool:

@@ -29,6 +29,17 @@ def new_owner() -> str:
     return os.urandom(16).hex()
 
 
+class HeldKey(NamedTuple):
+    """A key that a waiting caller holds, and the owner of that hold.
+
+    ``kept`` is true if an open transaction keeps the key. The owner may then be empty.
+    """
+
+    key: str
+    owner: str
+    kept: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """One attempt to acquire a key; after the grant, the proof of the hold.
@@ -56,6 +67,30 @@ class Claim:
     holder: str = ""
     owner_ip: str | None = None
     owner: str = field(default_factory=new_owner, repr=False)
+    # What its caller holds while it waits, to detect deadlocks.
+    holding: tuple[HeldKey, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingClaim:
+    """A queued claim of a caller that holds other keys, as other processes see it.
+
+    ``waited`` is in seconds.
+    """
+
+    position: int
+    owner: str
+    holder: str
+    owner_ip: str | None
+    key: str
+    waited: float
+    holding: tuple[HeldKey, ...]
+    permits: int
+    # Whether all holds of the key have to end before the claim is granted.
+    needs_all: bool
+    # The owners of the live exclusive hold and of the live shared holds of the key.
+    held_by: str | None
+    shared_by: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +163,31 @@ class Holder:
         if self.stale:
             return f"{who}, its lease expired {duration(-self.remaining)} ago"
         return f"{who}, {duration(self.remaining)} left on its lease"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingHolder:
+    """A caller that holds keys and waits for another one, for people to read.
+
+    ``waits_for`` and ``holds`` are keys without the prefix, and ``waited`` is in
+    seconds. The text respects the setting ``DLOCKS_SHOW_HOLDER``.
+    """
+
+    holder: str
+    owner_ip: str | None
+    holds: tuple[str, ...]
+    waits_for: str
+    waited: float
+
+    def __str__(self) -> str:
+        who = shown_holder(self.holder) or "an unknown holder"
+        if ip := shown_address(self.owner_ip):
+            who += f" ({ip})"
+        holds = " and ".join(map(repr, self.holds))
+        return (
+            f"{who} holds {holds} and has waited for {self.waits_for!r} for"
+            f" {duration(self.waited)}"
+        )
 
 
 class Kept(NamedTuple):

@@ -679,6 +679,35 @@ def cross(pipe, first, second, **policy):
     return runs
 
 
+def nest(pipe, first, second, *, in_transaction=False, **policy):
+    """Acquire a key, and another one inside, which may end in a deadlock.
+
+    A key is a name, or a name with a mode: "read", "write", or a number of permits. Say
+    "first" when the first one is held, and go on when told. Return "both", or the name
+    of the error with its message.
+    """
+    using = policy.get("using", "default")
+    with transaction.atomic(using) if in_transaction else nullcontext():
+        try:
+            with lock_of(first, timeout=60, **policy):
+                pipe.say("first")
+                pipe.hear()
+                with lock_of(second, **{"timeout": 60, **policy}):
+                    return "both"
+        except LockTimeout as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def lock_of(key, **policy):
+    """Return the lock of a key, given by its name or by name and mode."""
+    name, mode = (key, None) if isinstance(key, str) else key
+    if mode is None:
+        return db_lock(name, **policy)
+    if isinstance(mode, int):
+        return db_semaphore(name, mode, **policy)
+    return getattr(db_rwlock(name, **policy), mode)()
+
+
 def step_machine(pipe, pk, token):
     """Claim the row, send its value, and save a new one when notified.
 

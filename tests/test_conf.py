@@ -81,8 +81,8 @@ def test_without_settings_the_default_database_is_used():
                 "OPTIONS": {"expires": "x"},
             },
             (
-                r"accepts database, expiry, grace, history, listen, prefix, prepare,"
-                r" slow_hold, slow_wait, timeout, ttl"
+                r"accepts database, deadlock_after, expiry, grace, history, listen,"
+                r" prefix, prepare, slow_hold, slow_wait, timeout, ttl"
             ),
         ),
         (

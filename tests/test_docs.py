@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from django.db import connection, transaction
 
 import dlocks
 from dlocks import (
+    LockDeadlock,
     LockLost,
     LockTimeout,
     db_lock,
@@ -252,6 +254,32 @@ def test_the_examples_on_several_keys():
     assert done == [(12, 7, 5), order]
     assert page.hold.tokens.keys() == {"account:12", "account:7"}
     assert not db_lock("account:12").locked()
+
+
+@database
+def test_the_examples_on_deadlocks(threads):
+    page = pages.run("how-to/deadlocks")
+    both, lock = threading.Barrier(2), page.db_lock
+
+    @contextlib.contextmanager
+    def meet(key):
+        """Acquire, and let both callers acquire their first keys."""
+        with lock(key):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(20)
+            both.abort()
+            yield
+
+    page.db_lock = meet
+    callers = [threads(lambda: page.pay(12, 7)), threads(lambda: page.cancel(12, 7))]
+    errors = []
+    for caller in callers:
+        try:
+            caller.join(60)
+        except LockDeadlock as error:
+            errors.append(str(error))
+    (message,) = errors
+    assert "together: db_lock('account:12', 'invoice:7')." in message
 
 
 @database

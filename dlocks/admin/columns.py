@@ -10,10 +10,11 @@ from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from dlocks.admin.links import lock_url
 from dlocks.admin.target import Target, to_form
-from dlocks.backends.base import slow_after
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
+from dlocks.core.lease import slow_after
 from dlocks.models import ClaimState, LockState, ResourceLock
 from dlocks.operations import (
     LockRow,
@@ -116,6 +117,10 @@ class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
         }
 
+    def link(self, key: str) -> str:
+        """Return a link to the page of a lock."""
+        return format_html('<a href="{}">{}</a>', lock_url(self, key), key_html(key))
+
     def _row(self, shown: LockRow, may_force: bool = False) -> dict[str, Any]:
         """Return the table row of a lock, a shared hold or a queued claim."""
         target = Target.of(shown)
@@ -141,6 +146,7 @@ class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
             "left": left,
             "mode": _("exclusive") if target.kind == "lock" else mode(shown),
             "token": "" if target.kind == "claim" else str(target.number),
+            "holds": [self.link(key) for key in getattr(shown, "held_keys", ())],
             "may_force": may_force,
         }
 

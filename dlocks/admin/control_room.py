@@ -11,19 +11,17 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
-from django.contrib.admin.utils import quote
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db.models import Count, F, Q, Sum, Window
 from django.db.models.functions import RowNumber
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.urls import reverse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
-from dlocks.admin.columns import is_long, label
-from dlocks.admin.links import LockAdmin, url
+from dlocks.admin.columns import is_long, key_html, label
+from dlocks.admin.links import LockAdmin, lock_url, url
 from dlocks.admin.live_history import LiveHistory
 from dlocks.models import ClaimState, LockClaim, LockState
 from dlocks.operations import LockRow, address_of, in_row, name_of, time_left
@@ -194,18 +192,18 @@ class Room(LiveHistory):
                 ).hexdigest()
             ),
             "key": printable(lock.pk),
-            "url": reverse(
-                "admin:dlocks_resourcelock_change",
-                args=[quote(lock.pk)],
-                current_app=self.admin.admin_site.name,
-            ),
+            "url": lock_url(self.admin, lock.pk),
             "state": lock.state,
             "label": label(lock, is_long=held_long),
             "style": "long" if held_long else lock.state,
             **(known if alone else {}),
             "waiting": lock.waiting,
             "line": [
-                {"holder": name_of(claim), "waited": duration(claim.seconds_held)}
+                {
+                    "holder": name_of(claim),
+                    "waited": duration(claim.seconds_held),
+                    "holds": [key_html(key) for key in claim.held_keys],
+                }
                 for claim in line
             ],
             "more_in_line": max(0, lock.waiting - len(line)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from django.contrib.admin.utils import quote
 from django.http import HttpRequest, QueryDict
 from django.urls import reverse
 from django.utils.http import urlencode
@@ -39,6 +40,15 @@ def url(admin: OnSite, **query: str | int) -> str:
         "admin:dlocks_resourcelock_live", current_app=admin.admin_site.name
     )
     return f"{address}?{urlencode(query)}" if query else address
+
+
+def lock_url(admin: OnSite, key: str) -> str:
+    """Return the address of a lock's page."""
+    return reverse(
+        "admin:dlocks_resourcelock_change",
+        args=[quote(key)],
+        current_app=admin.admin_site.name,
+    )
 
 
 def back_to(admin: OnSite, query: str) -> str:

@@ -19,7 +19,7 @@ from dlocks.operations import (
     claims,
     in_row,
 )
-from dlocks.text import shows_holder
+from dlocks.text import duration, printable, shown_holder, shows_holder
 from dlocks.values import Kept
 
 # Shared holds, and queued claims, on the page of a lock.
@@ -190,6 +190,14 @@ class ResourceLockAdmin(LockActions):
                 "more_shares": max(0, sharing.count() - SHOWN),
                 "line": self._queue_rows(queued[:SHOWN], may_force),
                 "more_in_line": max(0, queued.count() - SHOWN),
+                "waits": [
+                    {
+                        "holder": printable(shown_holder(claim.holder)),
+                        "key": self.link(claim.key),
+                        "waited": duration(claim.waited),
+                    }
+                    for claim in backend.inspector.waits_of_holders([lock.pk])[lock.pk]
+                ],
                 **self.form_of(lock),
                 "live": url(self, key=lock.pk),
                 "force_lock": (

@@ -28,12 +28,18 @@ from typing import Any, ClassVar, TypeVar
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.connected import connection_of
-from dlocks.values import KEY_LENGTH, UNLIMITED, Claim, Grant, Holder, Ticket, seconds
+from dlocks.values import (
+    KEY_LENGTH,
+    UNLIMITED,
+    Claim,
+    Grant,
+    Holder,
+    Ticket,
+    WaitingClaim,
+    seconds,
+)
 
 T = TypeVar("T")
-
-# The ttls after which a hold that was not released is reported, without ``slow_hold``.
-SLOW_TTLS = 10
 
 # A claim by which to ask whether a lease is possible here at all.
 ANY_LEASE = Claim(key="*", ttl=0.0, owner="")
@@ -74,6 +80,10 @@ class Inspector:
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
         """Return the holders that share a key, and the number of its waiters."""
         return (), 0
+
+    def waiting_claims(self) -> Sequence[WaitingClaim]:
+        """Return the queued claims of all callers that hold other keys."""
+        return ()
 
 
 class Runtime:
@@ -153,6 +163,8 @@ class Backend:
     contended: Container[str] = frozenset()
     # The ``Waiters`` of this process. It is created for the first waiter.
     waiters: Any = None
+    # The seconds of waiting after which to look for a deadlock, or None.
+    deadlock_after: float | None = None
     # The longest time in seconds between renewals, if it is shorter than a third of the
     # ttl.
     renew_every: float = math.inf
@@ -364,17 +376,6 @@ class Backend:
     def check(self) -> list[Any]:
         """Return Django's check messages about this alias."""
         return []
-
-
-def slow_after(backend: Backend, ttl: float) -> float:
-    """Return the seconds after which a hold that was not released is reported."""
-    return SLOW_TTLS * ttl if backend.slow_hold is None else backend.slow_hold
-
-
-def is_outside(backend: Backend) -> bool:
-    """Return whether leases are requested on another connection than the caller's."""
-    inside = backend.in_transaction() and backend.refusal(ANY_LEASE) is None
-    return inside or backend.connect_first is not None
 
 
 def refusal_without_rows(backend: Backend, claim: Claim) -> str | None:

@@ -12,10 +12,13 @@ from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dlocks.backends.base import Backend, is_outside
+from dlocks.backends.base import ANY_LEASE, Backend
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
+from dlocks.transactions import TransactionMarker
+from dlocks.values import HeldKey
 
 T = TypeVar("T")
 
@@ -171,6 +174,31 @@ def _found_in(entries: Any, lock: Any) -> list[tuple[Any, int, Any]]:
         for number, (by, reference) in enumerate(entries)
         if by == lock and (hold := reference()) is not None
     ]
+
+
+def is_outside(backend: Backend) -> bool:
+    """Return whether leases are requested on another connection than the caller's."""
+    inside = backend.in_transaction() and backend.refusal(ANY_LEASE) is None
+    return inside or backend.connect_first is not None
+
+
+def holding_of(caller: Caller, backend: Backend) -> tuple[HeldKey, ...]:
+    """Return what a caller holds in a backend, as others can see it."""
+    held = [
+        HeldKey(hold.claim.key, hold.claim.owner, hold.in_transactions)
+        for hold in keeper.holds
+        if hold.caller is caller
+        and hold.backend.identity == backend.identity
+        and not hold.is_over
+    ]
+    if backend.in_transaction():
+        kept = TransactionMarker.keys_of(connection_of(backend.database))
+        held += [
+            HeldKey(key, "", kept=True)
+            for identity, key in kept
+            if identity == backend.identity
+        ]
+    return tuple(held)
 
 
 def run_outside(

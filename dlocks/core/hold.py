@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from dlocks.backends.base import is_outside
+from dlocks.core.callers import run_outside
 from dlocks.core.guard import guarded
 from dlocks.core.hold_state import ensure_sync
 from dlocks.core.release import Release
@@ -44,7 +44,7 @@ class Hold(Release):
         """
         backend = self.backend
         ask = partial(backend.waiting, self.claim.key)
-        return keeper.run(ask, backend) if is_outside(backend) else ask()
+        return run_outside(ask, backend)
 
     def atomic(
         self, *, using: str | None = None, **atomic: Any

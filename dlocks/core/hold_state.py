@@ -7,8 +7,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dlocks.backends.base import Backend, is_outside
-from dlocks.core.callers import Caller, EntryKey, hold_by, holds_by_caller
+from dlocks.backends.base import Backend
+from dlocks.core.callers import Caller, EntryKey, hold_by, holds_by_caller, is_outside
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from dlocks.backends.base import slow_after
+from dlocks.backends.base import Backend
 from dlocks.core.callers import forget_acquired, has_ended
 from dlocks.core.hold_state import HoldState, ensure_sync
 from dlocks.exceptions import LockLost
@@ -37,7 +37,8 @@ ALMOST_OVER = 1.0
 # Seconds for which an expired lease counts as not lost, after a reply that it could not
 # be renewed just then.
 NOT_LOST_FOR = 1.0
-
+# The ttls after which a hold that was not released is reported, without ``slow_hold``.
+SLOW_TTLS = 10
 
 _main_thread = threading.main_thread()
 
@@ -338,3 +339,8 @@ class Lease(HoldState):
         if confirmed and claim.late and self.backend.refusal(self.claim) is None:
             self.note_answer(sent, claim.ttl)
         return confirmed
+
+
+def slow_after(backend: Backend, ttl: float) -> float:
+    """Return the seconds after which a hold that was not released is reported."""
+    return SLOW_TTLS * ttl if backend.slow_hold is None else backend.slow_hold

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from dlocks.backends.base import ANY_LEASE, HANDOVER_LEASE
-from dlocks.core.callers import run_outside
+from dlocks.core.callers import holding_of, run_outside
 from dlocks.core.claims import Claims
 from dlocks.core.holder import own_holder_name
 from dlocks.core.policy import shown
-from dlocks.exceptions import LockBackendError, LockTimeout
+from dlocks.exceptions import LockBackendError, LockDeadlock, LockTimeout
 from dlocks.runtime import clock
 from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.waiters import waiters_of
 from dlocks.signals import send_timed_out
-from dlocks.text import permits_taken
+from dlocks.text import duration, permits_taken
 from dlocks.values import UNLIMITED, Claim, Holder
 
 
@@ -74,7 +76,7 @@ class Wait(Claims):
                 # the key is held.
                 self.paused = True
                 return 0.0
-        elif left is None or left > 0:
+        elif (left is None or left > 0) and not self.waiter.deadlock:
             if self.waiter.woken and not self.asks_again:
                 # Its turn has come, but the row was locked, for example. That is most
                 # likely brief.
@@ -87,29 +89,45 @@ class Wait(Claims):
                 waiters_of(self.backend).mark_queued(self.waiter)
             self.asks_again = False
             return left
-        elif left > -HANDOVER_LEASE and self._granted_on_last_poll(self.waiter):
+        elif (left is None or left > -HANDOVER_LEASE) and self._granted_on_last_poll(
+            self.waiter
+        ):
             # Retry at once. If the row is locked then, pause first.
+            self.waiter.deadlock = ()
             delay, self.asks_again = (FIRST_DELAY if self.asks_again else 0.0), True
             return delay
+        raise self._refusal()
+
+    def _refusal(self) -> LockTimeout:
+        """Return the error of a caller that does not wait any longer."""
         holder, who = None, ""
         with suppress(LockBackendError):
             holder, who = run_outside(
                 self._current_holder, self.backend, OUTSIDE_TIMEOUT
             )
         send_timed_out(self.lock, holder, clock.now() - self.began)
+        facts: Any = {"key": self.lock.key, "timeout": self.timeout, "holder": holder}
+        if self.waiter is not None and (members := tuple(self.waiter.deadlock)):
+            keys = sorted({member.waits_for for member in members})
+            error = LockDeadlock(
+                f"{self.lock.key!r} could not be acquired because of a deadlock:"
+                f" {'; '.join(map(str, members))}. Acquire the keys in the same order"
+                f" everywhere, or together: db_lock({', '.join(map(repr, keys))}).",
+                **facts,
+            )
+            error.members = members
+            return error
         when = f"within {shown(self.timeout)} s" if self.timeout else "without waiting"
         who = who or "held by an open transaction, or just released"
-        raise LockTimeout(
-            f"{self.lock.key!r} could not be acquired {when}: {who}",
-            key=self.lock.key,
-            timeout=self.timeout,
-            holder=holder,
+        return LockTimeout(
+            f"{self.lock.key!r} could not be acquired {when}: {who}", **facts
         )
 
     def _current_holder(self) -> tuple[Holder | None, str]:
         """Return a holder of the key, and a phrase that names all holders.
 
-        Another caller is preferred to this one.
+        Another caller is preferred to this one. After a wait, the phrase says what the
+        holder itself waits for.
         """
         if self.lock.permits < UNLIMITED:
             sharers, waiting = self.backend.inspector.sharers(self.key)
@@ -120,7 +138,19 @@ class Wait(Claims):
                     self.lock.permits, sharers, waiting - (self.waiter is not None)
                 )
         holder = self.backend.holder(self.key)
-        return holder, "" if holder is None else f"held by {holder}"
+        if holder is None or not self.paused:
+            return holder, "" if holder is None else f"held by {holder}"
+        return holder, f"held by {holder}{self._wait_of(holder)}"
+
+    def _wait_of(self, holder: Holder) -> str:
+        """Return a phrase about what the holder waits for, or an empty one."""
+        for claim in self.backend.inspector.waiting_claims():
+            if claim.holder == holder.holder and any(
+                held.key == self.key for held in claim.holding
+            ):
+                key = claim.key.removeprefix(self.backend.prefix)
+                return f", and has waited for {key!r} for {duration(claim.waited)}"
+        return ""
 
     # The queue.
 
@@ -145,6 +175,10 @@ class Wait(Claims):
     def _join_queue(self, claim: Claim) -> bool:
         """Join the queue, and return whether there is something to try at once."""
         waiters = waiters_of(self.backend)
+        if self.backend.deadlock_after is not None and (
+            holding := holding_of(self.caller, self.backend)
+        ):
+            self.claim = claim = replace(claim, holding=holding)
         until = math.inf if self.timeout is None else self.began + self.timeout
         self.waiter = waiter = Waiter(claim, self.wakeup.wake, self.caller, until)
         waiters.enter(waiter)

@@ -179,6 +179,14 @@ class Migration(migrations.Migration):
                         verbose_name="channel",
                     ),
                 ),
+                (
+                    "holding",
+                    models.TextField(
+                        blank=True,
+                        help_text="The keys that a waiting caller holds, as JSON.",
+                        verbose_name="holding",
+                    ),
+                ),
             ],
             options={
                 "verbose_name": "claim",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Grant, Ticket
+from dlocks.values import Claim, Grant, Ticket, WaitingHolder
 
 # Seconds after its timeout from which a waiter gets no more heartbeats, and is skipped.
 OVERDUE = 1.0
@@ -50,6 +50,11 @@ class Waiter:
         self.unnotified = False
         # Whether its coroutine was closed, so that no caller waits any more.
         self.closed = False
+        # When to look for a deadlock next, the one seen at the last look, and the one
+        # that is certain.
+        self.check_at = math.inf
+        self.suspected: Sequence[str] = ()
+        self.deadlock: Sequence[WaitingHolder] = ()
 
     @property
     def is_abandoned(self) -> bool:

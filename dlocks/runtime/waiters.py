@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import threading
@@ -16,6 +17,7 @@ from dlocks.backends.base import HANDOVER_LEASE, Backend
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.deadlocks import CONFIRM_AFTER, WaitGraph, described
 from dlocks.runtime.delays import (
     HEARTBEAT_EVERY,
     LONGEST_POLL_DELAY,
@@ -86,6 +88,8 @@ class Waiters:
             waiter.is_queued = True
             # Most turns come before a poll is needed.
             waiter.poll_at = clock.now() + HEARTBEAT_EVERY / 2
+            if waiter.claim.holding and waiter.check_at == math.inf:
+                waiter.check_at = clock.now() + (self.backend.deadlock_after or 0.0)
             if waiter.unnotified:
                 self._schedule.missed()
             if self._schedule.is_frequent:
@@ -114,6 +118,7 @@ class Waiters:
                 try:
                     notified = self._rest(notifier)
                     self._poll(notified=notified)
+                    self._find_deadlocks()
                     failing_since = None
                     if can_notify and notifier is None:
                         notifier = self._connect()
@@ -194,7 +199,11 @@ class Waiters:
         with self._mutex:
             queued = [one for one in self._waiters.values() if one.is_queued]
             due = min(
-                (one.poll_at for one in queued if not one.is_overdue),
+                (
+                    min(one.poll_at, one.check_at)
+                    for one in queued
+                    if not one.is_overdue
+                ),
                 default=clock.FOREVER,
             )
             # A waiter may be queued during the sleep.
@@ -273,6 +282,25 @@ class Waiters:
                 waiter.poll_at = min(waiter.poll_at, sent + ticket.next_check)
                 nearest = min(nearest, ticket.ahead)
         return 0 if nearest == sys.maxsize else nearest
+
+    def _find_deadlocks(self) -> None:
+        """Wake the callers whose claims close a cycle of waiting callers."""
+        now = clock.now()
+        with self._mutex:
+            due = [one for one in self._waiters.values() if one.check_at <= now]
+        if not due:
+            return
+        victims = WaitGraph(self.backend.inspector.waiting_claims()).victims()
+        for waiter in due:
+            cycle = victims.get(waiter.claim.owner, ())
+            suspected = [claim.owner for claim in cycle]
+            waiter.check_at = clock.now() + (
+                CONFIRM_AFTER if cycle else self.backend.deadlock_after or 0.0
+            )
+            if cycle and suspected == waiter.suspected:
+                waiter.deadlock = described(cycle, self.backend.prefix)
+                waiter.wake()
+            waiter.suspected = suspected
 
     def _rejoin(self, waiter: Waiter) -> Ticket | None:
         """Return a claim to its position, which it lost for missing heartbeats."""

@@ -25,7 +25,7 @@ from typing import Any
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
 from tests.nemesis.campaign import Plan, run, server_for
 from tests.nemesis.peers import PEERS
-from tests.nemesis.task import keys_of_each
+from tests.nemesis.task import keys_of, keys_of_each
 from tests.servers import Redis
 
 ENGINES = ("postgresql", "mariadb", "mysql", "sqlite")
@@ -60,7 +60,7 @@ def plans(engine: str, seed: int, *, busy_only: bool = False) -> Iterator[Plan]:
             seed=plan.seed + 50,
             seconds=BUSY,
             workers=8,
-            keys=keys_of_each(6),
+            keys=keys_of("alone", 12) if plan.nested else keys_of_each(6),
             pause=0.8,
             think=0.002,
             odd=0.005,
@@ -69,10 +69,21 @@ def plans(engine: str, seed: int, *, busy_only: bool = False) -> Iterator[Plan]:
 
 def _plans(engine: str, seed: int) -> Iterator[Plan]:
     plan = Plan(engine=engine, seconds=CROWDED, seed=seed, pause=0.5)
+    nested = replace(
+        plan,
+        seed=seed + 6,
+        keys=keys_of("alone", 4),
+        faults=PROCESSES,
+        pause=3.0,
+        nested=0.7,
+    )
     if engine == "sqlite":
+        # Inside a transaction, no key can be waited for.
+        yield replace(nested, transactions=False)
         yield replace(plan, faults=PROCESSES)
         yield replace(plan, seed=seed + 1, faults=PROCESSES, transactions=False)
         return
+    yield nested
     yield replace(plan, faults=PROCESSES | SERVER)
     yield replace(plan, seed=seed + 1, faults=PROCESSES | REPLIES, through="proxy")
     # The insert backend is left out. It deletes rows, so its tokens grow only while the

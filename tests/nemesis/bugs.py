@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.nemesis.task import Task
+from tests.nemesis.task import Task, keys_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +379,34 @@ def _free_or_any(backend: Any, claim: Any, *, stale: bool) -> str:
 
     looking = sys._getframe(1).f_code.co_name == "_look"
     return DatabaseBackend._free(backend, claim, stale=stale) if looking else "TRUE"
+
+
+# Deadlocks.
+
+NESTED = {"keys": keys_of("alone", 4), "nested": 0.7, "oddities": False}
+
+
+@bug("deadlocks", **NESTED)
+def deadlocks_that_last_until_the_timeout(task: Task) -> None:
+    from tests.internals import DatabaseBackend
+
+    original = DatabaseBackend.__init__
+
+    def create(backend: Any, *args: Any, **options: Any) -> None:
+        original(backend, *args, **options)
+        backend.deadlock_after = None
+
+    DatabaseBackend.__init__ = create  # type: ignore[method-assign]
+
+
+@bug("refused", **NESTED)
+def a_wait_behind_a_deadlock_taken_for_one(task: Task) -> None:
+    """Refuse every claim from which a cycle can be reached."""
+    from tests.internals import WaitGraph
+
+    WaitGraph.victims = lambda graph: {  # type: ignore[method-assign]
+        owner: [graph._claims[owner]] for owner in graph._waits_for
+    }
 
 
 # Helpers that apply the bugs.

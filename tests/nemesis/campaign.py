@@ -55,6 +55,7 @@ class Plan:
     leases: bool = True
     transactions: bool = True
     oddities: bool = True
+    nested: float = 0.0
     locked: bool = True
     # Hours by which the clocks of every other worker are wrong.
     skew: float = 0.0
@@ -252,6 +253,7 @@ class Campaign:
             locked=plan.locked,
             think=plan.think,
             odd=plan.odd,
+            nested=plan.nested,
             oddity=plan.oddity,
             host=host,
             port=port,

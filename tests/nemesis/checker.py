@@ -17,6 +17,8 @@ The checks are:
   server is up.
 * phantoms: every acknowledged grant was in the database.
 * max_hold: nothing is held for longer than its ``max_hold``.
+* refused: no wait ended by LockDeadlock that was not part of a cycle.
+* deadlocks: no cycle of waiting callers lasted longer than 3 s.
 * crashes: no process ended by an error that dlocks does not name.
 """
 
@@ -29,6 +31,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.nemesis.deadlocks import false_refusals, late_reports
 
 GRACE = 0.5
 POLL = 0.25
@@ -243,6 +247,12 @@ def check(history: History, *, one_writer: bool = False) -> Report:
             and (turn.key, turn.token) not in history.granted
         ):
             report.violations["phantoms"].append(str(turn))
+    for name, found in (
+        ("refused", false_refusals(history.turns)),
+        ("deadlocks", late_reports(history.turns, _stops(history.events))),
+    ):
+        if texts := list(found):
+            report.violations[name] += texts
     for text in history.crashes:
         report.violations["crashes"].append(text)
     return report
@@ -386,7 +396,19 @@ def _check_gaps(
             continue
         # Each process that went silent while queued for the key or holding it may block
         # it for as long as a dead holder.
-        silent = sum(event[0] in SILENT and event[4] == key for event in near)
+        # It may have asked for another key inside.
+        silent = sum(
+            event[0] in SILENT
+            and (
+                event[4] == key
+                or any(
+                    turn.pid == event[2]
+                    and turn.asked <= event[1] <= min(turn.gone, turn.refused)
+                    for turn in turns
+                )
+            )
+            for event in near
+        )
         allowed = (1 + silent) * (ttl + GRACE + POLL + SLACK) + trouble
         down = [
             (event[1], _up_after(event[1], events))

@@ -19,6 +19,11 @@ def keys_of_each(number: int) -> tuple[str, ...]:
     return tuple(f"{name}-{one}" for one in range(number) for name in KEYS)
 
 
+def keys_of(name: str, number: int) -> tuple[str, ...]:
+    """Return that number of keys of one kind."""
+    return tuple(f"{name}-{one}" for one in range(number))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The parameters of a worker."""
@@ -40,6 +45,8 @@ class Task:
     port: int = 0
     # Whether the worker behaves as if it were on another host.
     far: bool = False
+    # The fraction of attempts that acquire two or three keys, one inside the other.
+    nested: float = 0.0
     # The only oddity that the worker uses.
     oddity: str = ""
     bug: str = ""

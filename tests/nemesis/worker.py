@@ -79,15 +79,19 @@ class Worker:
         self.random = random.Random(task.seed)
         self.status_page = StatusPage(directory / "status-page")
         self.write = Recorder(directory / f"worker-{task.slot}-{os.getpid()}.history")
-        self.number = 0
+        # The number of the current hold, and the last one that was used.
+        self.number = self.last_number = 0
         self.forgotten: list[Hold] = []
 
     def run(self) -> None:
         while not self.status_page.finished:
-            self.number += 1
+            self.draw_number()
             key = self.random.choice(self.task.keys)
             try:
-                self.turn(key)
+                if self.random.random() < self.task.nested:
+                    self.nest()
+                else:
+                    self.turn(key)
             finally:
                 self.status_page.say(self.task.slot, IDLE)
             if self.random.random() < 0.2:
@@ -110,6 +114,57 @@ class Worker:
             self.transact(key, policy)
         elif self.task.leases:
             self.lease(key, policy, shared=shared)
+
+    def draw_number(self) -> None:
+        self.last_number += 1
+        self.number = self.last_number
+
+    # Several keys, in random order.
+
+    def nest(self) -> None:
+        keys = self.random.sample(self.task.keys, self.random.choice([2, 2, 3]))
+        policy = {"using": self.random.choice(self.task.aliases), "timeout": 15.0}
+        if self.task.transactions and self.random.random() < 0.4:
+            self.nest_in_transaction(keys, policy)
+        else:
+            self.nest_leases(keys, {**policy, "ttl": self.task.ttl})
+
+    def nest_leases(self, keys: list[str], policy: dict[str, Any]) -> None:
+        hold = self.acquire(keys[0], policy, shared=False)
+        if hold is None:
+            return
+        number = self.number
+        self.think(hold, at_most=self.task.think)
+        if len(keys) > 1:
+            self.draw_number()
+            self.nest_leases(keys[1:], policy)
+        self.number = number
+        self.release(hold)
+
+    def nest_in_transaction(self, keys: list[str], policy: dict[str, Any]) -> None:
+        numbers, answer = [], ""
+        try:
+            with transaction.atomic():
+                for key in keys:
+                    self.ask(key, "x", "transaction", policy)
+                    try:
+                        hold = self.lock(key, policy, shared=False).acquire()
+                    except TROUBLES as error:
+                        answer = type(error).__name__
+                        self.refused_in_transaction(error)
+                        break
+                    self.got(hold)
+                    numbers.append(self.number)
+                    self.think(hold, at_most=self.task.think)
+                    self.draw_number()
+                for number in numbers:
+                    self.write("end", number, now())
+        except TROUBLES as error:
+            answer = type(error).__name__
+            with contextlib.suppress(Exception):
+                connection.close()
+        for number in numbers:
+            self.write("gone", number, now(), answer)
 
     def lock(self, key: str, policy: dict[str, Any], *, shared: bool) -> Any:
         if self.task.peer:

@@ -25,7 +25,7 @@ from dlocks.backends.database.renewal import Renewal
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.engines import refuse_lost
-from dlocks.values import Claim
+from dlocks.values import Claim, seconds
 
 
 class Either:
@@ -62,11 +62,16 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
     process. That is immune to clock steps, but it takes that long from the start of the
     wait, and only waiters can do it. All processes need the same value, and no claim's
     ttl may exceed the backend's.
+
+    ``deadlock_after`` is the number of seconds after which a caller that holds a key
+    and waits for another one looks for a deadlock. With ``None`` it does not look, and
+    is not found by others.
     """
 
     supports_transactions: ClassVar[bool] = True
     supports_handover: ClassVar[bool] = True
     supports_guard: ClassVar[bool] = True
+    inspector: DatabaseInspector
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         prepare: bool | None = None,
         history: bool = False,
         expiry: str = "clock",
+        deadlock_after: float | None = 1.0,
         **options: Any,
     ) -> None:
         super().__init__(alias, **options)
@@ -100,6 +106,8 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         self._grants = {}
         self._releases = {}
         self.inspector = DatabaseInspector(self)
+        if deadlock_after is not None:
+            self.deadlock_after = seconds("deadlock_after", deadlock_after)
         self.expiry = expiry
         if expiry == "observed":
             self.observations = Observations(self.ttl + self.grace)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlocks.backends.base import HANDOVER_LEASE
@@ -10,7 +11,10 @@ from dlocks.backends.database.fragments import FREE_BY_CLOCK, IN_QUEUE, MICROSEC
 from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.steps import Steps
 from dlocks.sql.dialect import KEY
-from dlocks.values import Claim
+from dlocks.values import Claim, HeldKey
+
+# The maximum size in bytes of what a caller holds, as text. MySQL allows twice that.
+LONGEST_HOLDING = 32_000
 
 # Seconds without a heartbeat after which a queued claim is deleted instead of only
 # skipped.
@@ -106,6 +110,7 @@ class ClaimRows(Steps):
             "counted": "%(counted)s",
             "handover_ttl": "%(handover_ttl)s",
             "channel": "%(channel)s",
+            "holding": "%(holding)s",
         }
         if number is not None:
             expressions["id"] = "%(number)s"
@@ -124,6 +129,7 @@ class ClaimRows(Steps):
             "counted": counted,
             "handover_ttl": round(min(claim.ttl, HANDOVER_LEASE) * MICROSECONDS),
             "channel": channel,
+            "holding": to_text(claim.holding),
             "ttl": round(claim.ttl * MICROSECONDS),
         }
         return (
@@ -197,3 +203,11 @@ class ClaimRows(Steps):
         )
         for name, value in columns.items():
             setattr(head, name, value)
+
+
+def to_text(holding: Sequence[HeldKey]) -> str:
+    """Return the keys that a caller holds as JSON, or an empty text for none."""
+    while len(text := json.dumps(holding)) > LONGEST_HOLDING:
+        # The deadlock may then stay unnoticed, and end by a timeout.
+        holding = holding[: len(holding) // 2]
+    return text if holding else ""

@@ -12,8 +12,9 @@ from django.db import router
 from django.utils import timezone
 
 from dlocks.backends.base import Inspector
+from dlocks.backends.database.waiting_claims import read_waiting_claims
 from dlocks.text import duration, printable, shown_holder, shows_holder
-from dlocks.values import Claim, Holder
+from dlocks.values import Claim, Holder, WaitingClaim
 
 
 class DatabaseInspector(Inspector):
@@ -79,6 +80,17 @@ class DatabaseInspector(Inspector):
             lambda *_: list(self.backend.shares_of(key, self.backend.kept([key])))
         )
         return [holder_of(row) for row in rows], self.backend.waiting(key)
+
+    def waiting_claims(self) -> Sequence[WaitingClaim]:
+        return read_waiting_claims(self.backend)
+
+    def waits_of_holders(self, keys: Sequence[str]) -> dict[str, list[WaitingClaim]]:
+        """Return what the holders of keys wait for themselves, by key."""
+        waits: dict[str, list[WaitingClaim]] = {key: [] for key in keys}
+        for claim in self.waiting_claims():
+            for key in {held.key for held in claim.holding} & waits.keys():
+                waits[key].append(claim)
+        return waits
 
 
 def holder_of(row: Mapping[str, Any]) -> Holder:

@@ -26,7 +26,7 @@ from dlocks.operations import (
     with_claims,
 )
 from dlocks.text import duration, printable
-from dlocks.values import UNLIMITED
+from dlocks.values import UNLIMITED, WaitingClaim
 
 COLUMNS = (
     "KEY",
@@ -70,8 +70,8 @@ class Command(LockCommand):
             "--waiting",
             action="store_true",
             help=(
-                "Also the shared holds and waiters of each lock, and free locks with"
-                " waiters."
+                "Also the shared holds and waiters of each lock, what they wait for,"
+                " and free locks with waiters."
             ),
         )
         parser.add_argument(
@@ -123,14 +123,24 @@ class Command(LockCommand):
             behind = (
                 with_claims(backend, page) if waiting else ((lock, []) for lock in page)
             )
-            for row, (_, claims) in zip(rows, behind, strict=True):
+            waits = _waits(backend, page) if waiting else {}
+            for row, (lock, claims) in zip(rows, behind, strict=True):
                 self._write_row(row, widths)
+                self._write_waits(waits.get(lock.pk, ()), backend.prefix)
                 self._write_claims(claims)
         if not widths:
             self.stdout.write("No locks.")
 
     def _write_row(self, row: tuple[str, ...], widths: list[int]) -> None:
         self.stdout.write("  ".join(map(_aligned, COLUMNS, row, widths)).rstrip())
+
+    def _write_waits(self, waits: Iterable[WaitingClaim], prefix: str) -> None:
+        for claim in waits:
+            key = printable(claim.key.removeprefix(prefix))
+            self.stdout.write(
+                f"    {printable(claim.holder)}, a holder, has waited for {key!r} for"
+                f" {duration(claim.waited)}"
+            )
 
     def _write_claims(self, claims: list[LockRow]) -> None:
         for share in claims:
@@ -168,6 +178,7 @@ class Command(LockCommand):
     ) -> None:
         before = "["
         for page in locks:
+            waits = _waits(backend, page) if waiting else {}
             for lock, claims in (
                 with_claims(backend, page)
                 if waiting
@@ -183,6 +194,10 @@ class Command(LockCommand):
                     fields["line"] = [
                         _queue_fields(position, claim)
                         for position, claim in _queued(claims)
+                    ]
+                    fields["holders_wait_for"] = [
+                        claim.key.removeprefix(backend.prefix)
+                        for claim in waits[lock.pk]
                     ]
                 self.stdout.write(before + json.dumps(fields), ending="")
                 before = ",\n "
@@ -214,6 +229,12 @@ class Command(LockCommand):
             "sharing": lock.sharing,
             "token": lock.version,
         }
+
+
+def _waits(
+    backend: DatabaseBackend, page: list[LockRow]
+) -> dict[str, list[WaitingClaim]]:
+    return backend.inspector.waits_of_holders([lock.pk for lock in page])
 
 
 def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
@@ -253,6 +274,7 @@ def _queue_fields(position: int | None, claim: LockRow) -> dict[str, Any]:
     return {
         "place": position,
         **_claim_fields(claim),
+        "holds": claim.held_keys,
         "seconds_waited": round(claim.seconds_held, 3),
     }
 

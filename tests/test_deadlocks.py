@@ -1,0 +1,470 @@
+"""Deadlocks: callers that wait for each other's keys are told at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+import threading
+import time
+
+import pytest
+from django.core.management import call_command
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from pytest_django.asserts import assertContains, assertNotContains
+
+from dlocks import LockDeadlock, LockLost, LockTimeout, db_lock, db_semaphore
+from tests import jobs
+from tests.internals import (
+    UNLIMITED,
+    HeldKey,
+    LockClaim,
+    PessimisticBackend,
+    WaitGraph,
+    WaitingClaim,
+    backends,
+    waiters_of,
+)
+from tests.timing import in_time
+
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+
+
+@pytest.fixture(autouse=True)
+def no_claim_left(transactional_db, has_failed):
+    """Check after each test that no claim is left."""
+    yield
+    if not has_failed():
+        assert not LockClaim.objects.values_list("key_resource", "holder", "version")
+
+
+@pytest.fixture
+def nested(workers, until):
+    """Return a function that lets processes nest keys, one after the other.
+
+    Each process holds its first key before any of them asks for its second. They join
+    the queue in the given order. The function returns the processes, and their results
+    by ``results()``.
+    """
+
+    def start(*pairs, **policy):
+        started = workers(len(pairs))
+        for worker, (first, second) in zip(started, pairs, strict=True):
+            worker.start(jobs.nest, first, second, **policy)
+        for worker in started:
+            assert worker.hear() == "first"
+        for number, worker in enumerate(started, 1):
+            worker.tell()
+            until(
+                lambda number=number: (
+                    LockClaim.objects.filter(version__isnull=True).count() >= number
+                )
+            )
+        return started
+
+    return start
+
+
+def results(started):
+    return [worker.hear() for worker in started]
+
+
+@FAMILY
+def test_two_callers_that_wait_for_each_other_are_told(nested, using):
+    """The younger one gets LockDeadlock, which names both; the other one goes on."""
+    started = nested(("a", "b"), ("b", "a"), using=using)
+    began = time.monotonic()
+    refused = started[1].hear()
+    in_time(time.monotonic() - began, 3)
+    assert started[0].hear() == "both"
+    names = [f"{worker.process.pid}" for worker in started]
+    assert refused.startswith("LockDeadlock: 'a' could not be acquired because of a")
+    assert "holds 'a' and has waited for 'b' for" in refused
+    assert "holds 'b' and has waited for 'a' for" in refused
+    assert refused.index(names[0]) < refused.index(names[1])
+    assert refused.endswith("or together: db_lock('a', 'b').")
+
+
+def test_a_cycle_of_four_callers_has_one_victim(nested):
+    keys = ["a", "b", "c", "d"]
+    started = nested(*zip(keys, keys[1:] + keys[:1], strict=True))
+    outcomes = results(started)
+    assert outcomes[:3] == ["both"] * 3
+    assert outcomes[3].startswith("LockDeadlock")
+    assert outcomes[3].count("holds") == 4
+
+
+def test_a_caller_behind_a_deadlock_is_never_refused(nested, workers, until):
+    """A caller that waits for a member of the cycle is not part of it."""
+    started = nested(("a", "b"), ("c", "a"), ("b", "a"))
+    outcomes = results(started)
+    assert outcomes[:2] == ["both", "both"]
+    assert outcomes[2].startswith("LockDeadlock")
+    assert "'c'" not in outcomes[2]
+
+
+@SERVERS
+def test_a_deadlock_of_transactions_is_told(nested):
+    """The keys of transactions are visible to no one, but their callers are."""
+    started = nested(("a", "b"), ("b", "a"), in_transaction=True)
+    outcomes = results(started)
+    assert outcomes[0] == "both"
+    assert outcomes[1].startswith("LockDeadlock")
+
+
+@SERVERS
+def test_a_transaction_and_a_lease_deadlock(workers, until):
+    inside, outside = workers(2)
+    inside.start(jobs.nest, "a", "b", in_transaction=True)
+    outside.start(jobs.nest, "b", "a")
+    for worker in (inside, outside):
+        assert worker.hear() == "first"
+        worker.tell()
+    outcomes = results([inside, outside])
+    assert sorted(one.partition(":")[0] for one in outcomes) == ["LockDeadlock", "both"]
+
+
+def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until):
+    """It waits for all readers, because the writer ahead of it does."""
+    reader, other, writer = workers(3)
+    reader.start(jobs.nest, ("k", "read"), "y")
+    other.start(jobs.nest, "y", ("k", "read"))
+    for worker in (reader, other):
+        assert worker.hear() == "first"
+    writer.start(jobs.hold, "k", timeout=60)
+    queued = LockClaim.objects.filter(version__isnull=True)
+    until(lambda: queued.count() == 1)
+    reader.tell()
+    until(lambda: queued.count() == 2)
+    other.tell()
+    assert other.hear().startswith("LockDeadlock")
+    assert reader.hear() == "both"
+    writer.hear()
+    writer.tell()
+    assert writer.hear() == "released"
+
+
+def test_readers_that_wait_for_each_other_s_writes_deadlock(nested):
+    started = nested(
+        (("a", "read"), ("b", "write")),
+        (("b", "read"), ("a", "write")),
+    )
+    outcomes = results(started)
+    assert outcomes[0] == "both"
+    assert outcomes[1].startswith("LockDeadlock")
+
+
+def test_a_semaphore_deadlocks_when_all_its_permits_wait(workers, until):
+    """A permit that is held by a caller outside of the cycle will be released."""
+    one, other, last = workers(3)
+    permit = ("pool", 2)
+    one.start(jobs.nest, permit, "y")
+    other.start(jobs.nest, "y", permit)
+    last.start(jobs.hold_permit, "pool", 2, timeout=60)
+    for worker in (one, other, last):
+        worker.hear()
+    for worker in (one, other):
+        worker.tell()
+    waiting = LockClaim.objects.filter(version__isnull=True)
+    until(lambda: waiting.count() == 2)
+    looked = wait_for_looks(until)
+    assert looked
+    assert waiting.count() == 2
+    last.tell()
+    last.hear()
+    assert results([one, other]) == ["both", "both"]
+
+
+def wait_for_looks(until):
+    """Wait until a deadlock would have been found and reported."""
+    # Two looks a second apart, and the confirmation.
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 2.5)
+    return True
+
+
+def test_all_permits_within_a_cycle_deadlock(nested):
+    permit = ("pool", 2)
+    started = nested((permit, "y"), (permit, "y"), ("y", permit))
+    outcomes = results(started)
+    assert outcomes[:2] == ["both", "both"]
+    assert outcomes[2].startswith("LockDeadlock")
+
+
+def test_a_second_permit_of_the_only_one_is_a_deadlock():
+    """A caller that waits for itself is told too."""
+    only = db_semaphore("pool", 1, reentrant=False, timeout=30)
+    began = time.monotonic()
+    with only, pytest.raises(LockDeadlock) as caught:
+        only.acquire()
+    in_time(time.monotonic() - began, 3)
+    (member,) = caught.value.members
+    assert (member.holds, member.waits_for) == (("pool",), "pool")
+    assert isinstance(caught.value, LockTimeout)
+    assert pickle.loads(pickle.dumps(caught.value)).members == (member,)
+
+
+async def test_tasks_that_wait_for_each_other_are_told():
+    both = asyncio.Barrier(2)
+
+    async def nest(first, second):
+        async with db_lock(first, timeout=30):
+            await both.wait()
+            async with db_lock(second, timeout=30):
+                return "both"
+
+    outcomes = await asyncio.gather(
+        nest("a", "b"), nest("b", "a"), return_exceptions=True
+    )
+    errors = [one for one in outcomes if one != "both"]
+    assert len(errors) == 1
+    assert isinstance(errors[0], LockDeadlock)
+
+
+def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until):
+    """Its key is about to be granted, although its caller still waits."""
+    (other,) = workers(1)
+    other.start(jobs.nest, "b", "a")
+    other.hear()
+
+    def lose():
+        with db_lock("a", ttl=0.7, renew=False):
+            other.tell()
+            until(LockClaim.objects.filter(version__isnull=True).exists)
+            with db_lock("b", timeout=30):
+                pass
+
+    loser = threads(lose)
+    assert other.hear() == "both"
+    with pytest.raises(LockLost):
+        loser.join(30)
+
+
+def test_detection_can_be_switched_off(threads, monkeypatch):
+    """The callers then wait for their timeouts."""
+    monkeypatch.setattr(backends["default"], "deadlock_after", None)
+    both = threading.Barrier(2)
+
+    def nest(first, second, timeout):
+        with db_lock(first):
+            both.wait(30)
+            try:
+                with db_lock(second, timeout=timeout):
+                    return "both"
+            except LockTimeout as error:
+                return type(error)
+
+    older, younger = (
+        threads(lambda: nest("a", "b", 30)),
+        threads(lambda: nest("b", "a", 2)),
+    )
+    older.join(60)
+    younger.join(60)
+    assert (older.results, younger.results) == (["both"], [LockTimeout])
+
+
+@pytest.mark.parametrize(("value", "kind"), [("soon", TypeError), (-1, ValueError)])
+def test_a_wrong_deadlock_after_is_refused(value, kind):
+    with pytest.raises(kind, match="deadlock_after"):
+        PessimisticBackend("default", deadlock_after=value)
+
+
+def test_waits_without_a_held_key_cost_nothing(in_queue, threads, monkeypatch):
+    """No statement looks for deadlocks while only such callers wait."""
+    looks = []
+    inspector = backends["default"].inspector
+    read = inspector.waiting_claims
+    monkeypatch.setattr(
+        inspector, "waiting_claims", lambda: looks.append(time.monotonic()) or read()
+    )
+    monkeypatch.setattr(backends["default"], "deadlock_after", 0.0)
+    with db_lock("stock:7"):
+        waiter = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
+        in_queue(1)
+        waiters = waiters_of(backends["default"])
+        # Two heartbeats of the waiter have been sent.
+        (one,) = waiters._waiters.values()
+        first = one.poll_at
+        while one.poll_at < first + 1:
+            time.sleep(0.01)
+    waiter.join(30)
+    assert not looks
+
+
+@pytest.fixture
+def chain(workers, until):
+    """Let a process hold "b", and another one hold "a" and wait for "b"."""
+    last, holder = workers(2)
+    last.start(jobs.hold, "b", timeout=60)
+    last.hear()
+    holder.start(jobs.nest, "a", "b")
+    holder.hear()
+    holder.tell()
+    until(LockClaim.objects.filter(version__isnull=True).exists)
+    yield
+    last.tell()
+    assert last.hear() == "released"
+    assert holder.hear() == "both"
+
+
+def test_a_timeout_says_what_the_holder_waits_for(chain):
+    """There is no deadlock, but another caller is in the way of the holder."""
+    with pytest.raises(LockTimeout, match="held by .*, and has waited for 'b' for"):
+        db_lock("a", timeout=0.5).acquire()
+
+
+def test_list_locks_shows_who_waits_for_whom(chain, capsys):
+    call_command("list_locks", "--waiting")
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("a "))
+    assert re.fullmatch(
+        r"    \S+:\d+:\S+, a holder, has waited for 'b' for .*", lines[at + 1]
+    )
+    assert lines[-1].endswith(", exclusive")
+    assert ", holds 'a', exclusive" in lines[-1]
+    call_command("list_locks", "--waiting", "--json")
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["holders_wait_for"] == ["b"]
+    assert second["holders_wait_for"] == []
+    assert second["line"][0]["holds"] == ["a"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
+    pages = {
+        key: admin_client.get(f"/admin/dlocks/resourcelock/{key}/change/")
+        for key in "ab"
+    }
+    assertContains(pages["a"], "has waited for")
+    assertContains(pages["a"], 'href="/admin/dlocks/resourcelock/b/change/"')
+    assertContains(pages["b"], 'href="/admin/dlocks/resourcelock/a/change/"')
+    live = admin_client.get("/admin/dlocks/resourcelock/live/")
+    assertContains(live, 'holds <bdi class="dlocks-key">a</bdi>')
+    for page in (*pages.values(), live):
+        # The owners in the claim's row control the holds.
+        for held in LockClaim.objects.get(version__isnull=True).holding.split('"'):
+            if len(held) == 32:
+                assertNotContains(page, held)
+
+
+class Model:
+    """A few callers and keys, whose queues are served until nothing moves."""
+
+    def __init__(self, draw):
+        self.permits = {key: draw(st.sampled_from([1, 2, UNLIMITED])) for key in "xyz"}
+        callers = [f"caller {number}" for number in range(draw(st.integers(2, 5)))]
+        # The holders of each key and whether it is shared, and the queue of each key.
+        self.holders = {key: set() for key in "xyz"}
+        self.shared = {key: draw(st.booleans()) for key in "xyz"}
+        self.queues = {key: [] for key in "xyz"}
+        self.positions = {}
+        for key in "xyz":
+            most = self.permits[key] if self.shared[key] else 1
+            self.holders[key] = set(
+                draw(st.lists(st.sampled_from(callers), max_size=min(most, 3)))
+            )
+        for position, caller in enumerate(draw(st.permutations(callers))):
+            key = draw(st.sampled_from([*"xyz", None]))
+            shared = draw(st.booleans())
+            mine = key is not None and caller in self.holders[key]
+            if key is None or (mine and not (shared and self.shared[key])):
+                continue
+            self.queues[key].append((caller, shared))
+            self.positions[caller] = position
+        self.admit()
+
+    @property
+    def waiting(self):
+        return {caller for queue in self.queues.values() for caller, _ in queue}
+
+    def admit(self):
+        for key, queue in self.queues.items():
+            while queue:
+                caller, shared = queue[0]
+                holders = self.holders[key]
+                if holders and not (
+                    shared and self.shared[key] and len(holders) < self.permits[key]
+                ):
+                    break
+                if caller in holders:
+                    # A second permit. The model counts callers.
+                    holders.add(f"{caller} again")
+                holders.add(caller)
+                self.shared[key] = shared
+                queue.pop(0)
+
+    def finish(self, callers):
+        for key in "xyz":
+            self.holders[key] -= {
+                one
+                for one in self.holders[key]
+                if one.removesuffix(" again") in callers
+            }
+            self.queues[key] = [
+                one for one in self.queues[key] if one[0] not in callers
+            ]
+
+    def run(self):
+        """Let all callers that do not wait finish, until nothing moves."""
+        while True:
+            holders = {
+                one.removesuffix(" again") for key in "xyz" for one in self.holders[key]
+            }
+            if not (done := holders - self.waiting):
+                return
+            self.finish(done)
+            self.admit()
+
+    def claims(self):
+        for key, queue in self.queues.items():
+            for number, (caller, shared) in enumerate(queue):
+                holding = tuple(
+                    HeldKey(held, f"{held} of {one}")
+                    for held in "xyz"
+                    for one in sorted(self.holders[held])
+                    if one.removesuffix(" again") == caller
+                )
+                if not holding:
+                    continue
+                owners = tuple(f"{key} of {one}" for one in sorted(self.holders[key]))
+                yield WaitingClaim(
+                    position=self.positions[caller],
+                    owner=caller,
+                    holder=caller,
+                    owner_ip=None,
+                    key=key,
+                    waited=1.0,
+                    holding=holding,
+                    permits=self.permits[key],
+                    needs_all=not shared or any(not one for _, one in queue[:number]),
+                    held_by=None if self.shared[key] else next(iter(owners), None),
+                    shared_by=owners if self.shared[key] else (),
+                )
+
+
+@pytest.mark.once
+@settings(max_examples=1500, deadline=None)
+@given(st.data())
+def test_victims_are_found_exactly_when_nothing_moves(data):
+    """Refusing the victims lets all other callers finish."""
+    model = Model(data.draw)
+    for _ in range(6):
+        victims = WaitGraph(list(model.claims())).victims()
+        note(f"{victims} in {vars(model)}")
+        model.run()
+        assert bool(victims) == bool(model.waiting)
+        for owner, cycle in victims.items():
+            members = {claim.owner for claim in cycle}
+            assert members <= model.waiting
+            assert cycle[-1].owner == owner
+            assert cycle[-1].position == max(claim.position for claim in cycle)
+        if not victims:
+            break
+        model.finish(set(victims))
+        model.admit()
+    assert not model.waiting
