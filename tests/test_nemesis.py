@@ -17,6 +17,7 @@ from tests.nemesis.__main__ import NETWORK, PROCESSES, bug_plan
 from tests.nemesis.bugs import BUGS
 from tests.nemesis.campaign import Plan, run, server_for
 from tests.nemesis.checker import Held, History, Put, check
+from tests.nemesis.task import keys_of
 from tests.settings import ENGINE
 
 SECONDS = 8.0
@@ -39,6 +40,25 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed():
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 20
     assert report.counts["faults"] > 5
+
+
+@pytest.mark.once
+def test_every_deadlock_is_reported_and_nothing_else():
+    """Six processes nest four keys in random order, as leases or in transactions."""
+    report = run(
+        Plan(
+            engine=ENGINE,
+            seconds=SECONDS,
+            seed=22,
+            pause=3.0,
+            faults=PROCESSES,
+            keys=keys_of("alone", 4),
+            nested=0.7,
+            transactions=ENGINE != "sqlite",
+        )
+    )
+    assert report.passed, "\n".join(report.lines())
+    assert report.counts["refused: LockDeadlock"] > 0
 
 
 @pytest.mark.once
@@ -91,11 +111,11 @@ def test_the_nemesis_finds_seeded_bugs():
 # The checker itself, on short histories with a known result.
 
 
-def turn(pid, got, end, token, **values):
+def turn(pid, got, end, token, *, number=1, key="k", **values):
     return Held(
         pid,
-        1,
-        key="k",
+        number,
+        key=key,
         asked=got - 0.1,
         got=got,
         until=end,
@@ -134,6 +154,28 @@ def test_the_checker_detects_overlapping_shared_holds():
     ]
     assert "exclusion" in violations(*three)
     assert "exclusion" in violations(turn(1, 10, 11, 5, mode="s"), turn(2, 10.1, 11, 6))
+
+
+def nested(pid, first, second, refusal="LockDeadlock", lasts=1.2):
+    """Return a hold of a key, and a wait for another one inside, which is refused."""
+    hold = turn(pid, 1.0, 9.0, pid, number=1, key=first)
+    wait = Held(
+        pid, 2, key=second, asked=2.0, refused=2.0 + lasts, refusal=refusal, ttl=1.5
+    )
+    return hold, wait
+
+
+def test_the_checker_accepts_a_reported_deadlock():
+    assert not violations(*nested(1, "a", "b", ""), *nested(2, "b", "a"))
+
+
+def test_the_checker_detects_a_refusal_without_a_deadlock():
+    assert "refused" in violations(*nested(1, "a", "b"), *nested(2, "b", "c"))
+
+
+def test_the_checker_detects_a_deadlock_that_is_not_reported():
+    found = nested(1, "a", "b", "", lasts=6), nested(2, "b", "a", "", lasts=6)
+    assert violations(*found[0], *found[1]) == {"deadlocks"}
 
 
 @pytest.mark.parametrize("token", [5, 4])

@@ -74,6 +74,8 @@ class Held:
     refusal: str = ""
     max_hold: float = FOREVER
     died: float = FOREVER
+    # Whether its worker asked for another key while it held this one.
+    waited_inside: bool = False
 
     @property
     def valid(self) -> Interval | None:
@@ -223,6 +225,7 @@ def check(history: History, *, one_writer: bool = False) -> Report:
     With ``one_writer``, a stopped process may have blocked the whole database (SQLite).
     """
     report = Report()
+    _note_waits_inside(history.turns)
     by_key: dict[str, list[Held]] = defaultdict(list)
     for turn in history.turns:
         by_key[turn.key].append(turn)
@@ -363,7 +366,9 @@ def _check_gaps(
     waiting = _union(
         piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ()))
     )
-    occupied = _union(turn.occupies for turn in turns if turn.occupies is not None)
+    occupied = _union(
+        piece for turn in turns if (piece := _occupied(turn, stops)) is not None
+    )
     released_at = {
         turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""
     }
@@ -462,6 +467,36 @@ def _check_registers(history: History, report: Report) -> None:
             report.violations["updates"].append(
                 f"{register!r} ended at {final}, but was {max(by_value) + 1}"
             )
+
+
+def _occupied(turn: Held, stops: Mapping[int, list[Interval]]) -> Interval | None:
+    """Return when a hold rightly kept other callers out.
+
+    The lease of a worker that waits for another key is renewed until the worker is
+    stopped, although the worker does not record it.
+    """
+    if not turn.waited_inside or turn.scope == "transaction" or turn.got is None:
+        return turn.occupies
+    got = turn.got
+    stopped = min(
+        (since for since, _ in stops.get(turn.pid, ()) if since > got), default=FOREVER
+    )
+    end = min(turn.lost, turn.end, turn.died, stopped + turn.ttl)
+    return got, max(end, turn.occupies[1] if turn.occupies else 0.0)
+
+
+def _note_waits_inside(turns: Iterable[Held]) -> None:
+    by_pid: dict[int, list[Held]] = defaultdict(list)
+    for turn in turns:
+        by_pid[turn.pid].append(turn)
+    for mine in by_pid.values():
+        asked = sorted(turn.asked for turn in mine)
+        for turn in mine:
+            if turn.got is not None:
+                following = bisect.bisect_right(asked, turn.got)
+                turn.waited_inside = (
+                    following < len(asked) and asked[following] < turn.end
+                )
 
 
 # Intervals.
