@@ -75,7 +75,8 @@ class Claim:
 class WaitingClaim:
     """A queued claim of a caller that holds other keys, as other processes see it.
 
-    ``waited`` is in seconds.
+    ``waited`` is in seconds, and ``silent`` is the number of seconds since its last
+    heartbeat.
     """
 
     position: int
@@ -84,6 +85,7 @@ class WaitingClaim:
     owner_ip: str | None
     key: str
     waited: float
+    silent: float
     holding: tuple[HeldKey, ...]
     permits: int
     # Whether all holds of the key have to end before the claim is granted.

@@ -439,6 +439,7 @@ class Model:
                     owner_ip=None,
                     key=key,
                     waited=1.0,
+                    silent=0.5,
                     holding=holding,
                     permits=self.permits[key],
                     needs_all=not shared or any(not one for _, one in queue[:number]),

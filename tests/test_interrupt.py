@@ -1,35 +1,28 @@
-"""An interrupt at any point of acquiring leaves nothing acquired."""
+"""An interrupt while dlocks asks, waits or releases leaves nothing acquired."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import linecache
 import random
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from django.db import connection, connections, transaction
 
-import dlocks
-from dlocks import LockError, LockLost, LockTimeout, db_lock, resume_hold
+from dlocks import Lock, LockError, LockLost, db_lock, db_semaphore, resume_hold
 from tests.internals import (
     LockClaim,
     ResourceLock,
     backends,
-    holds_by_caller,
+    callers,
     keeper,
     waiters_of,
 )
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
-
-PACKAGE = str(Path(dlocks.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
@@ -40,102 +33,6 @@ def connection_of_its_own(transactional_db):
     """
     yield
     connection.close()
-
-
-# On a server only one of several lines is tested, and different ones in each run. The
-# check afterwards needs a new connection, which is slow there.
-STEP = 1 if connection.vendor == "sqlite" else 5
-
-
-# More lines than any of these operations has. A timeout on PostgreSQL has 3,700.
-LINES_AT_MOST = 20_000
-
-
-def lines(step):
-    return range(random.randrange(step), LINES_AT_MOST, step)
-
-
-class Interrupter:
-    """A tracer that raises an error at the n-th line of dlocks in this thread."""
-
-    def __init__(self, at, kind=KeyboardInterrupt):
-        self.left = at
-        self.kind = kind
-        self.where = None
-        self.seen = set()
-
-    def __enter__(self):
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *exc):
-        sys.settrace(None)
-
-    def __call__(self, frame, event, argument):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line" and self.where is None and not self._leaves_a_with(frame):
-            if self.left == 0:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise self.kind
-            self.left -= 1
-        return self
-
-    def _leaves_a_with(self, frame):
-        """Return whether a with statement is about to call ``__exit__``.
-
-        Tracers see a line there, but no signal is handled at this point.
-        """
-        place = (id(frame), frame.f_lineno)
-        again = place in self.seen
-        self.seen.add(place)
-        return again and linecache.getline(
-            frame.f_code.co_filename, frame.f_lineno
-        ).lstrip().startswith("with ")
-
-
-def first_line(function):
-    """Return the number of the first line of a function's body."""
-    code = function.__code__
-    numbers = {number for _, _, number in code.co_lines() if number is not None}
-    return min(numbers - {code.co_firstlineno})
-
-
-def leaves_no_handler(function):
-    """Decorate a function to run with an exception state of its own.
-
-    CPython 3.11 does not leave an except clause if a tracer raises at its end, where no
-    signal is ever handled. Inside such a clause, a call with a duplicate argument is a
-    KeyError. A generator has its own exception state.
-    """
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        (result,) = (function(*args, **kwargs) for _ in range(1))
-        return result
-
-    return call
-
-
-@leaves_no_handler
-def interrupt_everywhere(enter, is_free, *, step=1, kind=KeyboardInterrupt):
-    """Interrupt at each line in turn and return the number of lines.
-
-    It stops at the first run that completes.
-    """
-    for number in lines(step):
-        with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
-            enter()
-        if interrupter.where is None:
-            return number
-        assert is_free(), (
-            f"held after an interrupt at {interrupter.where}, line {number}"
-        )
-        assert not keeper.holds, interrupter.where
-        assert not [hold for hold in holds_by_caller.values() if hold.enterable], (
-            interrupter.where
-        )
-    pytest.fail("no run completed")
 
 
 @pytest.fixture
@@ -161,119 +58,151 @@ class AlarmError(RuntimeError):
     """
 
 
-@pytest.mark.parametrize(
-    ("using", "kind"),
-    [("memory", KeyboardInterrupt), ("memory", AlarmError), ("default",
-    KeyboardInterrupt), ("default", AlarmError),
-     ("optimistic", KeyboardInterrupt), ("insert", AlarmError)],
-)  # fmt: skip
-def test_an_interrupt_at_any_line_of_acquire_leaves_nothing(using, kind, is_free):
+# Chosen points: before a request is sent, and after it was answered.
+
+KINDS = pytest.mark.parametrize("kind", [KeyboardInterrupt, AlarmError])
+WHEN = pytest.mark.parametrize("when", ["before", "after"])
+USING = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Return a context manager in which a request of this thread is interrupted.
+
+    The error is raised by the first call of a method of the backend, before or after it
+    does its work.
+    """
+
+    @contextlib.contextmanager
+    def during(using, name, when, kind):
+        backend, caller = backends[using], threading.current_thread()
+        request, done = getattr(backend, name), []
+
+        def interrupted(*args, **kwargs):
+            if done or threading.current_thread() is not caller:
+                return request(*args, **kwargs)
+            done.append(True)
+            if when == "after":
+                request(*args, **kwargs)
+            raise kind
+
+        with monkeypatch.context() as patch, pytest.raises(kind):
+            patch.setattr(backend, name, interrupted)
+            yield
+        assert done, f"{name} was not called"
+
+    return during
+
+
+def nothing_is_kept():
+    return not keeper.holds and not callers._leases
+
+
+@USING
+@WHEN
+@KINDS
+def test_an_interrupt_while_asking_leaves_nothing(
+    using, when, kind, interrupt, is_free
+):
+    """After the request, the reply is lost. The key may have been granted."""
     lock = db_lock("stock:7", using=using)
-    holds = []
-
-    def nothing_is_left():
-        if holds:
-            # The interrupt came in a signal receiver. Django logs the error, and the
-            # caller has the hold.
-            assert kind is AlarmError
-            holds.pop().release()
-        return is_free(using)
-
-    number = interrupt_everywhere(
-        lambda: holds.append(lock.acquire()), nothing_is_left, step=STEP, kind=kind
-    )
-    assert number > 50
-    holds.pop().release()
+    with interrupt(using, "acquire", when, kind):
+        lock.acquire()
+    assert is_free(using)
+    assert nothing_is_kept()
 
 
-@pytest.mark.parametrize("using", ["memory", "default"])
-def test_an_interrupt_at_any_line_of_enter_leaves_nothing(using, is_free):
+@USING
+@WHEN
+@KINDS
+def test_an_interrupt_while_releasing_leaves_nothing(
+    using, when, kind, interrupt, is_free
+):
+    with interrupt(using, "release", when, kind), db_lock("stock:7", using=using):
+        pass
+    assert is_free(using)
+    assert nothing_is_kept()
+
+
+@USING
+@WHEN
+def test_an_interrupt_while_entering_again_keeps_the_count(
+    using, when, interrupt, is_free
+):
     lock = db_lock("stock:7", using=using)
-    entered = []
-
-    def enter():
-        entered.append(lock.__enter__())
-
-    number = interrupt_everywhere(enter, lambda: is_free(using), step=STEP)
-    assert number > 50
-    assert len(entered) == 1
-    lock.__exit__(None, None, None)
+    with lock as hold:
+        with interrupt(using, "verify", when, KeyboardInterrupt):
+            lock.acquire()
+        assert hold.count == 1
+        hold.check()
+        with interrupt(using, "verify", when, KeyboardInterrupt), lock:
+            pass
+        assert hold.count == 1
+        hold.check()
     assert is_free(using)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
-@leaves_no_handler
-def test_an_interrupt_of_an_inner_exit_keeps_the_outer_hold(kind):
-    lock = db_lock("stock:7", using="memory")
-    for number in range(300):
-        with lock as hold:
-            lock.__enter__()
-            with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
-                lock.__exit__(None, None, None)
-            if interrupter.where is not None and hold.count == 2:
-                # This point exists for tracers only, as explained in the next test.
-                lock.__exit__(None, None, None)
-            assert hold.held, interrupter.where
-            assert hold.count == 1, interrupter.where
-        if interrupter.where is None:
-            break
-    assert number > 10
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, AlarmError])
-@pytest.mark.parametrize("using", ["memory", "default", "insert"])
-@leaves_no_handler
-def test_an_interrupt_at_any_line_of_exit_releases_the_key(using, kind, is_free):
-    lock = db_lock("stock:7", using=using)
-    # Tracers see the line before the first call of the function, but no signal is
-    # handled there.
-    first = first_line(type(lock).__exit__)
-    before_leaving = {f"lock.py:{first}", f"lock.py:{first + 1}"}
-    for number in lines(STEP):
-        lock.__enter__()
-        with Interrupter(number, kind) as interrupter, contextlib.suppress(kind):
-            lock.__exit__(None, None, None)
-        if interrupter.where is None:
-            assert number > 10
-            break
-        if interrupter.where in before_leaving:
-            lock.__exit__(None, None, None)
-        assert is_free(using), (
-            f"held after an interrupt at {interrupter.where}, line {number}"
-        )
-    else:
-        pytest.fail("no run completed")
-
-
-@leaves_no_handler
-def test_an_interrupt_while_reentering_does_not_change_the_count(is_free):
-    lock = db_lock("stock:7", using="memory")
-    for number in range(200):
-        with lock as hold:
-            with (
-                Interrupter(number) as interrupter,
-                contextlib.suppress(KeyboardInterrupt),
-            ):
-                lock.__enter__()
-            if interrupter.where is None:
-                lock.__exit__(None, None, None)
-            assert hold.count == 1, f"{interrupter.where}, line {number}"
-        assert not hold.held
-        if interrupter.where is None:
-            break
-    else:
-        pytest.fail("no run completed")
-    assert is_free("memory")
+@WHEN
+@pytest.mark.parametrize("name", ["acquire_all", "acquire", "release_all"])
+def test_an_interrupt_of_several_keys_leaves_none(name, when, interrupt, is_free):
+    both = db_lock("stock:7", "stock:8")
+    other = db_lock("stock:8") if name == "acquire" else contextlib.nullcontext()
+    with other, interrupt("default", name, when, KeyboardInterrupt), both:
+        pass
+    assert is_free()
+    assert not db_lock("stock:8").locked()
+    assert nothing_is_kept()
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_an_interrupt_inside_a_transaction_leaves_nothing(is_free):
-    def enter():
-        with transaction.atomic():
-            db_lock("stock:7").acquire()
-            transaction.set_rollback(True)
+@WHEN
+@pytest.mark.parametrize("name", ["acquire", "release"])
+def test_an_interrupt_inside_a_transaction_leaves_nothing(
+    name, when, interrupt, is_free
+):
+    with interrupt("default", name, when, KeyboardInterrupt), transaction.atomic():
+        with db_lock("stock:7"):
+            pass
+    assert is_free()
 
-    assert interrupt_everywhere(enter, is_free, step=7) > 30
+
+@WHEN
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["enqueue", "release", "holder"])
+def test_an_interrupt_of_a_wait_leaves_no_claim(
+    name, when, shared, interrupt, held_elsewhere, until
+):
+    """It may come while the caller joins the queue, leaves it, or reads the holder."""
+    if shared and name == "holder":
+        name = "waiting"
+    lock = (
+        db_semaphore("stock:7", 2, timeout=0.05)
+        if shared
+        else db_lock("stock:7", timeout=0.05)
+    )
+    with held_elsewhere():
+        if name == "release":
+            # The claim is cancelled after the interrupted wait.
+            with interrupt("default", name, when, KeyboardInterrupt):
+                lock.acquire()
+        else:
+            with interrupt("default", name, when, KeyboardInterrupt):
+                lock.acquire()
+        leaves_no_claim(until)
+    assert nothing_is_kept()
+
+
+@WHEN
+def test_an_interrupt_of_a_resumption_leaves_the_key_usable(when, interrupt, is_free):
+    text = db_lock("stock:7").acquire().detach(within=60)
+    with interrupt("default", "exchange", when, KeyboardInterrupt):
+        resume_hold(text)
+    with contextlib.suppress(LockLost):
+        resume_hold(text).release()
+    assert is_free()
+
+
+# Real signals.
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
@@ -314,9 +243,9 @@ class Alarm:
     def __init__(self):
         self._armed = False
 
-    def arm(self):
+    def arm(self, longest=0.000_060):
         self._armed = True
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, 0.000_060))
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, longest))
 
     def disarm(self):
         # The system may have sent the signal already, even to another thread. Python
@@ -343,26 +272,80 @@ def alarm():
     gc.enable()
 
 
-@pytest.mark.engine("sqlite")
-def test_a_signal_at_any_moment_of_acquire_leaves_nothing(alarm):
-    """Python also handles signals between lines, such as when a function returns."""
-    lock, backend = db_lock("stock:7", using="memory"), backends["memory"]
-    # The first use opens a socket once per process. An interrupt would leave it to the
-    # garbage collector.
-    lock.acquire().release()
-    interrupts, end = 0, time.monotonic() + 4
-    while time.monotonic() < end:
-        hold = None
+@pytest.mark.once
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("contended", [False, True])
+@pytest.mark.parametrize("using", ["default", "memory"])
+def test_random_signals_leave_no_key_taken(
+    using, contended, alarm, is_free, until, threads
+):
+    """10,000 acquisitions are interrupted at random moments.
+
+    No key is taken for longer than its ttl, and nothing leaks.
+    """
+    if contended and using == "memory":
+        pytest.skip("This backend has no queue.")
+    lock = db_lock("stock:7", using=using, ttl=1, timeout=5, reentrant=False)
+    with lock:
+        pass
+    over = threading.Event()
+
+    def compete():
+        while not over.is_set():
+            with db_lock("stock:7", using=using, timeout=30):
+                over.wait(0.0005)
+
+    if contended:
+        competitor = threads(compete)
+    began = time.monotonic()
+    for _ in range(20):
+        with lock:
+            pass
+    # A server has to be connected to again after most interrupts.
+    slow = using == "default" and connection.vendor != "sqlite"
+    longest = (time.monotonic() - began) / 20 * (8 if slow else 2)
+    interrupts, number = 0, 2_000 if contended else 10_000
+    for _ in range(number):
         try:
-            alarm.arm()
-            hold = lock.acquire()
+            alarm.arm(longest)
+            with lock:
+                pass
             alarm.disarm()
-        except alarm.TimeIsUpError:
+        except alarm.TimeIsUpError as error:
             interrupts += 1
-        if hold is not None:
-            hold.release()
-        assert backend.holder("stock:7") is None, f"after {interrupts} interrupts"
-    assert interrupts > 500
+            if is_before_exit(error):
+                lock.__exit__(None, None, None)
+        except LockError:
+            # The connection was replaced after an interrupt.
+            alarm.disarm()
+    over.set()
+    if contended:
+        competitor.join(60)
+    assert interrupts > number / 20
+    assert is_free(using)
+    until(nothing_is_kept)
+    leaves_no_claim(until)
+
+
+def is_before_exit(error):
+    """Return whether a signal was handled when ``__exit__`` was called.
+
+    Python does that before the first line of a function. No lock that is written in
+    Python can release itself then.
+    """
+    last = error.__traceback__
+    while last.tb_next is not None and last.tb_frame.f_code is not EXIT:
+        last = last.tb_next
+    return last.tb_frame.f_code is EXIT and last.tb_lineno == EXIT.co_firstlineno
+
+
+EXIT = Lock.__exit__.__code__
+
+
+def leaves_no_claim(until):
+    until(lambda: not LockClaim.objects.exists())
+    until(lambda: not waiters_of(backends["default"])._waiters)
+    assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists()
 
 
 @pytest.mark.engine("sqlite")
@@ -487,80 +470,3 @@ def held_elsewhere():
             thread.join(30)
 
     return hold
-
-
-def leaves_no_claim(where, until):
-    until(lambda: not LockClaim.objects.exists())
-    assert not list(waiters_of(backends["default"])._waiters), where
-    assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists(), where
-
-
-@pytest.mark.timeout(280)
-@pytest.mark.parametrize("scope", ["lease", "shared"])
-@leaves_no_handler
-def test_an_interrupt_at_any_line_of_a_timeout_leaves_no_claim(
-    scope, held_elsewhere, until
-):
-    """This includes the cancellation of the attempt."""
-    lock = db_lock("stock:7", timeout=0.02, shared=scope == "shared")
-    with held_elsewhere():
-        for number in lines(9 if STEP > 1 else 3):
-            with (
-                Interrupter(number) as interrupter,
-                contextlib.suppress(KeyboardInterrupt, LockTimeout),
-            ):
-                lock.acquire()
-            if interrupter.where is None:
-                break
-            leaves_no_claim(f"{interrupter.where}, line {number}", until)
-        else:
-            pytest.fail("no run completed")
-    assert number > 50
-
-
-@pytest.mark.timeout(280)
-@leaves_no_handler
-def test_an_interrupt_at_any_line_of_a_wait_leaves_nothing(
-    held_elsewhere, until, is_free
-):
-    lock = db_lock("stock:7", timeout=30)
-    for number in lines(15 if STEP > 1 else 5):
-        hold = None
-        with held_elsewhere() as let_go:
-            timer = threading.Timer(0.01, let_go)
-            timer.start()
-            with (
-                Interrupter(number) as interrupter,
-                contextlib.suppress(KeyboardInterrupt),
-            ):
-                hold = lock.acquire()
-            timer.join()
-        if interrupter.where is None:
-            hold.release()
-            break
-        leaves_no_claim(f"{interrupter.where}, line {number}", until)
-        assert not keeper.holds, interrupter.where
-        assert is_free()
-    else:
-        pytest.fail("no run completed")
-    assert number > 50
-
-
-@leaves_no_handler
-def test_an_interrupt_of_a_resumption_leaves_the_key_usable(
-    is_free,
-):
-    for number in lines(9 if STEP > 1 else 3):
-        text, resumed = db_lock("stock:7").acquire().detach(within=60), []
-        with Interrupter(number) as interrupter, contextlib.suppress(KeyboardInterrupt):
-            resumed.append(resume_hold(text))
-        if interrupter.where is None:
-            resumed.pop().release()
-            break
-        assert not resumed
-        with contextlib.suppress(LockLost):
-            resume_hold(text).release()
-        assert is_free(), interrupter.where
-    else:
-        pytest.fail("no run completed")
-    assert number > 30

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import threading
 import time
 
@@ -26,13 +24,6 @@ from dlocks import (
 from dlocks.testing import frozen_clock, override_locks
 from tests import jobs
 from tests.internals import LockClaim, LockState, ResourceLock, backends, clock, keeper
-from tests.test_interrupt import (
-    STEP,
-    Interrupter,
-    first_line,
-    leaves_no_handler,
-    lines,
-)
 from tests.timing import NotYetError, in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -655,46 +646,3 @@ def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
     with db_lock("c", "a", "b", timeout=20) as hold:
         assert hold.held
     in_time(time.monotonic() - victim.killed_at, 5.0)
-
-
-# Interrupts.
-
-
-@pytest.mark.parametrize("using", ["memory", "default"])
-@leaves_no_handler
-def test_an_interrupt_at_any_line_of_a_block_leaves_nothing(using, in_other_thread):
-    lock = db_lock("a", "b", using=using)
-    with lock:
-        pass
-
-    def work():
-        with lock:
-            pass
-
-    def free():
-        hold = db_lock("a", "b", using=using, timeout=5).try_acquire()
-        return hold is not None and hold.release() is None
-
-    # The line before the first call in the function. Only tracers stop there, because
-    # no signal is handled there.
-    first = first_line(Lock.__exit__)
-    before_leaving = {f"lock.py:{first}", f"lock.py:{first + 1}"}
-    for number in lines(STEP):
-        with Interrupter(number) as interrupter:
-            with contextlib.suppress(KeyboardInterrupt):
-                work()
-        if interrupter.where is None:
-            break
-        if interrupter.where in before_leaving:
-            lock.__exit__(None, None, None)
-        assert in_other_thread(free), (
-            f"held after an interrupt at {interrupter.where}, line {number}"
-        )
-        assert not [hold for hold in keeper.holds if hold.held], interrupter.where
-    else:
-        pytest.fail("no run completed")
-    assert number > 50
-    # Only tracebacks keep ended holds alive.
-    gc.collect()
-    # On SQLite, an interrupt may leave the connection with the short busy timeout.
-    connection.close()

@@ -7,9 +7,9 @@ it is interrupted. No other code does that.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from dlocks.runtime import clock
@@ -90,21 +90,24 @@ async def adrive(
 
 
 class ThreadWakeup:
-    """Wakes a waiting thread. Its event is created when it is first needed."""
+    """Wakes a waiting thread. Its queue is created when it is first needed."""
 
-    event: threading.Event | None = None
+    # A queue is written in C. An Event that a signal has interrupted may stay locked.
+    _queue: SimpleQueue[None] | None = None
 
     def arm(self) -> None:
         """Prepare for ``wake()``, before another thread learns of this one."""
-        self.event = self.event or threading.Event()
+        if self._queue is None:
+            self._queue = SimpleQueue()
 
     def wake(self) -> None:
-        if self.event is not None:
-            self.event.set()
+        if self._queue is not None:
+            self._queue.put(None)
 
     def rest(self, seconds: float | None) -> None:
-        self.event = self.event or threading.Event()
-        clock.rest(self.event, seconds)
+        if self._queue is None:
+            self._queue = SimpleQueue()
+        clock.rest(self._queue, seconds)
 
 
 class TaskWakeup:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,8 +33,6 @@ from dlocks.values import Holder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
 # Names that locks of other libraries have, and that the hold has here.
 OF_THE_HOLD = {
     "renew",
@@ -60,12 +55,12 @@ class Lock(LockPolicy):
 
         Raise LockTimeout when the key is still not free.
         """
-        return self._acquire(current_caller(), wait=True, keep=True)
+        return self._acquire(current_caller(), wait=True)
 
     def try_acquire(self) -> Hold | None:
         """Try once, without waiting. Return None if another caller holds the key."""
         try:
-            return self._acquire(current_caller(), wait=False, keep=True)
+            return self._acquire(current_caller(), wait=False)
         except LockTimeout:
             return None
 
@@ -103,39 +98,24 @@ class Lock(LockPolicy):
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        hold = None
-        entered = _entered.setdefault(current_caller(), [])
-        depth = len(entered)
-        try:
-            hold = self._acquire(current_caller(), wait=True)
-            entered.append(_Entry(self, hold, hold.count, entered, _generator()))
-            return hold
-        except BaseException:
-            del entered[depth:]
-            if hold is not None:
-                with suppress(LockError):
-                    hold.release(failed=True)
-            raise
+        return self.acquire()
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        entry = None
+        hold, count = None, None
         try:
-            entry = self._innermost(_generator())
-            entry.hold.exit(error)
-            entry.forget()
-        except BaseException as trouble:
-            entry = entry or self._innermost(_generator())
-            # Interrupted, perhaps before anything was done. Leave all the same.
-            if (
-                not isinstance(trouble, LockError)
-                and entry.is_open
-                and entry.hold.count >= entry.count
-            ):
+            if (hold := last_acquired(self, in_block=True)) is not None:
+                count = hold.count
+                hold.exit(error)
+        except LockError:
+            raise
+        except BaseException:
+            # An interrupted block must not leave the key acquired.
+            hold = hold or last_acquired(self)
+            if hold is not None and count in {None, hold.count}:
                 with suppress(Exception):
-                    entry.hold.release(failed=True)
-            entry.forget()
+                    hold.release(failed=True)
             raise
 
     def __call__(self, function: F) -> F:
@@ -149,11 +129,11 @@ class Lock(LockPolicy):
     # coroutine waits.
 
     async def aacquire(self) -> Hold:
-        return await self._aacquire(wait=True, keep=True)
+        return await self._aacquire(wait=True)
 
     async def atry_acquire(self) -> Hold | None:
         try:
-            return await self._aacquire(wait=False, keep=True)
+            return await self._aacquire(wait=False)
         except LockTimeout:
             return None
 
@@ -171,17 +151,13 @@ class Lock(LockPolicy):
         )
 
     async def __aenter__(self) -> Hold:
-        hold = await self._aacquire(wait=True)
-        entered = _entered.setdefault(current_caller(), [])
-        entered.append(_Entry(self, hold, hold.count, entered, _generator()))
-        return hold
+        return await self.aacquire()
 
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        entry = self._innermost(_generator())
-        entry.forget()
-        await entry.hold.aleave(error)
+        if (hold := last_acquired(self, in_block=True)) is not None:
+            await hold.aleave(error)
 
     # Internal methods.
 
@@ -200,7 +176,7 @@ class Lock(LockPolicy):
             )
 
     def _last(self) -> Hold:
-        hold: Hold | None = last_acquired(self, take=True)
+        hold: Hold | None = last_acquired(self)
         if hold is None:
             raise RuntimeError(
                 f"{self.key!r} was not acquired by this"
@@ -210,11 +186,10 @@ class Lock(LockPolicy):
             )
         return hold
 
-    def _acquire(self, caller: Caller, *, wait: bool, keep: bool = False) -> Hold:
-        """Acquire the key. With ``keep``, the hold is kept alive until it ends."""
+    def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
         refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
         wakeup = ThreadWakeup()
-        acquisition = self._acquisition(caller, wakeup, wait=wait, keep=keep)
+        acquisition = self._acquisition(caller, wakeup, wait=wait)
 
         def rest(seconds: float | None) -> None:
             with waiting_for_a_lock():
@@ -223,9 +198,9 @@ class Lock(LockPolicy):
         # One line, so that no interrupt can come between the grant and the return.
         return drive(acquisition, rest)  # type: ignore[no-any-return]
 
-    async def _aacquire(self, *, wait: bool, keep: bool = False) -> Hold:
+    async def _aacquire(self, *, wait: bool) -> Hold:
         wakeup, caller = TaskWakeup(), current_caller()
-        begin = partial(self._acquisition, caller, wakeup, wait=wait, keep=keep)
+        begin = partial(self._acquisition, caller, wakeup, wait=wait)
         if backends[self.using].has_fixed_prefix:
             acquisition = begin()
         else:
@@ -239,78 +214,10 @@ class Lock(LockPolicy):
             acquiring.discard(caller)
         return hold
 
-    def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
-    ) -> Any:
-        return Acquisition(self, caller, wakeup, wait=wait, keep=keep)
-
-    def _innermost(self, generator: int | None) -> _Entry:
-        """Return the block that ends now.
-
-        This is the one in its generator, or else the caller's last one.
-        """
-        mine = [
-            entry
-            for entry in reversed(_entered.get(current_caller(), []))
-            if entry.lock is self
-        ]
-        for entry in mine:
-            if entry.generator == generator:
-                return entry
-        # Another caller may close an unfinished generator. asyncio has a task for that.
-        blocks: dict[Any, list[_Entry]] = _entered.data  # type: ignore[attr-defined]
-        others = [
-            entry
-            for entered in list(blocks.values())
-            for entry in list(entered)
-            if entry.lock is self
-        ]
-        for entry in others if generator is not None else ():
-            if entry.generator == generator:
-                return entry
-        if mine or len(others) == 1:
-            return (mine or others)[0]
-        raise RuntimeError(
-            f"The 'with' block of {self.key!r} must end in the thread or task in which"
-            " it began."
-        )
+    def _acquisition(self, caller: Caller, wakeup: Wakeup, *, wait: bool) -> Any:
+        return Acquisition(self, caller, wakeup, wait=wait, keep=True)
 
 
 # The function that puts a function under a lock. The module of the decorators adds it,
 # because it imports this module.
 decorate_with: list[Callable[[Lock, Any], Any]] = []
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One block that a caller is in.
-
-    ``count`` is the hold's count inside the block. ``generator`` identifies the
-    generator around it.
-    """
-
-    lock: Lock
-    hold: Hold
-    count: int
-    entered: list[_Entry]
-    generator: int | None
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the end of the block has not been seen yet."""
-        return self in self.entered
-
-    def forget(self) -> None:
-        if self.is_open:
-            self.entered.remove(self)
-
-
-def _generator() -> int | None:
-    """Return the identity of the generator around a block, or None."""
-    # The frame stays the same, whichever caller resumes or closes the generator.
-    frame = sys._getframe(2)
-    return id(frame) if frame.f_code.co_flags & GENERATORS else None
-
-
-# The blocks that each caller is in, innermost last.
-_entered: weakref.WeakKeyDictionary[Caller, list[_Entry]] = weakref.WeakKeyDictionary()

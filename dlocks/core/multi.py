@@ -84,9 +84,9 @@ class MultiLock(Lock):
         return all(lock.held() for lock in self.locks)
 
     def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool
     ) -> MultiAcquisition:
-        return MultiAcquisition(self, caller, wakeup, wait=wait, keep=keep)
+        return MultiAcquisition(self, caller, wakeup, wait=wait)
 
 
 class MultiAcquisition:
@@ -102,10 +102,8 @@ class MultiAcquisition:
         wakeup: Wakeup,
         *,
         wait: bool,
-        keep: bool = False,
     ) -> None:
         self.lock = lock
-        self._keep = keep
         self.wakeup = wakeup
         self.began = clock.now()
         self._on_lost = None if lock.on_lost is None else LossOfMember(lock.on_lost)
@@ -153,8 +151,7 @@ class MultiAcquisition:
         self.hold = MultiHold(self.lock, holds)
         if self._on_lost is not None:
             self._on_lost.hold = weakref.ref(self.hold)
-        if self._keep:
-            note_acquired(self.lock, self.hold)
+        note_acquired(self.lock, self.hold)
 
     def cancel(self) -> None:
         """Cancel the claims, and leave no key acquired or queued."""

@@ -11,7 +11,13 @@ import warnings
 from contextlib import suppress
 from functools import partial
 
-from dlocks.core.callers import forget_acquired, has_ended, holds_by_caller
+from dlocks.core.callers import (
+    forget_acquired,
+    forget_entry,
+    has_ended,
+    holds_by_caller,
+    note_acquired,
+)
 from dlocks.core.hold_state import ensure_sync
 from dlocks.core.lease import Lease
 from dlocks.exceptions import LockBackendError, LockError
@@ -50,13 +56,16 @@ class Release(Lease):
                 count = self._count - 1
                 self._count = count
                 self._failed = self._failed or failed
+            if count:
+                forget_entry(self)
             self._leave(count)
         except LockError:
             raise
         except BaseException:
             # An interrupted release must not leave the key acquired.
             if count == 0:
-                self._end()
+                if not self._end():
+                    self._forget()
                 with suppress(LockError):
                     self.release_again()
             raise
@@ -138,10 +147,14 @@ class Release(Lease):
             if self._ended:
                 return False
             self._ended = True
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """Remove an ended hold from where holds are kept."""
         keeper.drop(self)
         self._forget_entries()
         forget_acquired(self)
-        return True
 
     def end_with_others(self, *, failed: bool) -> bool:
         """End the hold, except for the request to the backend.
@@ -226,6 +239,7 @@ class Release(Lease):
             # A rollback drops the on_commit() callbacks, perhaps with the last
             # reference to this hold.
             keeper.await_end(self)
+            forget_acquired(self)
         return bool(marks)
 
     @property
@@ -331,6 +345,7 @@ class Release(Lease):
         except BaseException:
             self._ended = False
             holds_by_caller.update(dict.fromkeys(self.entered_as, self))
+            note_acquired(self.lock, self)
             keeper.keep(self)
             raise
         if not stands:

@@ -67,7 +67,11 @@ class WaitGraph:
                 if owner in reached.get(other, ())
             ]
             cycle.sort(key=lambda claim: claim.position)
-            if cycle and cycle[-1].owner == owner:
+            if not cycle or cycle[-1].owner != owner:
+                continue
+            # A process that ended before the cycle was complete still seems to wait.
+            since = min(claim.waited for claim in cycle)
+            if all(claim.silent < since for claim in cycle):
                 victims[owner] = cycle
         return victims
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -80,3 +81,20 @@ class Waiter:
         if must_wake:
             self.woken = clock.now()
         return must_wake
+
+
+def foremost(queued: Iterable[Waiter]) -> Iterator[Waiter]:
+    """Yield the waiters that may be granted next.
+
+    These are the first waiter of each key that takes part in every grant, and those in
+    front of it: shared claims, and claims that take nothing over.
+    """
+    by_key: defaultdict[str, list[Waiter]] = defaultdict(list)
+    for waiter in queued:
+        if not waiter.woken:
+            by_key[waiter.claim.key].append(waiter)
+    for waiters in by_key.values():
+        for waiter in sorted(waiters, key=lambda one: one.position or 0):
+            yield waiter
+            if waiter.claim.takeover and not waiter.claim.shared:
+                break

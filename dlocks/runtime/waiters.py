@@ -9,8 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from dlocks.backends.base import HANDOVER_LEASE, Backend
@@ -26,7 +24,7 @@ from dlocks.runtime.delays import (
 )
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import in_child
-from dlocks.runtime.waiter import Waiter
+from dlocks.runtime.waiter import Waiter, foremost
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
 from dlocks.values import Grant, Ticket
 
@@ -58,8 +56,10 @@ class Waiters:
         # The waiters by the owner of their claim.
         self._waiters: dict[str, Waiter] = {}
         self._thread: threading.Thread | None = None
-        # Set once the backend has been asked for a notifier.
-        self._ready = threading.Event()
+        # Whether the backend has been asked for a notifier, and a lock that is held
+        # until then. An Event would stay locked after a signal in the middle.
+        self._is_ready = False
+        self._ready = threading.Lock()
         self._schedule = PollSchedule()
         # When to poll for grants that are not notified.
         self._poll_at = clock.FOREVER
@@ -75,12 +75,17 @@ class Waiters:
         with self._mutex:
             self._waiters[waiter.claim.owner] = waiter
             if self._thread is None or not self._thread.is_alive():
-                self._ready = threading.Event()
+                self._is_ready, self._ready = False, threading.Lock()
+                self._ready.acquire()
                 self._thread = threading.Thread(
                     target=self._serve, name="dlocks-waiting", daemon=True
                 )
                 self._thread.start()
-        self._ready.wait(max(0.0, min(1.0, waiter.until - clock.now())))
+            ready = self._ready
+        if not self._is_ready and ready.acquire(
+            timeout=max(0.0, min(1.0, waiter.until - clock.now()))
+        ):
+            ready.release()
 
     def mark_queued(self, waiter: Waiter) -> None:
         """Poll for a waiter's claim in time, now that it is queued."""
@@ -168,7 +173,9 @@ class Waiters:
         self._notify_through(notifier)
         if notifier is not None:
             notifier.on_grant = self._on_grant
-        self._ready.set()
+        if not self._is_ready:
+            self._is_ready = True
+            self._ready.release()
         return notifier
 
     def _on_grant(self, owner: str, grant: Grant, sent: float) -> None:
@@ -239,7 +246,7 @@ class Waiters:
                 waiter.poll_at = sent + HEARTBEAT_EVERY * 0.9
             polled = {waiter.claim.owner: waiter for waiter in due}
             if notified or self._poll_at <= sent:
-                polled |= {one.claim.owner: one for one in _foremost(queued)}
+                polled |= {one.claim.owner: one for one in foremost(queued)}
         if due:
             self._cancel_abandoned()
         ahead = self._apply(polled, sent, heartbeat=bool(due), notified=notified)
@@ -334,23 +341,6 @@ class Waiters:
         for waiter in waiters:
             waiter.error = error
             waiter.wake()
-
-
-def _foremost(queued: Iterable[Waiter]) -> Iterator[Waiter]:
-    """Yield the waiters that may be granted next.
-
-    These are the first waiter of each key that takes part in every grant, and those in
-    front of it: shared claims, and claims that take nothing over.
-    """
-    by_key: defaultdict[str, list[Waiter]] = defaultdict(list)
-    for waiter in queued:
-        if not waiter.woken:
-            by_key[waiter.claim.key].append(waiter)
-    for waiters in by_key.values():
-        for waiter in sorted(waiters, key=lambda one: one.position or 0):
-            yield waiter
-            if waiter.claim.takeover and not waiter.claim.shared:
-                break
 
 
 def _age_of_grant(

@@ -11,6 +11,7 @@ from dlocks.backends.database.fragments import ENDED_SHARE, IN_QUEUE, MICROSECON
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.notify.notifications import Notifications
 from dlocks.backends.database.rows import Granted, LockedRow
+from dlocks.backends.database.steps import StepError
 from dlocks.exceptions import LockStale
 from dlocks.runtime import clock
 from dlocks.sql.dialect import KEY
@@ -174,5 +175,5 @@ class Sharing(ClaimRows, Notifications, Holders):
                 )
 
 
-class _StaleError(Exception):
+class _StaleError(StepError):
     """A stale key whose claim must not take it over."""

@@ -76,4 +76,8 @@ def _with_limit(
         # __exit__() would leave the setting changed.
         yield
     finally:
-        raw.execute(as_usual)
+        try:  # noqa: SIM105 (a signal within suppress() would leave the setting changed)
+            raw.execute(as_usual)
+        except unless:
+            # After an interrupt the connection may be closed already.
+            pass

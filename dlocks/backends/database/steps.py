@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from django.db import transaction
@@ -76,7 +77,7 @@ class Steps(TransactionLocks):
             except _LockedError:
                 lock_tries += 2
                 time.sleep(random.uniform(0, 0.0005 * lock_tries**2))  # noqa: S311 (jitter)
-            except TableLockedError:
+            except (TableLockedError, StepError):
                 raise
             except (Error, LockBackendError) as trouble:
                 error = (
@@ -89,7 +90,7 @@ class Steps(TransactionLocks):
                 if is_in_progress(connection.connection) and (
                     interrupt := self._find_interrupt(error, handled)
                 ):
-                    self.dialect.abort_statement(connection)
+                    self._end_interrupted(connection)
                     raise interrupt from None
                 if isinstance(error, DatabaseError):
                     if self.dialect.is_locked(error):
@@ -121,6 +122,28 @@ class Steps(TransactionLocks):
                         reconnected = True
                         continue
                 raise self._failure(error) from error
+            except BaseException:
+                if ours:
+                    self._end_interrupted(connection)
+                raise
+
+    def _end_interrupted(self, connection: Any) -> None:
+        """Roll back a step that was interrupted, perhaps at its BEGIN or COMMIT.
+
+        Django does not know then whether a transaction is open. On SQLite, it would
+        keep all other callers from writing.
+        """
+        connection.in_atomic_block = connection.needs_rollback = False
+        connection.savepoint_ids, connection.atomic_blocks = [], []
+        connection.run_on_commit = []
+        connection.closed_in_transaction = False
+        self.dialect.abort_statement(connection)
+        if connection.connection is not None:
+            # Django does not close a database in memory.
+            with suppress(connection.Database.Error):
+                connection.connection.rollback()
+            connection.autocommit = True
+        connection.close()
 
     def _find_interrupt(
         self, error: BaseException | None, handled: BaseException | None
@@ -215,6 +238,10 @@ class Steps(TransactionLocks):
             f"{before} INTO {table} (key_resource, status, owner, holder, owner_ip,"
             f" begin_time, end_time, hold_count, version) VALUES ({values}) {after}"
         )
+
+
+class StepError(Exception):
+    """An exception by which a step ends itself. Its transaction is rolled back."""
 
 
 class _LockedError(Exception):
