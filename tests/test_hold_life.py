@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -238,3 +239,26 @@ def test_a_resource_warning_names_the_line(tmp_path):
 def test_a_forgotten_hold_does_not_keep_a_connection_open(doomed):
     """So DROP DATABASE succeeds after tests that have forgotten a hold."""
     assert doomed().call(jobs.forget_a_hold, "stock:7") == "held, and not connected"
+
+
+def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
+    """The test database is deleted afterwards, and the run succeeds."""
+    run = subprocess.run(
+        [sys.executable, "-m", "django", "test", "tests.forgetful", "--noinput"],
+        env={
+            **os.environ,
+            "PYTHONPATH": ".",
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "DLOCKS_TEST_DIRECTORY": str(tmp_path),
+            "DLOCKS_TEST_NAME": f"forgetful_{secrets.token_hex(4)}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Destroying test database" in run.stderr
+    assert "Ran 1 test" in run.stderr
+    # The lock is released when the process ends, and its database is gone.
+    assert "Traceback" not in run.stderr
