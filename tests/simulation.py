@@ -463,7 +463,8 @@ class Simulation:
         rooms = dict(zip(self.backends, self.rooms, strict=True))
         with keeper._mutex:
             # An earlier test may have left the thread of the real keeper asleep.
-            thread, keeper._thread = keeper._thread, None
+            thread = keeper._thread.thread
+            keeper._thread.end()
             keeper._changed.notify()
         if thread is not None and thread.is_alive():
             thread.join()

@@ -17,12 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dlocks"
 LIMIT_OF_LINES = 400
 # Formatted at 88 columns. The goal is 540,000 bytes.
-LIMIT_OF_BYTES = 1_108_900
+LIMIT_OF_BYTES = 1_109_400
 
 # Modules may import from their own layer and from those below. The longest prefix of a
 # module's name decides.
 LAYERS = {
-    0: ["audit", "exceptions", "keys", "runtime.clock", "text", "values", "version"],
+    0: ["audit", "exceptions", "keys", "runtime.clock", "runtime.threads", "text",
+        "values", "version"],
     1: [
         # The interface is below its implementations.
         "backends.base", "backends.notifiers",

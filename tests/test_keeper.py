@@ -610,7 +610,7 @@ def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):
     mine.catch_up()
     asks = mine.run(threading.current_thread)
     assert asks is mine.run(threading.current_thread)
-    assert named("dlocks-keeper") - before[0] == {mine._thread}
+    assert named("dlocks-keeper") - before[0] == {mine._thread.thread}
     assert named("dlocks-worker") - before[1] == {asks}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread
+from dlocks.runtime.threads import Flag
 
 DONE: Any = object()
 
@@ -90,24 +90,21 @@ async def adrive(
 
 
 class ThreadWakeup:
-    """Wakes a waiting thread. Its queue is created when it is first needed."""
+    """Wakes a waiting thread. Its flag is created when it is first needed."""
 
-    # A queue is written in C. An Event that a signal has interrupted may stay locked.
-    _queue: SimpleQueue[None] | None = None
+    _flag: Flag | None = None
 
     def arm(self) -> None:
         """Prepare for ``wake()``, before another thread learns of this one."""
-        if self._queue is None:
-            self._queue = SimpleQueue()
+        self._flag = self._flag or Flag()
 
     def wake(self) -> None:
-        if self._queue is not None:
-            self._queue.put(None)
+        if self._flag is not None:
+            self._flag.set()
 
     def rest(self, seconds: float | None) -> None:
-        if self._queue is None:
-            self._queue = SimpleQueue()
-        clock.rest(self._queue, seconds)
+        self._flag = self._flag or Flag()
+        clock.rest(self._flag, seconds)
 
 
 class TaskWakeup:

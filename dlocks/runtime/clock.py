@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
+
+from dlocks.runtime.threads import Flag
 
 # The monotonic clock of the machine, which no test stops. The names in this module are
 # partial objects because freezegun replaces time.monotonic() and its like wherever they
@@ -48,18 +49,16 @@ def is_frozen() -> bool:
     return _sleep is not None
 
 
-def rest(wakeup: SimpleQueue[None], seconds: float | None) -> None:
-    """Sleep for ``seconds`` on this clock, or until something is put into ``wakeup``.
+def rest(wakeup: Flag, seconds: float | None) -> None:
+    """Sleep for ``seconds`` on this clock, or until ``wakeup`` is set.
 
-    None is no limit. ``wakeup`` is empty at the end.
+    None is no limit. ``wakeup`` is cleared at the end.
     """
-    with suppress(Empty):
-        if _sleep is None or seconds is None:
-            wakeup.get(timeout=None if seconds is None else max(0.0, seconds))
-        elif wakeup.empty():
-            _sleep(seconds)
-        while True:
-            wakeup.get_nowait()
+    if _sleep is None or seconds is None:
+        wakeup.wait(seconds)
+    elif not wakeup.is_set():
+        _sleep(seconds)
+    wakeup.clear()
 
 
 async def arest(wakeup: asyncio.Event, seconds: float | None) -> None:

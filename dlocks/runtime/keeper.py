@@ -22,6 +22,7 @@ from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WorkerJobs
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import at_child_exit, in_child
+from dlocks.runtime.threads import BackgroundThread
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Keeper(WorkerJobs):
         self._jobs: deque[Callable[[], None]] = deque()
         self._deferred = {}
         self._workers = {}
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("dlocks-keeper", self._loop)
         # The thread that has begun to work and has not ended.
         self._working_thread: threading.Thread | None = None
         self._wakes_at = FOREVER
@@ -88,8 +89,7 @@ class Keeper(WorkerJobs):
     @property
     def is_current(self) -> bool:
         """Return whether the current thread belongs to the keeper."""
-        this = threading.current_thread()
-        return this is self._thread or any(
+        return self._thread.is_current or any(
             worker.is_current for worker in list(self._workers.values())
         )
 
@@ -104,7 +104,7 @@ class Keeper(WorkerJobs):
             self._kept.add(weakref.ref(hold, self._kept.discard))
             self._has_kept = True
             # A hold is due long after it was added, so this is rarely necessary.
-            thread = self._thread
+            thread = self._thread.thread
             if (
                 thread is None
                 or self._working_thread is not thread
@@ -194,11 +194,7 @@ class Keeper(WorkerJobs):
         worker = self._worker(backend)
         with self._mutex:
             self._deferred[function] = due, worker
-            if (
-                self._thread is None
-                or not self._thread.is_alive()
-                or due < self._wakes_at
-            ):
+            if not self._thread.is_running or due < self._wakes_at:
                 self._wake()
 
     def catch_up(self) -> None:
@@ -252,16 +248,10 @@ class Keeper(WorkerJobs):
     # The keeper's thread.
 
     def _wake(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            if self._thread is None:
-                # Once in each process, before it holds a lock.
-                at_child_exit(self._exit_child)
-            # Recorded before its start. An interrupt in between must not leave a second
-            # thread running beside the next one.
-            self._thread = threading.Thread(
-                target=self._loop, name="dlocks-keeper", daemon=True
-            )
-            self._thread.start()
+        if self._thread.thread is None:
+            # Once in each process, before it holds a lock.
+            at_child_exit(self._exit_child)
+        self._thread.start()
         self._changed.notify()
 
     def _loop(self) -> None:
@@ -275,7 +265,7 @@ class Keeper(WorkerJobs):
     def _check_deadlines(self, this: threading.Thread) -> None:
         while True:
             with self._mutex:
-                if self._thread is not this:
+                if not self._thread.is_current:
                     # The start of this thread was interrupted, and another one has
                     # started since.
                     self._changed.notify()

@@ -24,6 +24,7 @@ from dlocks.runtime.delays import (
 )
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import in_child
+from dlocks.runtime.threads import BackgroundThread
 from dlocks.runtime.waiter import Waiter, foremost
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
 from dlocks.values import Grant, Ticket
@@ -55,7 +56,7 @@ class Waiters:
         self._changed = threading.Condition(self._mutex)
         # The waiters by the owner of their claim.
         self._waiters: dict[str, Waiter] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("dlocks-waiting", self._serve)
         # Whether the backend has been asked for a notifier, and a lock that is held
         # until then. An Event would stay locked after a signal in the middle.
         self._is_ready = False
@@ -74,12 +75,9 @@ class Waiters:
         """Add a waiter, and return once it can be notified of a grant."""
         with self._mutex:
             self._waiters[waiter.claim.owner] = waiter
-            if self._thread is None or not self._thread.is_alive():
+            if not self._thread.is_running:
                 self._is_ready, self._ready = False, threading.Lock()
                 self._ready.acquire()
-                self._thread = threading.Thread(
-                    target=self._serve, name="dlocks-waiting", daemon=True
-                )
                 self._thread.start()
             ready = self._ready
         if not self._is_ready and ready.acquire(
@@ -112,14 +110,13 @@ class Waiters:
     # The thread.
 
     def _serve(self) -> None:
-        this = threading.current_thread()
         notifier: Notifier | None = None
         try:
             leave_pools()
             notifier = self._connect()
             can_notify = notifier is not None
             failing_since: float | None = None
-            while self._is_needed(this):
+            while self._is_needed():
                 try:
                     notified = self._rest(notifier)
                     self._poll(notified=notified)
@@ -144,23 +141,24 @@ class Waiters:
         except BaseException as error:
             logger.exception("The thread that serves waiting callers failed")
             self._fail(
-                LockBackendError(f"Waiting callers could not be served: {error}"), this
+                LockBackendError(f"Waiting callers could not be served: {error}"),
+                ends=True,
             )
         finally:
             self._disconnect(notifier, broken=False)
             with self._mutex:
-                if self._thread is this:
-                    self._thread = None
+                if self._thread.is_current:
+                    self._thread.end()
 
-    def _is_needed(self, this: threading.Thread) -> bool:
+    def _is_needed(self) -> bool:
         """Return whether this thread has waiters, or had some a moment ago."""
         with self._mutex:
-            if self._thread is not this:
+            if not self._thread.is_current:
                 # Its start was interrupted, and another thread has started since.
                 return False
             if self._waiters or clock.now() < self._removed_at + IDLE_CLOSE_AFTER:
                 return True
-            self._thread = None
+            self._thread.end()
             return False
 
     def _connect(self) -> Notifier | None:
@@ -329,13 +327,11 @@ class Waiters:
             self.remove(waiter)
             self.backend.release(waiter.claim, failed=True)
 
-    def _fail(
-        self, error: LockBackendError, thread: threading.Thread | None = None
-    ) -> None:
+    def _fail(self, error: LockBackendError, *, ends: bool = False) -> None:
         with self._mutex:
-            if self._thread is thread:
+            if ends and self._thread.is_current:
                 # The next waiter needs a new thread.
-                self._thread = None
+                self._thread.end()
             waiters = list(self._waiters.values())
             self._waiters.clear()
         for waiter in waiters:

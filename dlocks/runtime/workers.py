@@ -16,6 +16,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -43,7 +44,7 @@ class ServerWorker:
         # middle leaves nothing locked.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("dlocks-worker", self._loop)
         self._idle_at = FOREVER
         self.jobs: deque[Callable[[], None]] = deque()
         # Renewals, which do not queue behind the jobs, and whether the last job was
@@ -58,7 +59,7 @@ class ServerWorker:
 
     @property
     def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
+        return self._thread.is_current
 
     def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
         """Queue a job. Renewals and other jobs take turns."""
@@ -122,22 +123,15 @@ class ServerWorker:
             self._changed.notify()
 
     def _wake(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            # Recorded before its start. An interrupt in between must not leave a second
-            # thread running beside the next one.
-            self._thread = threading.Thread(
-                target=self._loop, name="dlocks-worker", daemon=True
-            )
-            self._thread.start()
+        self._thread.start()
         self._changed.notify()
 
     def _loop(self) -> None:
-        this = threading.current_thread()
         leave_pools()
         self._idle_at = clock.now() + IDLE_CLOSE_AFTER
         while True:
             with self._mutex:
-                if self._thread is not this:
+                if not self._thread.is_current:
                     # Its start was interrupted, and another thread has started since.
                     self._changed.notify()
                     break
@@ -152,7 +146,7 @@ class ServerWorker:
                     and clock.now() >= self._idle_at
                     and not self._is_needed(self)
                 ):
-                    self._thread = None
+                    self._thread.end()
                     break
             if job is None and clock.now() >= self._idle_at:
                 # The database may be dropped while a hold is not released.
@@ -170,7 +164,7 @@ class ServerWorker:
             job = None
         connections.close_all()
         with self._mutex:
-            if self._thread is None:
+            if not self._thread.is_running:
                 self.connected = []
 
     def _next(self) -> Callable[[], None] | None:

@@ -24,6 +24,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.greenlets import threads_are_green
 from dlocks.runtime.pools import unpooled
 from dlocks.runtime.process import in_child
+from dlocks.runtime.threads import BackgroundThread, Flag
 from dlocks.sql.direct import connect
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ class Watchdog:
         self._watched: dict[int, Watched] = {}
         # Threads whose statements are not watched.
         self._patient: set[int] = set()
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("dlocks-watchdog", self._run)
         self._starting = threading.Lock()
-        self._wakeup = threading.Event()
+        self._wakeup = Flag()
         self._pause = threading.Event()
         # Held while this statement is cancelled.
         self._cancelling = threading.Lock()
@@ -145,11 +146,7 @@ class Watchdog:
 
     def _wake(self) -> None:
         with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._run, name="dlocks-watchdog", daemon=True
-                )
-                self._thread.start()
+            self._thread.start()
         self._wakeup.set()
         self._is_idle = False
 

@@ -6,7 +6,7 @@ import hashlib
 import selectors
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from dlocks.backends.notifiers import RecentKeys
 from dlocks.backends.session.connect import engine_session_class
 from dlocks.backends.session.engine_sessions import EngineSession
 from dlocks.backends.session.sessions import Entry, Session
+from dlocks.runtime.threads import BackgroundThread
 from dlocks.values import Claim
 
 # Seconds for which no session is opened for waiters after a failure.
@@ -27,6 +28,8 @@ class ClaimTables(Statements, Backend):
 
     All parts of the backend share them. Each part declares what a later one defines.
     """
+
+    _maintain: Callable[[], None]
 
     def _reset(self) -> None:
         # Guards all of these attributes and the claims of each session. It is never
@@ -51,7 +54,7 @@ class ClaimTables(Statements, Backend):
         self._opening = threading.Lock()
         self._reserved = 0
         self._selector: selectors.BaseSelector | None = None
-        self._maintainer: threading.Thread | None = None
+        self._maintainer = BackgroundThread("dlocks-sessions", self._maintain)
         self._maintains_at = 0.0
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
 from dlocks.backends.session.open_sessions import OpenSessions
@@ -24,11 +23,7 @@ class Maintenance(OpenSessions):
         It releases entries at their end, and closes idle sessions. The caller holds the
         mutex.
         """
-        if self._maintainer is None or not self._maintainer.is_alive():
-            self._maintainer = threading.Thread(
-                target=self._maintain, name="dlocks-sessions", daemon=True
-            )
-            self._maintainer.start()
+        self._maintainer.start()
         if entry is not None and entry.ends_at < self._maintains_at:
             self._changed.notify()
 
@@ -37,7 +32,7 @@ class Maintenance(OpenSessions):
             with self._mutex:
                 now = clock.now()
                 if not self._sessions():
-                    self._maintainer = None
+                    self._maintainer.end()
                     return
                 held = [entry for entry in self._entries.values() if not entry.waiting]
                 due = [(entry.ends_at + self.grace, entry) for entry in held]

@@ -6,6 +6,7 @@ import math
 import queue
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dlocks.backends.base import Backend
@@ -14,6 +15,7 @@ from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.backends.zookeeper.queue import QueueNode, node_of
 from dlocks.runtime import clock
+from dlocks.runtime.threads import BackgroundThread
 from dlocks.values import Claim
 
 # Seconds for which the keeper and the waiters wait for a reply before they check for
@@ -65,6 +67,7 @@ class ClaimTables(Backend):
 
     root: str
     ensemble: Ensemble
+    _maintain: Callable[[], None]
 
     def _reset(self) -> None:
         # Guards these attributes. It is never held during a request. Code enters this
@@ -82,7 +85,7 @@ class ClaimTables(Backend):
         self._base: int | None = None
         # Keys that another claim held at the last attempt.
         self.contended: RecentKeys = RecentKeys()
-        self._maintainer: threading.Thread | None = None
+        self._maintainer = BackgroundThread("dlocks-zookeeper", self._maintain)
         self._maintains_at = 0.0
         self._used_at = 0.0
         self._exiting = False

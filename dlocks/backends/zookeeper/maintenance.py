@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import threading
 import time
 import weakref
 
@@ -131,12 +130,7 @@ class Maintenance(Nodes):
         self._used_at = clock.now()
         if self._exiting:
             return
-        if self._maintainer is None or not self._maintainer.is_alive():
-            self._maintainer = threading.Thread(
-                target=self._maintain, name="dlocks-zookeeper", daemon=True
-            )
-            self._maintainer.start()
-        elif entry.ends_at < self._maintains_at:
+        if not self._maintainer.start() and entry.ends_at < self._maintains_at:
             self._changed.notify()
 
     def _maintain(self) -> None:
@@ -149,7 +143,7 @@ class Maintenance(Nodes):
                     and not self._orphans
                     and now >= self._used_at + IDLE_CLOSE_AFTER
                 ):
-                    self._maintainer = None
+                    self._maintainer.end()
                     # A later claim opens a session of its own.
                     client = self.ensemble.detach()
                     # The ensemble may be replaced while there is no session.

@@ -1,0 +1,73 @@
+"""Background threads, and how they are woken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+
+class BackgroundThread:
+    """A daemon thread that is started when it is needed, and may end and start again.
+
+    Its owner calls these methods with a mutex held.
+    """
+
+    def __init__(self, name: str, target: Callable[[], None]) -> None:
+        self._name = name
+        self._target = target
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        return self.thread is threading.current_thread()
+
+    @property
+    def is_running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self) -> bool:
+        """Start the thread unless it runs, and return whether it was started."""
+        if self.is_running:
+            return False
+        # Recorded before its start. An interrupt in between must not leave a second
+        # thread running beside the next one. The first thread ends, since it is not
+        # the current one any more.
+        self.thread = threading.Thread(
+            target=self._target, name=self._name, daemon=True
+        )
+        self.thread.start()
+        return True
+
+    def end(self) -> None:
+        """Let ``start()`` start another thread, because this one is about to end."""
+        self.thread = None
+
+
+class Flag:
+    """A flag for which one thread waits. Waiting also clears it.
+
+    It is written in C. A ``threading.Event`` stays locked if a signal handler raises in
+    the middle of one of its methods, and then blocks all threads that use it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        self._queue.put(None)
+
+    def is_set(self) -> bool:
+        return not self._queue.empty()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the flag is set, at most ``seconds``."""
+        with suppress(Empty):
+            self._queue.get(timeout=None if seconds is None else max(0.0, seconds))
+        self.clear()
+
+    def clear(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
