@@ -342,14 +342,20 @@ def test_the_check_finds_other_engines_and_isolation_levels():
 def test_a_claims_table_that_is_not_innodb_is_an_error():
     with connection.cursor() as cursor:
         try:
-            cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = MEMORY")
+            # This engine has no TEXT.
+            cursor.execute(
+                "ALTER TABLE dlocks_lockclaim DROP COLUMN holding, ENGINE = MEMORY"
+            )
             (found,) = check_tables(databases=["default"])
             assert (found.id, found.hint) == (
                 "dlocks.E005",
                 "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;",
             )
         finally:
-            cursor.execute("ALTER TABLE dlocks_lockclaim ENGINE = InnoDB")
+            cursor.execute(
+                "ALTER TABLE dlocks_lockclaim ADD COLUMN holding longtext NOT NULL,"
+                " ENGINE = InnoDB"
+            )
 
 
 @pytest.mark.engine("mariadb", "mysql")

@@ -167,6 +167,7 @@ class TestListLocks:
             "state": "waiting",
             "mode": "exclusive",
             "permits": None,
+            "holds": [],
         }
         assert (dead["place"], dead["state"], dead["mode"], dead["permits"]) == (
             None,
