@@ -263,8 +263,8 @@ def million_rows(transactional_db):
                 "INSERT INTO dlocks_lockclaim (key_resource, owner, holder, begin_time,"
                 " end_time, hold_count, shared, permits, scope, takeover, counted,"
                 " handover_ttl, channel, holding) SELECT 'number:' || n, md5(n::text),"
-                " '', clock_timestamp(), clock_timestamp(), 0, false, 1, 'P', true, true,"
-                " 0, '', '' FROM generate_series(1, 10000) n"
+                " '', clock_timestamp(), clock_timestamp(), 0, false, 1, 'P', true,"
+                " true, 0, '', '' FROM generate_series(1, 10000) n"
             )
             cursor.execute("ANALYZE dlocks_resourcelock, dlocks_lockclaim")
         elif connection.vendor == "mysql":
