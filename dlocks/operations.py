@@ -369,9 +369,6 @@ def describe(lock: LockRow, *, on_page: bool = False) -> str:
         )
         who = text % {"who": who, "age": duration(lock.seconds_held)}
     if is_waiter:
-        if lock.held_keys:
-            keys = (repr(printable(key)) for key in lock.held_keys)
-            who += _(", holds %(keys)s") % {"keys": ", ".join(keys)}
         return who if lock.seconds_left > 0 else f"{who}, {last_seen_of(lock)}"
     return f"{who}, {time_left(lock)}"
 

@@ -127,7 +127,7 @@ class Command(LockCommand):
             for row, (lock, claims) in zip(rows, behind, strict=True):
                 self._write_row(row, widths)
                 self._write_waits(waits.get(lock.pk, ()), backend.prefix)
-                self._write_claims(claims)
+                self._write_claims(claims, backend.prefix)
         if not widths:
             self.stdout.write("No locks.")
 
@@ -138,11 +138,11 @@ class Command(LockCommand):
         for claim in waits:
             key = printable(claim.key.removeprefix(prefix))
             self.stdout.write(
-                f"    {printable(claim.holder)}, a holder, has waited for {key!r} for"
+                f"    its holder {printable(claim.holder)} has waited for {key!r} for"
                 f" {duration(claim.waited)}"
             )
 
-    def _write_claims(self, claims: list[LockRow]) -> None:
+    def _write_claims(self, claims: list[LockRow], prefix: str) -> None:
         for share in claims:
             if share.version is not None:
                 self.stdout.write(
@@ -151,7 +151,9 @@ class Command(LockCommand):
                 )
         for position, claim in _queued(claims):
             number = "-" if position is None else position
-            self.stdout.write(f"    {number}. {describe(claim)}, {mode(claim)}")
+            held = [printable(key.removeprefix(prefix)) for key in claim.held_keys]
+            holds = f", holds {', '.join(map(repr, held))}" if held else ""
+            self.stdout.write(f"    {number}. {describe(claim)}, {mode(claim)}{holds}")
 
     def _cells(self, lock: LockRow, prefix: str) -> tuple[str, ...]:
         # The row of a shared key describes only its last exclusive holder.
@@ -192,7 +194,7 @@ class Command(LockCommand):
                         if share.version is not None
                     ]
                     fields["line"] = [
-                        _queue_fields(position, claim)
+                        _queue_fields(position, claim, backend.prefix)
                         for position, claim in _queued(claims)
                     ]
                     fields["holders_wait_for"] = [
@@ -270,11 +272,11 @@ def _share_fields(share: LockRow) -> dict[str, Any]:
     }
 
 
-def _queue_fields(position: int | None, claim: LockRow) -> dict[str, Any]:
+def _queue_fields(position: int | None, claim: LockRow, prefix: str) -> dict[str, Any]:
     return {
         "place": position,
         **_claim_fields(claim),
-        "holds": claim.held_keys,
+        "holds": [key.removeprefix(prefix) for key in claim.held_keys],
         "seconds_waited": round(claim.seconds_held, 3),
     }
 
