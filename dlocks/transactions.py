@@ -43,7 +43,7 @@ class TransactionMarker:
         # The keys that are locked here, for keeps().
         self.keys: set[Any] = set()
         # Holds that belong to the transaction and may have no other reference.
-        self.holds: set[Any] = set()
+        self.holds: list[Any] = []
         # The models that are written here, for of_write().
         self.models: set[Any] = set()
         # Django's name for a callback that fails after a commit.

@@ -271,6 +271,7 @@ def nothing_left_behind(has_failed):
     holds_by_caller.clear()
     callers._acquired.clear()
     callers._leases.clear()
+    callers._blocks.clear()
     assert not left or has_failed(), "a hold was left"
 
 

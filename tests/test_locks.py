@@ -586,6 +586,31 @@ def test_a_block_that_ends_in_another_thread_releases(in_other_thread, is_busy):
     assert not is_busy()
 
 
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_block_never_releases_another_caller_s_hold(in_block, threads):
+    """The block has released its own hold early, and another thread has the next one.
+
+    Both use the same lock object.
+    """
+    lock, held, over = db_lock("stock:7"), threading.Event(), threading.Event()
+
+    def work():
+        hold = lock.__enter__() if in_block else lock.acquire()
+        held.set()
+        over.wait(30)
+        still = hold.held
+        lock.__exit__(None, None, None) if in_block else hold.release()
+        return still
+
+    with lock as hold:
+        hold.release()
+        other = threads(work)
+        assert held.wait(30)
+    over.set()
+    other.join(30)
+    assert other.results == [True]
+
+
 def test_an_ambiguous_exit_in_another_thread_raises(
     in_other_thread,
 ):

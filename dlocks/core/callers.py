@@ -27,9 +27,6 @@ Caller = threading.Thread | asyncio.Task[Any]
 # Calls of ``acquire()`` between two clean-ups.
 CALLS_PER_CLEANUP = 1000
 
-# The number of holds that a caller may lose and not release before they are forgotten.
-ENTRIES = 100
-
 # Caller, backend, key, and whether the hold is shared.
 EntryKey = tuple[Caller, str, str, bool]
 
@@ -73,9 +70,10 @@ _counter = itertools.count(1)
 
 def _forked() -> None:
     global _mutex
-    # A thread of the parent may have held it. The holds remain, because the blocks of
-    # the child report that the parent holds the keys.
+    # A thread of the parent may have held it.
     _mutex = threading.RLock()
+    _acquired.clear()
+    _leases.clear()
 
 
 in_child(_forked)
@@ -89,14 +87,14 @@ def note_acquired(lock: Any, hold: Any) -> None:
     if next(_counter) % CALLS_PER_CLEANUP == 0:
         _clean_up()
     with _mutex:
-        if len(entries := _acquired.get(hold.caller, ())) > ENTRIES:
-            # Its caller does not release what it has lost.
-            for one in {reference() for _, reference in entries}:
-                if one is not None and not one.held:
-                    forget_acquired(one)
-        _acquired.setdefault(hold.caller, []).append((lock, weakref.ref(hold)))
+        entries = [
+            (by, reference)
+            for by, reference in _acquired.get(hold.caller, ())
+            if (one := reference()) is not None and (one.held or by != lock)
+        ]
+        _acquired[hold.caller] = [*entries, (lock, weakref.ref(hold))]
     if hold.scope == "transaction":
-        hold.mark.holds.add(hold)
+        hold.mark.holds.append(hold)
     else:
         _leases.add(hold)
     if sys.flags.dev_mode or tracemalloc.is_tracing():
@@ -116,8 +114,6 @@ def _line_of_caller() -> tuple[str, int]:
 
 def forget_acquired(hold: Any) -> None:
     """Stop keeping a hold that has ended."""
-    if hold.scope == "transaction":
-        hold.mark.holds.discard(hold)
     _leases.discard(hold)
     with _mutex:
         entries = _acquired.pop(hold.caller, ())
@@ -144,63 +140,87 @@ def has_ended(caller: Caller) -> bool:
     return not is_alive(caller)
 
 
-def last_acquired(lock: Any, *, in_block: bool = False) -> Any:
+def last_acquired(lock: Any, *, take: bool = False) -> Any:
     """Return the hold that the caller acquired last by a lock, or None.
 
     If the caller has none, return the only one in the same event loop. A task that only
-    acquires, as in ``asyncio.wait_for()``, is another caller. The block of a generator
-    may end in any caller (``in_block``). Then a caller that has ended comes first.
+    acquires, as in ``asyncio.wait_for()``, is another caller. With ``take``, the caller
+    is about to release it.
     """
     caller = current_caller()
     with _mutex:
-        if mine := _holds_by(lock, caller):
-            return mine[-1]
-        others = [
-            (other, hold)
-            for other in _acquired
-            if in_block or _shares_loop(other, caller)
-            for hold in _holds_by(lock, other)
-        ]
-    over = [hold for other, hold in others if in_block and _is_over(other)]
-    holds = over[-1:] or list({id(hold): hold for _, hold in others}.values())
-    if in_block and len(holds) > 1:
-        raise RuntimeError(
-            f"The 'with' block of {lock.key!r} must end in the thread or task in which"
-            " it began."
-        )
-    return holds[0] if len(holds) == 1 else None
+        found = _found_in(_acquired.get(caller, ()), lock)
+        if not found and hasattr(caller, "get_loop"):
+            loop = caller.get_loop()
+            others = [
+                one
+                for other, entries in _acquired.items()
+                if hasattr(other, "get_loop") and other.get_loop() is loop
+                if (one := _found_in(entries, lock))
+            ]
+            found = others[0] if len(others) == 1 else []
+        if not found:
+            return None
+        entries, number, hold = found[-1]
+        if take:
+            del entries[number]
+    return hold
 
 
-def _holds_by(lock: Any, caller: Caller) -> list[Any]:
+def _found_in(entries: Any, lock: Any) -> list[tuple[Any, int, Any]]:
+    """Return the live holds of a lock, each with its list and its index there."""
     return [
-        hold
-        for by, reference in _acquired.get(caller, ())
+        (entries, number, hold)
+        for number, (by, reference) in enumerate(entries)
         if by == lock and (hold := reference()) is not None
     ]
 
 
-def _shares_loop(one: Caller, other: Caller) -> bool:
-    return (
-        hasattr(one, "get_loop")
-        and hasattr(other, "get_loop")
-        and one.get_loop() is other.get_loop()
-    )
+# The blocks that callers are in, innermost last: the caller, the lock and the hold.
+Block = tuple[Caller, Any, Any]
+_blocks: dict[Caller, list[Block]] = {}
+
+
+def enter_block(block: Block) -> None:
+    """Note that a caller has entered a block."""
+    with _mutex:
+        _blocks.setdefault(block[0], []).append(block)
+
+
+def innermost_block(lock: Any) -> Block:
+    """Return the caller's innermost block of a lock.
+
+    The block of a generator may end in another caller than it began. Then the block of
+    a caller that has ended is meant, or the only one.
+    """
+    with _mutex:
+        for block in reversed(_blocks.get(current_caller(), [])):
+            if block[1] is lock:
+                return block
+        others = [
+            block for blocks in _blocks.values() for block in blocks if block[1] is lock
+        ]
+    over = [block for block in others if _is_over(block[0])]
+    if not over and len(others) != 1:
+        raise RuntimeError(
+            f"The 'with' block of {lock.key!r} must end in the thread or task in which"
+            " it began."
+        )
+    return (over or others)[-1]
+
+
+def forget_block(block: Block) -> None:
+    """Forget a block that has ended."""
+    with _mutex:
+        blocks = _blocks.get(block[0], [])
+        if left := [one for one in blocks if one is not block]:
+            _blocks[block[0]] = left
+        else:
+            _blocks.pop(block[0], None)
 
 
 def _is_over(caller: Caller) -> bool:
     return caller.done() if hasattr(caller, "done") else not is_alive(caller)
-
-
-def forget_entry(hold: Any) -> None:
-    """Forget the last time that the caller entered a hold, which it has now left.
-
-    A lock on several keys may have entered the hold too, and has no entry for it.
-    """
-    with _mutex:
-        entries = _acquired.get(hold.caller, [])
-        mine = [number for number, one in enumerate(entries) if one[1]() is hold]
-        if len(mine) > hold.count:
-            del entries[mine[-1]]
 
 
 def is_outside(backend: Backend) -> bool:

@@ -13,7 +13,10 @@ from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import (
     Caller,
     current_caller,
+    enter_block,
+    forget_block,
     hold_by,
+    innermost_block,
     last_acquired,
     run_outside,
 )
@@ -55,12 +58,12 @@ class Lock(LockPolicy):
 
         Raise LockTimeout when the key is still not free.
         """
-        return self._acquire(current_caller(), wait=True)
+        return self._acquire(current_caller(), wait=True, keep=True)
 
     def try_acquire(self) -> Hold | None:
         """Try once, without waiting. Return None if another caller holds the key."""
         try:
-            return self._acquire(current_caller(), wait=False)
+            return self._acquire(current_caller(), wait=False, keep=True)
         except LockTimeout:
             return None
 
@@ -98,24 +101,33 @@ class Lock(LockPolicy):
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        return self.acquire()
+        caller = current_caller()
+        block = caller, self, self._acquire(caller, wait=True, keep=False)
+        try:
+            enter_block(block)
+        except BaseException:
+            forget_block(block)
+            with suppress(LockError):
+                block[-1].release(failed=True)
+            raise
+        return block[-1]
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        hold, count = None, None
+        block = count = None
         try:
-            if (hold := last_acquired(self, in_block=True)) is not None:
-                count = hold.count
-                hold.exit(error)
-        except LockError:
-            raise
-        except BaseException:
-            # An interrupted block must not leave the key acquired.
-            hold = hold or last_acquired(self)
-            if hold is not None and count in {None, hold.count}:
+            block = innermost_block(self)
+            count = block[-1].count
+            block[-1].exit(error)
+            forget_block(block)
+        except BaseException as trouble:
+            _, _, hold = block = block or innermost_block(self)
+            if not isinstance(trouble, LockError) and count in {None, hold.count}:
+                # Interrupted before anything was released.
                 with suppress(Exception):
                     hold.release(failed=True)
+            forget_block(block)
             raise
 
     def __call__(self, function: F) -> F:
@@ -129,11 +141,11 @@ class Lock(LockPolicy):
     # coroutine waits.
 
     async def aacquire(self) -> Hold:
-        return await self._aacquire(wait=True)
+        return await self._aacquire(wait=True, keep=True)
 
     async def atry_acquire(self) -> Hold | None:
         try:
-            return await self._aacquire(wait=False)
+            return await self._aacquire(wait=False, keep=True)
         except LockTimeout:
             return None
 
@@ -151,13 +163,16 @@ class Lock(LockPolicy):
         )
 
     async def __aenter__(self) -> Hold:
-        return await self.aacquire()
+        hold = await self._aacquire(wait=True, keep=False)
+        enter_block((current_caller(), self, hold))
+        return hold
 
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        if (hold := last_acquired(self, in_block=True)) is not None:
-            await hold.aleave(error)
+        _, _, hold = block = innermost_block(self)
+        forget_block(block)
+        await hold.aleave(error)
 
     # Internal methods.
 
@@ -176,7 +191,7 @@ class Lock(LockPolicy):
             )
 
     def _last(self) -> Hold:
-        hold: Hold | None = last_acquired(self)
+        hold: Hold | None = last_acquired(self, take=True)
         if hold is None:
             raise RuntimeError(
                 f"{self.key!r} was not acquired by this"
@@ -186,10 +201,11 @@ class Lock(LockPolicy):
             )
         return hold
 
-    def _acquire(self, caller: Caller, *, wait: bool) -> Hold:
+    def _acquire(self, caller: Caller, *, wait: bool, keep: bool) -> Hold:
+        """Acquire the key. With ``keep``, the hold is kept alive until it ends."""
         refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
         wakeup = ThreadWakeup()
-        acquisition = self._acquisition(caller, wakeup, wait=wait)
+        acquisition = self._acquisition(caller, wakeup, wait=wait, keep=keep)
 
         def rest(seconds: float | None) -> None:
             with waiting_for_a_lock():
@@ -198,9 +214,9 @@ class Lock(LockPolicy):
         # One line, so that no interrupt can come between the grant and the return.
         return drive(acquisition, rest)  # type: ignore[no-any-return]
 
-    async def _aacquire(self, *, wait: bool) -> Hold:
+    async def _aacquire(self, *, wait: bool, keep: bool) -> Hold:
         wakeup, caller = TaskWakeup(), current_caller()
-        begin = partial(self._acquisition, caller, wakeup, wait=wait)
+        begin = partial(self._acquisition, caller, wakeup, wait=wait, keep=keep)
         if backends[self.using].has_fixed_prefix:
             acquisition = begin()
         else:
@@ -214,8 +230,10 @@ class Lock(LockPolicy):
             acquiring.discard(caller)
         return hold
 
-    def _acquisition(self, caller: Caller, wakeup: Wakeup, *, wait: bool) -> Any:
-        return Acquisition(self, caller, wakeup, wait=wait, keep=True)
+    def _acquisition(
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
+    ) -> Any:
+        return Acquisition(self, caller, wakeup, wait=wait, keep=keep)
 
 
 # The function that puts a function under a lock. The module of the decorators adds it,

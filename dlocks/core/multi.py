@@ -84,9 +84,9 @@ class MultiLock(Lock):
         return all(lock.held() for lock in self.locks)
 
     def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool
+        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
     ) -> MultiAcquisition:
-        return MultiAcquisition(self, caller, wakeup, wait=wait)
+        return MultiAcquisition(self, caller, wakeup, wait=wait, keep=keep)
 
 
 class MultiAcquisition:
@@ -102,8 +102,10 @@ class MultiAcquisition:
         wakeup: Wakeup,
         *,
         wait: bool,
+        keep: bool,
     ) -> None:
         self.lock = lock
+        self._keep = keep
         self.wakeup = wakeup
         self.began = clock.now()
         self._on_lost = None if lock.on_lost is None else LossOfMember(lock.on_lost)
@@ -151,7 +153,8 @@ class MultiAcquisition:
         self.hold = MultiHold(self.lock, holds)
         if self._on_lost is not None:
             self._on_lost.hold = weakref.ref(self.hold)
-        note_acquired(self.lock, self.hold)
+        if self._keep:
+            note_acquired(self.lock, self.hold)
 
     def cancel(self) -> None:
         """Cancel the claims, and leave no key acquired or queued."""

@@ -13,7 +13,6 @@ from functools import partial
 
 from dlocks.core.callers import (
     forget_acquired,
-    forget_entry,
     has_ended,
     holds_by_caller,
     note_acquired,
@@ -56,8 +55,6 @@ class Release(Lease):
                 count = self._count - 1
                 self._count = count
                 self._failed = self._failed or failed
-            if count:
-                forget_entry(self)
             self._leave(count)
         except LockError:
             raise
@@ -239,7 +236,6 @@ class Release(Lease):
             # A rollback drops the on_commit() callbacks, perhaps with the last
             # reference to this hold.
             keeper.await_end(self)
-            forget_acquired(self)
         return bool(marks)
 
     @property
