@@ -274,6 +274,30 @@ def test_a_wrong_deadlock_after_is_refused(value, kind):
         PessimisticBackend("default", deadlock_after=value)
 
 
+def test_an_impatient_process_does_not_look_all_the_time(
+    in_queue, threads, monkeypatch, until
+):
+    """With ``deadlock_after=0`` it looks at once, and then ten times a second."""
+    looks = []
+    inspector = backends["default"].inspector
+    read = inspector.waiting_claims
+    monkeypatch.setattr(
+        inspector, "waiting_claims", lambda: looks.append(time.monotonic()) or read()
+    )
+    monkeypatch.setattr(backends["default"], "deadlock_after", 0.0)
+
+    def nest():
+        with db_lock("a"), db_lock("stock:7", timeout=30):
+            pass
+
+    with db_lock("stock:7"):
+        waiter = threads(nest)
+        in_queue(1)
+        until(lambda: len(looks) >= 5)
+        assert looks[4] - looks[0] > 0.3
+    waiter.join(30)
+
+
 def test_waits_without_a_held_key_cost_nothing(in_queue, threads, monkeypatch):
     """No statement looks for deadlocks while only such callers wait."""
     looks = []

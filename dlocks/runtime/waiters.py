@@ -92,7 +92,7 @@ class Waiters:
             # Most turns come before a poll is needed.
             waiter.poll_at = clock.now() + HEARTBEAT_EVERY / 2
             if waiter.claim.holding and waiter.check_at == math.inf:
-                waiter.check_at = clock.now() + (self.backend.deadlock_after or 0.0)
+                waiter.check_at = clock.now() + self._deadlock_after
             if waiter.unnotified:
                 self._schedule.missed()
             if self._schedule.is_frequent:
@@ -288,6 +288,11 @@ class Waiters:
                 nearest = min(nearest, ticket.ahead)
         return 0 if nearest == sys.maxsize else nearest
 
+    @property
+    def _deadlock_after(self) -> float:
+        """Return the seconds between two looks, each of which sends a query."""
+        return max(CONFIRM_AFTER, self.backend.deadlock_after or 0.0)
+
     def _find_deadlocks(self) -> None:
         """Wake the callers whose claims close a cycle of waiting callers."""
         now = clock.now()
@@ -300,7 +305,7 @@ class Waiters:
             cycle = victims.get(waiter.claim.owner, ())
             suspected = [claim.owner for claim in cycle]
             waiter.check_at = clock.now() + (
-                CONFIRM_AFTER if cycle else self.backend.deadlock_after or 0.0
+                CONFIRM_AFTER if cycle else self._deadlock_after
             )
             if cycle and suspected == waiter.suspected:
                 waiter.deadlock = described(cycle, self.backend.prefix)
