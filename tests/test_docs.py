@@ -169,6 +169,28 @@ def test_the_example_of_the_index_page():
 
 
 @database
+def test_the_examples_of_the_readme():
+    done = []
+    product = SimpleNamespace(stock=5, save=lambda: done.append("saved"))
+    rows = SimpleNamespace(update=lambda **values: done.append(values))
+    objects = SimpleNamespace(get=lambda pk: product, filter=lambda pk: rows)
+    page = pages.run(
+        "../README",
+        Product=SimpleNamespace(objects=objects),
+        build_report=lambda: done.append("built"),
+        withdraw=lambda *what: done.append(what),
+        ask_the_supplier=lambda: 12,
+    )
+    assert done == ["saved", "built", (12, 100), {"price": 12}]
+    assert product.stock == 4
+    page.nightly()
+
+
+def test_the_readme_has_at_most_900_words():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+@database
 def test_the_examples_on_waiting(in_other_thread, workers, until):
     page = pages.run("how-to/waiting")
     assert page.ship(7) == "shipped after 0 s"
