@@ -198,7 +198,7 @@ def test_the_examples_on_waiting(in_other_thread, workers, until):
     assert page.refresh() == "refreshed"
     assert page.reindex(range(3)) == 3
     with db_lock("report"):
-        assert in_other_thread(page.report) == "somebody else is at it"
+        assert in_other_thread(page.report) == "another report is being built"
     with db_lock("order:7"):
         page.db_lock = lambda key, timeout: db_lock(key, timeout=0)
         assert re.fullmatch(
