@@ -385,7 +385,7 @@ def test_an_error_of_one_backend_does_not_stop_other_renewals(
 
 
 def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
-    monkeypatch.setattr(keeper, "_thread", None)
+    monkeypatch.setattr(keeper._thread, "thread", None)
     start = threading.Thread.start
 
     def fail(thread):
