@@ -169,13 +169,14 @@ def test_the_example_of_the_index_page():
 
 
 @database
-def test_the_examples_of_the_readme():
+@pytest.mark.parametrize("readme", ["README", "README.zh-CN"])
+def test_the_examples_of_the_readme(readme):
     done = []
     product = SimpleNamespace(stock=5, save=lambda: done.append("saved"))
     rows = SimpleNamespace(update=lambda **values: done.append(values))
     objects = SimpleNamespace(get=lambda pk: product, filter=lambda pk: rows)
     page = pages.run(
-        "../README",
+        f"../{readme}",
         Product=SimpleNamespace(objects=objects),
         build_report=lambda: done.append("built"),
         withdraw=lambda *what: done.append(what),
@@ -184,6 +185,14 @@ def test_the_examples_of_the_readme():
     assert done == ["saved", "built", (12, 100), {"price": 12}]
     assert product.stock == 4
     page.nightly()
+
+
+def test_the_readmes_have_the_same_figures_and_links():
+    english, chinese = (
+        re.findall(r"[\d,]+ µs|\]\((?!README)[^)]+\)", (ROOT / name).read_text())
+        for name in ("README.md", "README.zh-CN.md")
+    )
+    assert sorted(english) == sorted(chinese)
 
 
 def test_the_readme_has_at_most_900_words():
