@@ -48,7 +48,7 @@ class ResourceLockAdmin(LockActions):
     A row changes only when the lock is used, or by one of the actions.
     """
 
-    list_display = ("key", "state", "who", "begin", "left", "waiting")
+    list_display = ("key", "state", "waiting", "who", "begin", "left")
     list_filter = (StateFilter,)
     search_fields = ("key_resource", "holder", "owner_ip")
     ordering = ("key_resource",)
