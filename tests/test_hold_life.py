@@ -21,7 +21,7 @@ from tests.internals import backends, callers, keeper
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 # Seconds for which a lease lasts without a renewal.
-TTL = 1.0
+TTL = 2.0
 BRISK = {"ttl": TTL}
 
 

@@ -283,7 +283,8 @@ def test_a_select_over_its_time_is_neither_grant_nor_contention(using, in_other_
     )
     with contextlib.closing(admin), admin.cursor() as cursor:
         cursor.execute("LOCK TABLES dlocks_resourcelock WRITE")
-        with pytest.raises(LockBackendError, match="3024"):
+        # Where the machine stalls, the watchdog cancels it first.
+        with pytest.raises(LockBackendError, match="3024|locked as a whole"):
             in_other_thread(db_lock("stock:7", using=using).try_acquire)
         cursor.execute("UNLOCK TABLES")
     hold = in_other_thread(db_lock("stock:7", using=using).try_acquire)
