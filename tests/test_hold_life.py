@@ -241,6 +241,15 @@ def test_a_forgotten_hold_does_not_keep_a_connection_open(doomed):
     assert doomed().call(jobs.forget_a_hold, "stock:7") == "held, and not connected"
 
 
+def test_a_hold_that_is_entered_again_is_not_abandoned():
+    """The keeper was about to release it, after the end of a transaction."""
+    with db_lock("stock:7") as hold:
+        worker = keeper._worker(hold.backend)
+        worker.settling.add(hold)
+        keeper._settle(worker, hold)
+        hold.check()
+
+
 def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
     """The test database is deleted afterwards, and the run succeeds."""
     run = subprocess.run(

@@ -117,9 +117,10 @@ class WorkerJobs:
 
     def _settle(self, worker: ServerWorker, hold: KeptHold) -> None:
         try:
+            # The caller may have entered the hold again since this was posted.
             if hold.to_settle:
                 hold.settle(timeout=0.0)
-            else:
+            elif hold.is_abandoned:
                 hold.end_abandoned()
         finally:
             worker.settling.discard(hold)
