@@ -17,6 +17,7 @@ from django.db import connections, transaction
 from dlocks import LockLost, db_lock
 from tests import jobs
 from tests.internals import backends, callers, keeper
+from tests.settings import ENGINE
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -252,6 +253,9 @@ def test_a_hold_that_is_entered_again_is_not_abandoned():
 
 def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
     """The test database is deleted afterwards, and the run succeeds."""
+    name = f"forgetful_{secrets.token_hex(4)}"
+    if ENGINE == "sqlite":
+        name = str(tmp_path / name)
     run = subprocess.run(
         [sys.executable, "-m", "django", "test", "tests.forgetful", "--noinput"],
         env={
@@ -259,7 +263,7 @@ def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
             "PYTHONPATH": ".",
             "DJANGO_SETTINGS_MODULE": "tests.settings",
             "DLOCKS_TEST_DIRECTORY": str(tmp_path),
-            "DLOCKS_TEST_NAME": f"forgetful_{secrets.token_hex(4)}",
+            "DLOCKS_TEST_NAME": name,
         },
         capture_output=True,
         text=True,
