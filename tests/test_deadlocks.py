@@ -70,6 +70,19 @@ def nested(workers, until):
     return start
 
 
+@pytest.fixture
+def looks(monkeypatch):
+    """Let this process look for deadlocks at once, and return when it has looked."""
+    looked = []
+    inspector = backends["default"].inspector
+    read = inspector.waiting_claims
+    monkeypatch.setattr(
+        inspector, "waiting_claims", lambda: looked.append(time.monotonic()) or read()
+    )
+    monkeypatch.setattr(backends["default"], "deadlock_after", 0.0)
+    return looked
+
+
 def results(started):
     return [worker.hear() for worker in started]
 
@@ -197,7 +210,7 @@ def test_all_permits_within_a_cycle_deadlock(nested):
 
 
 def test_a_second_permit_of_the_only_one_is_a_deadlock():
-    """A caller that waits for itself is told too."""
+    """A caller that waits for itself gets the same error."""
     only = db_semaphore("pool", 1, reentrant=False, timeout=30)
     began = time.monotonic()
     with only, pytest.raises(LockDeadlock) as caught:
@@ -268,6 +281,30 @@ def test_detection_can_be_switched_off(threads, monkeypatch):
     assert (older.results, younger.results) == (["both"], [LockTimeout])
 
 
+def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch):
+    """The prefix of a tenant is known only in the threads of its callers."""
+    tenant, both = threading.local(), threading.Barrier(2)
+    monkeypatch.setattr(backends["default"], "_prefix", lambda: tenant.name)
+
+    def nest(first, second):
+        tenant.name = "acme:"
+        with db_lock(first):
+            both.wait(30)
+            try:
+                with db_lock(second, timeout=30):
+                    return "both"
+            except LockDeadlock as error:
+                return sorted(member.waits_for for member in error.members)
+
+    callers = [threads(lambda: nest("a", "b")), threads(lambda: nest("b", "a"))]
+    for caller in callers:
+        caller.join(60)
+    assert sorted(map(str, (one.results[0] for one in callers))) == [
+        "['a', 'b']",
+        "both",
+    ]
+
+
 @pytest.mark.parametrize(("value", "kind"), [("soon", TypeError), (-1, ValueError)])
 def test_a_wrong_deadlock_after_is_refused(value, kind):
     with pytest.raises(kind, match="deadlock_after"):
@@ -275,16 +312,9 @@ def test_a_wrong_deadlock_after_is_refused(value, kind):
 
 
 def test_an_impatient_process_does_not_look_all_the_time(
-    in_queue, threads, monkeypatch, until
+    looks, in_queue, threads, until
 ):
     """With ``deadlock_after=0`` it looks at once, and then ten times a second."""
-    looks = []
-    inspector = backends["default"].inspector
-    read = inspector.waiting_claims
-    monkeypatch.setattr(
-        inspector, "waiting_claims", lambda: looks.append(time.monotonic()) or read()
-    )
-    monkeypatch.setattr(backends["default"], "deadlock_after", 0.0)
 
     def nest():
         with db_lock("a"), db_lock("stock:7", timeout=30):
@@ -298,15 +328,8 @@ def test_an_impatient_process_does_not_look_all_the_time(
     waiter.join(30)
 
 
-def test_waits_without_a_held_key_cost_nothing(in_queue, threads, monkeypatch):
+def test_waits_without_a_held_key_cost_nothing(looks, in_queue, threads, until):
     """No statement looks for deadlocks while only such callers wait."""
-    looks = []
-    inspector = backends["default"].inspector
-    read = inspector.waiting_claims
-    monkeypatch.setattr(
-        inspector, "waiting_claims", lambda: looks.append(time.monotonic()) or read()
-    )
-    monkeypatch.setattr(backends["default"], "deadlock_after", 0.0)
     with db_lock("stock:7"):
         waiter = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
         in_queue(1)
@@ -314,8 +337,7 @@ def test_waits_without_a_held_key_cost_nothing(in_queue, threads, monkeypatch):
         # Two heartbeats of the waiter have been sent.
         (one,) = waiters._waiters.values()
         first = one.poll_at
-        while one.poll_at < first + 1:
-            time.sleep(0.01)
+        until(lambda: one.poll_at >= first + 1)
     waiter.join(30)
     assert not looks
 

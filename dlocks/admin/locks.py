@@ -196,7 +196,7 @@ class ResourceLockAdmin(LockActions):
                         "key": self.link(claim.key),
                         "waited": duration(claim.waited),
                     }
-                    for claim in backend.inspector.waits_of_holders([lock.pk])[lock.pk]
+                    for claim in backend.inspector.waits_of([lock])[lock.pk]
                 ],
                 **self.form_of(lock),
                 "live": url(self, key=lock.pk),

@@ -16,6 +16,7 @@ from dlocks.core.holder import own_holder_name
 from dlocks.core.policy import shown
 from dlocks.exceptions import LockBackendError, LockDeadlock, LockTimeout
 from dlocks.runtime import clock
+from dlocks.runtime.deadlocks import described
 from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.waiter import Waiter
@@ -107,7 +108,8 @@ class Wait(Claims):
             )
         send_timed_out(self.lock, holder, clock.now() - self.began)
         facts: Any = {"key": self.lock.key, "timeout": self.timeout, "holder": holder}
-        if self.waiter is not None and (members := tuple(self.waiter.deadlock)):
+        if self.waiter is not None and self.waiter.deadlock:
+            members = tuple(described(self.waiter.deadlock, self._prefix))
             keys = sorted({member.waits_for for member in members})
             error = LockDeadlock(
                 f"{self.lock.key!r} could not be acquired because of a deadlock:"
@@ -142,13 +144,18 @@ class Wait(Claims):
             return holder, "" if holder is None else f"held by {holder}"
         return holder, f"held by {holder}{self._wait_of(holder)}"
 
+    @property
+    def _prefix(self) -> str:
+        # This may run in another thread, where the backend's prefix is not known.
+        return self.key.removesuffix(self.lock.key)
+
     def _wait_of(self, holder: Holder) -> str:
         """Return a phrase about what the holder waits for, or an empty one."""
         for claim in self.backend.inspector.waiting_claims():
             if claim.holder == holder.holder and any(
                 held.key == self.key for held in claim.holding
             ):
-                key = claim.key.removeprefix(self.backend.prefix)
+                key = claim.key.removeprefix(self._prefix)
                 return f", and has waited for {key!r} for {duration(claim.waited)}"
         return ""
 

@@ -16,7 +16,7 @@ CONFIRM_AFTER = 0.1
 
 
 class WaitGraph:
-    """Who waits for whom among the waiting callers that hold keys.
+    """The graph of waiting callers that hold keys.
 
     A claim waits for the holders of its key. An exclusive claim, and one behind it in
     the queue, waits for all of them. A permit of a semaphore is granted when one of its

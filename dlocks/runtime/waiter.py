@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Grant, Ticket, WaitingHolder
+from dlocks.values import Claim, Grant, Ticket, WaitingClaim
 
 # Seconds after its timeout from which a waiter gets no more heartbeats, and is skipped.
 OVERDUE = 1.0
@@ -55,7 +55,7 @@ class Waiter:
         # that is certain.
         self.check_at = math.inf
         self.suspected: Sequence[str] = ()
-        self.deadlock: Sequence[WaitingHolder] = ()
+        self.deadlock: Sequence[WaitingClaim] = ()
 
     @property
     def is_abandoned(self) -> bool:

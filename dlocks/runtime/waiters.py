@@ -15,7 +15,7 @@ from dlocks.backends.base import HANDOVER_LEASE, Backend
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.runtime.deadlocks import CONFIRM_AFTER, WaitGraph, described
+from dlocks.runtime.deadlocks import CONFIRM_AFTER, WaitGraph
 from dlocks.runtime.delays import (
     HEARTBEAT_EVERY,
     LONGEST_POLL_DELAY,
@@ -308,7 +308,7 @@ class Waiters:
                 CONFIRM_AFTER if cycle else self._deadlock_after
             )
             if cycle and suspected == waiter.suspected:
-                waiter.deadlock = described(cycle, self.backend.prefix)
+                waiter.deadlock = cycle
                 waiter.wake()
             waiter.suspected = suspected
 

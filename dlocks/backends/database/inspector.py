@@ -84,9 +84,9 @@ class DatabaseInspector(Inspector):
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         return read_waiting_claims(self.backend)
 
-    def waits_of_holders(self, keys: Sequence[str]) -> dict[str, list[WaitingClaim]]:
-        """Return what the holders of keys wait for themselves, by key."""
-        waits: dict[str, list[WaitingClaim]] = {key: [] for key in keys}
+    def waits_of(self, locks: Sequence[Any]) -> dict[str, list[WaitingClaim]]:
+        """Return the claims of the holders of locks that wait, by key."""
+        waits: dict[str, list[WaitingClaim]] = {lock.pk: [] for lock in locks}
         for claim in self.waiting_claims():
             for key in {held.key for held in claim.holding} & waits.keys():
                 waits[key].append(claim)

@@ -123,7 +123,7 @@ class Command(LockCommand):
             behind = (
                 with_claims(backend, page) if waiting else ((lock, []) for lock in page)
             )
-            waits = _waits(backend, page) if waiting else {}
+            waits = backend.inspector.waits_of(page) if waiting else {}
             for row, (lock, claims) in zip(rows, behind, strict=True):
                 self._write_row(row, widths)
                 self._write_waits(waits.get(lock.pk, ()), backend.prefix)
@@ -180,7 +180,7 @@ class Command(LockCommand):
     ) -> None:
         before = "["
         for page in locks:
-            waits = _waits(backend, page) if waiting else {}
+            waits = backend.inspector.waits_of(page) if waiting else {}
             for lock, claims in (
                 with_claims(backend, page)
                 if waiting
@@ -231,12 +231,6 @@ class Command(LockCommand):
             "sharing": lock.sharing,
             "token": lock.version,
         }
-
-
-def _waits(
-    backend: DatabaseBackend, page: list[LockRow]
-) -> dict[str, list[WaitingClaim]]:
-    return backend.inspector.waits_of_holders([lock.pk for lock in page])
 
 
 def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
