@@ -154,20 +154,49 @@ def _far(database: str) -> type[Dlocks]:
     )
 
 
-class DlocksTransaction(Dlocks):
-    """A lock in transaction scope, including the transaction itself."""
-
-    name, label, server = (
-        "dlocks-postgresql-transaction",
-        "dlocks, PostgreSQL, in a transaction",
-        "postgresql",
-    )
-    database, kind, using = "postgresql", "pessimistic", "postgresql-pessimistic"
+def _in_transaction(database: str) -> type[Dlocks]:
+    """Return a lock in transaction scope, including the transaction itself."""
+    outside = _dlocks(database, "pessimistic")
 
     @contextmanager
-    def hold(self, key: str) -> Iterator[None]:
-        with transaction.atomic(using=self.database), super().hold(key):
+    def hold(self: Dlocks, key: str) -> Iterator[None]:
+        with transaction.atomic(using=self.database), outside.hold(self, key):
             yield
+
+    name = f"dlocks-{database}-transaction"
+    label = f"dlocks, {DATABASE_LABELS[database]}, in a transaction"
+    return type(
+        f"{outside.__name__}Transaction",
+        (outside,),
+        {"name": name, "label": label, "hold": hold},
+    )
+
+
+def _row_of_django(database: str) -> type[Contender]:
+    """Return a row that Django's ORM locks, reads and saves in a transaction."""
+
+    @contextmanager
+    def hold(self: Contender, key: str) -> Iterator[None]:
+        from dlocks.models import ResourceLock
+
+        with transaction.atomic(using=database):
+            rows = ResourceLock.objects.using(database).select_for_update()
+            row = rows.get(pk=key)
+            yield
+            row.version += 1
+            row.save()
+
+    label = (
+        f"Django on {DATABASE_LABELS[database]}: atomic(),"
+        " select_for_update().get(), save()"
+    )
+    attributes = {
+        "name": f"django-row-{database}",
+        "label": label,
+        "server": database,
+        "hold": hold,
+    }
+    return type(f"DjangoRow{database.title()}", (Contender,), attributes)
 
 
 class DlocksRedis(DlocksAlias):
@@ -549,15 +578,20 @@ CONTENDERS: dict[str, Contender] = {
         _dlocks("postgresql", "insert"),
         _dlocks("postgresql", "session"),
         _far("postgresql"),
-        DlocksTransaction,
+        _in_transaction("postgresql"),
+        _row_of_django("postgresql"),
         _dlocks("mariadb", "pessimistic"),
         _dlocks("mariadb", "optimistic"),
         _dlocks("mariadb", "insert"),
         _dlocks("mariadb", "session"),
         _far("mariadb"),
+        _in_transaction("mariadb"),
+        _row_of_django("mariadb"),
         _dlocks("mysql", "pessimistic"),
         _dlocks("mysql", "optimistic"),
         _dlocks("mysql", "session"),
+        _in_transaction("mysql"),
+        _row_of_django("mysql"),
         _dlocks("sqlite", "pessimistic"),
         _dlocks("sqlite", "optimistic"),
         DlocksRedis,

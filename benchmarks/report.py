@@ -161,47 +161,37 @@ class Target:
         return "yes" if reached else "**no**" if missed else "undecided"
 
 
+def _contended(
+    contender: str, figure: str, peer: str | None, at_least: float
+) -> Target:
+    return Target("contended", contender, figure, peer, at_least=at_least)
+
+
+def _pair(contender: str, peer: str, at_most: float) -> Target:
+    return Target("uncontended", contender, "pair50", peer, at_most=at_most)
+
+
 TARGETS = [
-    Target("contended", "dlocks-postgresql", "rate", "kazoo", at_least=1.2),
+    _contended("dlocks-postgresql", "rate", "kazoo", 1.1),
     Target("contended", "dlocks-postgresql", "wait99", "kazoo", at_most=1.0),
-    Target("contended", "dlocks-postgresql", "wait99", "redis-py", at_most=0.1),
-    Target("contended", "dlocks-postgresql", "jain", None, at_least=0.99),
-    Target("contended", "dlocks-postgresql-session", "rate", "advisory", at_least=0.95),
-    Target("contended", "dlocks-mariadb", "jain", None, at_least=0.95),
-    Target("contended", "dlocks-mariadb", "rate", "kazoo", at_least=1.0),
-    Target("contended", "dlocks-mysql", "jain", None, at_least=0.95),
-    Target("contended", "dlocks-mysql", "rate", "kazoo", at_least=1.0),
-    Target("uncontended", "dlocks-postgresql", "pair50", "raw-postgresql", at_most=1.4),
-    Target(
-        "uncontended",
-        "dlocks-postgresql",
-        "pair50",
-        "db-mutex-postgresql",
-        at_most=0.25,
-    ),
-    Target("uncontended", "dlocks-postgresql", "pair50", "kazoo", at_most=0.25),
-    Target("uncontended", "dlocks-postgresql", "pair50", "redis-py", at_most=2.0),
-    Target(
-        "uncontended", "dlocks-postgresql", "pair50", "redis-py-always", at_most=1.0
-    ),
-    Target("uncontended", "dlocks-mariadb", "pair50", "raw-pair-mariadb", at_most=1.4),
-    Target(
-        "uncontended",
-        "dlocks-mariadb-optimistic",
-        "pair50",
-        "raw-pair-mariadb",
-        at_most=1.4,
-    ),
-    Target("uncontended", "dlocks-mysql", "pair50", "raw-pair-mysql", at_most=1.4),
-    Target(
-        "uncontended",
-        "dlocks-mysql-optimistic",
-        "pair50",
-        "raw-pair-mysql",
-        at_most=1.4,
-    ),
-    Target("uncontended", "dlocks-postgresql-session", "pair50", "pgware", at_most=1.1),
-    Target("uncontended", "dlocks-sqlite", "pair50", "raw-sqlite", at_most=1.5),
+    _contended("dlocks-postgresql", "jain", None, 0.99),
+    _contended("dlocks-postgresql-session", "rate", "advisory", 0.9),
+    _contended("dlocks-mariadb", "rate", "kazoo", 1.0),
+    _contended("dlocks-mariadb", "jain", None, 0.95),
+    _contended("dlocks-mysql", "rate", "kazoo", 1.0),
+    _contended("dlocks-mysql", "jain", None, 0.95),
+    _contended("dlocks-sqlite", "rate", "kazoo", 1.0),
+    _contended("dlocks-sqlite", "jain", None, 0.95),
+    _pair("dlocks-postgresql", "raw-postgresql", 1.5),
+    _pair("dlocks-postgresql", "redis-py-always", 0.9),
+    _pair("dlocks-postgresql", "kazoo", 0.3),
+    _pair("dlocks-postgresql", "db-mutex-postgresql", 0.3),
+    _pair("dlocks-mariadb", "raw-pair-mariadb", 1.4),
+    _pair("dlocks-mysql", "raw-pair-mysql", 1.4),
+    _pair("dlocks-postgresql-transaction", "django-row-postgresql", 1.3),
+    _pair("dlocks-mariadb-transaction", "django-row-mariadb", 1.3),
+    _pair("dlocks-mysql-transaction", "django-row-mysql", 1.3),
+    _pair("dlocks-sqlite", "raw-sqlite", 1.5),
 ]
 
 FIGURES = {

@@ -131,12 +131,13 @@ def test_a_deadlock_of_transactions_is_told(nested):
 
 
 @SERVERS
-def test_a_transaction_and_a_lease_deadlock(workers, until):
+def test_a_transaction_and_a_lease_deadlock(workers):
     inside, outside = workers(2)
     inside.start(jobs.nest, "a", "b", in_transaction=True)
     outside.start(jobs.nest, "b", "a")
     for worker in (inside, outside):
         assert worker.hear() == "first"
+    for worker in (inside, outside):
         worker.tell()
     outcomes = results([inside, outside])
     assert sorted(one.partition(":")[0] for one in outcomes) == ["LockDeadlock", "both"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from concurrent import futures
 
 import pytest
 from django.contrib.auth.models import Group
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.db.backends.signals import connection_created
 from django.test import override_settings
 
-from dlocks import LockBackendError, LockTimeout, db_lock
+from dlocks import LockBackendError, LockLost, LockTimeout, db_lock
 from tests import jobs
 from tests.internals import (
     ResourceLock,
@@ -21,8 +22,10 @@ from tests.internals import (
     check_tables,
 )
 from tests.processes import Worker
+from tests.rows import PAST
 from tests.servers import MySQL
 from tests.settings import PORT
+from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.engine("mysql"),
@@ -428,3 +431,36 @@ def test_a_wrong_password_is_an_error_and_never_contention(account, doomed):
     )
     for using in "default", "session":
         assert worker.call(jobs.acquire, "stock:7", using=using) == "LockBackendError"
+
+
+# A release waits for the row, but not for a transaction that keeps it.
+
+
+@FAMILY
+def test_a_late_release_outlasts_a_transaction(using, in_other_thread):
+    """A transaction that takes over an expired lease delays its release by 3 s."""
+    lease = db_lock("k", using=using, ttl=0.2, renew=False)
+    hold = in_other_thread(lease.acquire)
+    ResourceLock.objects.filter(pk="k").update(end_time=PAST)
+    with transaction.atomic():
+        assert db_lock("k", using=using).try_acquire() is not None
+        began = time.monotonic()
+        with pytest.raises(LockLost):
+            in_other_thread(hold.release)
+        in_time(time.monotonic() - began, 5)
+
+
+@FAMILY
+def test_a_release_waits_for_a_short_row_lock(using, in_other_thread):
+    """A statement that locks the row for a moment does not fail the release."""
+    hold = db_lock("k", using=using).acquire()
+    with futures.ThreadPoolExecutor() as threads:
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="k")
+            releasing = threads.submit(hold.release)
+            assert not futures.wait([releasing], 0.3).done
+        began = time.monotonic()
+        releasing.result()
+        in_time(time.monotonic() - began, 1.0)
+        threads.submit(connections.close_all).result()
+    assert not db_lock("k", using=using).locked()

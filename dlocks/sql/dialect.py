@@ -181,6 +181,14 @@ class Dialect:
         """
         return self.update(table, assignments, where)
 
+    def release(self, table: str, assignments: str, where: str) -> str:
+        """Return the cheapest statement by which a holder releases its own row.
+
+        It is for use outside a transaction. It may do nothing if the lease has expired.
+        The parameter ``after_key`` is the next string after the key.
+        """
+        return self.compare_and_swap(table, assignments, where)
+
     def write_or_leave(self, table: str, assignments: str, where: str) -> str:
         """Return a statement that writes one row or fails at once.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dlocks.sql.innodb import InnoDB
+from dlocks.sql.dialect import KEY
+from dlocks.sql.innodb import AS_A_RANGE, InnoDB
 
 
 class MySQL(InnoDB):
@@ -22,4 +23,21 @@ class MySQL(InnoDB):
             f"UPDATE {table} FORCE INDEX (PRIMARY) SET {assignments} WHERE key_resource"
             f" = (SELECT picked FROM (SELECT key_resource AS picked FROM {table} FORCE"
             f" INDEX (PRIMARY) WHERE {where} LIMIT 1 FOR UPDATE SKIP LOCKED) AS picks)"
+        )
+
+    def write_or_leave(self, table: str, assignments: str, where: str) -> str:
+        return self.compare_and_swap(table, assignments, where.replace(KEY, AS_A_RANGE))
+
+    def release(self, table: str, assignments: str, where: str) -> str:
+        # This takes two thirds of the time of the locking subquery. At READ COMMITTED,
+        # an UPDATE by a range reads the committed version of a locked row, and waits
+        # only if that matches. Another transaction cannot keep the row of a live lease.
+        # A range with equal ends is no range to InnoDB.
+        # https://dev.mysql.com/doc/refman/en/innodb-transaction-isolation-levels.html
+        where = where.replace(
+            KEY, "key_resource >= %(key)s AND key_resource < %(after_key)s"
+        )
+        return (
+            f"UPDATE {table} FORCE INDEX (PRIMARY) SET {assignments} WHERE {where}"
+            f" AND end_time > {self.now} AND {self.read_committed}"
         )

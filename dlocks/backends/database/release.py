@@ -65,7 +65,7 @@ class Release(Admission):
                 f" {self.dialect.after('keep')}"
             )
             where = f"{KEY} AND owner = %(owner)s AND waiters = 0"
-            sql = self._sql(self.dialect.compare_and_swap, assignments, where)
+            sql = self._sql(self.dialect.release, assignments, where)
             sql = self._releases[without_flush] = sql + (
                 self.dialect.without_flush if without_flush else ""
             )
@@ -73,6 +73,7 @@ class Release(Admission):
             "status": "F" if failed else "S",
             "keep": round(keep * MICROSECONDS),
             "key": claim.key,
+            "after_key": claim.key + "\0",
             "owner": claim.owner,
         }
         with self._without_flush() if without_flush else nullcontext():
