@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from django.conf import settings
@@ -25,6 +26,7 @@ REDLOCK = tuple(f"redis-{number}" for number in range(1, 6))
 
 # The table of the contenders that have no table of their own.
 TABLE = "benchmarks_row"
+EPOCH = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class Contender:
@@ -175,13 +177,22 @@ def _in_transaction(database: str) -> type[Dlocks]:
 def _row_of_django(database: str) -> type[Contender]:
     """Return a row that Django's ORM locks, reads and saves in a transaction."""
 
+    def start(self: Contender) -> None:
+        from dlocks.models import ResourceLock
+
+        rows = ResourceLock.objects.using(database)
+        # Not a row of the keys, which another contender may have deleted.
+        rows.get_or_create(
+            pk="row", defaults={"hold_count": 0, "version": 1, "end_time": EPOCH}
+        )
+
     @contextmanager
     def hold(self: Contender, key: str) -> Iterator[None]:
         from dlocks.models import ResourceLock
 
         with transaction.atomic(using=database):
             rows = ResourceLock.objects.using(database).select_for_update()
-            row = rows.get(pk=key)
+            row = rows.get(pk="row")
             yield
             row.version += 1
             row.save()
@@ -194,6 +205,7 @@ def _row_of_django(database: str) -> type[Contender]:
         "name": f"django-row-{database}",
         "label": label,
         "server": database,
+        "start": start,
         "hold": hold,
     }
     return type(f"DjangoRow{database.title()}", (Contender,), attributes)

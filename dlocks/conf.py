@@ -179,7 +179,7 @@ def _forget_holds() -> None:
     ]
     for hold in list(holds_by_caller.values()):
         if hold.backend in theirs:
-            hold._end()
+            hold.end()
 
 
 setting_changed.connect(_setting_changed, dispatch_uid="dlocks.conf")

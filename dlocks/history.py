@@ -135,7 +135,9 @@ class History(Watcher):
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return
         book = _books.get(backend) or _books.setdefault(backend, HistoryBuffer(backend))
-        book.record(hold, "F" if how == "released" and hold._failed else _ENDINGS[how])
+        book.record(
+            hold, "F" if how == "released" and hold._state.failed else _ENDINGS[how]
+        )
 
 
 # The choices of ``HoldRecord.ending``.

@@ -42,7 +42,7 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
     result._resource_closers.append(close)
     if is_template:
         result.render = partial(_render, result, close, hold, forgotten)
-    hold.prolong()
+    hold._state.prolong()
 
 
 def _render(response: Any, close: Any, hold: Hold, forgotten: Any) -> Any:

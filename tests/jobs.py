@@ -1040,7 +1040,12 @@ def _join_queue(directory, key, policy):
         counted = hold.held
         if counted:
             os.pwrite(counter, b"%020d" % (value + 1), 0)
-        note("left", min(hold._deadline, time.monotonic()), hold.token, counted)
+        note(
+            "left",
+            min(hold._state.lease.deadline, time.monotonic()),
+            hold.token,
+            counted,
+        )
         try:
             hold.release()
         except LockError as error:
@@ -1300,12 +1305,6 @@ def hold_and_fork(pipe, key, **policy):
     free, has = os.read(reading, 100).decode().split()
     pipe.say((child, None if free == "True" else "granted", has == "True"))
     pipe.hear()
-
-
-def echo(desk):
-    """Send back each request, as a worker of the pool. Never fail."""
-    for request in desk:
-        desk.say("" + request)
 
 
 def visit(pipe, port, addresses, each):

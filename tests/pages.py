@@ -59,7 +59,7 @@ def table_of_backends() -> dict[str, dict[str, str]]:
 TOLD_AS = {
     "supports_transactions": "Can belong to a",
     "supports_guard": "guarded-commits.md) a transaction",
-    "supports_queue": "fair line",
+    "supports_queue": "fair queue",
     "supports_sharing": "Can be [shared]",
     "supports_handover": "handed over",
 }
@@ -73,7 +73,7 @@ def check_refusals(backend: Backend) -> None:
     assert (shown == "yes") == isinstance(backend, DatabaseBackend)
     for part, options in (
         ("`takeover=False`", {"takeover": False}),
-        ("by a number of them", {"shared": True, "permits": 3}),
+        ("by a limited number", {"shared": True, "permits": 3}),
     ):
         told = next(table[row][name] for row in table if part in row)
         refused = backend.refusal(Claim(key="k", ttl=1.0, **options)) is not None

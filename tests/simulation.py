@@ -399,9 +399,10 @@ class Simulation:
         hold = self.holds[number]
         if hold is None:
             return
-        if hold.renewable and hold.renew_at <= self.time:
-            keeper._renew([hold])
-        hold.check_expiry()
+        state = hold._state
+        if state.renewable and state.lease.renew_at <= self.time:
+            keeper._renew([state])
+        state.check_expiry()
 
     def look(self, number: int) -> None:
         for waiter in self.rooms[number]._waiters.values():
@@ -429,7 +430,7 @@ class Simulation:
         if any(actor in self.busy for actor in (("keeper", number), ("room", number))):
             return
         if (hold := self.holds[number]) is not None:
-            keeper.drop(hold)
+            keeper.drop(hold._state)
         self.rooms[number]._waiters.clear()
         self.holds[number] = self.attempts[number] = None
         self.people[number].alive = False

@@ -145,8 +145,10 @@ async def cancel_everywhere(case, nothing_left, when):
 
 def left_behind(keys, using):
     """Return what a cancelled task left behind, without waiting."""
-    found = [f"kept {hold}" for hold in keeper.holds]
-    found += [f"entered {hold}" for hold in holds_by_caller.values() if hold.enterable]
+    found = [f"kept {state.hold}" for state in keeper.holds]
+    found += [
+        f"entered {state.hold}" for state in holds_by_caller.values() if state.enterable
+    ]
     found += [
         f"in the waiting room: {owner}"
         for owner in waiters_of(backends[using])._waiters

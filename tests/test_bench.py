@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from array import array
+from concurrent.futures import BrokenExecutor
 from io import StringIO
 from pathlib import Path
 
@@ -16,13 +18,11 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import ProgrammingError
 
-from tests import jobs
 from tests.internals import (
     HoldRecord,
     LockClaim,
+    Processes,
     ResourceLock,
-    WorkerError,
-    WorkerPool,
     lock_bench,
     samples,
 )
@@ -267,30 +267,33 @@ def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch)
 # Processes.
 
 
-def test_a_worker_pool_replies_and_ends_with_the_block():
-    with WorkerPool(2, jobs.echo) as crew:
-        crew.tell("both")
-        assert [crew.hear(number, 60) for number in range(2)] == ["both", "both"]
-        crew.tell_each(["one", "other"])
-        assert [crew.hear(number, 60) for number in range(2)] == ["one", "other"]
-        processes = list(crew._processes)
-    assert not any(process.is_alive() for process in processes)
-    assert [process.exitcode for process in processes] == [0, 0]
+def has_ended(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
-def test_a_failed_or_killed_worker_is_reported():
-    with WorkerPool(2, jobs.echo) as crew:
-        crew.tell(None, 1)
-        with pytest.raises(WorkerError, match=r"(?s)process 1 failed:.*TypeError"):
-            crew.hear(0, 60)
-        crew._processes[1].kill()
-        with pytest.raises(WorkerError, match="process 2 ended unexpectedly"):
-            crew.hear(1, 60)
+def test_each_process_makes_one_call_and_ends_with_the_block(until):
+    with Processes(2) as processes:
+        numbers = processes.ask(2, 60, os.getpid)
+        assert len(set(numbers)) == 2
+        assert processes.ask(1, 60, os.getpid)[0] in numbers
+    until(lambda: all(map(has_ended, numbers)))
 
 
-def test_a_worker_without_a_reply_times_out():
-    with (
-        WorkerPool(1, jobs.echo) as crew,
-        pytest.raises(WorkerError, match="process 1 did not reply in time"),
-    ):
-        crew.hear(0, 0)
+def test_a_killed_process_aborts_the_measurement():
+    with Processes(2) as processes:
+        number, _ = processes.ask(2, 60, os.getpid)
+        os.kill(number, signal.SIGKILL)
+        with pytest.raises(BrokenExecutor, match="terminated abruptly"):
+            processes.ask(2, 60, os.getpid)
+
+
+def test_a_process_without_a_reply_times_out_and_ends(until):
+    with Processes(1) as processes:
+        (number,) = processes.ask(1, 60, os.getpid)
+        with pytest.raises(TimeoutError):
+            processes.ask(1, 0.1, time.sleep, 1)
+    until(lambda: has_ended(number))

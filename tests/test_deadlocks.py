@@ -377,7 +377,7 @@ def test_list_locks_shows_who_waits_for_whom(chain, capsys):
     first, second = json.loads(capsys.readouterr().out)
     assert first["holders_wait_for"] == ["b"]
     assert second["holders_wait_for"] == []
-    assert second["line"][0]["holds"] == ["a"]
+    assert second["queue"][0]["holds"] == ["a"]
 
 
 @pytest.mark.django_db(transaction=True)

@@ -89,9 +89,8 @@ class Follower:
         for step in self.STEP.finditer((pages.DOCS / "tutorial.md").read_text()):
             if step["language"] == "python":
                 self.write(step["title"], step["text"])
-            elif step["language"] == "console":
-                for line in step["text"].splitlines():
-                    command = line.removeprefix("$ ")
+            elif step["language"] == "sh":
+                for command in step["text"].splitlines():
                     if " pip " not in command:
                         printed.setdefault(command, []).append(self.run(command))
         return printed
@@ -226,9 +225,9 @@ def test_a_long_job_stops_for_a_waiter(workers, until):
         worker.hear()
         until(
             lambda: any(
-                h.queue_length()
-                for h in holds_by_caller.values()
-                if h.key == "search-index"
+                state.hold.queue_length()
+                for state in holds_by_caller.values()
+                if state.lock.key == "search-index"
             )
         )
         yield 2
@@ -480,7 +479,9 @@ def test_the_examples_on_coming_from_django_db_mutex(in_other_thread):
     assert page.nightly(lambda: "built") == "built"
     assert page.nightly(lambda: lose("nightly-report")) == "done, but the lock was lost"
     with db_lock("nightly-report"):
-        assert in_other_thread(page.nightly, lambda: "built").endswith(" is at it")
+        assert in_other_thread(page.nightly, lambda: "built").startswith(
+            "already running: "
+        )
 
 
 @database
@@ -506,8 +507,8 @@ def test_the_examples_on_coming_from_redis_py(monkeypatch, in_other_thread):
         page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0)
     )
     with db_lock("stock:7"):
-        assert in_other_thread(page.work, lambda: None, lambda: "done").endswith(
-            " has it"
+        assert in_other_thread(page.work, lambda: None, lambda: "done").startswith(
+            "held by "
         )
 
 

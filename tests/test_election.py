@@ -493,7 +493,7 @@ def test_a_successful_lead_resets_the_failure_count(good, elections, monkeypatch
             take_away(hold.lock.key)
             hold.check()
         if len(leads) == 3:
-            hold._granted_at -= 61
+            hold._state.lease.granted_at -= 61
         raise ZeroDivisionError
 
     def rest(self, seconds):

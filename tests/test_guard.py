@@ -197,7 +197,7 @@ def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(row, using, monke
             patched.setattr(backend, "pin", fail)
             with pytest.raises(LockBackendError), hold.atomic():
                 pass
-        assert not hold.pinned
+        assert not hold._state.pinned
     hold.release()
 
 
@@ -205,7 +205,7 @@ def test_a_database_error_is_reported_by_an_ended_guard(row, monkeypatch):
     with db_lock("stock") as hold:
 
         def fail(claim, database):
-            hold.pinned_in.clear()
+            hold._state.pinned_in.clear()
             raise LockBackendError("The connection was lost.")
 
         with monkeypatch.context() as patched:
@@ -631,7 +631,7 @@ def test_a_slow_callback_of_the_same_commit_raises_no_error(row):
             with hold.atomic():
                 Counter.objects.update(value=2)
         hold.check()
-        assert not hold.pinned_in
+        assert not hold._state.pinned_in
     assert row() == 2
 
 

@@ -194,7 +194,7 @@ def test_an_outermost_guard_restarts_after_a_conflict(
             len(pinned) == 2 * len(getattr(hold, "holds", [hold])) + refuses_changes()
         )
         hold.check()
-        assert not hold.pinned
+        assert not hold._state.pinned
     assert Counter.objects.get().value == 8
 
 

@@ -185,7 +185,7 @@ def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
         return renew(claims)
 
     monkeypatch.setattr(backend, "renew", slow)
-    hold.renew_at = 0
+    hold._state.lease.renew_at = 0
     keeper.check_soon()
     assert on_its_way.wait(30)
     texts = []
@@ -298,8 +298,8 @@ def test_a_resumed_hold_keeps_the_rest_of_its_policy():
         reentrant=False,
         release_at="exit",
     ).acquire()
-    hold._granted_at -= 200
-    hold._last_at -= 200
+    hold._state.lease.granted_at -= 200
+    hold._state.lease.last_at -= 200
     lost = []
     with resume_hold(hold.detach(), on_lost=lost.append) as resumed:
         lock = resumed.lock

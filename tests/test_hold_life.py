@@ -246,8 +246,8 @@ def test_a_hold_that_is_entered_again_is_not_abandoned():
     """The keeper was about to release it, after the end of a transaction."""
     with db_lock("stock:7") as hold:
         worker = keeper._worker(hold.backend)
-        worker.settling.add(hold)
-        keeper._settle(worker, hold)
+        worker.settling.add(hold._state)
+        keeper._settle(worker, hold._state)
         hold.check()
 
 

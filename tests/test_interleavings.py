@@ -52,7 +52,7 @@ def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
         with contextlib.suppress(ZeroDivisionError), transaction.atomic():
             1 / 0  # noqa: B018
         keeper.catch_up()
-        hold.settle()
+        hold._state.settle()
         assert is_busy()
         assert hold.held
     assert not is_busy()
@@ -132,7 +132,7 @@ def test_entering_during_a_release_by_the_keeper_holds_the_key(
             monkeypatch.setattr(
                 TransactionMarker, "stands", property(lambda mark: False)
             )
-            hold.settle()
+            hold._state.settle()
             monkeypatch.undo()
             settled.append(True)
             return answer
@@ -359,8 +359,8 @@ def test_a_slow_on_lost_callback_does_not_delay_other_renewals(until):
     ).acquire()
     with db_lock("second", using="memory", ttl=3) as second:
         assert entered.wait(10)
-        deadline = second._deadline
-        until(lambda: second._deadline > deadline + 0.5)
+        deadline = second._state.lease.deadline
+        until(lambda: second._state.lease.deadline > deadline + 0.5)
         leave.set()
     assert not first.held
 
@@ -377,9 +377,9 @@ def test_an_error_of_one_backend_does_not_stop_other_renewals(
     monkeypatch.setattr(backends["optimistic"], "renew", fail)
     with db_lock("second", using="memory", ttl=3) as second, pytest.raises(LockLost):
         with db_lock("first", using="optimistic", ttl=1.0) as first:
-            deadline = second._deadline
-            until(lambda: first.is_over)
-            until(lambda: second._deadline > deadline)
+            deadline = second._state.lease.deadline
+            until(lambda: first._state.is_over)
+            until(lambda: second._state.lease.deadline > deadline)
             second.check()
     assert len(tries) < 20
 
@@ -397,8 +397,8 @@ def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
             db_lock("stock:7", using="memory").acquire()
     assert threading.Thread.start is start
     with db_lock("stock:7", using="memory", ttl=3) as hold:
-        deadline = hold._deadline
-        until(lambda: hold._deadline > deadline)
+        deadline = hold._state.lease.deadline
+        until(lambda: hold._state.lease.deadline > deadline)
 
 
 @pytest.fixture
@@ -433,9 +433,9 @@ def desks_fail(monkeypatch, until):
 
 def test_starting_a_worker_thread_of_the_keeper_is_retried(desks_fail, until):
     with db_lock("stock:7", using="memory", ttl=2.4) as hold:
-        failed, deadline = desks_fail(1), hold._deadline
+        failed, deadline = desks_fail(1), hold._state.lease.deadline
         until(failed)
-        until(lambda: hold._deadline > deadline)
+        until(lambda: hold._state.lease.deadline > deadline)
 
 
 def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, settings):
@@ -444,17 +444,17 @@ def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, se
     healthy = [
         db_lock("stock:7", using=using, ttl=2.4).acquire() for using in settings.DLOCKS
     ]
-    began = [hold._deadline for hold in healthy]
+    began = [hold._state.lease.deadline for hold in healthy]
     until(
         lambda: all(
-            hold._deadline > deadline
+            hold._state.lease.deadline > deadline
             for hold, deadline in zip(healthy, began, strict=True)
         )
     )
     settings.DLOCKS = {**settings.DLOCKS, "new": memory}
     desks_fail(1000)
     with pytest.raises(LockLost), db_lock("stock:7", using="new", ttl=3) as sick:
-        until(lambda: sick.is_over)
+        until(lambda: sick._state.is_over)
     for hold in healthy:
         hold.release()
 
@@ -487,9 +487,9 @@ async def test_holds_acquired_together_are_renewed(until):
 
     locks = [db_lock(key, using="memory", ttl=3) for key in ("a", "b")]
     holds = await asyncio.gather(*(lock.aacquire() for lock in locks))
-    deadlines = [hold._deadline for hold in holds]
+    deadlines = [hold._state.lease.deadline for hold in holds]
     while not all(
-        hold._deadline > deadline
+        hold._state.lease.deadline > deadline
         for hold, deadline in zip(holds, deadlines, strict=True)
     ):
         assert all(hold.held for hold in holds)

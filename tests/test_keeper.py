@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from django.db import connection, connections, transaction
 
-from dlocks import Hold, LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
+from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
 from tests import jobs
 from tests.internals import (
     REPLY_TIMEOUT,
     Grant,
+    KeptHold,
     LockState,
     ResourceLock,
     backends,
@@ -117,7 +118,7 @@ def test_100_holds_of_a_process_are_renewed_in_one_statement(
             assert len(backend.renew([hold.claim for hold in holds])) == 100
         monkeypatch.setattr(backend, "renew", counted)
         # One of them is due, and the others are renewed with it.
-        holds[0].renew_at = 0.0
+        holds[0]._state.lease.renew_at = 0.0
         keeper.check_soon()
         until(lambda: batches)
         assert batches[0] == 100
@@ -147,7 +148,7 @@ def test_the_keeper_closes_its_connection_when_unused(until):
 def test_renewal_stops_at_max_hold(until, monkeypatch):
     """A caller in an endless loop must not hold a lock forever."""
     lost, began, took = [], [], [0.0]
-    next_claim, renew = Hold.next_claim, backends["default"].renew
+    next_claim, renew = KeptHold.next_claim, backends["default"].renew
 
     def begin(hold):
         began.append(time.monotonic())
@@ -158,7 +159,7 @@ def test_renewal_stops_at_max_hold(until, monkeypatch):
         took.append(time.monotonic() - began[-1])
         return left
 
-    monkeypatch.setattr(Hold, "next_claim", begin)
+    monkeypatch.setattr(KeptHold, "next_claim", begin)
     monkeypatch.setattr(backends["default"], "renew", measured)
     started = time.monotonic()
     with pytest.raises(LockLost, match="held for its max_hold of 2.5 s"):
@@ -641,7 +642,7 @@ def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
 
     with pytest.raises(LockLost, match="not renewed within its ttl"):
         with db_lock("stock:7", using="brisk", ttl=3.0, on_lost=tell) as hold:
-            deadline = hold._deadline
+            deadline = hold._state.lease.deadline
             assert silence.wait(10)
             hold.check()
             assert told.wait(10)
@@ -691,12 +692,12 @@ def test_a_silent_server_does_not_stop_renewals_on_another(silence, until):
     with db_lock("stock:7", using="memory", ttl=3.0) as other:
         with pytest.raises(LockLost), db_lock("stock:7", using="brisk") as hold:
             assert silence.wait(10)
-            deadline = other._deadline
-            until(lambda: other._deadline > deadline + 0.5)
+            deadline = other._state.lease.deadline
+            until(lambda: other._state.lease.deadline > deadline + 0.5)
             # A call from inside a transaction to the other server is not delayed
             # either.
             assert keeper.run(lambda: 7, backends["memory"]) == 7
-            until(lambda: hold.is_over)
+            until(lambda: hold._state.is_over)
         other.check()
 
 
@@ -807,7 +808,7 @@ def test_the_keeper_drops_a_hold_whose_release_was_interrupted(monkeypatch, unti
     with pytest.raises(KeyboardInterrupt):
         hold.release()
     assert not hold.held
-    until(lambda: hold not in keeper.holds)
+    until(lambda: hold._state not in keeper.holds)
     with db_lock("stock:7", using="memory", timeout=0):
         pass
 
@@ -824,6 +825,6 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
     monkeypatch.setattr(keeper, "_next", fail_once)
     keeper.check_soon()
     with db_lock("stock:7", ttl=6.0) as hold:
-        deadline = hold._deadline
-        until(lambda: hold._deadline > deadline)
+        deadline = hold._state.lease.deadline
+        until(lambda: hold._state.lease.deadline > deadline)
     assert "no idea" in caplog.text

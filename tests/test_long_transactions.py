@@ -76,7 +76,7 @@ def test_a_key_released_just_then_is_not_taken_over(
 
     def look_before_the_release(claim):
         row = look(claim)
-        if not hold._ended:
+        if not hold._state.lease.ended:
             assert row.stale
             in_other_thread(hold.release)
         return row
@@ -91,8 +91,8 @@ def test_a_key_released_just_then_is_not_taken_over(
 def crash(hold):
     """Expire a lease, and forget its hold, as if the holder had crashed."""
     expire(hold)
-    keeper.drop(hold)
-    callers.forget_acquired(hold)
+    keeper.drop(hold._state)
+    callers.forget_acquired(hold._state)
 
 
 @FAMILY
@@ -221,8 +221,8 @@ def test_a_key_acquired_by_another_caller_is_lost(
     with pytest.raises(LockLost, match="'stock:7' was lost"):
         with db_lock("stock:7", using=using, ttl=TTL) as hold:
             # The keeper must not be the first to write after the transaction.
-            hold.renew_at = clock.now() + 3600
-            hold._answered_at = clock.now() + 3600
+            hold._state.lease.renew_at = clock.now() + 3600
+            hold._state.lease.answered_at = clock.now() + 3600
             with transaction.atomic():
                 Counter.objects.create(name="stock")
                 time.sleep(2 * TTL)

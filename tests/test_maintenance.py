@@ -92,7 +92,7 @@ class TestListLocks:
         header, line = run("list_locks").splitlines()
         assert line[: header.index("WAITING") + len("WAITING")].split()[-1] == "2"
         assert listed()["busy"]["waiting"] == 2
-        assert "line" not in listed()["busy"]
+        assert "queue" not in listed()["busy"]
 
     def test_the_waiting_option_shows_the_queue(self):
         """``--waiting`` shows the position, holder, start and mode of each claim."""
@@ -159,17 +159,17 @@ class TestListLocks:
             "hold_count": 1,
             "token": 1001,
         }
-        first, dead = lock["line"]
+        first, dead = lock["queue"]
         assert first.pop("seconds_waited") > 0
         assert first == {
             **common,
-            "place": 1,
+            "position": 1,
             "state": "waiting",
             "mode": "exclusive",
             "permits": None,
             "holds": [],
         }
-        assert (dead["place"], dead["state"], dead["mode"], dead["permits"]) == (
+        assert (dead["position"], dead["state"], dead["mode"], dead["permits"]) == (
             None,
             "dead",
             "shared",
@@ -207,10 +207,12 @@ class TestListLocks:
                 rows.waits(key)
         with django_assert_max_num_queries(2 + 2 * 14):
             found = listed("--waiting")
-        assert {key: len(found[key]["line"]) for key in keys} == {
+        assert {key: len(found[key]["queue"]) for key in keys} == {
             key: 2 * n for n, key in enumerate(keys)
         }
-        assert [claim["place"] for claim in found["🔒"]["line"]] == list(range(1, 13))
+        assert [claim["position"] for claim in found["🔒"]["queue"]] == list(
+            range(1, 13)
+        )
 
 
 @pytest.mark.django_db
@@ -439,7 +441,7 @@ class TestAdmin:
         rows.waits("catalogue", holder="web-3:1:t")
         rows.dead("catalogue", holder="web-4:1:t", shared=True)
         text = page(viewer.get(detail("catalogue")))
-        shared, line = text.split('id="dlocks-line"')
+        shared, line = text.split('id="dlocks-queue"')
         for told_of in (
             "web-1:&lt;b&gt;:t",
             "198.51.100.8",

@@ -579,12 +579,12 @@ def test_a_lease_on_several_keys_can_be_used_in_a_transaction(using, in_other_th
 @FAMILY
 def test_a_renewal_that_is_rolled_back_does_not_count(using):
     with db_lock("a", "b", using=using, ttl=600) as hold:
-        ends = [one._deadline for one in hold.holds]
+        ends = [one._state.lease.deadline for one in hold.holds]
         with pytest.raises(ZeroDivisionError), hold.atomic():
             time.sleep(0.05)
             hold.renew()
             1 / 0  # noqa: B018
-        assert [one._deadline for one in hold.holds] == ends
+        assert [one._state.lease.deadline for one in hold.holds] == ends
 
 
 # Races.

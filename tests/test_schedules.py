@@ -620,8 +620,8 @@ def test_the_documented_job_runs_once(page, frozen_lock_clock):
 
 
 def test_the_documented_console_command_works(environment, tmp_path):
-    (block,) = pages.blocks("how-to/schedules", "console")
-    line = block.removeprefix("$ ").strip()
+    (block,) = pages.blocks("how-to/schedules", "sh")
+    line = block.strip().removeprefix("python ")
     assert line.startswith("manage.py run_locked ")
     tool = tmp_path / "pg_dump"
     tool.write_text("#!/bin/sh\necho dumped $@\n")

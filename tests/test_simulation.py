@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from dlocks import Hold
-from tests.internals import Grant, Waiter, clock
+from tests.internals import Grant, KeptHold, Waiter, clock
 from tests.simulation import Simulation
 
 # There is no database in it, so one run is enough.
@@ -55,7 +54,7 @@ def test_no_schedule_breaks_a_promise(schedule):
 
 
 def never(hold):
-    return not hold._ended
+    return not hold.lease.ended
 
 
 def believed(waiter, ticket, sent):
@@ -70,16 +69,16 @@ def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
     )
 
 
-original, apply = Hold.__init__, Waiter.apply
+original, apply = KeptHold.__init__, Waiter.apply
 
 MUTANTS = {
-    "a hold after its own deadline": (Hold, "held", property(never)),
+    "a hold after its own deadline": (KeptHold, "held", property(never)),
     "a queue's lease that counts as a ttl": (
         Waiter,
         "apply",
         believed,
     ),
-    "deadline from the response": (Hold, "__init__", from_the_response),
+    "deadline from the response": (KeptHold, "__init__", from_the_response),
 }
 
 

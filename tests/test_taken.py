@@ -63,7 +63,7 @@ def test_a_renewal_and_a_block_explain_a_forced_release_too(anna, caplog, until)
     ):
         anna(hold)
         with caplog.at_level(logging.WARNING, logger="dlocks"):
-            hold.renew_at = 0.0
+            hold._state.lease.renew_at = 0.0
             keeper.check_soon()
             until(lambda: not hold.held)
     assert "anna wrote in the admin" in caplog.text

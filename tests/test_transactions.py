@@ -937,7 +937,7 @@ def test_a_lease_released_twice_is_kept_until_the_second_commit(is_busy, until):
         with lock as second:
             pass
         # The keeper does this with the lease that was left in the first transaction.
-        first.settle()
+        first._state.settle()
         second.settle()
         assert is_busy()
     until(lambda: not is_busy())

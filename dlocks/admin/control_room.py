@@ -110,7 +110,7 @@ class Room(LiveHistory):
             for state in (LockState.HELD, LockState.SHARED, LockState.STALE)
         }
         counts = self._busy.aggregate(
-            total=Count("pk"), line=Sum("waiting", default=0), **by_state
+            total=Count("pk"), waiters=Sum("waiting", default=0), **by_state
         )
         return {name: int(number) for name, number in counts.items()}
 
@@ -140,15 +140,15 @@ class Room(LiveHistory):
     def locks(self) -> list[dict[str, Any]]:
         """Return the rows of the table."""
         locks = list(self.page.object_list)
-        lines = self._lines([lock.pk for lock in locks if lock.waiting])
+        queues = self._queues([lock.pk for lock in locks if lock.waiting])
         may_force = self.admin.has_force_release_permission(self.request)
-        return [self._row(lock, lines.get(lock.pk, []), may_force) for lock in locks]
+        return [self._row(lock, queues.get(lock.pk, []), may_force) for lock in locks]
 
-    def _lines(self, keys: Sequence[str]) -> dict[str, list[LockRow]]:
+    def _queues(self, keys: Sequence[str]) -> dict[str, list[LockRow]]:
         """Return the first waiters of each of the keys."""
-        lines: dict[str, list[LockRow]] = {}
+        queues: dict[str, list[LockRow]] = {}
         if keys:
-            place = Window(
+            position = Window(
                 RowNumber(), partition_by=F("key_resource"), order_by=F("id").asc()
             )
             waiting = (
@@ -158,15 +158,15 @@ class Room(LiveHistory):
             )
             waiting = waiting.filter(
                 key_resource__in=keys, state=ClaimState.WAITING
-            ).annotate(place=place)
-            for claim in waiting.filter(place__lte=IN_QUEUE).order_by(
+            ).annotate(position=position)
+            for claim in waiting.filter(position__lte=IN_QUEUE).order_by(
                 "key_resource", "id"
             ):
-                lines.setdefault(claim.key_resource, []).append(claim)
-        return lines
+                queues.setdefault(claim.key_resource, []).append(claim)
+        return queues
 
     def _row(
-        self, lock: LockRow, line: Sequence[LockRow], may_force: bool
+        self, lock: LockRow, queue: Sequence[LockRow], may_force: bool
     ) -> dict[str, Any]:
         alone = in_row(lock) and lock.state != LockState.FREE
         held_long = is_long(lock, self.admin.backend())
@@ -198,15 +198,15 @@ class Room(LiveHistory):
             "style": "long" if held_long else lock.state,
             **(known if alone else {}),
             "waiting": lock.waiting,
-            "line": [
+            "queue": [
                 {
                     "holder": name_of(claim),
                     "waited": duration(claim.seconds_held),
                     "holds": [key_html(key) for key in claim.held_keys],
                 }
-                for claim in line
+                for claim in queue
             ],
-            "more_in_line": max(0, lock.waiting - len(line)),
+            "more_waiters": max(0, lock.waiting - len(queue)),
             **(self.admin.form_of(lock) if may_force and alone else {}),
         }
 

@@ -188,8 +188,8 @@ class ResourceLockAdmin(LockActions):
             context |= {
                 "shares": [self._row(share, may_force) for share in sharing[:SHOWN]],
                 "more_shares": max(0, sharing.count() - SHOWN),
-                "line": self._queue_rows(queued[:SHOWN], may_force),
-                "more_in_line": max(0, queued.count() - SHOWN),
+                "queue": self._queue_rows(queued[:SHOWN], may_force),
+                "more_waiters": max(0, queued.count() - SHOWN),
                 "waits": [
                     {
                         "holder": printable(shown_holder(claim.holder)),
@@ -219,7 +219,7 @@ class ResourceLockAdmin(LockActions):
             rows.append(
                 {
                     **self._row(claim, may_force and not waits),
-                    "place": position if waits else None,
+                    "position": position if waits else None,
                 }
             )
         return rows

@@ -12,6 +12,8 @@ from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.memory import MemoryBackend
 from dlocks.backends.quorum import QuorumBackend
+from dlocks.bench import processes
+from dlocks.bench.processes import START_SECONDS, Processes
 from dlocks.bench.samples import (
     ASKED,
     GRANTED,
@@ -24,7 +26,6 @@ from dlocks.bench.samples import (
     overlaps,
     quantile,
 )
-from dlocks.bench.workers import Worker, WorkerPool
 
 # Seconds for which a process waits for the key, and which a reply may take in addition.
 REPLY_TIMEOUT = 30.0
@@ -46,53 +47,42 @@ class Plan:
     hold: float
 
 
-def serve(worker: Worker) -> None:
-    """Serve the requests of one process.
-
-    It connects to an alias, then acquires and releases the key until the end.
-    """
-    plan: Plan | None = None
-    for request in worker:
-        try:
-            if isinstance(request, Plan):
-                plan = request
-                with _lock(plan):
-                    pass
-                worker.say((True, None))
-            elif plan is not None:
-                worker.say(
-                    (True, _take_again_and_again(worker, plan, request).tobytes())
-                )
-        except Exception as error:  # noqa: BLE001 (it concerns one alias only)
-            worker.say((False, _line(error)))
-
-
 def _lock(plan: Plan) -> Any:
     return db_lock(plan.key, using=plan.alias, timeout=REPLY_TIMEOUT)
 
 
-def _take_again_and_again(worker: Worker, plan: Plan, end: float) -> array[float]:
+def _connect(plan: Plan) -> tuple[bool, Any]:
+    """Acquire the key once. Return whether that succeeded, and the error."""
+    try:
+        with _lock(plan):
+            return True, None
+    except Exception as error:  # noqa: BLE001 (it concerns one alias only)
+        return False, _line(error)
+
+
+def _take_again_and_again(plan: Plan, end: float) -> tuple[bool, Any]:
+    """Acquire the key until the end. Return whether that succeeded, and the times."""
     samples = array("d")
     # The finest clock that all processes of a machine share.
-    clock, sleep = time.perf_counter, time.sleep
-    asked = clock()
-    while asked < end and not worker.closed:
-        with _lock(plan):
-            granted = clock()
-            if plan.hold:
-                sleep(plan.hold)
-            leaving = clock()
-        released = clock()
-        samples.extend((asked, granted, leaving, released))
-        asked = released
-    return samples
+    clock, sleep, is_over = time.perf_counter, time.sleep, processes.stop.is_set
+    try:
+        while not is_over() and (asked := clock()) < end:
+            with _lock(plan):
+                granted = clock()
+                if plan.hold:
+                    sleep(plan.hold)
+                leaving = clock()
+            samples.extend((asked, granted, leaving, clock()))
+    except Exception as error:  # noqa: BLE001 (it concerns one alias only)
+        return False, _line(error)
+    return True, samples.tobytes()
 
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def alone(crew: WorkerPool, plan: Plan, seconds: float) -> dict[str, float]:
+def alone(crew: Processes, plan: Plan, seconds: float) -> dict[str, float]:
     """Measure acquiring and releasing by one process without contention.
 
     Times are in microseconds.
@@ -112,9 +102,9 @@ def alone(crew: WorkerPool, plan: Plan, seconds: float) -> dict[str, float]:
     }
 
 
-def together(crew: WorkerPool, plan: Plan, seconds: float) -> dict[str, float | None]:
+def together(crew: Processes, plan: Plan, seconds: float) -> dict[str, float | None]:
     """Measure contention of all processes for one key. Times are in milliseconds."""
-    samples, begin, end = _measure(crew, plan, seconds, len(crew))
+    samples, begin, end = _measure(crew, plan, seconds, crew.size)
     waits = [wait * 1e3 for wait in durations(samples, ASKED, GRANTED, begin, end)]
     counts = grants(samples, begin, end)
     idle = [gap * 1e3 for gap in handovers(samples, begin, end)]
@@ -133,31 +123,26 @@ def together(crew: WorkerPool, plan: Plan, seconds: float) -> dict[str, float | 
 
 
 def _measure(
-    crew: WorkerPool, plan: Plan, seconds: float, size: int
+    crew: Processes, plan: Plan, seconds: float, size: int
 ) -> tuple[list[array[float]], float, float]:
-    crew.tell(plan, size)
-    _answers(crew, size, REPLY_TIMEOUT)
+    _answers(crew.ask(size, START_SECONDS + REPLY_TIMEOUT, _connect, plan))
     begin = time.perf_counter() + WARM_UP
     end = begin + seconds
-    crew.tell(end, size)
+    limit = WARM_UP + seconds + 2 * REPLY_TIMEOUT
     samples = [
         array("d", answer)
-        for answer in _answers(crew, size, WARM_UP + seconds + REPLY_TIMEOUT)
+        for answer in _answers(crew.ask(size, limit, _take_again_and_again, plan, end))
     ]
     if not any(grants(samples, begin, end)):
         raise NotMeasured(f"no process acquired the key in {seconds:g} s")
     return samples, begin, end
 
 
-def _answers(crew: WorkerPool, size: int, seconds: float) -> list[Any]:
-    # Receive all replies first. A reply that is left over would be taken for one to the
-    # next request.
-    deadline = time.monotonic() + seconds + REPLY_TIMEOUT
-    answers = [crew.hear(number, deadline - time.monotonic()) for number in range(size)]
-    for well, answer in answers:
+def _answers(replies: list[tuple[bool, Any]]) -> list[Any]:
+    for well, answer in replies:
         if not well:
             raise NotMeasured(answer)
-    return [answer for _, answer in answers]
+    return [answer for _, answer in replies]
 
 
 def why_not_together(backend: Backend) -> str | None:

@@ -16,6 +16,7 @@ from dlocks.core.callers import (
     run_outside,
 )
 from dlocks.core.hold import Hold
+from dlocks.core.kept_hold import KeptHold
 from dlocks.core.wait import Wait
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
 from dlocks.runtime import clock
@@ -55,7 +56,7 @@ class Acquisition(Wait):
             yield self._next_pause()
         self.hold = hold
         if self.keep:
-            note_acquired(self.lock, hold)
+            note_acquired(self.lock, hold._state)
 
     def _once(self) -> Hold | None:
         """Request the key once, and return the hold or None."""
@@ -137,7 +138,7 @@ class Acquisition(Wait):
             waiters_of(self.backend).remove(waiter)
         if self.claim is None or not (self.unknown or waiter is not None):
             return
-        ended = self.hold is not None and self.hold.discard()
+        ended = self.hold is not None and self.hold._state.discard()
         release = partial(self.backend.release, self.claim, failed=True)
         try:
             if waiter is None:
@@ -181,17 +182,18 @@ class Acquisition(Wait):
     def _hold(self, claim: Claim, grant: Grant, sent: float) -> Hold:
         self.unknown = True
         waited = clock.now() - self.began if self.paused else 0.0
-        self.hold = Hold(
+        state = KeptHold(
             self.lock, self.backend, claim, grant, self.caller, sent, waited
         )
+        self.hold = Hold(state)
         entry_key = (self.caller, self.backend.identity, self.key, self.lock.shared)
-        mine: Hold | None = hold_by(entry_key)
+        mine: KeptHold | None = hold_by(entry_key)
         if mine is None or not (mine.lock.reentrant and mine.enterable):
             # Otherwise this is a second hold, and the first one is entered again.
-            self.hold.entered_as.append(entry_key)
-            holds_by_caller[entry_key] = self.hold
+            state.entered_as.append(entry_key)
+            holds_by_caller[entry_key] = state
         if claim.scope == "lease":
-            keeper.keep(self.hold)
+            keeper.keep(state)
         if self.waiter is not None:
             waiters_of(self.backend).remove(self.waiter)
             self.waiter = None

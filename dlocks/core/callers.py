@@ -98,7 +98,7 @@ def note_acquired(lock: Any, hold: Any) -> None:
     else:
         _leases.add(hold)
     if sys.flags.dev_mode or tracemalloc.is_tracing():
-        for one in getattr(hold, "holds", [hold]):
+        for one in hold.parts:
             one.acquired_at = _line_of_caller()
 
 

@@ -11,6 +11,7 @@ from dlocks.conf import backends
 from dlocks.core.callers import Caller, hold_by
 from dlocks.core.hold import Hold
 from dlocks.core.holder import own_holder_name, own_ip
+from dlocks.core.kept_hold import KeptHold
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
@@ -31,7 +32,7 @@ class Claims:
 
     claim: Claim | None = None
     # The hold that is entered again, and its count before that.
-    entering: Hold | None = None
+    entering: KeptHold | None = None
     count_before = 0
 
     def __init__(
@@ -69,7 +70,7 @@ class Claims:
         """Enter and return the hold that the caller has, or else make the claim."""
         mine = self._own_hold()
         if mine is not None and self._enter(mine):
-            return mine
+            return mine.hold  # type: ignore[no-any-return]
         self.claim = self._claim()
         connect = self.backend.connect_first
         if connect is not None and not keeper.keeps_for(self.caller):
@@ -81,9 +82,9 @@ class Claims:
 
     # Internal methods.
 
-    def _own_hold(self) -> Hold | None:
+    def _own_hold(self) -> KeptHold | None:
         """Return the hold of the same caller to enter, or None."""
-        mine: Hold | None = hold_by(
+        mine: KeptHold | None = hold_by(
             (self.caller, self.backend.identity, self.key, self.lock.shared)
         )
         if mine is None or not mine.enterable:
@@ -101,14 +102,14 @@ class Claims:
 
         Return None if the caller has left no hold in a transaction.
         """
-        mine: Hold | None = hold_by(
+        mine: KeptHold | None = hold_by(
             (self.caller, self.backend.identity, self.key, self.lock.shared)
         )
         if mine is None or not mine.is_left:
             return None
-        return max(0.0, mine.lock.min_hold - mine.age)
+        return mine.lease.kept_for
 
-    def _enter(self, hold: Hold) -> bool:
+    def _enter(self, hold: KeptHold) -> bool:
         if hold.count and not (self.lock.reentrant and hold.lock.reentrant):
             raise RuntimeError(
                 f"{self.lock.key!r} is already held by this"
@@ -132,7 +133,7 @@ class Claims:
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
-        other: Hold | None = hold_by(
+        other: KeptHold | None = hold_by(
             (self.caller, backend.identity, self.key, not lock.shared)
         )
         if other is not None and not (
@@ -160,7 +161,7 @@ class Claims:
             fair=lock.fair,
             shared=lock.shared,
             permits=lock.permits,
-            beside=other.owner if other is not None else "",
+            beside=other.claim.owner if other is not None else "",
             holder=own_holder_name(),
             owner_ip=own_ip(),
         )

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import partial
 
 from django.core import signing
 
-from dlocks.exceptions import LockError
+from dlocks.core.callers import holds_by_caller, note_acquired
+from dlocks.core.kept_hold import KeptHold
+from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
-from dlocks.values import Duration, seconds
-
-if TYPE_CHECKING:
-    from dlocks.protocols import DetachedHold
+from dlocks.runtime.keeper import keeper
+from dlocks.signals import send_ended
+from dlocks.values import Claim, Duration, seconds
 
 SALT = "dlocks.handover"
 
+HANDED_OVER = "it was handed over"
 
-def detach(hold: DetachedHold, *, within: Duration | None = None) -> str:
+
+def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
     """Detach a hold and return the text by which a process resumes it.
 
     ``resume_hold()`` resumes it once, in any process. The hold can no longer be used
@@ -37,7 +41,7 @@ def detach(hold: DetachedHold, *, within: Duration | None = None) -> str:
         refusal, claim = hold.backend.refusal, hold.claim
         why = refusal(dataclasses.replace(claim, ttl=within))
         if why is not None and refusal(claim) is None:
-            raise ValueError(f"{hold.key!r} cannot be detached. {why}")
+            raise ValueError(f"{hold.lock.key!r} cannot be detached. {why}")
     was_over = hold.is_over
     try:
         return _detached(hold, hold.claim.ttl if within is None else within)
@@ -49,16 +53,16 @@ def detach(hold: DetachedHold, *, within: Duration | None = None) -> str:
         raise
 
 
-def _detached(hold: DetachedHold, ttl: float) -> str:
+def _detached(hold: KeptHold, ttl: float) -> str:
     lock = hold.lock
-    min_hold, max_hold = hold.transfer(ttl)
+    min_hold, max_hold = _transfer(hold, ttl)
     data = {
         # The rest of max_hold counts from here, in any process.
         "at": clock.wall_now(),
         "key": lock.key,
         "claimed": hold.claim.key,
         "using": lock.using,
-        "owner": hold.owner,
+        "owner": hold.claim.owner,
         "token": hold.token,
         "policy": {
             "ttl": hold.claim.ttl,
@@ -71,3 +75,82 @@ def _detached(hold: DetachedHold, ttl: float) -> str:
         },
     }
     return signing.dumps(data, salt=SALT)
+
+
+def release_detached(hold: KeptHold) -> None:
+    """Release the key of a detached hold, whose text no process will receive."""
+    if hold.lease.lost == HANDED_OVER:
+        with suppress(LockError):
+            hold.release_again()
+
+
+def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
+    """End the hold here, without releasing the key.
+
+    The lease lasts for ``ttl`` more seconds. Return the seconds left of
+    ``min_hold`` and ``max_hold``.
+    """
+    if hold.scope == "transaction":
+        raise RuntimeError(
+            f"{hold.lock.key!r} is held by a transaction, and cannot be handed over."
+            " Acquire it with scope='lease'."
+        )
+    if hold.lock.shared:
+        raise RuntimeError(
+            f"The shared hold on {hold.lock.key!r} cannot be handed over."
+        )
+    if not hold.backend.supports_handover:
+        raise RuntimeError(
+            f"{type(hold.backend).__name__} cannot hand {hold.lock.key!r} over to"
+            " another process."
+        )
+    if (why := hold.backend.refusal(hold.claim)) is not None:
+        raise RuntimeError(f"{hold.lock.key!r} cannot be handed over here. {why}")
+    with hold.lease.mutex:
+        if hold.count > 1:
+            raise RuntimeError(
+                f"{hold.lock.key!r} cannot be handed over while its caller has acquired"
+                f" it {hold.count} times. Release the inner holds first."
+            )
+        ended = hold.lease.ended or hold.count == 0
+    now = clock.now()
+    left = (
+        max(0.0, hold.lock.min_hold - (now - hold.lease.granted_at)),
+        hold.lease.last_at - now,
+    )
+    if not ended and not hold.held:
+        hold.lose(hold.lease.why_not())
+    if hold.lease.lost is not None or ended or not hold.end():
+        raise hold.lost_error(hold.lease.lost or "it has ended")
+    claim = dataclasses.replace(hold.claim, ttl=min(ttl, left[1]))
+    try:
+        # By the keeper, so that no pending renewal comes after it.
+        stands = keeper.run(partial(_leave_lease, hold, claim), hold.backend)
+    except BaseException:
+        hold.lease.ended = False
+        holds_by_caller.update(dict.fromkeys(hold.entered_as, hold))
+        note_acquired(hold.lock, hold)
+        keeper.keep(hold)
+        raise
+    if not stands:
+        hold.lease.lost = hold.why_gone()
+        hold.report_loss()
+        raise hold.lost_error()
+    hold.lease.lost = HANDED_OVER
+    send_ended(hold.hold, "detached")
+    return left
+
+
+def _leave_lease(hold: KeptHold, claim: Claim) -> bool:
+    for number in range(10):
+        left = hold.backend.renew([claim])
+        if claim.owner not in left:
+            return False
+        if left[claim.owner] >= claim.ttl:
+            return True
+        # A caller that tried to acquire the key has locked the row for a moment.
+        time.sleep(0.001 * 2**number)
+    raise LockBackendError(
+        f"The lease on {hold.lock.key!r} could not be extended: another transaction has"
+        " locked its row."
+    )

@@ -22,7 +22,7 @@ from dlocks.transactions import TransactionMarker, why_end_is_unknown
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlocks.protocols import GuardedHold
+    from dlocks.core.hold_state import HoldState
 
 
 # Seconds for which an outermost guard restarts its transaction after conflicts.
@@ -31,7 +31,7 @@ RETRY_FOR = 15.0
 
 @contextmanager
 def guarded(
-    holds: Sequence[GuardedHold], using: str | None, atomic: dict[str, Any]
+    holds: Sequence[HoldState], using: str | None, atomic: dict[str, Any]
 ) -> Iterator[None]:
     """Open a transaction that locks and writes the rows of the holds first.
 
@@ -40,7 +40,7 @@ def guarded(
     """
     database = _database_for(holds[0], using)
     connection = connection_of(database)
-    key = ", ".join(hold.key for hold in holds)
+    key = ", ".join(hold.lock.key for hold in holds)
     if (
         not connection.get_autocommit()
         and (why := why_end_is_unknown(connection)) is not None
@@ -48,18 +48,19 @@ def guarded(
         refuse_lost(connection)
         raise RuntimeError(f"{key!r} cannot guard this transaction. {why}.")
     for hold in holds:
-        if hold.scope == "transaction" and connection is not hold._connection:
+        if hold.scope == "transaction" and connection is not hold.connection:
             raise RuntimeError(
-                f"{hold.key!r} is held by a transaction on {hold.backend.database!r},"
-                f" and cannot guard another one on {database!r}. Acquire the lock"
-                f" before the transactions, or write on {hold.backend.database!r}."
+                f"{hold.lock.key!r} is held by a transaction on"
+                f" {hold.backend.database!r}, and cannot guard another one on"
+                f" {database!r}. Acquire the lock before the transactions, or write on"
+                f" {hold.backend.database!r}."
             )
     outermost = not connection.in_atomic_block
     began = clock.real_now()
     for number in itertools.count():
         try:
             with transaction.atomic(using=database, **atomic):
-                pinned: list[tuple[GuardedHold, TransactionMarker | None]] = []
+                pinned: list[tuple[HoldState, TransactionMarker | None]] = []
                 try:
                     # No comprehension: an interrupt in an inlined one bypasses the
                     # handlers (CPython 3.12).
@@ -98,7 +99,7 @@ def guarded(
 
 
 def _pin_first(
-    hold: GuardedHold, connection: BaseDatabaseWrapper, database: str
+    hold: HoldState, connection: BaseDatabaseWrapper, database: str
 ) -> TransactionMarker | None:
     """Pin a hold in a transaction that begins.
 
@@ -109,7 +110,7 @@ def _pin_first(
         hold.check()
         return None
     if hold.is_over:
-        raise hold._reported_lost()
+        raise hold.reported_lost()
     # The rollback of an outer savepoint may undo the write, although the row stays
     # locked. This comes first among the on_commit() callbacks.
     here = TransactionMarker.here(connection)
@@ -127,7 +128,7 @@ def _pin_first(
     return here
 
 
-def _pin(hold: GuardedHold, database: str) -> float:
+def _pin(hold: HoldState, database: str) -> float:
     """Lock and renew a hold's row in the open transaction.
 
     Return when the request was sent.
@@ -155,7 +156,7 @@ def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bo
     )
 
 
-def _database_for(hold: GuardedHold, using: str | None) -> str:
+def _database_for(hold: HoldState, using: str | None) -> str:
     backend = hold.backend
     if not backend.supports_guard:
         raise RuntimeError(
@@ -168,7 +169,7 @@ def _database_for(hold: GuardedHold, using: str | None) -> str:
         return own
     if _address_of(using) != _address_of(own):
         raise RuntimeError(
-            f"The lock on {hold.key!r} is in database {own!r}, and cannot guard a"
+            f"The lock on {hold.lock.key!r} is in database {own!r}, and cannot guard a"
             f" transaction on the other database {using!r}. Put the lock into the"
             " database of the data (OPTIONS['database'])."
         )

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from dlocks.core.callers import run_outside
+from dlocks.core.detach import detach, release_detached
 from dlocks.core.guard import guarded
-from dlocks.core.hold_state import ensure_sync
-from dlocks.core.release import Release
+from dlocks.core.kept_hold import KeptHold
 from dlocks.exceptions import LockError
-from dlocks.runtime.coroutines import run_in_sync_thread
-from dlocks.runtime.keeper import keeper
-from dlocks.values import Duration
+from dlocks.runtime.coroutines import refuse_in_a_coroutine, run_in_sync_thread
+from dlocks.values import Claim, Duration
 
 if TYPE_CHECKING:
+    from dlocks.backends.base import Backend
     from dlocks.protocols import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Refused before anything happens, so that the asynchronous method can do it.
+ensure_sync = partial(
+    refuse_in_a_coroutine,
+    "'async with', or the method with an 'a', as in 'await hold.arelease()'",
+)
 
-class Hold(Release):
+
+class Hold:
     """One holding of one key, which ends by ``release()`` or is lost.
 
     Any thread with a reference to it may release it. ``token`` is the fencing token,
@@ -35,7 +40,95 @@ class Hold(Release):
     key was free. ``takeover`` says that the last holder never released the key.
     """
 
+    def __init__(self, state: Any) -> None:
+        self._state: KeptHold = state
+        state.hold = self
+        self.lock: Policy = state.lock
+        self.backend: Backend = state.backend
+        self.claim: Claim = state.claim
+        self.scope: str = state.scope
+        self.token: int = state.token
+        self.takeover: bool = state.takeover
+        self.waited: float = state.waited
+
+    def __repr__(self) -> str:
+        keys = ", ".join(map(repr, self.keys))
+        token = f" token={self.token}" if len(self.keys) == 1 else ""
+        return (
+            f"<{type(self).__name__} {keys}{token} count={self.count}"
+            f" {'held' if self.held else 'ended or lost'}>"
+        )
+
+    @property
+    def key(self) -> str:
+        return self.lock.key
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.lock.keys
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Return the fencing tokens by key.
+
+        There is one, unless several keys are held.
+        """
+        return {part.lock.key: part.token for part in self._state.parts}
+
+    @property
+    def owner(self) -> str:
+        return self.claim.owner
+
+    @property
+    def count(self) -> int:
+        """Return how often the holder has entered and not left."""
+        return self._state.count
+
+    @property
+    def held(self) -> bool:
+        """Return whether the key is certainly held. This does no I/O.
+
+        False may mean that the state is unknown.
+        """
+        return self._state.held
+
+    @property
+    def remaining(self) -> float:
+        """Return the seconds for which the key is held without a renewal.
+
+        This is infinite in a transaction.
+        """
+        return self._state.remaining
+
+    @property
+    def age(self) -> float:
+        """Return the seconds since the grant."""
+        return self._state.age
+
     # Methods for the holder.
+
+    def check(self) -> None:
+        """Check with the backend that the key is held, or raise LockLost."""
+        ensure_sync()
+        self._state.check()
+
+    def renew(self) -> None:
+        """Extend the lease to its ttl from now, or raise LockLost.
+
+        In a transaction there is no lease, so this only checks the hold.
+        """
+        ensure_sync()
+        self._state.renew()
+
+    def release(self, *, failed: bool = False) -> None:
+        """Leave the hold once. The last entry to leave releases the key.
+
+        Releasing again does nothing. ``failed`` sets the status of the row to F instead
+        of S, for people who read it. Raise LockLost if the hold was lost, because its
+        work was perhaps not exclusive.
+        """
+        ensure_sync()
+        self._state.release(failed=failed)
 
     def queue_length(self) -> int:
         """Return the number of callers that are queued for the key now.
@@ -43,8 +136,8 @@ class Hold(Release):
         This asks the backend. It is 0 where there is no queue.
         """
         backend = self.backend
-        ask = partial(backend.waiting, self.claim.key)
-        return run_outside(ask, backend)
+        ask = [partial(backend.waiting, one.claim.key) for one in self._state.parts]
+        return sum(run_outside(one, backend) for one in ask)
 
     def atomic(
         self, *, using: str | None = None, **atomic: Any
@@ -59,7 +152,7 @@ class Hold(Release):
         ``using`` may be another alias of the lock's database. Other arguments are those
         of Django's ``atomic()``.
         """
-        return guarded([self], using, atomic)
+        return guarded(self._state.parts, using, atomic)
 
     async def aatomic(
         self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
@@ -90,9 +183,7 @@ class Hold(Release):
         See ``dlocks.core.detach``.
         """
         ensure_sync()
-        from dlocks.core.detach import detach
-
-        return detach(self, within=within)
+        return detach(self._state, within=within)
 
     # The same methods for coroutines.
 
@@ -110,7 +201,7 @@ class Hold(Release):
             return await self._there(partial(self.detach, within=within))
         except asyncio.CancelledError:
             # No process will ever receive the text.
-            await self._there(self._release_again)
+            await self._there(partial(release_detached, self._state))
             raise
 
     async def arelease(self, *, failed: bool = False) -> None:
@@ -119,18 +210,19 @@ class Hold(Release):
     # Blocks.
 
     def __enter__(self) -> Self:
-        if self._blocks >= self._entries:
+        state = self._state
+        if state.blocks >= state.entries:
             raise RuntimeError(
                 f"This hold of {', '.join(map(repr, self.keys))} has been released, or"
                 " an outer block releases it. Acquire the lock once for each block."
             )
-        self._blocks += 1
+        state.blocks += 1
         return self
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        self._blocks = max(0, self._blocks - 1)
+        self._state.blocks = max(0, self._state.blocks - 1)
         self.exit(error)
 
     async def __aenter__(self) -> Self:
@@ -139,7 +231,7 @@ class Hold(Release):
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        self._blocks = max(0, self._blocks - 1)
+        self._state.blocks = max(0, self._state.blocks - 1)
         await self.aleave(error)
 
     def exit(self, error: BaseException | None) -> None:
@@ -157,82 +249,7 @@ class Hold(Release):
     async def aleave(self, error: BaseException | None) -> None:
         await self._there(partial(self.exit, error))
 
-    @property
-    def _entries(self) -> int:
-        """Return how many entries are still to be left."""
-        return 0 if self._ended else self._count
-
     async def _there(self, function: Callable[[], R]) -> R:
         return await run_in_sync_thread(
             function, in_transaction_only=self.scope == "transaction"
         )
-
-    # Methods for the lock.
-
-    @property
-    def enterable(self) -> bool:
-        """Return whether the same caller enters this hold, and needs no new one."""
-        if self._ended or self._pid != os.getpid():
-            return False
-        if self.scope == "transaction":
-            return self.held
-        # A hold left in a transaction is kept for its min_hold from all callers, even
-        # this one.
-        return self._count > 0 or (self.held and self.age >= self.lock.min_hold)
-
-    @property
-    def is_left(self) -> bool:
-        """Return whether only open transactions keep the hold."""
-        return self._count == 0 and self.in_transactions and self.held
-
-    def enter(self, lock: Policy) -> bool:
-        """Count one more entry, and check that the key is still held.
-
-        Return False if the hold has ended. Raise LockLost if it is lost.
-        """
-        with self._mutex:
-            # Counted first, so that no other thread releases the key meanwhile.
-            if self._ended:
-                return False
-            if self._count == 0:
-                # The hold was left in a transaction. Its earlier blocks no longer
-                # count.
-                self._blocks = 0
-                self.leaves_at_exit = True
-            self.leaves_at_exit = self.leaves_at_exit and lock.release_at == "exit"
-            self._count += 1
-            count = self._count
-            # The earlier transactions do not matter until the hold is left again.
-            left_in, self._left_in = self._left_in, []
-        keeper.forget_end(self)
-        try:
-            if not self._keeps:
-                self.lose(self.why_not())
-                raise self._reported_lost()
-            if not self._confirmed(count):
-                self.lose(self.why_gone())
-                raise self._reported_lost()
-        except BaseException:
-            with self._mutex:
-                self._count = count - 1
-                self._left_in = left_in
-            if left_in:
-                keeper.await_end(self)
-            raise
-        return True
-
-    def prolong(self) -> None:
-        """Count one more entry, so that the hold outlasts the current block."""
-        with self._mutex:
-            self._count += 1
-
-    def revert_entry(self, count: int) -> None:
-        """Restore the count from before an entry that its caller never received."""
-        self._count = min(self._count, count)
-        if (
-            self._count == 0
-            and not self._left_in
-            and not self._leave_in_transactions()
-            and self._end()
-        ):
-            self.release_claim()

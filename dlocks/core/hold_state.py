@@ -1,54 +1,62 @@
-"""The state of a hold: its grant, its deadline, and the entries of its caller."""
+"""The state of a hold: how it is checked and renewed, and how its loss is reported."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from django.db import connections
 
 from dlocks.backends.base import Backend
-from dlocks.core.callers import Caller, EntryKey, hold_by, holds_by_caller, is_outside
+from dlocks.core.callers import (
+    Caller,
+    EntryKey,
+    forget_acquired,
+    has_ended,
+    hold_by,
+    holds_by_caller,
+    is_outside,
+)
+from dlocks.core.lease import Lease
+from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
-from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
-from dlocks.runtime.coroutines import refuse_in_a_coroutine
-from dlocks.runtime.keeper import keeper
+from dlocks.runtime.jobs import GONE
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.signals import send_ended
+from dlocks.text import shown_holder
 from dlocks.transactions import TransactionMarker
 from dlocks.values import Claim, Grant
 
 if TYPE_CHECKING:
     from dlocks.protocols import Policy
 
-# Seconds after which a short lease from the queue is first renewed.
-RENEW_SOON = 0.1
-
-# Refused before anything happens, so that the asynchronous method can do it.
-ensure_sync = partial(
-    refuse_in_a_coroutine,
-    "'async with', or the method with an 'a', as in 'await hold.arelease()'",
-)
+logger = logging.getLogger("dlocks")
 
 
 class HoldState:
-    """What this process knows of a hold without asking the backend."""
+    """What this process knows of one holding of one key, and asks about it.
+
+    It consists of the entries of the caller, a lease, and the transactions on which the
+    hold depends. ``hold`` is its public face.
+    """
 
     # Number of 'with hold' blocks that are open.
-    _blocks = 0
-    _ended = False
-    _lost: str | None = None
-    _failed = False
-    # Created by the thread that settles the hold, and set when it is done.
-    _settled: threading.Event | None = None
+    blocks = 0
+    failed = False
     # The file and the line that acquired it, where Python reports unclosed resources.
     acquired_at: tuple[str, int] | None = None
     # Whether it was reported as not released for a long time, or need not be.
     slow_reported = False
-    # When the backend last answered a renewal.
-    _answered_at = 0.0
     # The transaction of the hold, and the point in it.
-    _connection: Any = None
-    _mark: TransactionMarker | None = None
+    connection: Any = None
+    mark: TransactionMarker | None = None
+    hold: Any = None
 
     def __init__(
         self,
@@ -60,104 +68,66 @@ class HoldState:
         sent: float,
         waited: float,
     ) -> None:
-        lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.lock = lock
         self.backend = backend
         self.claim = claim
+        self.lease = Lease(lock, backend, claim, grant, sent)
         self.scope: str = claim.scope
         self.token = grant.token
         self.takeover = grant.takeover
         self.waited = waited
         self.caller = caller
         self._pid = os.getpid()
-        self._mutex = threading.Lock()
-        self._count = 1
+        # How often the caller has entered and not left.
+        self.count = 1
         # Whether all entries accept a release before the transaction ends.
         self.leaves_at_exit = lock.release_at == "exit"
-        self._granted_at = clock.now()
-        # Counted from before the request, so it always passes before the backend's
-        # deadline.
-        self._deadline = FOREVER if self.scope == "transaction" else sent + lease
-        self._last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
-        # Without renewal, a hold still lasts for its ttl if the backend grants shorter
-        # leases.
-        short = grant.lease is not None and backend.renew_every < FOREVER
-        self._kept_until = FOREVER if lock.renew else sent + claim.ttl if short else 0.0
-        # The first lease of a queued claim is short. Only a very short hold needs no
-        # renewal.
-        due = self._granted_at + RENEW_SOON if grant.lease else sent + lease / 3
-        self.renew_at = min(due, self._granted_at + backend.renew_every)
         # Transactions in which the lease was left, and at whose end it is released.
-        self._left_in: list[TransactionMarker] = []
+        self.left_in: list[TransactionMarker] = []
         # Transactions of hold.atomic() that keep the key, whatever the clocks say.
         self.pinned_in: list[TransactionMarker] = []
         # Its keys in holds_by_caller.
         self.entered_as: list[EntryKey] = []
         if self.scope == "transaction":
-            self._connection = connection_of(backend.database)
-            self._mark = TransactionMarker.here(self._connection)
-            self._mark.keys.add((backend.identity, claim.key))
-
-    def __repr__(self) -> str:
-        return (
-            f"<Hold {self.key!r} token={self.token} count={self._count}"
-            f" {'held' if self.held else 'ended or lost'}>"
-        )
-
-    @property
-    def key(self) -> str:
-        return self.lock.key
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.lock.keys
-
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Return the fencing tokens by key.
-
-        There is one, unless several keys are held.
-        """
-        return {self.key: self.token}
-
-    @property
-    def owner(self) -> str:
-        return self.claim.owner
-
-    @property
-    def count(self) -> int:
-        """Return how often the holder has entered and not left."""
-        return self._count
+            self.connection = connection_of(backend.database)
+            self.mark = TransactionMarker.here(self.connection)
+            self.mark.keys.add((backend.identity, claim.key))
 
     @property
     def held(self) -> bool:
-        """Return whether the key is certainly held. This does no I/O.
-
-        False may mean that the state is unknown.
-        """
+        """Return whether the key is certainly held. This does no I/O."""
         if self.is_over:
             return False
         if self.scope == "transaction":
-            return self._mark is not None and self._mark.stands
-        return clock.now() < self._deadline
-
-    @property
-    def remaining(self) -> float:
-        """Return the seconds for which the key is held without a renewal.
-
-        This is infinite in a transaction.
-        """
-        return max(0.0, self._deadline - clock.now()) if self.held else 0.0
-
-    @property
-    def age(self) -> float:
-        """Return the seconds since the grant."""
-        return clock.now() - self._granted_at
+            return self.mark is not None and self.mark.stands
+        return self.lease.is_live
 
     @property
     def is_over(self) -> bool:
         """Return whether the hold has ended, is lost, or is a parent process's."""
-        return self._ended or self._lost is not None or self._pid != os.getpid()
+        return self.lease.is_over or self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        return self._pid != os.getpid()
+
+    @property
+    def entries(self) -> int:
+        """Return how many entries are still to be left."""
+        return 0 if self.lease.ended else self.count
+
+    @property
+    def parts(self) -> list[Self]:
+        """Return the state of each key."""
+        return [self]
+
+    @property
+    def remaining(self) -> float:
+        return max(0.0, self.lease.deadline - clock.now()) if self.held else 0.0
+
+    @property
+    def age(self) -> float:
+        return self.lease.age
 
     @property
     def pinned(self) -> bool:
@@ -165,18 +135,41 @@ class HoldState:
         return any(mark.stands for mark in list(self.pinned_in))
 
     @property
-    def mark(self) -> TransactionMarker | None:
-        """Return the marker of the transaction to which the hold belongs."""
-        return self._mark
-
-    @property
     def in_transactions(self) -> bool:
         """Return whether the hold's state depends on the end of transactions."""
-        return bool(self.pinned_in or self._left_in)
+        return bool(self.pinned_in or self.left_in)
 
-    # Internal methods.
+    @property
+    def keeps(self) -> bool:
+        """Return whether the key is held, or may still be.
 
-    def _ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        A hold may still be renewed after its lease has expired.
+        """
+        return self.held or (not self.is_over and (self.pinned or self.may_be_late))
+
+    @property
+    def may_be_late(self) -> bool:
+        """Return whether a renewal restores an expired lease.
+
+        It does if no other caller has acquired the key.
+        """
+        return self.backend.renews_late and self.scope == "lease" and self.renewable
+
+    @property
+    def renewable(self) -> bool:
+        """Return whether the keeper should renew the hold.
+
+        Not for a caller that has died, nor beyond ``max_hold``.
+        """
+        if self.lease.is_over or not self.lease.can_grow:
+            return False
+        if self.pinned_in and self.pinned:
+            return False
+        return not has_ended(self.caller)
+
+    # Requests to the backend.
+
+    def ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call the backend about the hold.
 
         A lease is handled outside of the caller's transaction and pool.
@@ -184,11 +177,11 @@ class HoldState:
         backend = self.backend
         if (
             self.scope == "transaction"
-            and connection_of(backend.database) is not self._connection
+            and connection_of(backend.database) is not self.connection
         ):
             raise RuntimeError(
-                f"{self.key!r} is held by a transaction of another thread. Only that"
-                " thread can use the hold."
+                f"{self.lock.key!r} is held by a transaction of another thread. Only"
+                " that thread can use the hold."
             )
         # Within hold.atomic() only the caller's transaction can write the row.
         if (
@@ -199,7 +192,161 @@ class HoldState:
             return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
 
-    def _forget_entries(self) -> None:
+    def check(self) -> None:
+        """Check with the backend that the key is held, or raise LockLost."""
+        if not self.keeps or not self.confirmed(self.count):
+            self.lose(self.why_gone() if self.keeps else self.lease.why_not())
+            raise self.reported_lost()
+
+    def renew(self) -> None:
+        """Extend the lease to its ttl from now, or raise LockLost."""
+        if self.scope == "transaction" or self.pinned:
+            self.check()
+            return
+        if self.keeps:
+            sent, lease = clock.now(), self.lease
+            if lease.kept_until:
+                lease.kept_until = max(lease.kept_until, sent + self.claim.ttl)
+            claim = self.next_claim()
+            self.renewed(sent, self.ask(self.backend.renew, [claim]))
+            return
+        self.lose(self.lease.why_not())
+        raise self.reported_lost()
+
+    def renewed(self, sent: float, left: Mapping[str, float]) -> None:
+        """Record the reply to the caller's renewal: the seconds left, by owner."""
+        if self.claim.owner not in left:
+            self.lose(self.why_gone())
+            raise self.reported_lost()
+        if self.backend.refusal(self.claim) is None:
+            # Otherwise the caller's transaction wrote it, and may roll it back.
+            self.lease.note_answer(sent, left[self.claim.owner])
+
+    def next_claim(self) -> Claim:
+        """Return the claim for a renewal."""
+        return self.lease.next_claim(may_be_late=self.may_be_late)
+
+    def confirmed(self, count: int) -> bool:
+        """Ask the backend whether the key is still held, and store the count."""
+        for mark in list(self.pinned_in):
+            if mark.stands:
+                # Only that transaction can check the row, which it has locked. The
+                # lease may have expired, but no caller takes the key before the
+                # transaction ends.
+                return mark.is_elsewhere or bool(
+                    self.backend.pin(self.claim, mark.alias)
+                )
+        claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
+        confirmed = bool(self.ask(self.backend.verify, [claim], count))
+        if confirmed and claim.late and self.backend.refusal(self.claim) is None:
+            self.lease.note_answer(sent, claim.ttl)
+        return confirmed
+
+    # Pinned by the transactions of ``hold.atomic()``.
+
+    def unpin(self) -> None:
+        """Remove the pins that have ended."""
+        for mark in list(self.pinned_in):
+            if not mark.stands:
+                # The caller and the keeper may do this at once.
+                with suppress(ValueError):
+                    self.pinned_in.remove(mark)
+
+    def committed(self, sent: float) -> None:
+        """Record the commit of a transaction that pinned the key.
+
+        The lease counts from its last statement.
+        """
+        self.lease.note_answer(sent, self.claim.ttl)
+        self.unpin()
+        keeper.check_soon()
+
+    # The loss.
+
+    def lose(self, why: str) -> None:
+        """Mark the hold as lost, and signal the loss once."""
+        if self.lease.lose(why):
+            self.report_loss()
+
+    def report_loss(self) -> None:
+        """Log and signal that the hold is lost."""
+        keeper.drop(self)
+        if self.count == 0 or has_ended(self.caller):
+            # It was left in a transaction, or nothing will release it.
+            forget_acquired(self)
+        logger.warning("%s", self.lost_error())
+        if keeper.is_current:
+            # User code must not keep the keeper from the other holds.
+            try:
+                threading.Thread(
+                    target=self._signal_and_disconnect, name="dlocks-lost", daemon=True
+                ).start()
+            except RuntimeError:
+                # A late signal is better than none.
+                logger.exception(
+                    "No thread could be started, so the keeper signals the loss of %r"
+                    " itself, and renews no lease meanwhile",
+                    self.lock.key,
+                )
+                self._signal_and_disconnect()
+        else:
+            self._signal()
+
+    def _signal(self) -> None:
+        send_ended(self.hold, "lost")
+        if self.lock.on_lost is not None:
+            try:
+                self.lock.on_lost(self.hold)
+            except Exception:
+                logger.exception("on_lost of %r failed", self.lock.key)
+
+    def _signal_and_disconnect(self) -> None:
+        try:
+            self._signal()
+        finally:
+            connections.close_all()
+
+    def why_gone(self) -> str:
+        """Return why the key is no longer held, and who took it, if known."""
+        if self.scope == "transaction" or self.lease.lost is not None:
+            return GONE
+        backend, age = self.backend, self.lease.age
+        ask = partial(backend.inspector.taken_by, self.claim, self.token, age)
+        try:
+            outside = backend.in_transaction() and backend.refusal(self.claim) is None
+            fact = (
+                keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
+            )
+        except Exception:
+            # The loss is certain, and it is what matters.
+            logger.debug(
+                "The new holder of %r is not known", self.lock.key, exc_info=True
+            )
+            fact = None
+        return f"{GONE}: {fact}" if fact else GONE
+
+    def reported_lost(self) -> LockLost:
+        """Return the error for a caller that learns of the loss by it.
+
+        Its next acquisition makes a new hold.
+        """
+        self.forget_entries()
+        return self.lost_error()
+
+    def lost_error(self, why: str | None = None) -> LockLost:
+        why = why or self.lease.lost
+        who = f"{shown_holder(self.claim.holder)} (token {self.token})"
+        return LockLost(
+            (
+                f"{self.lock.key!r} was lost by {who}: {why}."
+                if why
+                else f"{self.lock.key!r} has been released by {who}."
+            ),
+            key=self.lock.key,
+            token=self.token,
+        )
+
+    def forget_entries(self) -> None:
         # Weak references would go by themselves. But Python swallows a Ctrl-C that
         # comes while one dies.
         for key in self.entered_as:

@@ -191,15 +191,15 @@ class Lock(LockPolicy):
             )
 
     def _last(self) -> Hold:
-        hold: Hold | None = last_acquired(self, take=True)
-        if hold is None:
+        last = last_acquired(self, take=True)
+        if last is None:
             raise RuntimeError(
                 f"{self.key!r} was not acquired by this"
                 f" {'task' if hasattr(current_caller(), 'get_loop') else 'thread'}, or"
                 " has been released. 'lock.release()' releases what 'lock.acquire()' of"
                 " the same lock returned."
             )
-        return hold
+        return last.hold  # type: ignore[no-any-return]
 
     def _acquire(self, caller: Caller, *, wait: bool, keep: bool) -> Hold:
         """Acquire the key. With ``keep``, the hold is kept alive until it ends."""

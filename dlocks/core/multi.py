@@ -154,7 +154,7 @@ class MultiAcquisition:
         if self._on_lost is not None:
             self._on_lost.hold = weakref.ref(self.hold)
         if self._keep:
-            note_acquired(self.lock, self.hold)
+            note_acquired(self.lock, self.hold._state)
 
     def cancel(self) -> None:
         """Cancel the claims, and leave no key acquired or queued."""

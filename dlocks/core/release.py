@@ -1,31 +1,21 @@
-"""How a hold ends: it is released, also after transactions, or transferred."""
+"""How the caller of a hold enters and leaves it, and how the hold ends."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
 import threading
-import time
-import warnings
 from contextlib import suppress
-from functools import partial
+from typing import TYPE_CHECKING
 
-from dlocks.core.callers import (
-    forget_acquired,
-    has_ended,
-    holds_by_caller,
-    note_acquired,
-)
-from dlocks.core.hold_state import ensure_sync
-from dlocks.core.lease import Lease
+from dlocks.core.callers import forget_acquired
+from dlocks.core.hold_state import HoldState
 from dlocks.exceptions import LockBackendError, LockError
-from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.signals import send_ended
-from dlocks.text import duration, shown_holder
 from dlocks.transactions import TransactionMarker, open_connections
-from dlocks.values import Claim
+
+if TYPE_CHECKING:
+    from dlocks.protocols import Policy
 
 logger = logging.getLogger("dlocks")
 
@@ -33,58 +23,128 @@ logger = logging.getLogger("dlocks")
 # left in it.
 SETTLE_TIMEOUT = 5.0
 
-HANDED_OVER = "it was handed over"
 
+class Release(HoldState):
+    """The entries of a hold, and its end."""
 
-class Release(Lease):
-    """The end of a hold, by a release or by a transfer to another process."""
+    # Created by the thread that settles the hold, and set when it is done.
+    _settled: threading.Event | None = None
+
+    # Entries.
+
+    @property
+    def enterable(self) -> bool:
+        """Return whether the same caller enters this hold, and needs no new one."""
+        if self.lease.ended or self.is_forked:
+            return False
+        if self.scope == "transaction":
+            return self.held
+        # A hold left in a transaction is kept for its min_hold from all callers, even
+        # this one.
+        return self.count > 0 or (self.held and self.lease.age >= self.lock.min_hold)
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether only open transactions keep the hold."""
+        return self.count == 0 and self.in_transactions and self.held
+
+    def enter(self, lock: Policy) -> bool:
+        """Count one more entry, and check that the key is still held.
+
+        Return False if the hold has ended. Raise LockLost if it is lost.
+        """
+        with self.lease.mutex:
+            # Counted first, so that no other thread releases the key meanwhile.
+            if self.lease.ended:
+                return False
+            if self.count == 0:
+                # The hold was left in a transaction. Its earlier blocks no longer
+                # count.
+                self.blocks = 0
+                self.leaves_at_exit = True
+            self.leaves_at_exit = self.leaves_at_exit and lock.release_at == "exit"
+            self.count += 1
+            count = self.count
+            # The earlier transactions do not matter until the hold is left again.
+            left_in, self.left_in = self.left_in, []
+        keeper.forget_end(self)
+        try:
+            if not self.keeps:
+                self.lose(self.lease.why_not())
+                raise self.reported_lost()
+            if not self.confirmed(count):
+                self.lose(self.why_gone())
+                raise self.reported_lost()
+        except BaseException:
+            with self.lease.mutex:
+                self.count = count - 1
+                self.left_in = left_in
+            if left_in:
+                keeper.await_end(self)
+            raise
+        return True
+
+    def prolong(self) -> None:
+        """Count one more entry, so that the hold outlasts the current block."""
+        with self.lease.mutex:
+            self.count += 1
+
+    def revert_entry(self, count: int) -> None:
+        """Restore the count from before an entry that its caller never received."""
+        self.count = min(self.count, count)
+        if (
+            self.count == 0
+            and not self.left_in
+            and not self._leave_in_transactions()
+            and self.end()
+        ):
+            self.release_claim()
+
+    # The end.
 
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to leave releases the key.
 
-        Releasing again does nothing. ``failed`` sets the status of the row to F instead
-        of S, for people who read it. Raise LockLost if the hold was lost, because its
-        work was perhaps not exclusive.
+        Raise LockLost if the hold was lost.
         """
-        ensure_sync()
         count = None
         try:
-            with self._mutex:
-                if self._ended or self._count == 0:
+            with self.lease.mutex:
+                if self.lease.ended or self.count == 0:
                     return
-                count = self._count - 1
-                self._count = count
-                self._failed = self._failed or failed
+                count = self.count - 1
+                self.count = count
+                self.failed = self.failed or failed
             self._leave(count)
         except LockError:
             raise
         except BaseException:
             # An interrupted release must not leave the key acquired.
             if count == 0:
-                if not self._end():
+                if not self.end():
                     self._forget()
                 with suppress(LockError):
                     self.release_again()
             raise
 
     def _leave(self, count: int) -> None:
-        if self._pid != os.getpid():
-            self._ended = True
+        if self.is_forked:
+            self.lease.ended = True
             raise self.lost_error("this process is a fork of its holder")
-        if not self._keeps:
-            self.lose(self.why_not())
-        if self._lost is not None:
-            if count == 0 and self._end():
+        if not self.keeps:
+            self.lose(self.lease.why_not())
+        if self.lease.lost is not None:
+            if count == 0 and self.end():
                 # If no caller has acquired the key yet, the next one need not wait for
                 # the grace.
                 with suppress(LockError):
-                    self._ask(self.backend.release, self.claim, failed=True)
+                    self.ask(self.backend.release, self.claim, failed=True)
             raise self.lost_error()
         if count > 0:
-            if not self._is_undone and not self._confirmed(count):
+            if not self._is_undone and not self.confirmed(count):
                 self.lose(self.why_gone())
                 raise self.lost_error()
-        elif not self._leave_in_transactions() and self._end():
+        elif not self._leave_in_transactions() and self.end():
             self.release_claim()
 
     def discard(self) -> bool:
@@ -92,26 +152,26 @@ class Release(Lease):
 
         The lock cancels its claim. Return whether its end is still to be signalled.
         """
-        self._count, self._failed = 0, True
-        return self._end() and self._lost is None
+        self.count, self.failed = 0, True
+        return self.end() and self.lease.lost is None
 
     def release_claim(self, *, done: bool = False) -> None:
         """Release the key of an ended hold.
 
         ``done`` says that the backend has released it.
         """
-        broken = self.scope == "transaction" and self._connection.needs_rollback
+        broken = self.scope == "transaction" and self.connection.needs_rollback
         try:
-            released = done or self._ask(
+            released = done or self.ask(
                 self.backend.release,
                 self.claim,
-                failed=self._failed,
-                keep=self._kept_for(),
+                failed=self.failed,
+                keep=self.lease.kept_for,
             )
         except LockBackendError as error:
             if self.scope != "transaction":
                 raise
-            if not broken and self._connection.needs_rollback:
+            if not broken and self.connection.needs_rollback:
                 # The server has rolled it back because another node of the cluster was
                 # first.
                 raise self.lost_error(
@@ -123,84 +183,44 @@ class Release(Lease):
             if self.scope == "transaction":
                 # The server has rolled it back, and the caller is in another
                 # transaction.
-                self._connection.needs_rollback = self._connection.in_atomic_block
-            self._ended = False
-            self.lose(self.why_gone())
-            self._ended = True
+                self.connection.needs_rollback = self.connection.in_atomic_block
+            self.lease.lost = self.why_gone()
+            self.report_loss()
             raise self.lost_error()
-        send_ended(self, "released")
+        send_ended(self.hold, "released")
 
     def release_again(self) -> None:
         """Release the key of an ended hold, perhaps once more."""
-        self._ask(self.backend.release, self.claim, failed=True, keep=self._kept_for())
+        self.ask(
+            self.backend.release, self.claim, failed=True, keep=self.lease.kept_for
+        )
 
-    def _kept_for(self) -> float:
-        """Return the seconds for which the key stays taken after its release."""
-        # Counted from the reply, so it is never too short by the row's begin_time.
-        return max(0.0, self.lock.min_hold - self.age) if self.lock.min_hold else 0.0
+    def end(self) -> bool:
+        """End the hold, except for the request to the backend.
 
-    def _end(self) -> bool:
-        with self._mutex:
-            if self._ended:
-                return False
-            self._ended = True
+        Return whether it had not ended before.
+        """
+        if not self.lease.end():
+            return False
         self._forget()
         return True
 
     def _forget(self) -> None:
         """Remove an ended hold from where holds are kept."""
         keeper.drop(self)
-        self._forget_entries()
+        self.forget_entries()
         forget_acquired(self)
 
     def end_with_others(self, *, failed: bool) -> bool:
-        """End the hold, except for the request to the backend.
+        """End the hold like ``end()``, together with those of other keys.
 
         Return False if a release has more to do, or less.
         """
-        with self._mutex:
-            if self._count != 1 or not self.held or self.lock.min_hold:
+        with self.lease.mutex:
+            if self.count != 1 or not self.held or self.lock.min_hold:
                 return False
-            self._count, self._failed = 0, self._failed or failed
-        return self._end()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Return whether its thread has ended, or its event loop was closed."""
-        return (
-            self._count > 0
-            and self.held
-            and not self.in_transactions
-            and has_ended(self.caller)
-        )
-
-    def end_abandoned(self) -> None:
-        """Release a hold whose caller has ended without releasing it."""
-        if not self.held or not self._end():
-            return
-        self._count, self._failed = 0, True
-        what = "event loop" if hasattr(self.caller, "get_loop") else "thread"
-        who = shown_holder(self.claim.holder)
-        message = (
-            f"{self.key!r} was never released by {who}, whose {what} has ended. It is"
-            f" released now, after {duration(self.age)}."
-        )
-        logger.warning("%s", message)
-        try:
-            self.release_claim()
-        except LockError as trouble:
-            logger.warning("%s", trouble)
-        if self.acquired_at is not None:
-            warnings.warn_explicit(message, ResourceWarning, *self.acquired_at)
-
-    def end_at_exit(self) -> None:
-        """Release the key at the end of the process, even while it is in use."""
-        if self.held and self._end():
-            self._failed = True
-            try:
-                self.release_claim()
-            except LockError as trouble:
-                logger.warning("%s", trouble)
+            self.count, self.failed = 0, self.failed or failed
+        return self.end()
 
     # The release of a lease that was left in open transactions, at their end.
 
@@ -230,8 +250,8 @@ class Release(Lease):
         for mark in marks:
             if self.settle not in mark.at_commit:
                 mark.at_commit.append(self.settle)
-        with self._mutex:
-            self._left_in = marks
+        with self.lease.mutex:
+            self.left_in = marks
         if marks:
             # A rollback drops the on_commit() callbacks, perhaps with the last
             # reference to this hold.
@@ -241,7 +261,7 @@ class Release(Lease):
     @property
     def to_settle(self) -> bool:
         """Return whether the transactions in which it was left have ended."""
-        left_in = self._left_in
+        left_in = self.left_in
         return bool(left_in) and not any(mark.stands for mark in left_in)
 
     def settle(self, timeout: float = SETTLE_TIMEOUT) -> None:
@@ -249,17 +269,17 @@ class Release(Lease):
 
         If another thread does so, wait for it, at most ``timeout`` seconds.
         """
-        with self._mutex:
+        with self.lease.mutex:
             stays = (
-                self._count
-                or self._ended
-                or not self._left_in
-                or any(mark.stands for mark in self._left_in)
+                self.count
+                or self.lease.ended
+                or not self.left_in
+                or any(mark.stands for mark in self.left_in)
             )
             settled = self._settled
             if not stays:
-                self._left_in = []
-                self._ended = True
+                self.left_in = []
+                self.lease.ended = True
                 self._settled = settled = threading.Event()
         if settled is None:
             return
@@ -288,86 +308,8 @@ class Release(Lease):
         Only the transactions of this thread count.
         """
         if self.scope == "transaction":
-            return bool(self._connection.needs_rollback)
+            return bool(self.connection.needs_rollback)
         return any(
             mark.stands and not mark.is_elsewhere and mark.is_undone
             for mark in list(self.pinned_in)
-        )
-
-    # The transfer to another process.
-
-    def transfer(self, ttl: float) -> tuple[float, float]:
-        """End the hold here, without releasing the key.
-
-        The lease lasts for ``ttl`` more seconds. Return the seconds left of
-        ``min_hold`` and ``max_hold``.
-        """
-        if self.scope == "transaction":
-            raise RuntimeError(
-                f"{self.key!r} is held by a transaction, and cannot be handed over."
-                " Acquire it with scope='lease'."
-            )
-        if self.lock.shared:
-            raise RuntimeError(
-                f"The shared hold on {self.key!r} cannot be handed over."
-            )
-        if not self.backend.supports_handover:
-            raise RuntimeError(
-                f"{type(self.backend).__name__} cannot hand {self.key!r} over to"
-                " another process."
-            )
-        if (why := self.backend.refusal(self.claim)) is not None:
-            raise RuntimeError(f"{self.key!r} cannot be handed over here. {why}")
-        with self._mutex:
-            if self._count > 1:
-                raise RuntimeError(
-                    f"{self.key!r} cannot be handed over while its caller has acquired"
-                    f" it {self._count} times. Release the inner holds first."
-                )
-            ended = self._ended or self._count == 0
-        now = clock.now()
-        left = (
-            max(0.0, self.lock.min_hold - (now - self._granted_at)),
-            self._last_at - now,
-        )
-        if not ended and not self.held:
-            self.lose(self.why_not())
-        if self._lost is not None or ended or not self._end():
-            raise self.lost_error(self._lost or "it has ended")
-        claim = dataclasses.replace(self.claim, ttl=min(ttl, left[1]))
-        try:
-            # By the keeper, so that no pending renewal comes after it.
-            stands = keeper.run(partial(self._leave_lease, claim), self.backend)
-        except BaseException:
-            self._ended = False
-            holds_by_caller.update(dict.fromkeys(self.entered_as, self))
-            note_acquired(self.lock, self)
-            keeper.keep(self)
-            raise
-        if not stands:
-            self._ended = False
-            self.lose(self.why_gone())
-            self._ended = True
-            raise self.lost_error()
-        self._lost = HANDED_OVER
-        send_ended(self, "detached")
-        return left
-
-    def _release_again(self) -> None:
-        if self._lost == HANDED_OVER:
-            with suppress(LockError):
-                self._ask(self.backend.release, self.claim, failed=True)
-
-    def _leave_lease(self, claim: Claim) -> bool:
-        for number in range(10):
-            left = self.backend.renew([claim])
-            if claim.owner not in left:
-                return False
-            if left[claim.owner] >= claim.ttl:
-                return True
-            # A caller that tried to acquire the key has locked the row for a moment.
-            time.sleep(0.001 * 2**number)
-        raise LockBackendError(
-            f"The lease on {self.key!r} could not be extended: another transaction has"
-            " locked its row."
         )

@@ -160,7 +160,7 @@ class ElectionState:
     def _expect_a_long_hold(self) -> None:
         if self._hold is not None:
             # The leader holds the key for as long as it runs.
-            self._hold.slow_reported = True
+            self._hold._state.slow_reported = True
 
     # Waiting and stopping.
 

@@ -9,15 +9,14 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.core import checks
-from django.db import connections, models, router, transaction
+from django.db import models, router
 from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
+from dlocks.optimistic.checked import CheckedModel
 from dlocks.optimistic.fenced_queryset import FencedQuerySet, HasToken, token_of
-from dlocks.optimistic.version_field import is_copy
 from dlocks.optimistic.versioned import VersionedModel
-from dlocks.optimistic.versioned_queryset import refusable
 
 
 class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
@@ -42,7 +41,7 @@ class TokenField(models.BigIntegerField):  # type: ignore[type-arg]
         return name, "dlocks.optimistic.fenced.TokenField", args, kwargs
 
 
-class FencedModel(models.Model):
+class FencedModel(CheckedModel):
     """An abstract model whose rows are written only with a fencing token.
 
     A row refuses a token that is older than its own. Under a lock, ``claim()`` the row
@@ -54,6 +53,7 @@ class FencedModel(models.Model):
     fence = TokenField(_("fence"), default=0, editable=False)
 
     objects = FencedManager()
+    _stale = StaleToken
 
     class Meta:
         abstract = True
@@ -99,14 +99,7 @@ class FencedModel(models.Model):
         *,
         token: HasToken | int | None = None,
     ) -> tuple[int, dict[str, int]]:
-        if not self._is_pk_set():  # type: ignore[attr-defined]
-            return super().delete(using=using, keep_parents=keep_parents)
-        using = using or router.db_for_write(type(self), instance=self)
         with _Token(self, token):
-            held = self._need_token()
-        with transaction.atomic(using=using):
-            if not self._rows(using)._fence(held):
-                raise StaleToken(type(self), self.pk, held, self._found(using))
             return super().delete(using=using, keep_parents=keep_parents)
 
     async def adelete(
@@ -120,98 +113,21 @@ class FencedModel(models.Model):
             using=using, keep_parents=keep_parents, token=token
         )
 
-    def save_base(
-        self,
-        raw: bool = False,
-        force_insert: Any = False,
-        force_update: bool = False,
-        using: str | None = None,
-        update_fields: Any = None,
-    ) -> None:
-        using = using or router.db_for_write(type(self), instance=self)
-        is_update = self._is_pk_set() and not (raw or force_insert)  # type: ignore[attr-defined]
-        state: Any = self._state
-        if is_update and (not state.adding or force_update or update_fields):
-            self._need_token()
-        # A row that was read either exists or has been deleted. It must not be inserted
-        # again.
-        state.was_read = is_update and not state.adding and not is_copy(self, using)
-        try:
-            with refusable(self, using, StaleToken):
-                super().save_base(raw, force_insert, force_update, using, update_fields)
-        finally:
-            state.was_read = False
+    @classmethod
+    def _checked_field(cls) -> Any:
+        return cls._meta.get_field("fence")
 
-    def _save_table(
-        self,
-        raw: bool = False,
-        cls: Any = None,
-        force_insert: Any = False,
-        force_update: bool = False,
-        using: str | None = None,
-        update_fields: Any = None,
-    ) -> Any:
-        if (
-            not raw
-            and self._state.adding
-            and not force_update
-            and not update_fields
-            and self._is_fenced(cls)
-        ):
-            # Prevent Django's UPDATE of an existing row with this key.
-            force_insert = True
-        state: Any = self._state
-        if force_insert and self._is_fenced(cls) and getattr(state, "was_read", False):
-            # Its parent was missing, and has just been inserted.
-            raise StaleToken(type(self), self.pk, self._need_token(), None)
-        state.is_raw = raw
-        try:
-            return super()._save_table(  # type: ignore[misc]
-                raw, cls, force_insert, force_update, using, update_fields
-            )
-        finally:
-            state.is_raw = False
+    def condition(self, held: int) -> dict[str, Any]:
+        return {"fence__lte": held}
 
-    def _do_update(  # type: ignore[override]
-        self,
-        base_qs: Any,
-        using: str,
-        pk_val: Any,
-        values: Any,
-        update_fields: Any,
-        *others: Any,
-    ) -> Any:
-        """Write the row of one table, and compare the fence in the WHERE clause."""
-        if not self._is_fenced(base_qs.model):
-            return super()._do_update(
-                base_qs, using, pk_val, values, update_fields, *others
-            )
-        field = self._meta.get_field("fence")
-        values = [value for value in values if value[0] != field]
-        if getattr(self._state, "is_raw", False):
-            # A fixture overwrites the row, but never lowers its fence.
-            values.append(
-                (field, None, Greatest(models.F("fence"), models.Value(self.fence)))
-            )
-            return super()._do_update(
-                base_qs, using, pk_val, values, update_fields, *others
-            )
-        token = self._need_token()
-        values.append((field, None, token))
-        rows = base_qs.filter(fence__lte=token)
-        updated = super()._do_update(
-            rows, using, pk_val, values, update_fields, *others
-        )
-        if updated:
-            self.fence = token
-            return updated
-        found = self._found(using)
-        if found is None and is_copy(self, using):
-            # A copy into another database that does not have the row yet.
-            return updated
-        raise StaleToken(type(self), self.pk, token, found)
+    def advance(self, held: int) -> int:
+        return held
 
-    def _need_token(self) -> int:
+    def _value_of_fixture(self, field: Any) -> Any:
+        # It never lowers the fence.
+        return Greatest(models.F("fence"), models.Value(self.fence))
+
+    def _held(self) -> int:
         token: int | None = getattr(self._state, "token", None)
         if token is None:
             raise RuntimeError(
@@ -221,16 +137,6 @@ class FencedModel(models.Model):
             )
         return token
 
-    def _is_fenced(self, model: type[models.Model]) -> bool:
-        """Return whether this model's table contains the fence.
-
-        In multi-table inheritance, the parents and the child have separate tables.
-        """
-        return (
-            self._meta.get_field("fence").model._meta.concrete_model
-            is model._meta.concrete_model
-        )
-
     def _rows(self, using: str) -> Any:
         """Return a queryset with the row that contains the fence."""
         model: Any = self._meta.get_field("fence").model
@@ -238,17 +144,11 @@ class FencedModel(models.Model):
             pk=self._get_pk_val(model._meta)
         )
 
-    def _found(self, using: str) -> int | None:
-        row = self._rows(using)
-        if connections[using].in_atomic_block:
-            row = row.select_for_update()
-        found: int | None = row.values_list("fence", flat=True).first()
-        return found
-
     @classmethod
     def check(cls, **kwargs: Any) -> list[checks.CheckMessage]:
         messages = super().check(**kwargs)
-        if issubclass(cls, VersionedModel):
+        kind: Any = cls
+        if issubclass(kind, VersionedModel):
             messages.append(
                 checks.Error(
                     f"{cls._meta.label} is both a VersionedModel and a FencedModel.",

@@ -10,27 +10,25 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.core import checks
-from django.db import DEFAULT_DB_ALIAS, connections, models, router, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, models, router
 from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleVersion
+from dlocks.optimistic.checked import CheckedModel
 from dlocks.optimistic.checks import check_versioned
 from dlocks.optimistic.version_field import (
     VersionField,
-    is_copy,
     note_written,
     version_field,
 )
 from dlocks.optimistic.versioned_queryset import (
     VersionedManager,
-    refusable,
-    rows_as_they_are,
 )
 from dlocks.transactions import TransactionMarker
 
 
-class VersionedModel(models.Model):
+class VersionedModel(CheckedModel):
     """An abstract model whose rows refuse a write based on an outdated version.
 
     ``save()`` and ``delete()`` compare the version of the instance with that of the
@@ -42,6 +40,7 @@ class VersionedModel(models.Model):
     version = VersionField(_("version"))
 
     objects = VersionedManager()
+    _stale = StaleVersion
     # Django's internal updates, such as on_delete=SET_NULL, increment the version as
     # well.
     _versioned = VersionedManager()
@@ -62,9 +61,9 @@ class VersionedModel(models.Model):
 
         In a transaction, the row is locked, so it stays unchanged until the end.
         """
-        held = self._held_version()
+        held = self._held()
         using = using or router.db_for_write(type(self), instance=self)
-        found = self._found_version(using)
+        found = self._found(using)
         if found != held:
             raise StaleVersion(type(self), self.pk, held, found)
 
@@ -145,66 +144,30 @@ class VersionedModel(models.Model):
     async def acheck_version(self, using: str | None = None) -> None:
         await sync_to_async(self.check_version)(using=using)
 
-    def delete(
-        self, using: str | None = None, keep_parents: bool = False
-    ) -> tuple[int, dict[str, int]]:
-        if not self._is_pk_set():  # type: ignore[attr-defined]
-            return super().delete(using=using, keep_parents=keep_parents)
-        held = self._held_version()
-        using = using or router.db_for_write(type(self), instance=self)
-        field = version_field(type(self))
-        with transaction.atomic(using=using):
-            # The row is written, and not only locked. On every engine, no other
-            # transaction can then write it until the commit.
-            rows: Any = field.model._base_manager.using(using).filter(
-                pk=self._get_pk_val(field.model._meta)
-            )
-            if not rows.filter(**{field.attname: held})._update(
-                [(field, None, held + 1)]
-            ):
-                raise StaleVersion(
-                    type(self), self.pk, held, self._found_version(using)
-                )
-            state: Any = self._state
-            written = getattr(state, "written", None)
-            # Receivers of pre_delete may use the instance.
-            setattr(self, field.attname, held + 1)
-            try:
-                return super().delete(using=using, keep_parents=keep_parents)
-            finally:
-                setattr(self, field.attname, held)
-                state.written = written
+    @classmethod
+    def _checked_field(cls) -> VersionField:
+        return version_field(cls)
 
-    def save_base(
-        self,
-        raw: bool = False,
-        force_insert: Any = False,
-        force_update: bool = False,
-        using: str | None = None,
-        update_fields: Any = None,
-    ) -> None:
-        using = using or router.db_for_write(type(self), instance=self)
+    def condition(self, held: int) -> dict[str, Any]:
+        return {version_field(type(self)).attname: held}
+
+    def advance(self, held: int) -> int:
+        return held + 1
+
+    def _value_of_fixture(self, field: Any) -> Any:
+        # It must not repeat an earlier version.
+        return Greatest(
+            models.F(field.attname) + 1, models.Value(getattr(self, field.attname))
+        )
+
+    def _ignores(self, update_fields: Any) -> bool:
+        return bool(update_fields) and version_field(type(self)).ignores(
+            type(self), update_fields
+        )
+
+    def _was_written(self) -> bool:
         field = version_field(type(self))
-        state: Any = self._state
-        is_update = self._is_pk_set() and not (raw or force_insert)  # type: ignore[attr-defined]
-        is_update = is_update and bool(
-            not state.adding or force_update or update_fields
-        )
-        if is_update and not (
-            update_fields and field.ignores(type(self), update_fields)
-        ):
-            self._held_version()
-        # A row that was read either exists or has been deleted. It must not be inserted
-        # again.
-        was_written = self.__dict__.get(field.attname) != field.get_default()
-        state.was_read = (
-            is_update and not state.adding and not is_copy(self, using) and was_written
-        )
-        try:
-            with refusable(self, using, StaleVersion):
-                super().save_base(raw, force_insert, force_update, using, update_fields)
-        finally:
-            state.was_read = False
+        return bool(self.__dict__.get(field.attname) != field.get_default())
 
     def _save_table(
         self,
@@ -215,29 +178,16 @@ class VersionedModel(models.Model):
         using: str | None = None,
         update_fields: Any = None,
     ) -> Any:
-        if (
-            not raw
-            and self._state.adding
-            and not force_update
-            and not update_fields
-            and self._is_versioned(cls)
-        ):
-            # Prevent Django's UPDATE of an existing row with this key, whose version
-            # was not read.
-            force_insert = True
+        """Write one table, and restore the version if that fails."""
         state: Any = self._state
         attname = version_field(type(self)).attname
-        if self._is_versioned(cls):
+        if self._is_checked(cls):
             state.version_before = (
                 self.__dict__.get(attname),
                 getattr(state, "written", None),
             )
-            if force_insert and getattr(state, "was_read", False):
-                # Its parent was missing, and has just been inserted.
-                raise StaleVersion(type(self), self.pk, self._held_version(), None)
-        state.is_raw = raw
         try:
-            updated = super()._save_table(  # type: ignore[misc]
+            updated = super()._save_table(
                 raw, cls, force_insert, force_update, using, update_fields
             )
         except BaseException:
@@ -249,9 +199,10 @@ class VersionedModel(models.Model):
             if before is not None:
                 state.written = before[1]
             raise
-        finally:
-            state.is_raw = False
-        if self._is_versioned(cls) and not (
+        if raw and updated and self._is_checked(cls):
+            # The row has another version than the fixture.
+            self.__dict__.pop(attname, None)
+        if self._is_checked(cls) and not (
             updated and self.__dict__.get(attname) == state.version_before[0]
         ):
             note_written(type(self), [self], using)  # type: ignore[arg-type]
@@ -259,65 +210,7 @@ class VersionedModel(models.Model):
             state.__dict__.pop("version_before", None)
         return updated
 
-    def _do_update(  # type: ignore[override]
-        self,
-        base_qs: Any,
-        using: str,
-        pk_val: Any,
-        values: Any,
-        update_fields: Any,
-        *others: Any,
-    ) -> Any:
-        """Write the row of one table, and compare the version in the WHERE clause."""
-        field = version_field(type(self))
-        if not self._is_versioned(base_qs.model):
-            return super()._do_update(
-                base_qs, using, pk_val, values, update_fields, *others
-            )
-        values = [value for value in values if value[0] != field]
-        if update_fields and field.ignores(type(self), update_fields):
-            return super()._do_update(
-                base_qs, using, pk_val, values, update_fields, *others
-            )
-        if getattr(self._state, "is_raw", False):
-            # A fixture overwrites the row, but its version must not repeat an earlier
-            # one.
-            newer = Greatest(
-                models.F(field.attname) + 1, models.Value(getattr(self, field.attname))
-            )
-            values.append((field, None, newer))
-            updated = super()._do_update(
-                base_qs, using, pk_val, values, update_fields, *others
-            )
-            if updated:
-                self.__dict__.pop(field.attname, None)
-            return updated
-        held = self._held_version()
-        values.append((field, None, held + 1))
-        same = base_qs.filter(**{field.attname: held})
-        updated = super()._do_update(
-            same, using, pk_val, values, update_fields, *others
-        )
-        if updated:
-            setattr(self, field.attname, held + 1)
-            return updated
-        found = self._found_version(using)
-        if found is None and is_copy(self, using):
-            # A copy into another database that does not have the row yet.
-            return updated
-        raise StaleVersion(type(self), self.pk, held, found)
-
-    def _is_versioned(self, model: type[models.Model]) -> bool:
-        """Return whether this model's table contains the version.
-
-        In multi-table inheritance, the parents and the child have separate tables.
-        """
-        return (
-            version_field(type(self)).model._meta.concrete_model
-            is model._meta.concrete_model
-        )
-
-    def _held_version(self) -> int:
+    def _held(self) -> int:
         """Return the version with which the instance was read."""
         field = version_field(type(self))
         held = self.__dict__.get(field.attname)
@@ -336,7 +229,7 @@ class VersionedModel(models.Model):
                 type(self),
                 self.pk,
                 held,
-                self._found_version(router.db_for_write(type(self), instance=self)),
+                self._found(router.db_for_write(type(self), instance=self)),
             )
         if self._state.adding and held == field.get_default():
             raise ValueError(
@@ -345,14 +238,6 @@ class VersionedModel(models.Model):
                 " with."
             )
         return held
-
-    def _found_version(self, using: str) -> int | None:
-        field = version_field(type(self))
-        rows = rows_as_they_are(field.model, using).filter(
-            pk=self._get_pk_val(field.model._meta)
-        )
-        found: int | None = rows.values_list(field.attname, flat=True).first()
-        return found
 
     @classmethod
     def check(cls, **kwargs: Any) -> list[checks.CheckMessage]:

@@ -126,7 +126,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
             return super().bulk_update(objs, fields, batch_size)
         # The key in the table that contains the version, which may be a parent's.
         model: Any = field.model._meta.concrete_model
-        held = {obj._get_pk_val(model._meta): obj._held_version() for obj in objs}
+        held = {obj._get_pk_val(model._meta): obj._held() for obj in objs}
         if len(held) < len(objs):
             raise ValueError(
                 "bulk_update() received two instances of the same row, and one of them"

@@ -44,11 +44,6 @@ def now() -> float:
     return _read()
 
 
-def is_frozen() -> bool:
-    """Return whether a test has stopped the clock."""
-    return _sleep is not None
-
-
 def rest(wakeup: Flag, seconds: float | None) -> None:
     """Sleep for ``seconds`` on this clock, or until ``wakeup`` is set.
 

@@ -17,7 +17,7 @@ from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
-    from dlocks.protocols import KeptHold
+    from dlocks.protocols import WatchedHold
 
 logger = logging.getLogger("dlocks")
 
@@ -44,7 +44,7 @@ class WorkerJobs:
     if TYPE_CHECKING:
 
         @property
-        def holds(self) -> list[KeptHold]: ...
+        def holds(self) -> list[WatchedHold]: ...
         def check_soon(self) -> None: ...
 
     def _worker(self, backend: Backend | None) -> ServerWorker:
@@ -65,18 +65,22 @@ class WorkerJobs:
                 for hold in self.holds
             ) or any(needed is worker for _, needed in self._deferred.values())
 
-    def _due(self, holds: Iterable[KeptHold]) -> list[tuple[Backend, list[KeptHold]]]:
+    def _due(
+        self, holds: Iterable[WatchedHold]
+    ) -> list[tuple[Backend, list[WatchedHold]]]:
         """Return the backends with a lease to renew now, each with its holds."""
         now = clock.now()
         due = {
-            hold.backend for hold in holds if hold.renewable and hold.renew_at <= now
+            hold.backend
+            for hold in holds
+            if hold.renewable and hold.lease.renew_at <= now
         }
         return [
             (backend, [hold for hold in holds if hold.backend is backend])
             for backend in due
         ]
 
-    def _reply_by(self, hold: KeptHold) -> float | None:
+    def _reply_by(self, hold: WatchedHold) -> float | None:
         """Return until when the reply to a pending renewal may arrive, or None."""
         worker = self._workers.get(hold.backend.identity)
         sent_at = None if worker is None else worker.renewing.get(hold.backend)
@@ -104,7 +108,7 @@ class WorkerJobs:
                 if self._deferred.get(function, (0.0, None))[0] == FOREVER:
                     del self._deferred[function]
 
-    def _post_settling(self, hold: KeptHold) -> None:
+    def _post_settling(self, hold: WatchedHold) -> None:
         worker = self._worker(hold.backend)
         if hold in worker.settling:
             return
@@ -115,7 +119,7 @@ class WorkerJobs:
             worker.settling.discard(hold)
             raise
 
-    def _settle(self, worker: ServerWorker, hold: KeptHold) -> None:
+    def _settle(self, worker: ServerWorker, hold: WatchedHold) -> None:
         try:
             # The caller may have entered the hold again since this was posted.
             if hold.to_settle:
@@ -125,7 +129,7 @@ class WorkerJobs:
         finally:
             worker.settling.discard(hold)
 
-    def _post_renewal(self, backend: Backend, holds: Iterable[KeptHold]) -> None:
+    def _post_renewal(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
         worker = self._worker(backend)
         if backend in worker.renewing:
             return
@@ -137,7 +141,7 @@ class WorkerJobs:
         except BaseException:
             del worker.renewing[backend]
             for hold in holds:
-                hold.put_off_renewal()
+                hold.lease.put_off_renewal()
             raise
 
     def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
@@ -153,10 +157,12 @@ class WorkerJobs:
             del worker.renewing[backend]
             self.check_soon()
 
-    def _renew(self, holds: Iterable[KeptHold]) -> None:
+    def _renew(self, holds: Iterable[WatchedHold]) -> None:
         renewable = [hold for hold in holds if hold.renewable]
         now = clock.now()
-        for backend in {hold.backend for hold in renewable if hold.renew_at <= now}:
+        for backend in {
+            hold.backend for hold in renewable if hold.lease.renew_at <= now
+        }:
             # All of the backend's holds, not only those that are due. It is one
             # statement.
             by_owner = {
@@ -177,12 +183,12 @@ class WorkerJobs:
                 with suppress(Exception):
                     connections.close_all()
                 for hold in by_owner.values():
-                    hold.put_off_renewal()
+                    hold.lease.put_off_renewal()
                 continue
             lost = []
             for owner, hold in by_owner.items():
                 if owner in seconds_left:
-                    hold.note_answer(sent, seconds_left[owner])
+                    hold.lease.note_answer(sent, seconds_left[owner])
                 else:
                     lost.append(hold)
             for number, hold in enumerate(lost):

@@ -27,7 +27,7 @@ from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
-    from dlocks.protocols import KeptHold
+    from dlocks.protocols import WatchedHold
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ OUTSIDE_TIMEOUT = 5.0
 READY = 0.1
 
 
-def _is_at_work(hold: KeptHold) -> bool:
+def _is_at_work(hold: WatchedHold) -> bool:
     """Return whether another thread still works under a hold."""
     caller = hold.caller
     if hasattr(caller, "get_loop"):
@@ -70,10 +70,10 @@ class Keeper(WorkerJobs):
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         # A plain set, since WeakSet is written in Python.
-        self._kept: set[weakref.ref[KeptHold]] = set()
+        self._kept: set[weakref.ref[WatchedHold]] = set()
         # Holds that may have no other reference, to be released at the end of a
         # transaction.
-        self._left: set[KeptHold] = set()
+        self._left: set[WatchedHold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._deferred = {}
         self._workers = {}
@@ -94,11 +94,11 @@ class Keeper(WorkerJobs):
         )
 
     @property
-    def holds(self) -> list[KeptHold]:
+    def holds(self) -> list[WatchedHold]:
         """Return the holds that the keeper watches."""
         return [hold for kept in list(self._kept) if (hold := kept()) is not None]
 
-    def keep(self, hold: KeptHold) -> None:
+    def keep(self, hold: WatchedHold) -> None:
         """Renew and watch a hold until it is dropped."""
         with self._mutex:
             self._kept.add(weakref.ref(hold, self._kept.discard))
@@ -108,11 +108,11 @@ class Keeper(WorkerJobs):
             if (
                 thread is None
                 or self._working_thread is not thread
-                or hold.first_due_at < self._wakes_at
+                or min(hold.lease.renew_at, hold.lease.deadline) < self._wakes_at
             ):
                 self._wake()
 
-    def await_end(self, hold: KeptHold) -> None:
+    def await_end(self, hold: Any) -> None:
         """Keep a hold that was left in a transaction until it is settled.
 
         Its caller may have forgotten it.
@@ -123,7 +123,7 @@ class Keeper(WorkerJobs):
                 self._left.add(hold)
             self._wake()
 
-    def forget_end(self, hold: KeptHold) -> None:
+    def forget_end(self, hold: Any) -> None:
         """Stop keeping a hold whose caller has entered it again."""
         self._left.discard(hold)
 
@@ -132,7 +132,7 @@ class Keeper(WorkerJobs):
         with self._mutex:
             return any(hold.caller is caller for hold in self.holds)
 
-    def drop(self, hold: KeptHold) -> None:
+    def drop(self, hold: Any) -> None:
         """Stop watching a hold."""
         with self._mutex:
             self._kept.discard(weakref.ref(hold))
@@ -300,7 +300,7 @@ class Keeper(WorkerJobs):
         self,
         jobs: Iterable[Callable[[], None]],
         deferred: Iterable[tuple[Callable[[], None], ServerWorker]],
-        holds: Sequence[KeptHold],
+        holds: Sequence[WatchedHold],
     ) -> bool:
         succeeded = [self._safely(job) for job in jobs]
         succeeded += [
@@ -337,15 +337,15 @@ class Keeper(WorkerJobs):
             due = min(due, clock.now() + READY)
         return due
 
-    def _due_at(self, hold: KeptHold) -> float:
+    def _due_at(self, hold: WatchedHold) -> float:
         reply_by = self._reply_by(hold)
         return (
             hold.due_at
             if reply_by is None or hold.in_transactions
-            else max(hold._deadline, reply_by)
+            else max(hold.lease.deadline, reply_by)
         )
 
-    def _check(self, hold: KeptHold) -> None:
+    def _check(self, hold: WatchedHold) -> None:
         if hold.is_over:
             # The call that ended the hold was interrupted before it dropped it.
             self.drop(hold)

@@ -37,7 +37,13 @@ class BackgroundThread:
         self.thread = threading.Thread(
             target=self._target, name=self._name, daemon=True
         )
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            # threading raises another error if a signal handler raises meanwhile.
+            if "unlocked" in str(error) and error.__context__ is not None:
+                raise error.__context__ from None
+            raise
         return True
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ from dlocks.runtime.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
-    from dlocks.protocols import KeptHold
+    from dlocks.protocols import WatchedHold
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class ServerWorker:
         # The backends that are renewing their holds, with the time of the start, and
         # the holds that are about to be settled.
         self.renewing: dict[Backend, float] = {}
-        self.settling: set[KeptHold] = set()
+        self.settling: set[WatchedHold] = set()
 
     @property
     def is_current(self) -> bool:

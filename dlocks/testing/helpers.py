@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from django.test import override_settings
 
@@ -135,12 +135,12 @@ def lose(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
     _end_lease(hold.backend, hold.claim)
     if hold.claim.shared:
         # The permit is free. A new holder for it is not needed.
-        hold.lose(f"{HOLDER} took it over, for a test")
+        hold._state.lose(f"{HOLDER} took it over, for a test")
         return
     thief = Claim(key=hold.claim.key, ttl=LONG_AGO, holder=HOLDER, owner_ip=HOLDER_IP)
     _take(hold.backend, thief)
     hold.backend.release(thief)
-    hold.lose(f"{HOLDER} took it over, for a test")
+    hold._state.lose(f"{HOLDER} took it over, for a test")
 
 
 class FrozenClock:
@@ -243,12 +243,11 @@ def _live(hold: Hold | str, using: str) -> Hold:
         found = [
             one
             for one in keeper.holds
-            if isinstance(one, Hold)
             if one.claim.key == key and one.backend is backend
         ]
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
-        hold = found[0]
+        hold = cast("Hold", found[0].hold)
     if isinstance(hold, MultiHold):
         # The loss of the first hold is the loss of all.
         hold = hold.holds[0]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Self
 
-from dlocks.bench.workers import Worker, WorkerError, WorkerPool
+from example_project.shop.workers import Worker, WorkerError, WorkerPool
 
 if TYPE_CHECKING:
     from example_project.shop.services import Purchase

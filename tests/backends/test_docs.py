@@ -111,7 +111,7 @@ def test_the_table_of_these_backends_matches_their_flags(kind):
     tokens = pages.table_of_backends()["Tokens grow"][
         kind.__name__.removesuffix("Backend")
     ]
-    assert (tokens == "for ever") == kind.supports_fencing
+    assert (tokens == "always") == kind.supports_fencing
     if kind is not QuorumBackend:
         pages.check_refusals(kind("default"))
 

@@ -372,10 +372,10 @@ def test_a_quorum_hold_lasts_no_longer_than_a_majority_grants(settings, until):
         "other": quorum_of(members, node_timeout=10.0),
     }
     hold = db_lock("key", using="quorum", ttl=30).acquire()
-    first = hold._deadline
+    first = hold._state.lease.deadline
     assert 1.0 < hold.remaining <= 4.0
     # It is renewed before these seconds have passed, however long the ttl.
-    until(lambda: hold._deadline > first + 4.0)
+    until(lambda: hold._state.lease.deadline > first + 4.0)
     assert hold.held
     for alias in members:
         backends[alias].answers = False

@@ -147,8 +147,8 @@ def test_a_stopped_holder_detects_its_lost_key(server, aliases):
 def test_a_long_hold_is_renewed(server, aliases, until):
     aliases(redis=alias(server.port, ttl=4.0))
     with db_lock("key", using="redis") as hold:
-        first = hold._deadline
-        until(lambda: hold._deadline > first + 4.1, 20)
+        first = hold._state.lease.deadline
+        until(lambda: hold._state.lease.deadline > first + 4.1, 20)
         hold.check()
 
 
@@ -681,7 +681,7 @@ def test_the_redis_password_is_never_shown(start, aliases, caplog):
             server.start()
             with pytest.raises(LockLost):
                 hold.check()
-            hold.lose("for the test")
+            hold._state.lose("for the test")
             told += traceback.format_exception(raised.value)
-            hold._ended = True
+            hold._state.lease.ended = True
     assert SECRET not in "".join(told) + caplog.text

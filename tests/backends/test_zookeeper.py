@@ -363,16 +363,16 @@ def test_the_end_of_a_session_is_reported_at_once(server, configured, until):
     told = threading.Event()
     hold = lock(ttl=60, on_lost=lambda hold: told.set()).acquire()
     backend = backends["zookeeper"]
-    first = hold._deadline
+    first = hold._state.lease.deadline
     # The first renewal may be due soon. The loss must be reported before the second.
-    until(lambda: hold._deadline > first, seconds=30)
-    renewed = hold._deadline
+    until(lambda: hold._state.lease.deadline > first, seconds=30)
+    renewed = hold._state.lease.deadline
     began = time.monotonic()
     end_session(backend, server)
     assert told.wait(30)
     in_time(time.monotonic() - began, backend.renew_every / 2)
     assert not hold.held
-    assert hold._deadline == renewed
+    assert hold._state.lease.deadline == renewed
     with pytest.raises(LockLost, match="ZooKeeper session that held it has ended"):
         hold.release()
     with lock(timeout=5) as again:
@@ -506,7 +506,7 @@ def test_a_hold_ends_before_its_session_on_the_servers(start, configured, until)
     stopped = clock.now()
     try:
         until(lambda: not hold.held)
-        assert hold._deadline < stopped + 3.0
+        assert hold._state.lease.deadline < stopped + 3.0
         with pytest.raises(LockLost):
             hold.check()
     finally:
@@ -530,7 +530,7 @@ def test_an_unrenewed_hold_lasts_for_its_ttl(server, configured):
             break
         assert other is None
         time.sleep(0.05)
-    assert began + 3.9 < hold._deadline < acquired + 4.1
+    assert began + 3.9 < hold._state.lease.deadline < acquired + 4.1
     with pytest.raises(LockLost):
         hold.release()
 

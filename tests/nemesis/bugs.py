@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -66,17 +65,17 @@ def release_without_an_owner(task: Task) -> None:
 @bug("exclusion", faults=STOPS, transactions=False, oddity="long", seek="holding")
 def renewal_without_an_owner(task: Task) -> None:
     """A watchdog that trusts the reply, and extends any lease it finds."""
-    from dlocks import Hold
+    from tests.internals import KeptHold
 
-    Hold.check_expiry = lambda hold: None  # type: ignore[method-assign]
+    KeptHold.check_expiry = lambda hold: None  # type: ignore[method-assign]
     _in_sql(lambda sql: re.sub(r" AND owner IN \((%\(owner_\d+\)s(, )?)+\)", "", sql))
 
 
 @bug("exclusion", "tokens", oddity="forked", transactions=False)
 def no_check_for_a_fork(task: Task) -> None:
-    from dlocks import Hold
+    from tests.internals import KeptHold
 
-    Hold._pid = property(lambda hold: os.getpid(), lambda hold, pid: None)  # type: ignore[assignment]
+    KeptHold.is_forked = False  # type: ignore[assignment]
 
 
 # Time.
@@ -131,17 +130,17 @@ def no_grace_for_a_clock_that_steps(task: Task) -> None:
 
 @bug("exclusion", faults=STOPS, transactions=False)
 def held_past_its_own_deadline(task: Task) -> None:
-    from dlocks import Hold
+    from tests.internals import KeptHold
 
-    Hold.held = property(lambda hold: not hold._ended)  # type: ignore[assignment, method-assign]
-    Hold.remaining = property(lambda hold: hold.claim.ttl)  # type: ignore[assignment, method-assign]
+    KeptHold.held = property(lambda hold: not hold.lease.ended)  # type: ignore[assignment, method-assign]
+    KeptHold.remaining = property(lambda hold: hold.claim.ttl)  # type: ignore[assignment, method-assign]
 
 
 @bug("max_hold", oddity="hung", transactions=False)
 def max_hold_ignored(task: Task) -> None:
-    from dlocks import Hold
+    from tests.internals import Lease
 
-    Hold._last_at = property(lambda hold: math.inf, lambda hold, value: None)  # type: ignore[assignment]
+    Lease.last_at = property(lambda hold: math.inf, lambda hold, value: None)  # type: ignore[assignment]
 
 
 # Renewal.
@@ -163,9 +162,9 @@ def renewed_after_the_release(task: Task) -> None:
     from tests.internals import keeper_module as keeper
 
     keeper.Keeper.drop = lambda self, hold: _remembered.append(hold)  # type: ignore[method-assign]
-    from dlocks import Hold
+    from tests.internals import KeptHold
 
-    Hold.renewable = property(lambda hold: True)  # type: ignore[assignment, method-assign]
+    KeptHold.renewable = property(lambda hold: True)  # type: ignore[assignment, method-assign]
     _in_sql(
         lambda sql: (
             sql.replace(" AND status = 'P' AND end_time > {now}", "")
@@ -180,9 +179,9 @@ _remembered: list[Any] = []
 
 @bug("stuck", transactions=False, oddity="abandoned")
 def renewed_for_a_dead_thread(task: Task) -> None:
-    from dlocks import Hold
+    from tests.internals import KeptHold
 
-    Hold.renewable = property(lambda hold: not hold._ended and hold._lost is None)  # type: ignore[assignment, method-assign]
+    KeptHold.renewable = property(lambda hold: not hold.lease.is_over)  # type: ignore[assignment, method-assign]
 
 
 # Replies.

@@ -193,7 +193,7 @@ class Command(LockCommand):
                         for share in claims
                         if share.version is not None
                     ]
-                    fields["line"] = [
+                    fields["queue"] = [
                         _queue_fields(position, claim, backend.prefix)
                         for position, claim in _queued(claims)
                     ]
@@ -268,7 +268,7 @@ def _share_fields(share: LockRow) -> dict[str, Any]:
 
 def _queue_fields(position: int | None, claim: LockRow, prefix: str) -> dict[str, Any]:
     return {
-        "place": position,
+        "position": position,
         **_claim_fields(claim),
         "holds": [key.removeprefix(prefix) for key in claim.held_keys],
         "seconds_waited": round(claim.seconds_held, 3),

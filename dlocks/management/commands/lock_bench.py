@@ -12,6 +12,7 @@ import platform
 import secrets
 import sys
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,12 +30,11 @@ from dlocks.bench.measurement import (
     Plan,
     alone,
     purge,
-    serve,
     together,
     why_not_together,
 )
+from dlocks.bench.processes import Processes
 from dlocks.bench.samples import number_of
-from dlocks.bench.workers import WorkerError, WorkerPool
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
 
@@ -108,8 +108,12 @@ class Command(BaseCommand):
         keys = {alias: f"dlocks-bench:{secrets.token_hex(8)}" for alias in aliases}
         try:
             self._measure(results, keys, options)
-        except WorkerError as error:
-            raise CommandError(f"The measurement was aborted: {error}.") from error
+        except BrokenExecutor as error:
+            raise CommandError(f"The measurement was aborted: {error}") from error
+        except TimeoutError as error:
+            raise CommandError(
+                "The measurement was aborted: a process did not reply in time."
+            ) from error
         except KeyboardInterrupt:
             self.stderr.write("Interrupted. The measurement was aborted.")
             sys.exit(130)
@@ -150,7 +154,7 @@ class Command(BaseCommand):
             options["hold_ms"] / 1000,
         )
         self._progress(options, f"Starting {processes} processes …")
-        with WorkerPool(processes, serve) as crew:
+        with Processes(processes) as crew:
             for done, (alias, name) in enumerate(steps):
                 result = results[alias]
                 if "error" in result:

@@ -1,4 +1,4 @@
-"""Worker processes of a project, which communicate over pipes.
+"""Worker processes that communicate over pipes.
 
 They start together, and end when their parent ends.
 """
