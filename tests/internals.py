@@ -94,6 +94,7 @@ NAMES = {
     "DONE": "dlocks.core.drive:DONE",
     "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",
     "wait": "dlocks.core.wait",
+    "list_locks": "dlocks.management.commands.list_locks",
     "lock_bench": "dlocks.management.commands.lock_bench",
     "After": "dlocks.fields:After",
     "HoldRecord": "dlocks.models:HoldRecord",

@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, db_lock
 from tests import rows
-from tests.internals import ResourceLock, backends, duration, operations
+from tests.internals import ResourceLock, backends, duration, list_locks, operations
 
 COMMANDS = [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
 
@@ -123,6 +123,38 @@ class TestListLocks:
         assert [
             lock["key"] for lock in json.loads(run("list_locks", "--json", *flags))
         ] == keys
+
+    def test_keys_and_patterns_filter_the_list(self):
+        for key in ("stock:7", "stock:8", "report", "stock"):
+            rows.held(key)
+        assert lines("list_locks", "stock:*") == ["stock:7", "stock:8"]
+        assert lines("list_locks", "report", "stock:7") == ["report", "stock:7"]
+        assert run("list_locks", "nothing*") == "No locks.\n"
+        (lock,) = json.loads(run("list_locks", "--json", "*8"))
+        assert lock["key"] == "stock:8"
+
+    def test_a_long_key_fits_into_the_terminal(self, monkeypatch):
+        """The middle of keys and holders is left out, unless ``--wide`` is given."""
+
+        class Terminal(io.StringIO):
+            def isatty(self):
+                return True
+
+        def shown(*arguments):
+            terminal = Terminal()
+            call_command("list_locks", *arguments, stdout=terminal, no_color=True)
+            return terminal.getvalue().splitlines()
+
+        monkeypatch.setenv("COLUMNS", "110")
+        rows.held("report:" + "north" * 20 + ":end", holder="web-1:4711:" + "x" * 80)
+        rows.held("🔒" * 60)
+        listed = shown()
+        assert max(map(list_locks._width, listed)) <= 110
+        report = next(line for line in listed if line.startswith("report:"))
+        assert re.match(r"report:\S*…\S*:end ", report)
+        assert "web-1" in report
+        assert any(len(line) > 200 for line in shown("--wide"))
+        assert any(len(line) > 200 for line in run("list_locks").splitlines())
 
     def test_two_states_at_once_are_refused(self):
         """``--held --stale`` is an error."""

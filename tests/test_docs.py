@@ -548,6 +548,26 @@ def test_every_row_of_the_safety_page_names_a_test():
     assert [row for row in rows if ".py::test_" not in row] == []
 
 
+async def test_the_examples_on_deployment():
+    """The application answers a server that starts, as Django's own does not."""
+    application = pages.run("how-to/deployment").application
+    sent = []
+
+    async def receive():
+        if sent:
+            await asyncio.Event().wait()
+        return {"type": "lifespan.startup"}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    serving = asyncio.create_task(application({"type": "lifespan"}, receive, send))
+    while not sent:
+        await asyncio.sleep(0)
+    serving.cancel()
+    assert sent == ["lifespan.startup.complete"]
+
+
 def test_every_test_named_on_the_reliability_page_exists():
     text = (pages.DOCS / "reliability.md").read_text()
     named = re.findall(r"`((?:tests|dlocks)/[\w/]+\.py)::(test_\w+)`", text)

@@ -189,7 +189,7 @@ def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
     )
     other.start(jobs.lock_share, kept.token)
     assert other.hear() == "locked"
-    until(lambda: kept.is_over)
+    until(lambda: kept._state.is_over)
     time.sleep(0.5)
     mine.check()
     mine.release()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import re
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from django.db import transaction
 from django.test import override_settings
 from opentelemetry import metrics, trace
@@ -25,6 +28,7 @@ from tests import pages
 from tests.internals import signals, telemetry
 
 ROOT = Path(__file__).parent.parent
+CONTRIB = ROOT / "contrib"
 
 database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -368,9 +372,10 @@ def test_the_documented_log_formatter_works(memory_locks):
     assert gave.startswith("DEBUG 'stock:7' released by")
 
 
-def test_the_documented_prometheus_scrape_works():
+def scrape():
+    """Return what Prometheus reads after one event of each kind."""
     reader, view = pages.blocks("how-to/metrics")[2:4]
-    code = f"""
+    return run(f"""
 from django.conf import settings
 settings.configure(
     DLOCKS={{"default": {{"BACKEND": "dlocks.backends.memory.MemoryBackend"}}}},
@@ -378,8 +383,8 @@ settings.configure(
     ROOT_URLCONF="__main__", ALLOWED_HOSTS=["*"],
 )
 import django; django.setup()
-from dlocks import db_lock
-from dlocks.testing import held_elsewhere
+from dlocks import LockLost, db_lock
+from dlocks.testing import abandoned, held_elsewhere, lose
 {reader}
 {view}
 from django.test import Client
@@ -389,9 +394,18 @@ with db_lock("stock:7"):
     pass
 with held_elsewhere("stock:7"):
     assert db_lock("stock:7").try_acquire() is None
+abandoned("stock:8")
+try:
+    with db_lock("stock:8"):
+        lose("stock:8")
+except LockLost:
+    pass
 print(Client().get("/metrics").content.decode())
-"""
-    scraped = run(code)
+""")
+
+
+def test_the_documented_prometheus_scrape_works():
+    scraped = scrape()
     names = pages.blocks("how-to/metrics", "text")[-1].split()
     assert len(names) == 4
     for name in names:
@@ -403,3 +417,29 @@ print(Client().get("/metrics").content.decode())
         if line.startswith("dlocks_timeouts_total")
     ]
     assert line.endswith(" 1.0")
+
+
+def test_the_dashboard_and_the_alerts_use_existing_metrics():
+    """Names and labels are those that Prometheus scrapes from a project."""
+    scraped = scrape()
+    known = set(re.findall(r"^(dlocks_\w+)\{", scraped, re.MULTILINE))
+    labels = set(re.findall(r"[{,](\w+)=\"", scraped))
+    board = json.loads((CONTRIB / "grafana" / "dlocks.json").read_text())
+    alerts = yaml.safe_load((CONTRIB / "prometheus" / "alerts.yml").read_text())
+    rules = alerts["groups"][0]["rules"]
+    expressions = [
+        target["expr"] for panel in board["panels"] for target in panel["targets"]
+    ]
+    expressions += [rule["expr"] for rule in rules]
+    expressions += [one["query"] for one in board["templating"]["list"][1:]]
+    used = set(re.findall(r"\bdlocks_\w+", " ".join(expressions)))
+    assert used - labels <= known
+    assert {"dlocks_losses_total", "dlocks_takeovers_total"} <= used
+    # Each counter and each histogram is on the dashboard.
+    shown = " ".join(expressions[: -len(rules)])
+    for name in known:
+        if name.endswith("_total"):
+            assert name in shown
+    for rule in rules:
+        assert set(re.findall(r"\$labels\.(\w+)", str(rule))) <= labels
+        assert rule["annotations"].keys() == {"summary", "description"}

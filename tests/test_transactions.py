@@ -938,6 +938,6 @@ def test_a_lease_released_twice_is_kept_until_the_second_commit(is_busy, until):
             pass
         # The keeper does this with the lease that was left in the first transaction.
         first._state.settle()
-        second.settle()
+        second._state.settle()
         assert is_busy()
     until(lambda: not is_busy())

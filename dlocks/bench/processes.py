@@ -93,10 +93,7 @@ def _call(everywhere: bool, function: Callable[..., Any], *arguments: Any) -> An
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C while processes are started.
-
-    The terminal sends it to all of them, but only the parent handles it.
-    """
+    """Ignore Ctrl-C while processes are started, which the terminal sends to all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -105,8 +105,6 @@ class Hold:
         """Return the seconds since the grant."""
         return self._state.age
 
-    # Methods for the holder.
-
     def check(self) -> None:
         """Check with the backend that the key is held, or raise LockLost."""
         ensure_sync()

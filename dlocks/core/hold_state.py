@@ -167,8 +167,6 @@ class HoldState:
             return False
         return not has_ended(self.caller)
 
-    # Requests to the backend.
-
     def ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call the backend about the hold.
 
@@ -242,8 +240,6 @@ class HoldState:
             self.lease.note_answer(sent, claim.ttl)
         return confirmed
 
-    # Pinned by the transactions of ``hold.atomic()``.
-
     def unpin(self) -> None:
         """Remove the pins that have ended."""
         for mark in list(self.pinned_in):
@@ -260,8 +256,6 @@ class HoldState:
         self.lease.note_answer(sent, self.claim.ttl)
         self.unpin()
         keeper.check_soon()
-
-    # The loss.
 
     def lose(self, why: str) -> None:
         """Mark the hold as lost, and signal the loss once."""

@@ -1,4 +1,4 @@
-"""What the keeper does with a hold: it watches, warns, and releases what is left."""
+"""What the keeper does with a hold: it watches, warns and releases."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ class MultiState:
     """
 
     blocks = 0
-    # The hold of each key has a claim of its own.
     claim = None
     hold: Any = None
 
@@ -196,12 +195,12 @@ class LossOfMember:
 
     def __init__(self, on_lost: Callable[[Hold], object]) -> None:
         self.on_lost = on_lost
-        # Weak, so that a forgotten hold can end. None until the caller has the hold.
-        self.hold: Callable[[], Hold | None] | None = None
+        # None until the caller has the hold.
+        self.hold: Hold | None = None
         self._mutex = threading.Lock()
 
     def __call__(self, lost: Hold) -> None:
         with self._mutex:
-            hold, self.hold = self.hold and self.hold(), None
+            hold, self.hold = self.hold, None
         if hold is not None:
             self.on_lost(hold)

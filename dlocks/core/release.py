@@ -30,8 +30,6 @@ class Release(HoldState):
     # Created by the thread that settles the hold, and set when it is done.
     _settled: threading.Event | None = None
 
-    # Entries.
-
     @property
     def enterable(self) -> bool:
         """Return whether the same caller enters this hold, and needs no new one."""
@@ -99,8 +97,6 @@ class Release(HoldState):
             and self.end()
         ):
             self.release_claim()
-
-    # The end.
 
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to leave releases the key.

@@ -21,8 +21,6 @@ class CheckedModel(models.Model):
     class Meta:
         abstract = True
 
-    # What a subclass defines.
-
     _stale: type[StaleVersion | StaleToken]
 
     @classmethod
@@ -49,8 +47,6 @@ class CheckedModel(models.Model):
     def _ignores(self, update_fields: Any) -> bool:
         """Return whether a write of these fields compares nothing."""
         return False
-
-    # What all share.
 
     def stale_error(self, held: int, found: int | None) -> StaleVersion | StaleToken:
         """Return the error for a row with another value, or None without a row."""

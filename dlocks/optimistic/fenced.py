@@ -5,6 +5,8 @@ A token is too old if the row has been written with a newer one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from asgiref.sync import sync_to_async
@@ -67,7 +69,7 @@ class FencedModel(CheckedModel):
         read before the token was written into it, so an older holder may have written
         it since.
         """
-        with _Token(self, token):
+        with self._with_token(token):
             super().save(*args, **kwargs)
 
     def claim(self, hold: HasToken | int, using: str | None = None) -> None:
@@ -77,7 +79,9 @@ class FencedModel(CheckedModel):
         """
         token = token_of(hold)
         using = using or router.db_for_write(type(self), instance=self)
-        self._rows(using)._fence(token)
+        model: Any = self._meta.get_field("fence").model
+        rows = FencedQuerySet(model, using=using)
+        rows.filter(pk=self._get_pk_val(model._meta))._fence(token)
         self.refresh_from_db(using=using)
         if self.fence > token:
             raise StaleToken(type(self), self.pk, token, self.fence)
@@ -99,7 +103,7 @@ class FencedModel(CheckedModel):
         *,
         token: HasToken | int | None = None,
     ) -> tuple[int, dict[str, int]]:
-        with _Token(self, token):
+        with self._with_token(token):
             return super().delete(using=using, keep_parents=keep_parents)
 
     async def adelete(
@@ -137,12 +141,17 @@ class FencedModel(CheckedModel):
             )
         return token
 
-    def _rows(self, using: str) -> Any:
-        """Return a queryset with the row that contains the fence."""
-        model: Any = self._meta.get_field("fence").model
-        return FencedQuerySet(model, using=using).filter(
-            pk=self._get_pk_val(model._meta)
-        )
+    @contextmanager
+    def _with_token(self, token: HasToken | int | None) -> Iterator[None]:
+        """Let the instance have a token for a single call."""
+        state: Any = self._state
+        claimed = getattr(state, "token", None)
+        if token is not None:
+            state.token = token_of(token)
+        try:
+            yield
+        finally:
+            state.token = claimed
 
     @classmethod
     def check(cls, **kwargs: Any) -> list[checks.CheckMessage]:
@@ -176,19 +185,3 @@ class FencedModel(CheckedModel):
                     )
                 )
         return messages
-
-
-class _Token:
-    """A context in which an instance has the token of a single call."""
-
-    def __init__(self, instance: FencedModel, token: HasToken | int | None) -> None:
-        self.state: Any = instance._state
-        self.token = None if token is None else token_of(token)
-
-    def __enter__(self) -> None:
-        self.claimed = getattr(self.state, "token", None)
-        if self.token is not None:
-            self.state.token = self.token
-
-    def __exit__(self, *error: object) -> None:
-        self.state.token = self.claimed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, cast
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from asgiref.sync import sync_to_async
 from django.db import models, transaction
@@ -184,54 +185,33 @@ class FencedQuerySet(models.QuerySet[Any]):
         written: int = rows._update([(field, None, token)])
         return written
 
-    def _fenced(self) -> Any:
-        """Return a context in which all rows have this token.
+    @contextmanager
+    def _fenced(self) -> Iterator[Any]:
+        """Write the token into all rows first, in a transaction.
 
-        Entering it raises StaleToken if a row has a newer token.
+        Raise StaleToken if a row has a newer token.
         """
-        return _Fenced(self, self._need_token())
+        token = self._need_token()
+        self._for_write = True
+        rows: Any = self.using(self.db)
+        with transaction.atomic(using=self.db):
+            if rows.query.is_sliced or rows.query.combinator:
+                raise TypeError(
+                    "A slice or a combination of querysets cannot be written with a"
+                    " token."
+                )
+            owner = rows.model._meta.get_field("fence").model._meta.concrete_model
+            if is_joined(rows):
+                rows, _ = among_keys(rows, owner)
+            rows._fence(token)
+            newer = rows.filter(fence__gt=token).order_by("fence")
+            if (found := newer.values_list("pk", "fence").last()) is not None:
+                raise StaleToken(rows.model, found[0], token, found[1])
+            # Only the rows that were written above and are locked. Other rows may have
+            # begun to match since.
+            yield rows.filter(fence=token)
 
     def _clone(self) -> Any:
         clone = super()._clone()  # type: ignore[misc]
         clone._token = self._token
         return clone
-
-
-class _Fenced:
-    """A transaction that first writes the token into all rows of a queryset."""
-
-    def __init__(self, rows: FencedQuerySet, token: int) -> None:
-        rows._for_write = True
-        self.rows = rows.using(rows.db)
-        self.token = token
-        self.atomic = transaction.atomic(using=rows.db)
-
-    def __enter__(self) -> Any:
-        self.atomic.__enter__()
-        try:
-            if self.rows.query.is_sliced or self.rows.query.combinator:
-                raise TypeError(
-                    "A slice or a combination of querysets cannot be written with a"
-                    " token."
-                )
-            owner = self.rows.model._meta.get_field("fence").model._meta.concrete_model
-            if is_joined(self.rows):
-                self.rows, _ = among_keys(self.rows, owner)
-            self.rows._fence(self.token)
-            newer = (
-                self.rows.filter(fence__gt=self.token)
-                .order_by("fence")
-                .values_list("pk", "fence")
-                .last()
-            )
-            if newer is not None:
-                raise StaleToken(self.rows.model, newer[0], self.token, newer[1])
-        except BaseException as error:
-            self.atomic.__exit__(type(error), error, error.__traceback__)
-            raise
-        # Only the rows that were written above and are locked. Other rows may have
-        # begun to match since.
-        return self.rows.filter(fence=self.token)
-
-    def __exit__(self, *error: object) -> None:
-        self.atomic.__exit__(*cast("Any", error))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from django.core.management.base import CommandParser
@@ -40,8 +42,11 @@ COLUMNS = (
     "TOKEN",
 )
 NUMBERS = {"ACQUIRED", "LEASE", "COUNT", "WAITING", "TOKEN"}
-# Maximum width of a column in characters. Longer values are not truncated.
+# Maximum width of a column in characters. Longer values are not aligned.
 WIDEST = 60
+# The columns that a narrow terminal shortens, down to this width.
+SHORTENED = (COLUMNS.index("HOLDER"), COLUMNS.index("KEY"))
+NARROWEST = 8
 
 
 class Command(LockCommand):
@@ -52,6 +57,12 @@ class Command(LockCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
+        parser.add_argument(
+            "keys",
+            nargs="*",
+            metavar="KEY",
+            help="Keys, or patterns such as 'stock:*'.",
+        )
         states = parser.add_mutually_exclusive_group()
         states.add_argument(
             "--held", action="store_true", help="Only locks that are held or shared."
@@ -75,6 +86,11 @@ class Command(LockCommand):
             ),
         )
         parser.add_argument(
+            "--wide",
+            action="store_true",
+            help="Do not fit keys and holders into the terminal.",
+        )
+        parser.add_argument(
             "--json",
             action="store_true",
             help="A JSON array, with UTC times, and ages in seconds.",
@@ -89,6 +105,11 @@ class Command(LockCommand):
         elif options["all"]:
             states.append(LockState.FREE)
         waiting = options["waiting"]
+        self._limit = (
+            shutil.get_terminal_size().columns
+            if self.stdout.isatty() and not options["wide"]
+            else None
+        )
         write = self._write_json if options["json"] else self._write_table
         chosen = options["held"] or options["stale"]
         found = (
@@ -96,6 +117,8 @@ class Command(LockCommand):
             if waiting and not chosen
             else pages(backend, states)
         )
+        if options["keys"]:
+            found = _matching(found, options["keys"], backend.prefix)
         try:
             write(backend, found, waiting)
         except BrokenPipeError:
@@ -118,6 +141,7 @@ class Command(LockCommand):
                     strict=True,
                 )
             ]
+            widths = self._shortened(widths)
             if first:
                 self._write_row(COLUMNS, widths)
             behind = (
@@ -125,14 +149,35 @@ class Command(LockCommand):
             )
             waits = backend.inspector.waits_of(page) if waiting else {}
             for row, (lock, claims) in zip(rows, behind, strict=True):
-                self._write_row(row, widths)
+                stale = lock.state == LockState.STALE
+                self._write_row(row, widths, self.style.WARNING if stale else str)
                 self._write_waits(waits.get(lock.pk, ()), backend.prefix)
                 self._write_claims(claims, backend.prefix)
         if not widths:
             self.stdout.write("No locks.")
 
-    def _write_row(self, row: tuple[str, ...], widths: list[int]) -> None:
-        self.stdout.write("  ".join(map(_aligned, COLUMNS, row, widths)).rstrip())
+    def _shortened(self, widths: list[int]) -> list[int]:
+        """Return widths that fit into the terminal, if there is one."""
+        widths = list(widths)
+        if self._limit is not None:
+            excess = sum(widths) + 2 * (len(widths) - 1) - self._limit
+            for column in SHORTENED:
+                cut = max(0, min(excess, widths[column] - NARROWEST))
+                widths[column] -= cut
+                excess -= cut
+        return widths
+
+    def _write_row(
+        self,
+        row: tuple[str, ...],
+        widths: list[int],
+        style: Callable[[str], str] = str,
+    ) -> None:
+        if self._limit is not None:
+            row = tuple(map(_cut, row, widths))
+        self.stdout.write(
+            style("  ".join(map(_aligned, COLUMNS, row, widths)).rstrip())
+        )
 
     def _write_waits(self, waits: Iterable[WaitingClaim], prefix: str) -> None:
         for claim in waits:
@@ -233,6 +278,19 @@ class Command(LockCommand):
         }
 
 
+def _matching(
+    found: Iterable[list[LockRow]], patterns: list[str], prefix: str
+) -> Iterator[list[LockRow]]:
+    """Yield the locks whose keys match a pattern."""
+    for page in found:
+        if mine := [
+            lock
+            for lock in page
+            if any(fnmatchcase(lock.pk.removeprefix(prefix), one) for one in patterns)
+        ]:
+            yield mine
+
+
 def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
     """Yield queued claims with their positions, or None without a heartbeat."""
     position = 0
@@ -273,6 +331,14 @@ def _queue_fields(position: int | None, claim: LockRow, prefix: str) -> dict[str
         "holds": [key.removeprefix(prefix) for key in claim.held_keys],
         "seconds_waited": round(claim.seconds_held, 3),
     }
+
+
+def _cut(cell: str, width: int) -> str:
+    """Return a text without its middle, if it is wider."""
+    half, cut = width // 2, cell
+    while _width(cut) > width and half:
+        cut, half = f"{cell[:half]}…{cell[-half:]}", half - 1
+    return cut
 
 
 def _aligned(column: str, cell: str, width: int) -> str:
