@@ -108,7 +108,7 @@ def test_a_conflicting_buyer_reads_the_row_again(product, meanwhile):
     assert purchase.sold
     assert purchase.conflicts == 1
     product.refresh_from_db()
-    assert (product.stock, product.version, product.sales.count()) == (0, 2, 2)
+    assert (product.stock, product.version, product.sales.count()) == (0, 3, 2)
 
 
 def test_a_versioned_row_sells_the_last_item_once(last_one, meanwhile):
@@ -182,6 +182,47 @@ def test_the_shop_lists_its_products(product, client):
         r'Cup</td>\s*<td class="number">1</td>\s*<td class="number">1</td>', page
     )
     assert "/admin/" in page
+
+
+def test_the_shop_shows_no_product_of_a_flash_sale(product, client):
+    Product.objects.create(name="Flash sale, no lock", stock=1)
+    page = client.get("/shop/").content.decode()
+    assert "Cup" in page
+    assert "Flash sale, no lock" not in page
+
+
+def test_the_page_about_deadlocks_shows_one(transactional_db, client):
+    """One clerk is refused with the reason, and the other one has both keys."""
+    assert "Let them meet" in client.get("/shop/deadlock/").content.decode()
+    page = client.post("/shop/deadlock/").content.decode()
+    assert page.count("because of a deadlock") == 1
+    assert page.count("has had both keys") == 1
+
+
+def test_the_admin_adds_pieces_under_a_lock(product, admin_client, in_other_thread):
+    """A busy product is left unchanged, and a message names the holder."""
+    data = {"action": "restock", "_selected_action": [product.pk]}
+    admin_client.post("/admin/shop/product/", data)
+    product.refresh_from_db()
+    assert (product.stock, product.version) == (12, 2)
+    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
+    answer = admin_client.post("/admin/shop/product/", data, follow=True)
+    hold.release()
+    assert "held by" in answer.content.decode()
+    product.refresh_from_db()
+    assert product.stock == 12
+
+
+def test_the_admin_shows_a_conflict_of_two_people(product, admin_client):
+    address = f"/admin/shop/product/{product.pk}/change/"
+    page = admin_client.get(address).content.decode()
+    token = re.search(r'name="row_version" value="([^"]+)"', page)[1]
+    buy(product.pk, "grace")
+    fields = {"name": "Cup", "stock": "50", "row_version": token}
+    answer = admin_client.post(address, fields)
+    assert "Now in the database" in answer.content.decode()
+    product.refresh_from_db()
+    assert product.stock == 1
 
 
 def test_an_empty_shop_says_how_to_fill_it(transactional_db, client):

@@ -2,17 +2,21 @@
 
 from django.db import models
 
+from dlocks.optimistic import VersionedModel
 
-class Product(models.Model):
+# The products of the flash sales, which the shop does not show.
+FLASH_SALE = "Flash sale, "
+
+
+class Product(VersionedModel):
     """A product.
 
-    ``version`` is for sales that use optimistic locking on the row instead of a lock.
-    It grows with each of them.
+    Its version grows with each write. Sales can compare it instead of using a lock, and
+    the admin does so while a person edits.
     """
 
     name = models.CharField(max_length=100, unique=True)
     stock = models.PositiveIntegerField()
-    version = models.PositiveIntegerField(default=0, editable=False)
 
     class Meta:
         ordering = ("name",)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from example_project.shop.crowd import Crowd
-from example_project.shop.models import Product
+from example_project.shop.models import FLASH_SALE, Product
 from example_project.shop.services import ALIASES, NO_LOCK, ROW, Purchase
 
 TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimistic row"}
@@ -119,7 +119,7 @@ def _round(
     crowd: Crowd, lock: str, stock: int, names: list[str], tell: Callable[[Round], None]
 ) -> Round:
     product, _ = Product.objects.update_or_create(
-        name=f"Flash sale, {TITLES[lock]}", defaults={"stock": stock, "version": 0}
+        name=f"{FLASH_SALE}{TITLES[lock]}", defaults={"stock": stock}
     )
     product.sales.all().delete()
     one = Round(lock, stock, len(names), left=stock, course=[(0.0, 0, stock)])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection, connections, transaction
+from django.db.models import F
 
-from dlocks import db_lock
+from dlocks import LockTimeout, db_lock
 from dlocks.conf import backends
 from example_project.shop.models import Product, Sale
 
@@ -79,6 +81,52 @@ def buy(
         )
 
 
+def restock(product_id: int, pieces: int, *, timeout: float = 2.0) -> None:
+    """Add pieces under a lock that ends with the transaction.
+
+    Raise LockTimeout if another caller holds the lock, or LockNotAwaitable on SQLite,
+    which has one writer.
+    """
+    with (
+        transaction.atomic(),
+        db_lock(f"stock:{product_id}", using=ALIASES[USUAL], timeout=timeout),
+    ):
+        rows = Product.objects.filter(pk=product_id)
+        rows.update(stock=F("stock") + pieces)
+
+
+def let_clerks_meet() -> list[str]:
+    """Let two threads acquire two keys in opposite orders.
+
+    Return what each of them reports. One of them gets LockDeadlock.
+    """
+    met, reports = threading.Barrier(2), {}
+
+    def work(name: str, first: str, second: str) -> None:
+        try:
+            with db_lock(first, using=ALIASES[USUAL]):
+                met.wait(10)
+                with db_lock(second, using=ALIASES[USUAL]):
+                    reports[name] = f"{name} has had both keys."
+        except LockTimeout as error:
+            reports[name] = f"{name} has failed. {error}"
+        finally:
+            connections.close_all()
+
+    clerks = [
+        threading.Thread(target=work, args=arguments, name=arguments[0])
+        for arguments in (
+            ("Ada", "clerk:shelf", "clerk:till"),
+            ("Bob", "clerk:till", "clerk:shelf"),
+        )
+    ]
+    for clerk in clerks:
+        clerk.start()
+    for clerk in clerks:
+        clerk.join()
+    return [reports[clerk.name] for clerk in clerks]
+
+
 def _sell(
     product_id: int,
     buyer: str,
@@ -123,13 +171,14 @@ def _check_payment() -> None:
 
 
 def _write_what_was_read(product: Product) -> bool:
-    product.save(update_fields=["stock"])
+    # Not save(), which compares the version.
+    Product.objects.filter(pk=product.pk).update(stock=product.stock)
     return True
 
 
 def _write_where_unchanged(product: Product) -> bool:
     unchanged = Product.objects.filter(pk=product.pk, version=product.version)
-    return unchanged.update(stock=product.stock, version=product.version + 1) == 1
+    return unchanged.update(stock=product.stock) == 1
 
 
 def _is_busy(error: OperationalError) -> bool:

@@ -14,7 +14,7 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from dlocks import LockTimeout
 from example_project.shop import backstage, services
 from example_project.shop.forms import FlashSaleForm
-from example_project.shop.models import FlashSale, Product
+from example_project.shop.models import FLASH_SALE, FlashSale, Product
 from example_project.shop.plots import plots
 from example_project.shop.sale import TITLES, Round
 from example_project.shop.services import NO_LOCK
@@ -25,7 +25,8 @@ TIMEOUT = 2.0
 
 @require_GET
 def index(request: HttpRequest) -> HttpResponse:
-    products = Product.objects.annotate(sold=Count("sales")).order_by("name")
+    products = Product.objects.exclude(name__startswith=FLASH_SALE)
+    products = products.annotate(sold=Count("sales")).order_by("name")
     return render(request, "shop/index.html", {"products": products})
 
 
@@ -78,6 +79,13 @@ def flash_sale(request: HttpRequest) -> HttpResponse:
             )
         return redirect("shop:flash_sale")
     return render(request, "shop/flash_sale.html", {"form": form, **_latest()})
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+def deadlock(request: HttpRequest) -> HttpResponse:
+    """Show how two callers that wait for each other are told."""
+    reports = services.let_clerks_meet() if request.method == "POST" else []
+    return render(request, "shop/deadlock.html", {"reports": reports})
 
 
 @require_GET

@@ -3,6 +3,8 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+import dlocks.optimistic
+
 
 class Migration(migrations.Migration):
     initial = True
@@ -24,11 +26,20 @@ class Migration(migrations.Migration):
                 ),
                 ("name", models.CharField(max_length=100, unique=True)),
                 ("stock", models.PositiveIntegerField()),
-                ("version", models.PositiveIntegerField(default=0, editable=False)),
+                (
+                    "version",
+                    dlocks.optimistic.VersionField(
+                        default=0, editable=False, verbose_name="version"
+                    ),
+                ),
             ],
             options={
                 "ordering": ("name",),
             },
+            managers=[
+                ("objects", models.Manager()),
+                ("_versioned", models.Manager()),
+            ],
         ),
         migrations.CreateModel(
             name="Sale",
