@@ -161,10 +161,9 @@ class Command(LockCommand):
         widths = list(widths)
         if self._limit is not None:
             excess = sum(widths) + 2 * (len(widths) - 1) - self._limit
-            for column in SHORTENED:
-                cut = max(0, min(excess, widths[column] - NARROWEST))
-                widths[column] -= cut
-                excess -= cut
+            for _ in range(excess):
+                widest = max(SHORTENED, key=widths.__getitem__)
+                widths[widest] = max(NARROWEST, widths[widest] - 1)
         return widths
 
     def _write_row(
