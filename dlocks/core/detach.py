@@ -138,6 +138,7 @@ def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
         raise hold.lost_error()
     hold.lease.lost = HANDED_OVER
     send_ended(hold.hold, "detached")
+    hold.hold = None
     return left
 
 

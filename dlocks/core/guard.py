@@ -110,7 +110,8 @@ def _pin_first(
         hold.check()
         return None
     if hold.is_over:
-        raise hold.reported_lost()
+        hold.forget_entries()
+        raise hold.lost_error()
     # The rollback of an outer savepoint may undo the write, although the row stays
     # locked. This comes first among the on_commit() callbacks.
     here = TransactionMarker.here(connection)

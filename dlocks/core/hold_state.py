@@ -56,6 +56,7 @@ class HoldState:
     # The transaction of the hold, and the point in it.
     connection: Any = None
     mark: TransactionMarker | None = None
+    # Its public face, until it is released. No cycle remains.
     hold: Any = None
 
     def __init__(
@@ -95,7 +96,7 @@ class HoldState:
 
     @property
     def held(self) -> bool:
-        """Return whether the key is certainly held. This does no I/O."""
+        """Return whether the key is certainly held, without I/O."""
         if self.is_over:
             return False
         if self.scope == "transaction":
@@ -113,7 +114,7 @@ class HoldState:
 
     @property
     def entries(self) -> int:
-        """Return how many entries are still to be left."""
+        """Return the number of open entries."""
         return 0 if self.lease.ended else self.count
 
     @property
@@ -193,8 +194,7 @@ class HoldState:
     def check(self) -> None:
         """Check with the backend that the key is held, or raise LockLost."""
         if not self.keeps or not self.confirmed(self.count):
-            self.lose(self.why_gone() if self.keeps else self.lease.why_not())
-            raise self.reported_lost()
+            raise self.loss(self.why_gone() if self.keeps else self.lease.why_not())
 
     def renew(self) -> None:
         """Extend the lease to its ttl from now, or raise LockLost."""
@@ -208,14 +208,12 @@ class HoldState:
             claim = self.next_claim()
             self.renewed(sent, self.ask(self.backend.renew, [claim]))
             return
-        self.lose(self.lease.why_not())
-        raise self.reported_lost()
+        raise self.loss(self.lease.why_not())
 
     def renewed(self, sent: float, left: Mapping[str, float]) -> None:
         """Record the reply to the caller's renewal: the seconds left, by owner."""
         if self.claim.owner not in left:
-            self.lose(self.why_gone())
-            raise self.reported_lost()
+            raise self.loss(self.why_gone())
         if self.backend.refusal(self.claim) is None:
             # Otherwise the caller's transaction wrote it, and may roll it back.
             self.lease.note_answer(sent, left[self.claim.owner])
@@ -244,7 +242,7 @@ class HoldState:
         """Remove the pins that have ended."""
         for mark in list(self.pinned_in):
             if not mark.stands:
-                # The caller and the keeper may do this at once.
+                # The keeper may do so too.
                 with suppress(ValueError):
                     self.pinned_in.remove(mark)
 
@@ -278,8 +276,7 @@ class HoldState:
             except RuntimeError:
                 # A late signal is better than none.
                 logger.exception(
-                    "No thread could be started, so the keeper signals the loss of %r"
-                    " itself, and renews no lease meanwhile",
+                    "No thread could be started, so the keeper signals the loss of %r",
                     self.lock.key,
                 )
                 self._signal_and_disconnect()
@@ -287,10 +284,14 @@ class HoldState:
             self._signal()
 
     def _signal(self) -> None:
-        send_ended(self.hold, "lost")
+        hold = self.hold
+        if hold is None:
+            # It was released meanwhile.
+            return
+        send_ended(hold, "lost")
         if self.lock.on_lost is not None:
             try:
-                self.lock.on_lost(self.hold)
+                self.lock.on_lost(hold)
             except Exception:
                 logger.exception("on_lost of %r failed", self.lock.key)
 
@@ -319,11 +320,12 @@ class HoldState:
             fact = None
         return f"{GONE}: {fact}" if fact else GONE
 
-    def reported_lost(self) -> LockLost:
-        """Return the error for a caller that learns of the loss by it.
+    def loss(self, why: str) -> LockLost:
+        """Mark the hold as lost, and return the error for its caller.
 
         Its next acquisition makes a new hold.
         """
+        self.lose(why)
         self.forget_entries()
         return self.lost_error()
 
@@ -341,8 +343,7 @@ class HoldState:
         )
 
     def forget_entries(self) -> None:
-        # Weak references would go by themselves. But Python swallows a Ctrl-C that
-        # comes while one dies.
+        # Weak references would go by themselves, but Python swallows a Ctrl-C then.
         for key in self.entered_as:
             if hold_by(key) is self:
                 del holds_by_caller[key]

@@ -1,4 +1,4 @@
-"""What the keeper does with a hold: it watches, warns and releases."""
+"""How the keeper checks, reports and releases a hold."""
 
 from __future__ import annotations
 

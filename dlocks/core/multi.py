@@ -6,6 +6,7 @@ The keys are acquired in one order, so that no two callers wait for each other.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -151,7 +152,7 @@ class MultiAcquisition:
             yield 0.0
         self.hold = MultiHold(self.lock, holds)
         if self._on_lost is not None:
-            self._on_lost.hold = self.hold
+            self._on_lost.hold = weakref.ref(self.hold)
         if self._keep:
             note_acquired(self.lock, self.hold._state)
 

@@ -105,6 +105,7 @@ class MultiState:
                     return
                 self._inside = []
             forget_acquired(self)
+            self.hold = None
             self._release(parts, failed=failed)
         except LockError:
             raise
@@ -195,12 +196,12 @@ class LossOfMember:
 
     def __init__(self, on_lost: Callable[[Hold], object]) -> None:
         self.on_lost = on_lost
-        # None until the caller has the hold.
-        self.hold: Hold | None = None
+        # Weak, as the hold refers to it. None until the caller has the hold.
+        self.hold: Callable[[], Hold | None] | None = None
         self._mutex = threading.Lock()
 
     def __call__(self, lost: Hold) -> None:
         with self._mutex:
-            hold, self.hold = self.hold, None
+            hold, self.hold = self.hold and self.hold(), None
         if hold is not None:
             self.on_lost(hold)

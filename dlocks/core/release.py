@@ -1,4 +1,4 @@
-"""How the caller of a hold enters and leaves it, and how the hold ends."""
+"""How the caller of a hold enters and leaves it, and how it ends."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Release(HoldState):
             if self.lease.ended:
                 return False
             if self.count == 0:
-                # The hold was left in a transaction. Its earlier blocks no longer
-                # count.
+                # It was left in a transaction. Its earlier blocks no longer count.
                 self.blocks = 0
                 self.leaves_at_exit = True
             self.leaves_at_exit = self.leaves_at_exit and lock.release_at == "exit"
@@ -68,11 +67,9 @@ class Release(HoldState):
         keeper.forget_end(self)
         try:
             if not self.keeps:
-                self.lose(self.lease.why_not())
-                raise self.reported_lost()
+                raise self.loss(self.lease.why_not())
             if not self.confirmed(count):
-                self.lose(self.why_gone())
-                raise self.reported_lost()
+                raise self.loss(self.why_gone())
         except BaseException:
             with self.lease.mutex:
                 self.count = count - 1
@@ -184,9 +181,10 @@ class Release(HoldState):
             self.report_loss()
             raise self.lost_error()
         send_ended(self.hold, "released")
+        self.hold = None
 
     def release_again(self) -> None:
-        """Release the key of an ended hold, perhaps once more."""
+        """Release the key once more."""
         self.ask(
             self.backend.release, self.claim, failed=True, keep=self.lease.kept_for
         )
