@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -132,6 +132,20 @@ class TestListLocks:
         assert run("list_locks", "nothing*") == "No locks.\n"
         (lock,) = json.loads(run("list_locks", "--json", "*8"))
         assert lock["key"] == "stock:8"
+
+    def test_the_list_is_sorted_by_age_or_waiters(self):
+        """``--sort`` puts the longest hold, or the longest queue, first."""
+        rows.held("a", begin_time=rows.PAST)
+        rows.held("b", begin_time=rows.PAST - timedelta(days=1))
+        rows.held("c", begin_time=rows.PAST - timedelta(days=2))
+        rows.held("d", begin_time=rows.PAST + timedelta(days=1))
+        for key in ("d", "c", "d"):
+            rows.waits(key)
+        assert lines("list_locks", "--sort", "age")[:3] == ["c", "b", "a"]
+        assert lines("list_locks", "--sort", "waiting")[:2] == ["d", "c"]
+        listed = json.loads(run("list_locks", "--json", "--sort", "age", "a", "b"))
+        assert [lock["key"] for lock in listed] == ["b", "a"]
+        assert run("list_locks", "nothing*", "--sort", "age") == "No locks.\n"
 
     def test_a_long_key_fits_into_the_terminal(self, monkeypatch):
         """The middle of keys and holders is left out, unless ``--wide`` is given."""
@@ -419,6 +433,73 @@ class TestClearLock:
         rows.held("shop:a")
         run("clear_lock", "a", "--yes", "--using", "prefixed", "--reason", "tests")
         assert (rows.now("a").state, rows.now("shop:a").state) == ("held", "free")
+
+    def test_a_pattern_clears_all_locks_that_match(self):
+        """``clear_lock 'stock:*'`` clears the held and the stale locks that match."""
+        for key in ("stock:7", "stock:8"):
+            rows.stale(key)
+        rows.held("stock:9")
+        rows.free("stock:10")
+        rows.stale("report")
+        out = run("clear_lock", "stock:*", "--yes", "--reason", "tests")
+        assert re.findall(r"'([^']+)' was cleared", out) == [
+            "stock:7",
+            "stock:8",
+            "stock:9",
+        ]
+        assert rows.now("stock:9").state == "free"
+        assert rows.now("stock:10").version == 1000
+        assert rows.now("report").state == "stale"
+        assert "no held or stale lock that matches 'stock:*'" in refused(
+            "clear_lock", "stock:*", "--yes"
+        )
+
+    def test_dry_run_only_shows_the_locks(self):
+        rows.stale("stock:7")
+        rows.held("stock:8")
+        out = run("clear_lock", "stock:?", "--dry-run")
+        assert "'stock:7' is stale" in out
+        assert "'stock:8' is held by" in out
+        assert out.endswith("Nothing was changed.\n")
+        assert "'stock:8'" not in run(
+            "clear_lock", "stock:?", "--dry-run", "--stale-only"
+        )
+        run("clear_lock", "stock:7", "--dry-run")
+        assert {rows.now(f"stock:{number}").version for number in (7, 8)} == {1000}
+
+    def test_several_locks_take_one_confirmation(self, answer):
+        """One question names their number, and any other answer changes nothing."""
+        rows.stale("a")
+        rows.stale("b")
+        asked = answer("no")
+        refused("clear_lock", "a", "b")
+        assert rows.now("a").version == 1000
+        answer("y")
+        run("clear_lock", "a", "b")
+        assert asked == ["Clear 2 locks? [y/N] "]
+        assert (rows.now("a").state, rows.now("b").state) == ("free", "free")
+
+    def test_a_pattern_reports_the_locks_that_it_keeps(self, capsys):
+        """Held locks need a reason. The others are cleared all the same."""
+        rows.held("a1")
+        rows.stale("a2")
+        assert refused("clear_lock", "a*", "--yes") == "1 of 2 locks were not cleared."
+        assert "'a1' is held. To force its release" in capsys.readouterr().err
+        assert (rows.now("a1").version, rows.now("a2").state) == (1000, "free")
+
+    def test_a_key_that_looks_like_a_pattern_is_a_key_first(self):
+        """An existing key ``a*`` is cleared alone."""
+        rows.stale("a*")
+        rows.stale("ab")
+        run("clear_lock", "a*", "--yes")
+        assert (rows.now("a*").state, rows.now("ab").state) == ("free", "stale")
+
+    def test_a_shared_hold_is_ended_of_one_key_only(self):
+        """A token belongs to one key, so ``--share`` refuses a pattern."""
+        rows.stale("a")
+        message = refused("clear_lock", "a*", "--share", "7", "--yes")
+        assert "one key" in message
+        assert rows.now("a").version == 1000
 
     def test_odd_keys_are_cleared_and_printed_with_escapes(self):
         """Quotes, line breaks and emoji are allowed in a key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from django.contrib import admin, messages
@@ -32,6 +32,8 @@ from dlocks.operations import (
 )
 from dlocks.text import printable
 
+# What was done, the row before it, and the entry for Django's log.
+Change = tuple[audit.What, LockRow, str]
 # Locks that one message names.
 NAMED = 10
 
@@ -199,9 +201,43 @@ class LockActions(Confirmation):
         )
 
     def _purge(self, request: HttpRequest, targets: Iterable[Target]) -> None:
-        """Delete each row that has not changed since it was shown.
+        def delete(backend: DatabaseBackend, target: Target) -> Change:
+            if target.kind != "lock":
+                raise NotCleared(_("not the row of a key"), None)
+            row = purge(backend, target.key, target.number)
+            return "purge", row, _("Deleted the row of the unused key.")
 
-        Write each deletion to the logs, and report the result to the user.
+        self._change(request, targets, audit.UNUSED, delete)
+
+    def _clear(
+        self,
+        request: HttpRequest,
+        targets: Iterable[Target],
+        reason: str,
+        *,
+        stale_only: bool = False,
+    ) -> None:
+        def clear_one(backend: DatabaseBackend, target: Target) -> Change:
+            what, lost, change = self._clear_one(backend, target, stale_only)
+            why = _("Reason: %(reason)s") % {"reason": printable(reason)}
+            return what, lost, f"{change} {why}"
+
+        if not self._change(request, targets, reason, clear_one):
+            self.message_user(
+                request, _("None of the selected locks is stale."), messages.WARNING
+            )
+
+    def _change(
+        self,
+        request: HttpRequest,
+        targets: Iterable[Target],
+        reason: str,
+        change: Callable[[DatabaseBackend, Target], Change],
+    ) -> bool:
+        """Change each target that has not changed since it was shown.
+
+        Write each change to the logs, and report the result to the user. Return whether
+        there was anything to report.
         """
         backend = self._own_backend()
         done: dict[audit.What, list[str]] = {}
@@ -209,23 +245,29 @@ class LockActions(Confirmation):
         trouble = None
         for target in targets:
             try:
-                if target.kind != "lock":
-                    raise NotCleared(_("not the row of a key"), None)
-                row = purge(backend, target.key, target.number)
+                what, lost, text = change(backend, target)
             except NotCleared as refusal:
                 refused.setdefault(str(refusal), []).append(target.key)
             except LockBackendError as error:
                 trouble = str(error)
                 break
             else:
-                done.setdefault("purge", []).append(target.key)
-                self.log_change(
-                    request,
-                    ResourceLock(pk=target.key),
-                    _("Deleted the row of the unused key."),
+                done.setdefault(what, []).append(target.key)
+                self.log_change(request, ResourceLock(pk=target.key), text)
+                audit.taken(
+                    what,
+                    kind=target.kind,
+                    key=target.key,
+                    number=target.number,
+                    holder=lost.holder,
+                    owner_ip=lost.owner_ip,
+                    reason=reason,
+                    by=request.user.get_username(),
+                    via="admin",
+                    database=backend.database,
                 )
-                self._audit(request, backend, "purge", target, row, audit.UNUSED)
         self._tell(request, done, refused, trouble)
+        return bool(done or refused or trouble)
 
     def _tell(
         self,
@@ -248,71 +290,10 @@ class LockActions(Confirmation):
         if trouble:
             self.message_user(request, trouble, messages.ERROR)
 
-    def _clear(
-        self,
-        request: HttpRequest,
-        targets: Iterable[Target],
-        reason: str,
-        *,
-        stale_only: bool = False,
-    ) -> None:
-        """Clear each target that has not changed since it was shown.
-
-        Write each change to the logs, and report the result to the user.
-        """
-        backend = self._own_backend()
-        done: dict[audit.What, list[str]] = {}
-        refused: dict[str, list[str]] = {}
-        trouble = None
-        for target in targets:
-            try:
-                what, lost, change = self._clear_one(backend, target, stale_only)
-            except NotCleared as refusal:
-                refused.setdefault(str(refusal), []).append(target.key)
-            except LockBackendError as error:
-                trouble = str(error)
-                break
-            else:
-                done.setdefault(what, []).append(target.key)
-                change += " " + _("Reason: %(reason)s") % {"reason": printable(reason)}
-                self.log_change(request, ResourceLock(pk=target.key), change)
-                self._audit(request, backend, what, target, lost, reason)
-        self._tell(request, done, refused, trouble)
-        if not (done or refused or trouble):
-            self.message_user(
-                request, _("None of the selected locks is stale."), messages.WARNING
-            )
-
-    def _audit(
-        self,
-        request: HttpRequest,
-        backend: DatabaseBackend,
-        what: audit.What,
-        target: Target,
-        lost: LockRow,
-        reason: str,
-    ) -> None:
-        audit.taken(
-            what,
-            kind=target.kind,
-            key=target.key,
-            number=target.number,
-            holder=lost.holder,
-            owner_ip=lost.owner_ip,
-            reason=reason,
-            by=request.user.get_username(),
-            via="admin",
-            database=backend.database,
-        )
-
     def _clear_one(
         self, backend: DatabaseBackend, target: Target, stale_only: bool
-    ) -> tuple[audit.What, LockRow, str]:
-        """Clear a target that has not changed since it was shown, or raise NotCleared.
-
-        Return the kind of the action, the row as it was before, and the text for the
-        log.
-        """
+    ) -> Change:
+        """Clear a target that has not changed, or raise NotCleared."""
         if target.kind == "claim":
             claim = take_out(backend, target.key, target.number)
             return (

@@ -1,7 +1,9 @@
-"""The base class of the commands: the option --using, and short errors."""
+"""The base class of the commands: the option --using, patterns, short errors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -12,6 +14,7 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.connection import is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
+from dlocks.operations import LockRow
 
 
 class LockCommand(BaseCommand):
@@ -55,3 +58,17 @@ class LockCommand(BaseCommand):
                 f" {type(backend).__name__} keeps no rows in a database."
             )
         return backend
+
+
+def matching(
+    found: Iterable[list[LockRow]], patterns: list[str], prefix: str
+) -> Iterator[list[LockRow]]:
+    """Yield the locks whose keys without the prefix match a pattern."""
+    for page in found:
+        if mine := [
+            lock
+            for lock in page
+            if (key := lock.pk.removeprefix(prefix)) in patterns
+            or any(fnmatchcase(key, one) for one in patterns)
+        ]:
+            yield mine

@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from dlocks import audit
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.core.policy import check_key
-from dlocks.management.base import LockCommand
+from dlocks.management.base import LockCommand, matching
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
     LockRow,
@@ -21,6 +21,7 @@ from dlocks.operations import (
     in_row,
     in_transaction,
     is_kept,
+    pages,
     reason_of,
     shares,
     shown,
@@ -43,7 +44,13 @@ class Command(LockCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
-            "key", metavar="KEY", help="The key, without the prefix of the alias."
+            "keys",
+            nargs="+",
+            metavar="KEY",
+            help=(
+                "Keys without the prefix of the alias, or patterns such as 'stock:*'"
+                " for all held and stale locks that match."
+            ),
         )
         shares = parser.add_mutually_exclusive_group()
         shares.add_argument(
@@ -56,6 +63,11 @@ class Command(LockCommand):
             "--all-shares",
             action="store_true",
             help="End all current shared holds.",
+        )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="Only show the locks, and change nothing.",
         )
         parser.add_argument("--yes", action="store_true", help="Do not confirm.")
         parser.add_argument(
@@ -70,18 +82,74 @@ class Command(LockCommand):
         )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
-        key = options["key"]
+        keys = options["keys"]
         try:
-            check_key(key)
-            check_key(backend.prefix + key)
+            for key in keys:
+                check_key(key)
+                check_key(backend.prefix + key)
             if options["reason"] is not None:
                 options["reason"] = reason_of(options["reason"])
         except (TypeError, ValueError) as error:
             raise CommandError(str(error)) from error
-        name = f"'{printable(key)}'"
-        lock = shown(backend, backend.prefix + key)
-        if lock is None:
-            raise CommandError(f"DLOCKS[{backend.alias!r}] has no lock {name}.")
+        locks, patterns = self._chosen(backend, keys, options["stale_only"])
+        several = bool(patterns) or len(locks) > 1
+        if several and options["share"] is not None:
+            raise CommandError("--share ends a shared hold of one key.")
+        if several or options["dry_run"]:
+            for lock in locks:
+                self.stdout.write(f"{_name(backend, lock)} is {_state(lock)}.")
+        if options["dry_run"]:
+            self.stdout.write("Nothing was changed.")
+            return
+        if several and not options["yes"]:
+            held = any(lock.state != LockState.STALE for lock in locks)
+            self._ask(f"Clear {len(locks)} locks?", held=held)
+            options["yes"] = True
+        failed = 0
+        for lock in locks:
+            try:
+                self._clear(backend, lock, several, **options)
+            except CommandError as error:
+                if not several:
+                    raise
+                failed += 1
+                self.stderr.write(str(error))
+        if failed:
+            raise CommandError(f"{failed} of {len(locks)} locks were not cleared.")
+
+    def _chosen(
+        self, backend: DatabaseBackend, keys: list[str], stale_only: bool
+    ) -> tuple[list[LockRow], list[str]]:
+        """Return the locks of the keys and patterns, and the patterns."""
+        locks: dict[str, LockRow] = {}
+        patterns = []
+        for key in keys:
+            if (lock := shown(backend, backend.prefix + key)) is not None:
+                locks[lock.pk] = lock
+            elif set(key) & set("*?["):
+                patterns.append(key)
+            else:
+                raise CommandError(
+                    f"DLOCKS[{backend.alias!r}] has no lock '{printable(key)}'."
+                )
+        states = [LockState.STALE]
+        if not stale_only:
+            states += [LockState.HELD, LockState.SHARED]
+        if patterns:
+            for page in matching(pages(backend, states), patterns, backend.prefix):
+                locks |= {lock.pk: lock for lock in page}
+        if not locks:
+            which = "stale lock" if stale_only else "held or stale lock"
+            raise CommandError(
+                f"DLOCKS[{backend.alias!r}] has no {which} that matches"
+                f" '{printable(' '.join(patterns))}'."
+            )
+        return [locks[key] for key in sorted(locks)], patterns
+
+    def _clear(
+        self, backend: DatabaseBackend, lock: LockRow, several: bool, **options: Any
+    ) -> None:
+        name = _name(backend, lock)
         if options["share"] is not None or options["all_shares"]:
             self._end_shares(backend, lock, name, **options)
             return
@@ -94,7 +162,8 @@ class Command(LockCommand):
                 f"{name} is shared. Pass --share TOKEN to end one shared hold, or"
                 " --all-shares to end all. Nothing was changed."
             )
-        self.stdout.write(f"{name} is {_state(lock)}.")
+        if not several:
+            self.stdout.write(f"{name} is {_state(lock)}.")
         if is_kept(lock):
             raise CommandError(f"{name} was not cleared ({in_transaction()}).")
         if options["stale_only"] and lock.state != LockState.STALE:
@@ -219,6 +288,10 @@ class Command(LockCommand):
             answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
             raise CommandError("Not confirmed. Nothing was changed.")
+
+
+def _name(backend: DatabaseBackend, lock: LockRow) -> str:
+    return f"'{printable(lock.pk.removeprefix(backend.prefix))}'"
 
 
 def _state(lock: LockRow) -> str:

@@ -8,15 +8,16 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from django.core.management.base import CommandParser
 
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.management.base import LockCommand
+from dlocks.management.base import LockCommand, matching
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
+    PAGE,
     LockRow,
     describe,
     in_row,
@@ -47,6 +48,10 @@ WIDEST = 60
 # The columns that a narrow terminal shortens, down to this width.
 SHORTENED = (COLUMNS.index("HOLDER"), COLUMNS.index("KEY"))
 NARROWEST = 8
+SORTED_BY: dict[str, Callable[[LockRow], float]] = {
+    "age": lambda lock: -(lock.seconds_held or 0.0),
+    "waiting": lambda lock: -lock.waiting,
+}
 
 
 class Command(LockCommand):
@@ -86,6 +91,11 @@ class Command(LockCommand):
             ),
         )
         parser.add_argument(
+            "--sort",
+            choices=SORTED_BY,
+            help="Order by the time held or by the number of waiters, largest first.",
+        )
+        parser.add_argument(
             "--wide",
             action="store_true",
             help="Do not fit keys and holders into the terminal.",
@@ -118,12 +128,15 @@ class Command(LockCommand):
             else pages(backend, states)
         )
         if options["keys"]:
-            found = _matching(found, options["keys"], backend.prefix)
+            found = matching(found, options["keys"], backend.prefix)
+        if options["sort"]:
+            rows = sorted(chain.from_iterable(found), key=SORTED_BY[options["sort"]])
+            found = (rows[start : start + PAGE] for start in range(0, len(rows), PAGE))
         try:
             write(backend, found, waiting)
         except BrokenPipeError:
-            # The reader of the pipe, for example ``head``, has closed it. Redirect
-            # stdout, so that the interpreter does not flush into the closed pipe.
+            # The reader, for example ``head``, has closed the pipe. Redirect stdout, so
+            # that the interpreter does not flush into it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _write_table(
@@ -275,19 +288,6 @@ class Command(LockCommand):
             "sharing": lock.sharing,
             "token": lock.version,
         }
-
-
-def _matching(
-    found: Iterable[list[LockRow]], patterns: list[str], prefix: str
-) -> Iterator[list[LockRow]]:
-    """Yield the locks whose keys match a pattern."""
-    for page in found:
-        if mine := [
-            lock
-            for lock in page
-            if any(fnmatchcase(lock.pk.removeprefix(prefix), one) for one in patterns)
-        ]:
-            yield mine
 
 
 def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
