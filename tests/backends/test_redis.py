@@ -312,7 +312,7 @@ def test_the_documented_redis_acl_is_sufficient(server, aliases, until):
     from tests.pages import DOCS
 
     (line,) = re.findall(
-        r"An ACL needs (.*?) too\.", (DOCS / "how-to/redis.md").read_text(), re.DOTALL
+        r"An ACL needs (.*?)\sfor\s", (DOCS / "how-to/redis.md").read_text(), re.DOTALL
     )
     rights = re.findall(r"`([~&+][^`]*)`", line)
     with redis.Redis(port=server.port) as client:
