@@ -1,8 +1,4 @@
-"""What other modules use of a lock and of a hold.
-
-The modules below ``locks`` and ``holds`` work with these types, so they do not import
-the classes.
-"""
+"""What lower layers use of a lock and of a hold, since they cannot import them."""
 
 from __future__ import annotations
 

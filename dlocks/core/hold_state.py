@@ -42,8 +42,8 @@ logger = logging.getLogger("dlocks")
 class HoldState:
     """What this process knows of one holding of one key, and asks about it.
 
-    It consists of the entries of the caller, a lease, and the transactions on which the
-    hold depends. ``hold`` is its public face.
+    It consists of the caller's entries, a lease, and the transactions on which the hold
+    depends.
     """
 
     # Number of 'with hold' blocks that are open.

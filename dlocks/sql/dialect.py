@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 KEY = "key_resource = %(key)s"
 
+Codes = frozenset[object]
+
 
 class Dialect:
     """The SQL of one engine.
@@ -32,6 +34,18 @@ class Dialect:
     now: str
     # Microseconds since 1970 by that clock.
     ticks: str
+    # Arithmetic with that clock, where ``{}`` is a column or a parameter.
+    microseconds_from_now: str
+    seconds_until_time: str
+    microseconds_since_1970: str
+    next_time: str
+    # The codes of errors, by their meaning. The methods below explain each.
+    lost_race: Codes = frozenset()
+    locked: Codes = frozenset()
+    read_only: Codes = frozenset()
+    desynchronised: Codes = frozenset()
+    cancelled: Codes = frozenset()
+    rolled_back: Codes = frozenset()
     # The function that returns the larger of two values.
     greatest = "GREATEST"
     # ``show_isolation`` is the statement that reads the isolation level without taking
@@ -120,23 +134,23 @@ class Dialect:
 
     def after(self, parameter: str) -> str:
         """Return the time that many microseconds from now."""
-        raise NotImplementedError
+        return self.after_column(f"%({parameter})s")
 
     def after_column(self, column: str) -> str:
         """Return the time that is the column's number of microseconds from now."""
-        raise NotImplementedError
+        return self.microseconds_from_now.format(column)
 
     def seconds_until(self, column: str) -> str:
         """Return the seconds from now until the time in ``column``, as a float."""
-        raise NotImplementedError
+        return self.seconds_until_time.format(column)
 
     def ticks_of(self, column: str) -> str:
         """Return the time in ``column`` as microseconds since 1970."""
-        raise NotImplementedError
+        return self.microseconds_since_1970.format(column)
 
     def later_than(self, column: str) -> str:
         """Return the earliest time that is later than the one in ``column``."""
-        raise NotImplementedError
+        return self.next_time.format(column)
 
     def next_version(self) -> str:
         """Return the next version: one more, or the clock if that is larger."""
@@ -211,6 +225,13 @@ class Dialect:
         The cursor must not be instrumented. Return None if the statement has to use the
         cursor.
         """
+        return self.by_driver(connection.connection, sql, parameters)
+
+    @staticmethod
+    def by_driver(
+        connection: Any, sql: str, parameters: Mapping[str, Any]
+    ) -> Reply | None:
+        """Execute a statement with the driver, if it is a known one."""
         return None
 
     def fitted(self, text: str, raw: Any) -> str:
@@ -224,27 +245,31 @@ class Dialect:
         """Return the token that a grant wrote, or None if it wrote nothing."""
         return int(reply.rows[0][0]) if reply.rows else None
 
+    def code_of(self, error: BaseException) -> object:
+        """Return the code of an error that the server sent, or None without one."""
+        raise NotImplementedError
+
     def is_contention(self, error: DatabaseError) -> bool:
         """Return whether the statement only lost a race, and can be sent again."""
-        raise NotImplementedError
+        return self.code_of(error) in self.lost_race
 
     def is_locked(self, error: DatabaseError) -> bool:
         """Return whether the statement failed because of another row lock."""
-        return False
+        return self.code_of(error) in self.locked
 
     def is_read_only(self, error: Error) -> bool:
         """Return whether the session cannot write.
 
         After a failover its server may have become a replica.
         """
-        return False
+        return self.code_of(error) in self.read_only
 
     def is_desynchronised(self, error: Error) -> bool:
         """Return whether the connection, not the statement, is at fault.
 
         Such a connection cannot be used any more.
         """
-        return False
+        return self.code_of(error) in self.desynchronised
 
     def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         """Abort an interrupted statement outside of a transaction.
@@ -271,14 +296,14 @@ class Dialect:
 
     def was_cancelled(self, error: Error) -> bool:
         """Return whether the statement was cancelled."""
-        return False
+        return self.code_of(error) in self.cancelled
 
     def ends_transaction(self, error: DatabaseError) -> bool:
         """Return whether the server has rolled back the whole transaction.
 
         The next statement would be part of a new transaction.
         """
-        return False
+        return self.code_of(error) in self.rolled_back
 
 
 def escape_unencodable(text: str, charset: str) -> str:

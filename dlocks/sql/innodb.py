@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from django.db import DatabaseError
 
 from dlocks.sql.dialect import KEY, Dialect, escape_unencodable
 from dlocks.sql.direct import Reply, by_mysqlclient
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.utils import Error
 
 AS_A_RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 # States of a session in the process list of MySQL and MariaDB.
@@ -34,6 +31,23 @@ class InnoDB(Dialect):
 
     now = "UTC_TIMESTAMP(6)"
     ticks = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+    microseconds_from_now = "(UTC_TIMESTAMP(6) + INTERVAL {} MICROSECOND)"
+    seconds_until_time = "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {}) / 1e6"
+    microseconds_since_1970 = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {})"
+    next_time = "({} + INTERVAL 1 MICROSECOND)"
+    # 1213 is a deadlock. 1180 is an error during commit, from a node of a Galera
+    # cluster if another node has committed first. 1020 is a row that changed since the
+    # snapshot. MariaDB 11.6 and newer roll back the transaction then.
+    rolled_back = frozenset({1213, 1180, 1020})
+    # lock wait timeout, not locked at once
+    locked = frozenset({1205, 3572})
+    lost_race = rolled_back | locked
+    # read_only of the server, of InnoDB, of the session
+    read_only = frozenset({1290, 1836, 1792})
+    # commands out of sync: an interrupt came before a reply was read
+    desynchronised = frozenset({2014})
+    # query interrupted
+    cancelled = frozenset({1317})
     read_only_settings = (
         "read_only or transaction_read_only is on, as it is on a replica"
     )
@@ -101,25 +115,11 @@ class InnoDB(Dialect):
         " @dlocks_owner, IF(@dlocks_scope = 'P', @dlocks_version, NULL),"
         " @dlocks_handover_ttl, {server} FROM DUAL WHERE @dlocks_done = 1{if_taken}"
     )
+    by_driver = staticmethod(by_mysqlclient)
     if_taken = " AND @dlocks_id IS NOT NULL"
     server = "CONCAT_WS(' ', @@hostname, @@port, @@datadir)"
     # The server cannot notify a session.
     commit_notifies = False
-
-    def after(self, parameter: str) -> str:
-        return f"(UTC_TIMESTAMP(6) + INTERVAL %({parameter})s MICROSECOND)"
-
-    def after_column(self, column: str) -> str:
-        return f"(UTC_TIMESTAMP(6) + INTERVAL {column} MICROSECOND)"
-
-    def seconds_until(self, column: str) -> str:
-        return f"TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {column}) / 1e6"
-
-    def ticks_of(self, column: str) -> str:
-        return f"TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {column})"
-
-    def later_than(self, column: str) -> str:
-        return f"({column} + INTERVAL 1 MICROSECOND)"
 
     def token(self) -> str:
         # The reply to the statement itself contains LAST_INSERT_ID(value).
@@ -157,20 +157,6 @@ class InnoDB(Dialect):
     def _joined(self, table: str, primary: str) -> str:
         return f"STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON {primary} = picked"
 
-    def is_locked(self, error: DatabaseError) -> bool:
-        # lock wait timeout, not locked at once
-        return bool(error.args) and error.args[0] in {1205, 3572}
-
-    def send(
-        self,
-        connection: BaseDatabaseWrapper,
-        sql: str,
-        parameters: Mapping[str, Any],
-        *,
-        through_a_pooler: bool,
-    ) -> Reply | None:
-        return by_mysqlclient(connection.connection, sql, parameters)
-
     def fitted(self, text: str, raw: Any) -> str:
         # The columns are in utf8mb4, whatever the database's character set. The session
         # has a character set of its own.
@@ -185,22 +171,11 @@ class InnoDB(Dialect):
             )
         return escape_unencodable(text, charset)
 
+    def code_of(self, error: BaseException) -> object:
+        return error.args[0] if error.args else None
+
     def granted(self, reply: Reply) -> int | None:
         return reply.last_id if reply.changed else None
-
-    def is_contention(self, error: DatabaseError) -> bool:
-        # lock wait timeout, not locked at once
-        return self.ends_transaction(error) or (
-            bool(error.args) and error.args[0] in {1205, 3572}
-        )
-
-    def is_read_only(self, error: Error) -> bool:
-        # read_only of the server, of InnoDB, of the session
-        return error.args[:1] in {(1290,), (1836,), (1792,)}
-
-    def is_desynchronised(self, error: Error) -> bool:
-        # commands out of sync: an interrupt came before a reply was read
-        return error.args[:1] == (2014,)
 
     def session_of(self, raw: Any) -> Any:
         # mysqlclient refuses calls from another thread while a statement is running.
@@ -211,17 +186,7 @@ class InnoDB(Dialect):
     ) -> bool:
         with other.cursor() as cursor:
             cursor.execute("SHOW FULL PROCESSLIST")
-            for (
-                number,
-                _user,
-                _host,
-                _database,
-                _command,
-                _time,
-                state,
-                info,
-                *_,
-            ) in cursor.fetchall():
+            for number, *_, state, info in (row[:8] for row in cursor.fetchall()):
                 # Behind a proxy the number may be that of another session. So the text
                 # has to name the table too.
                 if number == session and _WAITS_FOR_TABLE.match(state or ""):
@@ -232,17 +197,7 @@ class InnoDB(Dialect):
         with other.cursor() as cursor:
             cursor.execute("KILL QUERY %s", [session])
 
-    def was_cancelled(self, error: Error) -> bool:
-        # query interrupted
-        return error.args[:1] == (1317,)
-
     def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         # With mysqlclient, the reply may still be unread. The next statement would read
         # it.
         connection.close()
-
-    def ends_transaction(self, error: DatabaseError) -> bool:
-        # 1213 is a deadlock. 1180 is an error during commit, from a node of a Galera
-        # cluster if another node has committed first. 1020 is a row that changed since
-        # the snapshot. MariaDB 11.6 and newer roll back the transaction then.
-        return bool(error.args) and error.args[0] in {1213, 1180, 1020}

@@ -19,7 +19,6 @@ from dlocks.sql.prepared import (
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.utils import Error
 
 
 class PostgreSQL(Dialect):
@@ -28,6 +27,18 @@ class PostgreSQL(Dialect):
     unless_brought_along = "ON CONFLICT (id) DO NOTHING"
     now = "clock_timestamp()"
     ticks = "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint"
+    microseconds_from_now = "(clock_timestamp() + {} * interval '1 microsecond')"
+    seconds_until_time = "EXTRACT(EPOCH FROM {} - clock_timestamp())::double precision"
+    microseconds_since_1970 = "(EXTRACT(EPOCH FROM {}) * 1000000)::bigint"
+    next_time = "({} + interval '1 microsecond')"
+    # serialization_failure, deadlock_detected
+    lost_race = frozenset({"40001", "40P01"})
+    # lock_not_available
+    locked = frozenset({"55P03"})
+    # read_only_sql_transaction
+    read_only = frozenset({"25006"})
+    # query_canceled
+    cancelled = frozenset({"57014"})
     show_isolation = "SHOW transaction_isolation"
     read_only_settings = (
         "default_transaction_read_only is on, or the server is a standby (connect with"
@@ -115,21 +126,6 @@ class PostgreSQL(Dialect):
     def typed(self, parameter: str, of: str) -> str:
         return f"{parameter}::{of}"
 
-    def after(self, parameter: str) -> str:
-        return f"(clock_timestamp() + %({parameter})s * interval '1 microsecond')"
-
-    def after_column(self, column: str) -> str:
-        return f"(clock_timestamp() + {column} * interval '1 microsecond')"
-
-    def seconds_until(self, column: str) -> str:
-        return f"EXTRACT(EPOCH FROM {column} - clock_timestamp())::double precision"
-
-    def ticks_of(self, column: str) -> str:
-        return f"(EXTRACT(EPOCH FROM {column}) * 1000000)::bigint"
-
-    def later_than(self, column: str) -> str:
-        return f"({column} + interval '1 microsecond')"
-
     def update(
         self, table: str, assignments: str, where: str, primary: str = "key_resource"
     ) -> str:
@@ -177,17 +173,8 @@ class PostgreSQL(Dialect):
             else escape_unencodable(text, encoding)
         )
 
-    def is_contention(self, error: DatabaseError) -> bool:
-        # serialization_failure, deadlock_detected
-        return sqlstate_of(error) in {"40001", "40P01"}
-
-    def is_locked(self, error: DatabaseError) -> bool:
-        # lock_not_available
-        return sqlstate_of(error) == "55P03"
-
-    def is_read_only(self, error: Error) -> bool:
-        # read_only_sql_transaction
-        return sqlstate_of(error) == "25006"
+    def code_of(self, error: BaseException) -> object:
+        return sqlstate_of(error)
 
     def waits_for_table(
         self, other: BaseDatabaseWrapper, session: Any, tables: Sequence[str]
@@ -213,10 +200,6 @@ class PostgreSQL(Dialect):
         else:
             # psycopg 2
             session.cancel()
-
-    def was_cancelled(self, error: Error) -> bool:
-        # query_canceled
-        return sqlstate_of(error) == "57014"
 
     def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         if is_in_progress(connection.connection):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from django.db import DatabaseError
+from typing import TYPE_CHECKING
 
 from dlocks.sql.dialect import Dialect
-from dlocks.sql.direct import Reply, by_sqlite3
+from dlocks.sql.direct import by_sqlite3
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+    pass
 
 
 class SQLite(Dialect):
@@ -23,31 +20,20 @@ class SQLite(Dialect):
 
     now = "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now') || '000')"
     ticks = "(CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000)"
+    microseconds_from_now = (
+        "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.3f seconds', {} /"
+        " 1e6)) || '000')"
+    )
+    seconds_until_time = "((julianday({}) - julianday('now')) * 86400.0)"
+    microseconds_since_1970 = (
+        "(CAST((julianday({}) - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000)"
+    )
+    next_time = "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', {}, '+0.001 seconds') || '000')"
+    lost_race = locked = frozenset({"locked"})
     greatest = "MAX"
     for_update = for_update_in_turn = for_update_patiently = ""
     one_writer = True
-
-    def after(self, parameter: str) -> str:
-        return self.after_column(f"%({parameter})s")
-
-    def after_column(self, column: str) -> str:
-        offset = f"printf('%%+.3f seconds', {column} / 1e6)"
-        return f"(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', {offset}) || '000')"
-
-    def seconds_until(self, column: str) -> str:
-        return f"((julianday({column}) - julianday('now')) * 86400.0)"
-
-    def ticks_of(self, column: str) -> str:
-        return (
-            f"(CAST((julianday({column}) - 2440587.5) * 86400000 + 0.5 AS INTEGER) *"
-            " 1000)"
-        )
-
-    def later_than(self, column: str) -> str:
-        return (
-            f"(strftime('%%Y-%%m-%%d %%H:%%M:%%f', {column}, '+0.001 seconds') ||"
-            " '000')"
-        )
+    by_driver = staticmethod(by_sqlite3)
 
     def update(
         self, table: str, assignments: str, where: str, primary: str = "key_resource"
@@ -57,18 +43,6 @@ class SQLite(Dialect):
     def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
         return f"DELETE FROM {table} WHERE {where}"
 
-    def send(
-        self,
-        connection: BaseDatabaseWrapper,
-        sql: str,
-        parameters: Mapping[str, Any],
-        *,
-        through_a_pooler: bool,
-    ) -> Reply | None:
-        return by_sqlite3(connection.connection, sql, parameters)
-
-    def is_contention(self, error: DatabaseError) -> bool:
-        return "is locked" in str(error)
-
-    def is_locked(self, error: DatabaseError) -> bool:
-        return "is locked" in str(error)
+    def code_of(self, error: BaseException) -> object:
+        # sqlite3 has error codes only since Python 3.11.
+        return "locked" if "is locked" in str(error) else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from dlocks.backends.database.fragments import BATCH, MICROSECONDS
 from dlocks.backends.database.own_row import OwnRow
 from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
+
+# The condition that a lease is not released, although it may have expired.
+TAKEN = "status = 'P'"
 
 
 class Renewal(OwnRow):
@@ -55,28 +57,30 @@ class Renewal(OwnRow):
         if claim.scope == "lease":
             # In transaction scope the row is already written as free. It is held as
             # long as it has this owner.
-            where += " AND status = 'P'" if claim.late else f" AND {self._live}"
+            where += f" AND {TAKEN}" if claim.late else f" AND {self._live}"
         return self._write(claim, assignments, where, parameters)
 
     def _renew(
         self, claims: Sequence[Claim], ttl: float, shared: bool, late: bool
     ) -> dict[str, float]:
-        owners, owner_parameters = self._one_of(
-            "owner", [claim.owner for claim in claims]
-        )
+        mine, parameters = self._one_of("owner", [claim.owner for claim in claims])
+        one = "owner = %(owner)s"
         if shared:
-            return self._renew_shares(claims, owners, owner_parameters, ttl, late)
-        keys, key_parameters = self._one_of(
-            "key_resource", [claim.key for claim in claims]
+            table, primary, live = "{claims}", "id", self._live_share
+            mine += f" AND {'version IS NOT NULL' if late else live}"
+        else:
+            table, primary, live = self.table, "key_resource", self._live
+            keys, key_parameters = self._one_of(
+                "key_resource", [claim.key for claim in claims]
+            )
+            mine = f"{keys} AND {mine} AND {TAKEN if late else live}"
+            one = f"{KEY} AND {one}"
+            parameters |= key_parameters
+        parameters["ttl"] = round(ttl * MICROSECONDS)
+        sql = self._text(
+            self.dialect.update(table, f"end_time = {self._renewed}", mine, primary)
         )
-        live = "status = 'P'" if late else self._live
-        mine = f"{keys} AND {owners} AND {live}"
-        parameters = {
-            "ttl": round(ttl * MICROSECONDS),
-            **key_parameters,
-            **owner_parameters,
-        }
-        sql = self._sql(self.dialect.update, f"end_time = {self._renewed}", mine)
+        # A transaction that pins one row must not prevent the renewal of the others.
         with self._with_short_timeout():
             renewed = self._count(sql, parameters, locked=lambda: -1)
         if renewed == len(claims):
@@ -85,16 +89,11 @@ class Renewal(OwnRow):
             # Another transaction writes. The rows stay unchanged until it has ended.
             return {claim.owner: 0.0 for claim in claims}
         if self.observations is not None:
-            mine = f"{KEY} AND owner = %(owner)s AND {self._live}"
-            return self._renew_each(claims, ttl, self.table, "key_resource", mine)
-        # Some claims are lost, or their rows were locked at that moment, perhaps by a
-        # transaction of this process that pins one. Leases that are still valid are
-        # kept.
+            return self._renew_each(claims, ttl, table, primary, f"{one} AND {live}")
+        # Some claims are lost, or their rows were locked, perhaps by a transaction of
+        # this process that pins one. Valid leases are kept.
         left = self.dialect.seconds_until("end_time")
-        sql = self._sql(
-            lambda table, where: f"SELECT owner, {left} FROM {table} WHERE {where}",
-            mine,
-        )
+        sql = self._text(f"SELECT owner, {left} FROM {table} WHERE {mine}")
         return {
             owner: min(float(seconds), ttl)
             for owner, seconds in self._rows(sql, parameters)
@@ -126,44 +125,3 @@ class Renewal(OwnRow):
             ):
                 left[claim.owner] = 0.0
         return left
-
-    def _renew_shares(
-        self,
-        claims: Sequence[Claim],
-        owners: str,
-        parameters: Mapping[str, Any],
-        ttl: float,
-        late: bool,
-    ) -> dict[str, float]:
-        parameters = {"ttl": round(ttl * MICROSECONDS), **parameters}
-        live = "version IS NOT NULL" if late else self._live_share
-        with self._with_short_timeout():
-            # A transaction that pins one row must not prevent the renewal of the
-            # others.
-            mine = f"{owners} AND {live}"
-            sql = self._text(
-                self.dialect.update(
-                    "{claims}", f"end_time = {self._renewed}", mine, "id"
-                )
-            )
-            renewed = self._count(sql, parameters, locked=lambda: -1)
-        if renewed == len(claims):
-            return {claim.owner: ttl for claim in claims}
-        if renewed < 0 and self.renews_late:
-            return {claim.owner: 0.0 for claim in claims}
-        if self.observations is not None:
-            return self._renew_each(
-                claims,
-                ttl,
-                "{claims}",
-                "id",
-                f"owner = %(owner)s AND {self._live_share}",
-            )
-        left = self.dialect.seconds_until("end_time")
-        sql = self._text(
-            f"SELECT owner, {left} FROM {{claims}} WHERE {owners} AND {live}"
-        )
-        return {
-            owner: min(float(seconds), ttl)
-            for owner, seconds in self._rows(sql, parameters)
-        }

@@ -26,7 +26,6 @@ import atexit
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from dlocks.backends.base import refusal_without_rows
@@ -173,10 +172,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
                 self._forget(entry)
                 return False
             if keep and entry.token is not None:
-                del self._entries[claim.owner]
-                entry.kept, entry.ends_at = True, clock.now() + keep
-                self._kept.append(entry)
-                self._maintain_from(entry)
+                self._keep(entry, keep)
                 return True
         if entry.waiting:
             self._cancel(entry)
@@ -208,19 +204,6 @@ class SessionBackend(EngineQueue, TransactionLocks):
             token=0,
             count=1,
             stale=False,
-        )
-
-    def _own_holder(self, entry: Entry) -> Holder:
-        remaining = entry.ends_at - clock.now()
-        return Holder(
-            key=entry.claim.key,
-            holder=entry.claim.holder,
-            owner_ip=entry.claim.owner_ip,
-            since=datetime.fromtimestamp(entry.since, UTC),
-            remaining=remaining,
-            token=entry.token or 0,
-            count=entry.count,
-            stale=remaining <= 0,
         )
 
     @staticmethod

@@ -6,39 +6,33 @@ import hashlib
 import selectors
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 
-from dlocks.backends.base import Backend
 from dlocks.backends.database.statements import Statements
-from dlocks.backends.notifiers import RecentKeys
+from dlocks.backends.local_claims import LocalClaims
 from dlocks.backends.session.connect import engine_session_class
 from dlocks.backends.session.engine_sessions import EngineSession
 from dlocks.backends.session.sessions import Entry, Session
-from dlocks.runtime.threads import BackgroundThread
 from dlocks.values import Claim
 
 # Seconds for which no session is opened for waiters after a failure.
 REFUSED_FOR = 1.0
 
 
-class ClaimTables(Statements, Backend):
+class ClaimTables(Statements, LocalClaims):
     """The tables of claims and sessions, and the mutex that guards them.
 
     All parts of the backend share them. Each part declares what a later one defines.
     """
 
-    _maintain: Callable[[], None]
+    maintainer_name = "dlocks-sessions"
+    _entries: dict[str, Entry]
+    _kept: list[Entry]
 
     def _reset(self) -> None:
-        # Guards all of these attributes and the claims of each session. It is never
-        # held during a request. Code enters this mutex instead of the condition: it is
-        # implemented in C, so a signal cannot leave it locked.
-        self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
-        self._entries: dict[str, Entry] = {}
-        self._kept: list[Entry] = []
+        super()._reset()
         # The session that never waits, the sessions for waiters, and those of them
         # without a claim.
         self._main: Session | None = None
@@ -48,14 +42,11 @@ class ClaimTables(Statements, Backend):
         # session.
         self._queued: dict[str | int, deque[Entry]] = {}
         self._foremost: dict[str | int, Entry] = {}
-        self.contended: RecentKeys = RecentKeys()
         self._polled_at = 0.0
         self._refused_at = -REFUSED_FOR
         self._opening = threading.Lock()
         self._reserved = 0
         self._selector: selectors.BaseSelector | None = None
-        self._maintainer = BackgroundThread("dlocks-sessions", self._maintain)
-        self._maintains_at = 0.0
 
     @cached_property
     def _kind(self) -> type[EngineSession]:

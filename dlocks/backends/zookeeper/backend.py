@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from dlocks.backends.base import refusal_without_rows
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper import requests
-from dlocks.backends.zookeeper.claims import SOON, Entry
+from dlocks.backends.zookeeper.claims import SOON
 from dlocks.backends.zookeeper.ensemble import (
     Ensemble,
     ZookeeperError,
@@ -223,10 +223,7 @@ class ZooKeeperBackend(Waiting):
             if entry is None:
                 return False
             if keep and entry.token is not None:
-                del self._entries[claim.owner]
-                entry.kept, entry.ends_at = True, clock.now() + keep
-                self._kept.append(entry)
-                self._maintain_from(entry)
+                self._keep(entry, keep)
                 return True
         freed = (
             self._release_entry(entry, had=True)
@@ -250,19 +247,6 @@ class ZooKeeperBackend(Waiting):
                 data, stat = answer
                 return self._holder(key, data, stat)
         return None
-
-    def _own_holder(self, entry: Entry) -> Holder:
-        remaining = entry.ends_at - clock.now()
-        return Holder(
-            key=entry.claim.key,
-            holder=entry.claim.holder,
-            owner_ip=entry.claim.owner_ip,
-            since=datetime.fromtimestamp(entry.since, UTC),
-            remaining=remaining,
-            token=entry.token or 0,
-            count=entry.count,
-            stale=remaining <= 0,
-        )
 
     def _holder(self, key: str, data: bytes, stat: Any) -> Holder:
         try:

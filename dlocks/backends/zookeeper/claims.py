@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 import queue
 import secrets
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dlocks.backends.base import Backend
-from dlocks.backends.notifiers import RecentKeys
+from dlocks.backends.local_claims import LocalClaims
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.backends.zookeeper.queue import QueueNode, node_of
 from dlocks.runtime import clock
-from dlocks.runtime.threads import BackgroundThread
 from dlocks.values import Claim
 
 # Seconds for which the keeper and the waiters wait for a reply before they check for
@@ -62,31 +58,23 @@ class Entry:
         return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
 
 
-class ClaimTables(Backend):
+class ClaimTables(LocalClaims):
     """The tables of claims, which one mutex guards."""
 
     root: str
     ensemble: Ensemble
-    _maintain: Callable[[], None]
+    maintainer_name = "dlocks-zookeeper"
+    _entries: dict[str, Entry]
+    _kept: list[Entry]
 
     def _reset(self) -> None:
-        # Guards these attributes. It is never held during a request. Code enters this
-        # mutex instead of the condition: it is implemented in C, so a signal cannot
-        # leave it locked.
-        self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
-        self._entries: dict[str, Entry] = {}
-        self._kept: list[Entry] = []
+        super()._reset()
         # Unwanted claims whose node may still exist or may still be created, and until
         # when.
         self._orphans: dict[Entry, float] = {}
         self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         # The offset of the tokens.
         self._base: int | None = None
-        # Keys that another claim held at the last attempt.
-        self.contended: RecentKeys = RecentKeys()
-        self._maintainer = BackgroundThread("dlocks-zookeeper", self._maintain)
-        self._maintains_at = 0.0
         self._used_at = 0.0
         self._exiting = False
 
