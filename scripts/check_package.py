@@ -24,6 +24,7 @@ ESSENTIAL = (
     "dlocks/migrations/0001_initial.py",
     "dlocks/templates/",
     "dlocks/static/",
+    "dlocks/backends/redis/lua/",
 )
 OF_THE_SDIST = (
     "pyproject.toml",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Priority among the finalizers of multiprocessing and billiard: after the queues (-5),
 # and after the children were joined.
@@ -16,6 +19,13 @@ def in_child(forget: Callable[[], object]) -> None:
     """Call a function in each forked child of this process, if there is fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=forget)
+
+
+def each_in_child(forget: Callable[[T], object]) -> weakref.WeakSet[T]:
+    """Return a set whose objects are passed to a function in each forked child."""
+    objects: weakref.WeakSet[T] = weakref.WeakSet()
+    in_child(lambda: [forget(one) for one in list(objects)])
+    return objects
 
 
 def at_child_exit(function: Callable[[], object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from dlocks.backends.base import Backend
 from dlocks.runtime.pools import leave_pools
-from dlocks.runtime.process import in_child
+from dlocks.runtime.process import each_in_child
 
 T = TypeVar("T")
 # The largest number of threads that send requests to one member. A member that does not
@@ -90,12 +89,4 @@ class Member:
             self.backend.close()
 
 
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for member in list(_members):
-        member._reset()
-
-
-in_child(_forked)
+_members = each_in_child(Member._reset)

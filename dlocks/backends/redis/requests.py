@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from dlocks.backends.base import Backend
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connection import Address, client
 from dlocks.exceptions import LockBackendError
-from dlocks.runtime.process import in_child
+from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim
 
 # redis-py's own base class does not include the errors of a cluster.
@@ -201,17 +200,9 @@ def milliseconds(value: float) -> int:
     return max(1, math.ceil(value * 1000))
 
 
-redis_backends: weakref.WeakSet[RedisRequests] = weakref.WeakSet()
+redis_backends = each_in_child(RedisRequests._forked)
 
 
 # The parent's clients. Collecting one would close it, which may block forever on one of
 # its locks.
 _inherited: list[Any] = []
-
-
-def _forked() -> None:
-    for backend in list(redis_backends):
-        backend._forked()
-
-
-in_child(_forked)

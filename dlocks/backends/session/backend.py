@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -35,7 +34,7 @@ from dlocks.backends.session.in_transaction import TransactionLocks
 from dlocks.backends.session.queue import EngineQueue
 from dlocks.backends.session.sessions import Entry
 from dlocks.runtime import clock
-from dlocks.runtime.process import in_child
+from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim, Grant, Holder, seconds
 
 
@@ -248,7 +247,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
         self._reset()
 
 
-_backends: weakref.WeakSet[SessionBackend] = weakref.WeakSet()
+_backends = each_in_child(SessionBackend._forked)
 # The parent's sessions. Collecting one could end the parent's session on the server.
 _inherited: list[Any] = []
 
@@ -261,11 +260,3 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-
-
-def _forked() -> None:
-    for backend in list(_backends):
-        backend._forked()
-
-
-in_child(_forked)

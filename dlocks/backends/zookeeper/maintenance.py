@@ -6,7 +6,6 @@ import atexit
 import logging
 import math
 import time
-import weakref
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.zookeeper import ensemble as zookeeper
@@ -22,7 +21,7 @@ from dlocks.backends.zookeeper.ensemble import (
 from dlocks.backends.zookeeper.nodes import Nodes, checked
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.runtime.process import in_child
+from dlocks.runtime.process import each_in_child
 from dlocks.values import Grant
 
 logger = logging.getLogger("dlocks")
@@ -233,7 +232,7 @@ class Maintenance(Nodes):
         self._reset()
 
 
-all_backends: weakref.WeakSet[Maintenance] = weakref.WeakSet()
+all_backends = each_in_child(Maintenance._forked)
 
 
 def _at_exit() -> None:
@@ -242,11 +241,3 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
-
-
-def _forked() -> None:
-    for backend in list(all_backends):
-        backend._forked()
-
-
-in_child(_forked)

@@ -19,7 +19,6 @@ import hmac
 import os
 import socket
 import time
-import weakref
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -30,7 +29,7 @@ from django.utils.encoding import force_bytes
 from dlocks.backends.notifiers import Notifier
 from dlocks.runtime import clock
 from dlocks.runtime.polling import ready
-from dlocks.runtime.process import in_child
+from dlocks.runtime.process import each_in_child
 from dlocks.values import Grant
 
 # Precedes the tag of a server in the name of a channel.
@@ -208,14 +207,6 @@ def _sender() -> socket.socket:
     return sender
 
 
-_sockets: weakref.WeakSet[DatagramSocket] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    # The sockets belong to the parent. Through a child's copies, they would still
-    # accept datagrams after the parent has ended.
-    for one in list(_sockets):
-        one.close()
-
-
-in_child(_forked)
+# The sockets belong to the parent. Through a child's copies, they would still accept
+# datagrams after the parent has ended.
+_sockets = each_in_child(DatagramSocket.close)
