@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tests import browser as chromium
+from tests import rows
 from tests.test_admin import person
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
@@ -28,6 +29,21 @@ def test_the_browser_is_logged_in_as_the_test_client(browser, client):
         page.evaluate("getComputedStyle(document.querySelector('#header')).display")
         == "flex"
     )
+
+
+@pytest.mark.parametrize("width", [1024, 1280, 1600])
+def test_the_list_of_locks_is_not_clipped(browser, client, width):
+    """All columns are visible at the usual widths of a screen."""
+    rows.held("stock:7")
+    rows.stale("report:monthly:2026-11")
+    page = browser.page(client, viewport={"width": width, "height": 900})
+    page.goto("/admin/dlocks/resourcelock/")
+    browser.expect(page.get_by_role("link", name="stock:7")).to_be_visible()
+    hidden = page.evaluate(
+        "(() => { const list = document.querySelector('.results');"
+        " return list.scrollWidth - list.clientWidth; })()"
+    )
+    assert hidden <= 0
 
 
 @pytest.mark.usefixtures("_chromium")
