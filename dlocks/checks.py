@@ -60,16 +60,13 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     for alias in aliases:
         try:
             messages += backends[alias].check()
-        except UnknownDatabaseError as error:
-            messages.append(
-                checks.Error(
-                    str(error), hint="Correct the DLOCKS setting.", id="dlocks.E003"
-                )
-            )
         except ImproperlyConfigured as error:
+            unknown = isinstance(error, UnknownDatabaseError)
             messages.append(
                 checks.Error(
-                    str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002"
+                    str(error),
+                    hint="Correct the DLOCKS setting.",
+                    id="dlocks.E003" if unknown else "dlocks.E002",
                 )
             )
     return messages
@@ -104,10 +101,7 @@ def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
 
 
 def _made() -> Iterator[tuple[str, Backend]]:
-    """Yield the backends that can be created.
-
-    Another check reports why the others cannot.
-    """
+    """Yield the backends that can be created. Another check reports the others."""
     try:
         aliases = list(backends)
     except ImproperlyConfigured:
@@ -130,7 +124,6 @@ def check_tables(
 
     messages: list[checks.CheckMessage] = []
     if not apps.is_installed("dlocks"):
-        # Without the app there are no models to compare with.
         return messages
     seen = set()
     for _, backend in _made():
@@ -141,13 +134,21 @@ def check_tables(
         if not isinstance(backend, DatabaseBackend):
             continue
         if backend.database not in seen:
-            # A session does not find tables in another schema, so they would be
-            # reported as missing.
-            messages += _check_schema(backend) or _check_migrated(backend)
-            if backend.connection.vendor == "mysql":
-                messages += _check_innodb(backend)
-            if backend.connection.vendor != "sqlite":
-                messages += _check_isolation(backend)
+            try:
+                # A session does not find tables in another schema, so they would be
+                # reported as missing.
+                messages += _check_schema(backend) or _check_migrated(backend)
+                if backend.connection.vendor == "mysql":
+                    messages += _check_innodb(backend)
+                if backend.connection.vendor != "sqlite":
+                    messages += _check_isolation(backend)
+            except Error as error:
+                messages.append(
+                    checks.Warning(
+                        f"The tables of dlocks could not be checked: {error}",
+                        id="dlocks.W005",
+                    )
+                )
         seen.add(backend.database)
     return messages
 
@@ -174,16 +175,8 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         claims: "waiting for a lock fails",
         HoldRecord._meta.db_table: "no hold is recorded",
     }
-    try:
-        with backend.connection.cursor() as cursor:
-            tables = backend.connection.introspection.table_names(cursor)
-    except Error as error:
-        return [
-            checks.Warning(
-                f"The tables of dlocks could not be checked: {error}",
-                id="dlocks.W005",
-            )
-        ]
+    with backend.connection.cursor() as cursor:
+        tables = backend.connection.introspection.table_names(cursor)
     hint = f"Run 'manage.py migrate dlocks --database {backend.database}'."
     if locks not in tables:
         # The first 'manage.py migrate' also runs this check, just before it creates the
@@ -210,15 +203,7 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
 def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     if backend.connection.vendor != "postgresql":
         return []
-    try:
-        refusal = find_tables(backend.connection).refusal(backend.database)
-    except Error as error:
-        return [
-            checks.Warning(
-                f"The schemas of dlocks could not be checked: {error}",
-                id="dlocks.W005",
-            )
-        ]
+    refusal = find_tables(backend.connection).refusal(backend.database)
     # This is a warning, since an error would stop the migrate that solves the problem.
     return [] if refusal is None else [checks.Warning(refusal, id="dlocks.W008")]
 
@@ -233,33 +218,23 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         for field in model._meta.concrete_fields
         if isinstance(field, KeyField)
     ]
-    messages: list[checks.CheckMessage] = []
-    try:
-        with backend.connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT table_name, engine FROM information_schema.tables"
-                " WHERE table_schema = DATABASE() AND table_name IN (%s, %s)",
-                [ResourceLock._meta.db_table, LockClaim._meta.db_table],
-            )
-            engines = sorted(cursor.fetchall())
-            cursor.execute(
-                "SELECT table_name, column_name, collation_name FROM"
-                " information_schema.columns WHERE table_schema = DATABASE() AND"
-                " table_name IN (%s, %s)",
-                [ResourceLock._meta.db_table, LockClaim._meta.db_table],
-            )
-            collations = {
-                (table, column): collation
-                for table, column, collation in cursor.fetchall()
-            }
-    except Error as error:
-        return [
-            checks.Warning(
-                f"The tables of dlocks could not be checked: {error}",
-                id="dlocks.W005",
-            )
-        ]
-    messages += [
+    ours = "table_schema = DATABASE() AND table_name IN (%s, %s)"
+    names = [ResourceLock._meta.db_table, LockClaim._meta.db_table]
+    with backend.connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT table_name, engine FROM information_schema.tables WHERE {ours}",
+            names,
+        )
+        engines = sorted(cursor.fetchall())
+        cursor.execute(
+            "SELECT table_name, column_name, collation_name FROM"
+            f" information_schema.columns WHERE {ours}",
+            names,
+        )
+        collations = {
+            (table, column): collation for table, column, collation in cursor.fetchall()
+        }
+    messages: list[checks.CheckMessage] = [
         checks.Error(
             f"The table {table} on database {backend.database!r} uses {engine}, which"
             " has neither transactions nor row locks, so its locks are not safe.",
@@ -297,13 +272,9 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     if connection.vendor == "postgresql" and options.get("isolation_level") is not None:
         # The driver sets it at each BEGIN, and another check has examined it.
         return []
-    try:
-        with connection.cursor() as cursor:
-            cursor.execute(backend.dialect.show_isolation)
-            level, *all_or_nothing = cursor.fetchone()
-    except Error:
-        # The checks of the tables have reported the error.
-        return []
+    with connection.cursor() as cursor:
+        cursor.execute(backend.dialect.show_isolation)
+        level, *all_or_nothing = cursor.fetchone()
     messages: list[checks.CheckMessage] = []
     # PostgreSQL treats READ UNCOMMITTED as READ COMMITTED.
     fit = (
@@ -312,13 +283,12 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         else {"READ COMMITTED"}
     )
     if level.upper().replace("-", " ") not in fit:
-        if connection.vendor == "mysql":
-            how = "'read committed'"
-        else:
-            how = (
-                "IsolationLevel.READ_COMMITTED, or change default_transaction_isolation"
-                " on the server"
-            )
+        how = (
+            "'read committed'"
+            if connection.vendor == "mysql"
+            else "IsolationLevel.READ_COMMITTED, or change"
+            " default_transaction_isolation on the server"
+        )
         messages.append(
             checks.Warning(
                 f"Sessions on database {backend.database!r} run at {level}, so locks"

@@ -14,12 +14,11 @@ import types
 from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Generic, Literal, Never, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Generic, Never, ParamSpec, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpResponse
-from django.utils.translation import gettext as _
 from django.views import View
 
 # It reports that the app is not installed, so the app cannot register it.
@@ -30,7 +29,7 @@ from dlocks.core.options import VIEW, ViewOptions, refuse_unknown
 from dlocks.core.policy import changed_options, shown
 from dlocks.core.template import KeyOfCall, name_of
 from dlocks.exceptions import LockNotAwaitable, LockTimeout
-from dlocks.responses import hold_until_produced
+from dlocks.responses import busy_response, hold_until_produced
 from dlocks.runtime.coroutines import run_in_sync_thread
 from dlocks.values import Duration
 
@@ -43,6 +42,10 @@ B = TypeVar("B", covariant=True)
 
 Key = str | Callable[..., str]
 
+TOO_LATE = (
+    "which would work after the release of the lock. Use 'with db_lock(…)' inside the"
+    " function."
+)
 WORKS_LATER = (
     types.GeneratorType,
     types.AsyncGeneratorType,
@@ -132,11 +135,7 @@ class LockDecorator(Generic[B]):
                 # A LockTimeout from the function itself concerns another lock.
                 if entered or self.busy == "raise":
                     raise
-                return (
-                    None
-                    if self.busy == "skip"
-                    else self.busy(_as_timeout(lock, error), *args, **kwargs)
-                )
+                return self._if_busy(error, lock, args, kwargs)
 
         return locked
 
@@ -162,14 +161,20 @@ class LockDecorator(Generic[B]):
             except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":
                     raise
-                result = (
-                    None
-                    if self.busy == "skip"
-                    else self.busy(_as_timeout(lock, error), *args, **kwargs)
-                )
+                result = self._if_busy(error, lock, args, kwargs)
                 return await result if inspect.isawaitable(result) else result
 
         return locked
+
+    def _if_busy(self, error: Any, lock: Lock, args: Any, kwargs: Any) -> Any:
+        if self.busy == "skip":
+            return None
+        if not isinstance(error, LockTimeout):
+            # The caller could not wait for the key.
+            error = LockTimeout(
+                str(error), key=lock.key, timeout=0.0, holder=error.holder
+            )
+        return self.busy(error, *args, **kwargs)
 
     def _view_class(self, view_class: type) -> type:
         if not issubclass(view_class, View):
@@ -198,7 +203,7 @@ class LockDecorator(Generic[B]):
 def locked_view(
     key: Key,
     *,
-    status: Literal[409, 423] = 409,
+    status: int = 409,
     retry_after: bool | int | timedelta = True,
     timeout: Duration | None = 0,
     using: str = DEFAULT_ALIAS,
@@ -208,10 +213,11 @@ def locked_view(
 
     The view can be a function or a class.
 
-    ``status`` is 409 (Conflict) or 423 (Locked). ``retry_after`` adds the header: the
-    seconds left on the holder's lease, at least 1, or the given number or
-    ``timedelta``. ``timeout`` is the time for which a request waits first. By default
-    it does not wait. The other options are those of ``db_lock()``.
+    ``status`` is 409 (Conflict) or another 4xx, or 503. The response is plain text, the
+    template ``dlocks/busy.html`` or JSON, as the request prefers. ``retry_after`` adds
+    the header: the seconds left on the holder's lease, at least 1, or the given number
+    or ``timedelta``. ``timeout`` is the time for which a request waits first. By
+    default it does not wait. The other options are those of ``db_lock()``.
     """
     policy: dict[str, Any] = {**options}
     refuse_unknown(
@@ -223,8 +229,8 @@ def locked_view(
     refuse_bare("locked_view", key)
     if isinstance(retry_after, timedelta):
         retry_after = math.ceil(retry_after.total_seconds())
-    if status not in {409, 423}:
-        raise ValueError(f"status must be 409 or 423, not {status!r}")
+    if not isinstance(status, int) or not (400 <= status < 500 or status == 503):
+        raise ValueError(f"status must be 4xx or 503, not {status!r}")
     if not isinstance(retry_after, int) or retry_after < 0:
         raise ValueError(
             "retry_after must be True, False, a whole number of seconds or a timedelta,"
@@ -232,12 +238,9 @@ def locked_view(
         )
 
     def busy(error: LockTimeout, /, *args: Any, **kwargs: Any) -> HttpResponse:
-        # The response does not name the holder, which is internal information.
-        response = HttpResponse(
-            _("This is in use at the moment. Try again later."),
-            "text/plain",
-            status,
-        )
+        # The request is the first argument, or the second of a method.
+        requests = (one for one in args if hasattr(one, "get_preferred_type"))
+        response = busy_response(next(requests, None), status)
         if retry_after is True:
             left = error.holder.remaining if error.holder is not None else 0.0
             # Some backends do not know the time left.
@@ -276,16 +279,6 @@ def refuse_bare(name: str, key: Any) -> None:
         )
 
 
-def _as_timeout(lock: Lock, error: LockTimeout | LockNotAwaitable) -> LockTimeout:
-    """Return the LockTimeout that is passed to a busy function.
-
-    A LockNotAwaitable, raised if the caller could not wait for the key, is converted.
-    """
-    if isinstance(error, LockTimeout):
-        return error
-    return LockTimeout(str(error), key=lock.key, timeout=0.0, holder=error.holder)
-
-
 def _done(function: Any, result: T) -> T:
     """Return the result of a call.
 
@@ -294,8 +287,7 @@ def _done(function: Any, result: T) -> T:
     """
     if isinstance(result, WORKS_LATER):
         raise TypeError(
-            f"{name_of(function)} returned a {type(result).__name__}, which would work"
-            " after the release of the lock. Use 'with db_lock(…)' inside the function."
+            f"{name_of(function)} returned a {type(result).__name__}, {TOO_LATE}"
         )
     return result
 
@@ -317,10 +309,7 @@ def refuse_what_has_no_end(function: Any) -> None:
             f" {function!r}. Write the key in parentheses: @db_lock('report')."
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"{name_of(function)} is a generator, which would work after the release of"
-            " the lock. Use 'with db_lock(…)' inside the function."
-        )
+        raise TypeError(f"{name_of(function)} is a generator, {TOO_LATE}")
 
 
 def _decorate(lock: Lock, function: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Responses that are rendered or streamed after their view has returned.
-
-The view's lock is held until then.
-"""
+"""The responses of locked views: those of busy keys, and those produced later."""
 
 from __future__ import annotations
 
@@ -12,14 +9,37 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from django.http import StreamingHttpResponse
+from django.http import HttpResponse, JsonResponse, StreamingHttpResponse
+from django.template import TemplateDoesNotExist
+from django.template.loader import render_to_string
 from django.template.response import SimpleTemplateResponse
+from django.utils.cache import patch_vary_headers
+from django.utils.translation import gettext as _
 
 from dlocks.core.hold import Hold
 from dlocks.exceptions import LockError, LockLost
 from dlocks.runtime.keeper import keeper
 
 logger = logging.getLogger("dlocks")
+
+
+def busy_response(request: Any, status: int) -> HttpResponse:
+    """Return a response in the media type that the request prefers."""
+    # It does not name the holder, which is internal information.
+    text = _("This is in use at the moment. Try again later.")
+    types = ["text/plain", "text/html", "application/json"]
+    wanted = request and request.get_preferred_type(types)
+    response = HttpResponse(text, "text/plain", status)
+    if wanted == "application/json":
+        response = JsonResponse({"detail": text}, status=status)
+    elif wanted == "text/html":
+        with suppress(TemplateDoesNotExist):
+            # Without context processors, which may use the database.
+            context = {"text": text, "request": request}
+            page = render_to_string("dlocks/busy.html", context)
+            response = HttpResponse(page, status=status)
+    patch_vary_headers(response, ["Accept"])
+    return response
 
 
 def hold_until_produced(hold: Hold, result: Any) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 import math
 import threading
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.http import HttpResponse
 from django.test import RequestFactory
+from django.utils import translation
 from django.utils.functional import SimpleLazyObject
 from django.views import View
 
@@ -471,7 +473,15 @@ class AsyncOrders(View):
 REQUEST = RequestFactory().get("/")
 
 
-@pytest.mark.parametrize(("status", "reason"), [(409, "Conflict"), (423, "Locked")])
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (409, "Conflict"),
+        (423, "Locked"),
+        (429, "Too Many Requests"),
+        (503, "Service Unavailable"),
+    ],
+)
 def test_a_busy_view_responds_with_a_status_and_retry_after(status, reason):
     @locked_view("order:{pk}", status=status)
     def view(request, pk):
@@ -485,6 +495,58 @@ def test_a_busy_view_responds_with_a_status_and_retry_after(status, reason):
         assert response["Content-Type"] == "text/plain"
         assert view(REQUEST, pk=8).status_code == 200
     assert view(REQUEST, pk=7).content == b"done"
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [
+        (BROWSER, "text/html"),
+        ("application/json", "application/json"),
+        ("application/json;q=0.5, text/plain", "text/plain"),
+        ("*/*", "text/plain"),
+        ("image/png", "text/plain"),
+    ],
+)
+@pytest.mark.parametrize("is_class", [False, True])
+def test_a_busy_view_responds_in_the_preferred_type(accept, media_type, is_class):
+    """A browser gets a page, an API client JSON, and curl plain text."""
+    view = locked_view("order:{pk}")(
+        type("Locked", (Orders,), {}) if is_class else lambda request, pk: None
+    )
+    view = view.as_view() if is_class else view
+    with held_elsewhere("order:7"), translation.override("de"):
+        response = view(RequestFactory().get("/", headers={"accept": accept}), pk=7)
+    assert response.status_code == 409
+    assert response["Content-Type"].split(";")[0] == media_type
+    assert response["Vary"] == "Accept"
+    text = response.content.decode()
+    assert "Versuchen" in text
+    if media_type == "application/json":
+        assert list(json.loads(text)) == ["detail"]
+    assert ('<html lang="de">' in text) == (media_type == "text/html")
+
+
+def test_a_project_may_replace_the_busy_page(settings, tmp_path):
+    """``dlocks/busy.html`` in a project's templates replaces the page."""
+    page = tmp_path / "dlocks/busy.html"
+    page.parent.mkdir()
+    page.write_text("<p>{{ request.path }}: {{ text }}</p>")
+    settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}]
+    view = locked_view("order")(lambda request: None)
+    request = RequestFactory().get("/orders/", headers={"accept": BROWSER})
+    with held_elsewhere("order"):
+        assert b"<p>/orders/: This is in use" in view(request).content
+
+
+def test_a_busy_view_without_templates_responds_in_plain_text(settings):
+    settings.TEMPLATES = []
+    view = locked_view("order")(lambda request: None)
+    request = RequestFactory().get("/", headers={"accept": BROWSER})
+    with held_elsewhere("order"):
+        assert view(request)["Content-Type"] == "text/plain"
 
 
 def test_a_busy_view_may_have_an_argument_of_any_name():
@@ -529,7 +591,14 @@ def test_retry_after_can_be_set_or_omitted(retry_after, header):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"status": 200}, {"retry_after": -1}, {"retry_after": "soon"}, {"timeout": -1}],
+    [
+        {"status": 200},
+        {"status": 502},
+        {"status": "409"},
+        {"retry_after": -1},
+        {"retry_after": "soon"},
+        {"timeout": -1},
+    ],
 )
 def test_an_invalid_policy_of_a_view_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
