@@ -478,6 +478,10 @@ class TestClearLock:
         run("clear_lock", "a", "b")
         assert asked == ["Clear 2 locks? [y/N] "]
         assert (rows.now("a").state, rows.now("b").state) == ("free", "free")
+        rows.stale("c1")
+        asked = answer("y")
+        run("clear_lock", "c*")
+        assert asked == ["Clear 1 lock? [y/N] "]
 
     def test_a_pattern_reports_the_locks_that_it_keeps(self, capsys):
         """Held locks need a reason. The others are cleared all the same."""

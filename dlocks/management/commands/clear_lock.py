@@ -103,7 +103,7 @@ class Command(LockCommand):
             return
         if several and not options["yes"]:
             held = any(lock.state != LockState.STALE for lock in locks)
-            self._ask(f"Clear {len(locks)} locks?", held=held)
+            self._ask(f"Clear {len(locks)} lock{'s'[: len(locks) - 1]}?", held=held)
             options["yes"] = True
         failed = 0
         for lock in locks:
