@@ -179,8 +179,7 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         tables = backend.connection.introspection.table_names(cursor)
     hint = f"Run 'manage.py migrate dlocks --database {backend.database}'."
     if locks not in tables:
-        # The first 'manage.py migrate' also runs this check, just before it creates the
-        # table.
+        # The first 'manage.py migrate' runs this check before it creates the table.
         if sys.argv[1:2] == ["migrate"]:
             return []
         what = (
@@ -204,7 +203,7 @@ def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     if backend.connection.vendor != "postgresql":
         return []
     refusal = find_tables(backend.connection).refusal(backend.database)
-    # This is a warning, since an error would stop the migrate that solves the problem.
+    # An error would stop the migrate that solves the problem.
     return [] if refusal is None else [checks.Warning(refusal, id="dlocks.W008")]
 
 

@@ -19,9 +19,8 @@ from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 T = TypeVar("T")
 
 DEFAULT_ALIAS = "default"
-DEFAULT: dict[str, Any] = {
-    DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.database.PessimisticBackend"}
-}
+DEFAULT: dict[str, Any] = {DEFAULT_ALIAS: {}}
+DEFAULT_BACKEND = "dlocks.backends.database.PessimisticBackend"
 
 
 class UnknownDatabaseError(ImproperlyConfigured):
@@ -90,15 +89,13 @@ class BackendHandler:
                 f"DLOCKS[{alias!r}] and its 'OPTIONS' must be dicts."
             )
         conf, options = dict(conf), dict(options)
-        path = conf.pop("BACKEND", None)
+        path = conf.pop("BACKEND", DEFAULT_BACKEND)
         conf.pop("OPTIONS", None)
         if conf:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it"
                 " accepts 'BACKEND' and 'OPTIONS'."
             )
-        if path is None:
-            raise ImproperlyConfigured(f"DLOCKS[{alias!r}] has no 'BACKEND'.")
         if not isinstance(path, str):
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'] must be a dotted path, not {path!r}."

@@ -238,7 +238,7 @@ def locked_view(
         )
 
     def busy(error: LockTimeout, /, *args: Any, **kwargs: Any) -> HttpResponse:
-        # The request is the first argument, or the second of a method.
+        # In a method, the request is the second argument.
         requests = (one for one in args if hasattr(one, "get_preferred_type"))
         response = busy_response(next(requests, None), status)
         if retry_after is True:

@@ -102,7 +102,7 @@ def _leave(hold: Hold, forgotten: Any, error: BaseException | None = None) -> No
 
 
 def _leave_later(hold: Hold) -> None:
-    # Garbage collection runs in any thread at any moment, so it must not do I/O itself.
+    # Garbage collection runs in any thread at any moment. It must not do I/O.
     keeper.later(partial(_release, hold), 0.0, hold.backend)
 
 

@@ -52,6 +52,15 @@ def test_without_settings_the_default_database_is_used():
     backends.reset()
 
 
+def test_an_alias_with_options_alone_has_the_default_backend():
+    """To change a timeout, a project need not name the backend."""
+    with override_settings(DLOCKS={"default": {"OPTIONS": {"timeout": 3}}, "b": {}}):
+        backends.reset()
+        assert type(backends["default"]) is type(backends["b"]) is PessimisticBackend
+        assert backends["default"].timeout == 3
+    backends.reset()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -63,7 +72,7 @@ def test_without_settings_the_default_database_is_used():
             {"BACKEND": "django.db.models.Model"},
             r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend",
         ),
-        ({"OPTIONS": {}}, r"'default'.*has no 'BACKEND'"),
+        ({"BACKEND": None}, r"'default'.*must be a dotted path, not None"),
         (
             {"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3},
             r"'default'.*unknown keys 'TIMEOUT'",

@@ -281,7 +281,7 @@ def test_a_forged_text_is_refused_before_any_query(
     text = db_lock("export:7").acquire().detach()
     with django_assert_num_queries(0):
         for wrong in (text[:-1], "x" + text, "", "made:up:text"):
-            with pytest.raises(BadSignature):
+            with pytest.raises(BadSignature, match="detach"):
                 resume_hold(wrong)
     resume_hold(text).release()
 

@@ -55,7 +55,12 @@ async def aresume_hold(
 def _resume(
     text: str, on_lost: Callable[[Hold], object] | None, caller: Caller
 ) -> Hold:
-    data = signing.loads(text, salt=SALT)
+    try:
+        data = signing.loads(text, salt=SALT)
+    except signing.BadSignature:
+        raise signing.BadSignature(
+            "detach() did not return this text, or SECRET_KEY has changed."
+        ) from None
     policy = data["policy"]
     if policy["max_hold"] is not None:
         # Keep a hundredth. A lease that has not expired has some left, by whatever
