@@ -17,7 +17,8 @@ from example_project.shop.models import Product, Sale
 
 # The alias of DLOCKS for each kind of lock, by the name of its backend.
 ALIASES = {
-    backends.settings[alias]["BACKEND"]
+    backends.settings[alias]
+    .get("BACKEND", "PessimisticBackend")
     .rpartition(".")[2]
     .removesuffix("Backend")
     .lower(): alias
