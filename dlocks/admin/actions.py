@@ -32,7 +32,7 @@ from dlocks.operations import (
 )
 from dlocks.text import printable
 
-# What was done, the row before it, and the entry for Django's log.
+# The action, the row before it, and the entry for Django's log.
 Change = tuple[audit.What, LockRow, str]
 # Locks that one message names.
 NAMED = 10

@@ -144,7 +144,7 @@ class Lease:
         self.renew_at = now + min(delay, self._renew_every)
 
     def why_not(self) -> str:
-        """Return why it is over, if nobody has said so."""
+        """Return why it is over, if no reason is known."""
         if self.claim.scope == "transaction":
             return "its transaction has ended"
         if clock.now() >= self.last_at:
