@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -275,3 +276,18 @@ def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
     assert "Ran 1 test" in run.stderr
     # The lock is released when the process ends, and its database is gone.
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
+def test_a_released_hold_needs_no_garbage_collection(keys):
+    """Processes that switch the collector off do not grow with each hold."""
+    gc.collect()
+    gc.disable()
+    try:
+        hold = db_lock(*keys, scope="lease", on_lost=print).acquire()
+        left = weakref.ref(hold)
+        hold.release()
+        del hold
+        assert left() is None
+    finally:
+        gc.enable()
