@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from django.db import connections
+
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
 from dlocks.core.callers import (
     hold_by,
@@ -20,7 +22,6 @@ from dlocks.core.kept_hold import KeptHold
 from dlocks.core.wait import Wait
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
 from dlocks.runtime import clock
-from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.waiters import waiters_of
@@ -207,7 +208,7 @@ class Acquisition(Wait):
         """
         if self.claim is None or self.claim.scope != "transaction" or not self.granted:
             return False
-        if connection_of(self.backend.database).needs_rollback:
+        if connections[self.backend.database].needs_rollback:
             return False
         with suppress(LockError):
             return release()

@@ -10,12 +10,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.utils import DatabaseError
 
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
-from dlocks.runtime.connected import connection_of
 from dlocks.sql.engines import dialect_of, refuse_lost
 from dlocks.transactions import TransactionMarker, why_end_is_unknown
 
@@ -39,7 +38,7 @@ def guarded(
     that the leases have their full ttl at the commit.
     """
     database = _database_for(holds[0], using)
-    connection = connection_of(database)
+    connection = connections[database]
     key = ", ".join(hold.lock.key for hold in holds)
     if (
         not connection.get_autocommit()
@@ -139,7 +138,7 @@ def _pin(hold: HoldState, database: str) -> float:
         stands = hold.backend.pin(hold.claim, database)
     except LockBackendError:
         # The transaction is now unusable.
-        connection_of(database).needs_rollback = True
+        connections[database].needs_rollback = True
         raise
     if not stands:
         hold.lose(hold.why_gone())
@@ -179,7 +178,7 @@ def _database_for(hold: HoldState, using: str | None) -> str:
 
 def _address_of(database: str) -> tuple[Any, ...]:
     """Return a value that is equal for all aliases of one database."""
-    connection = connection_of(database)
+    connection = connections[database]
     settings = connection.settings_dict
     address = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
     return connection.vendor, *map(str, address)
