@@ -9,6 +9,7 @@ import re
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -17,7 +18,14 @@ from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, db_lock
 from tests import rows
-from tests.internals import ResourceLock, backends, duration, list_locks, operations
+from tests.internals import (
+    ResourceLock,
+    backends,
+    dlocks_health,
+    duration,
+    list_locks,
+    operations,
+)
 
 COMMANDS = [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
 
@@ -730,3 +738,114 @@ def test_a_missing_table_is_an_error(command):
 def test_a_duration_is_shown_in_its_largest_unit(seconds, text):
     """A duration is shown in the largest unit of which there are at least two."""
     assert duration(seconds) == text
+
+
+@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+class TestHealth:
+    def test_a_working_alias_is_healthy(self):
+        """A probe gets exit status 0, and figures as JSON."""
+        rows.held("stock:7")
+        rows.stale("report")
+        rows.waits("stock:7")
+        report = json.loads(run("dlocks_health", "--json"))["default"]
+        assert report["healthy"]
+        assert report["problems"] == []
+        assert report["round_trip_ms"] > 0
+        assert abs(report["clock_skew_s"]) < 5
+        counts = {"held": 1, "shared": 0, "stale": 1, "waiting": 1}
+        assert report.items() >= counts.items()
+        (state, figures, counted) = run(
+            "dlocks_health", "--using", "default"
+        ).splitlines()
+        assert state == "default: healthy"
+        assert re.match(r"  acquired and released in [\d.]+ ms, clocks ", figures)
+        assert counted == "  1 held, 0 shared, 1 stale, 1 waiting"
+        assert not db_lock("dlocks_health").locked()
+
+    def test_the_lock_of_another_check_is_no_problem(self, in_other_thread):
+        held = in_other_thread(db_lock("dlocks_health").acquire)
+        run("dlocks_health", "--using", "default")
+        in_other_thread(held.release)
+
+    @pytest.mark.parametrize(
+        ("option", "problem"),
+        [
+            ("--max-stale", "1 stale locks, more than 0"),
+            ("--max-waiting", "1 waiters, more than 0"),
+        ],
+    )
+    def test_a_limit_that_is_exceeded_is_a_problem(self, option, problem):
+        rows.stale("report")
+        rows.waits("report")
+        out = io.StringIO()
+        using = "dlocks_health", "--using", "default"
+        call_command(*using, option, "1", stdout=out)
+        with pytest.raises(CommandError, match=r"^Not healthy: default\.$"):
+            call_command(*using, option, "0", stdout=out)
+        assert problem in out.getvalue()
+
+    def test_a_clock_that_differs_is_a_problem(self, monkeypatch):
+        monkeypatch.setattr(
+            dlocks_health, "time", SimpleNamespace(time=float, perf_counter=float)
+        )
+        with pytest.raises(CommandError, match="Not healthy"):
+            run("dlocks_health", "--using", "default", "--max-clock-skew", "60")
+
+    def test_each_alias_is_reported(self, settings):
+        """One alias that fails does not hide the others."""
+        settings.DLOCKS = {
+            "default": {},
+            "typo": {"OPTIONS": {"tll": 5}},
+            "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
+        }
+        out = io.StringIO()
+        with pytest.raises(CommandError, match=r"^Not healthy: .*typo"):
+            call_command("dlocks_health", "--json", stdout=out)
+        reports = json.loads(out.getvalue())
+        assert "'tll'" in reports["typo"]["problems"][0]
+        assert list(reports["memory"]) == ["healthy", "round_trip_ms", "problems"]
+        with pytest.raises(CommandError, match="Not healthy: nonsense"):
+            run("dlocks_health", "--using", "nonsense")
+
+    def test_a_database_without_tables_is_not_healthy(self):
+        """The report says what to run."""
+        table, renamed = ResourceLock._meta.db_table, "dlocks_elsewhere"
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(ResourceLock, table, renamed)
+        out = io.StringIO()
+        try:
+            with pytest.raises(CommandError, match="Not healthy: default"):
+                call_command("dlocks_health", "--using", "default", stdout=out)
+        finally:
+            with connection.schema_editor() as editor:
+                editor.alter_db_table(ResourceLock, renamed, table)
+        assert "manage.py migrate dlocks --database default" in out.getvalue()
+
+
+@pytest.mark.django_db
+def test_watch_lists_again_until_ctrl_c(monkeypatch):
+    """``--watch`` shows the locks again and again in a terminal."""
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+        rows.held(f"stock:{seconds}")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(list_locks, "time", SimpleNamespace(sleep=sleep))
+    call_command("list_locks", "--watch", stdout=terminal, no_color=True)
+    _, first, second = terminal.getvalue().split("\x1b[2J\x1b[H")
+    assert first == "No locks.\n"
+    assert "stock:2.0" in second
+    assert slept == [2.0, 2.0]
+    slept.clear()
+    assert "\x1b" not in run("list_locks", "--watch", "0.5")
+    assert slept == [0.5, 0.5]
+    assert "not allowed with" in refused("list_locks", "--watch", "--json")

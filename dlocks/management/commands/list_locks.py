@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -100,13 +102,35 @@ class Command(LockCommand):
             action="store_true",
             help="Do not fit keys and holders into the terminal.",
         )
-        parser.add_argument(
+        output = parser.add_mutually_exclusive_group()
+        output.add_argument(
             "--json",
             action="store_true",
             help="A JSON array, with UTC times, and ages in seconds.",
         )
+        output.add_argument(
+            "--watch",
+            nargs="?",
+            type=float,
+            const=2.0,
+            metavar="SECONDS",
+            help="List again at this interval, 2 seconds by default, until Ctrl-C.",
+        )
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
+        if (seconds := options["watch"]) is None:
+            self._list(backend, **options)
+            return
+        with suppress(KeyboardInterrupt):
+            while True:
+                if self.stdout.isatty():
+                    # Clear the terminal, and begin at its top.
+                    self.stdout.write("\x1b[2J\x1b[H", ending="")
+                self._list(backend, **options)
+                self.stdout.flush()
+                time.sleep(max(0.1, seconds))
+
+    def _list(self, backend: DatabaseBackend, **options: Any) -> None:
         states = [LockState.HELD, LockState.SHARED, LockState.STALE]
         if options["held"]:
             states.remove(LockState.STALE)

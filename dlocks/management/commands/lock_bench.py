@@ -26,6 +26,7 @@ from django.db.utils import Error
 
 import dlocks
 from dlocks.bench.measurement import (
+    WARM_UP,
     NotMeasured,
     Plan,
     alone,
@@ -37,6 +38,7 @@ from dlocks.bench.processes import Processes
 from dlocks.bench.samples import number_of
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
+from dlocks.text import duration
 
 COLUMNS = [
     # Two header lines, and the part and the name of the figure.
@@ -153,7 +155,11 @@ class Command(BaseCommand):
             options["processes"],
             options["hold_ms"] / 1000,
         )
-        self._progress(options, f"Starting {processes} processes …")
+        self._progress(
+            options,
+            f"Starting {processes} processes. The measurement takes about"
+            f" {duration(len(steps) * (seconds + WARM_UP))} …",
+        )
         with Processes(processes) as crew:
             for done, (alias, name) in enumerate(steps):
                 result = results[alias]

@@ -1,0 +1,142 @@
+"""``manage.py dlocks_health``: check whether locks work, for probes and for people."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db.utils import Error
+
+from dlocks.api import db_lock
+from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError
+from dlocks.models import LockState
+from dlocks.operations import pages
+
+# The key that each check acquires and releases.
+KEY = "dlocks_health"
+# Warnings of the system check that mean that locks fail.
+BROKEN = {"dlocks.W005", "dlocks.W006", "dlocks.W008"}
+# The figures that an option limits, and what each option says.
+LIMITS = {
+    "clock_skew_s": "seconds between the clocks of the database and of this host",
+    "stale": "stale locks",
+    "waiting": "waiters",
+}
+
+
+class Command(BaseCommand):
+    help = (
+        "Checks the settings and the tables, acquires and releases a lock of each"
+        " alias, and counts its locks. The exit status is 1 if something is wrong."
+    )
+    requires_system_checks = []
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--using",
+            metavar="ALIAS",
+            help="An alias of the DLOCKS setting. Default: all.",
+        )
+        for figure, what in LIMITS.items():
+            parser.add_argument(
+                f"--max-{figure.removesuffix('_s').replace('_', '-')}",
+                dest=figure,
+                type=float,
+                metavar="NUMBER",
+                help=f"Report more than this number of {what} as a problem.",
+            )
+        parser.add_argument(
+            "--json", action="store_true", help="A JSON object by alias."
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            aliases = [options["using"]] if options["using"] else list(backends)
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        reports = {alias: self._report(alias, options) for alias in aliases}
+        if options["json"]:
+            self.stdout.write(json.dumps(reports, indent=1))
+        else:
+            for alias, report in reports.items():
+                self._write(alias, report)
+        if wrong := [alias for alias in aliases if reports[alias]["problems"]]:
+            raise CommandError(f"Not healthy: {', '.join(wrong)}.")
+
+    def _report(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        problems: list[str] = []
+        try:
+            backend = backends[alias]
+            problems += _failed_checks(backend)
+            began = time.perf_counter()
+            hold = db_lock(KEY, using=alias, reentrant=False).try_acquire()
+            # If another check holds the key, the reply shows as much.
+            if hold is not None:
+                hold.release()
+            figures["round_trip_ms"] = round((time.perf_counter() - began) * 1000, 1)
+            if isinstance(backend, DatabaseBackend):
+                figures |= _figures(backend)
+        except (ImproperlyConfigured, LockBackendError, RuntimeError, Error) as error:
+            problems.append(str(error))
+        problems += [
+            f"{figures[figure]:g} {what}, more than {options[figure]:g}"
+            for figure, what in LIMITS.items()
+            if options[figure] is not None
+            and abs(figures.get(figure, 0)) > options[figure]
+        ]
+        return {"healthy": not problems, **figures, "problems": problems}
+
+    def _write(self, alias: str, report: dict[str, Any]) -> None:
+        style = self.style.ERROR if report["problems"] else self.style.SUCCESS
+        state = "not healthy" if report["problems"] else "healthy"
+        self.stdout.write(f"{alias}: {style(state)}")
+        if "round_trip_ms" in report:
+            line = f"acquired and released in {report['round_trip_ms']} ms"
+            if "clock_skew_s" in report:
+                line += f", clocks {abs(report['clock_skew_s']):.3f} s apart"
+            self.stdout.write(f"  {line}")
+        if "held" in report:
+            states = ("held", "shared", "stale", "waiting")
+            counts = ", ".join(f"{report[state]} {state}" for state in states)
+            self.stdout.write(f"  {counts}")
+        for problem in report["problems"]:
+            self.stdout.write(f"  {problem}")
+
+
+def _failed_checks(backend: Any) -> list[str]:
+    """Return what the system check says about settings and tables that fail."""
+    databases = [backend.database] if hasattr(backend, "database") else []
+    return [
+        " ".join(filter(None, (message.msg, message.hint)))
+        for message in checks.run_checks(tags=["dlocks"], databases=databases)
+        if message.is_serious(checks.ERROR) or message.id in BROKEN
+    ]
+
+
+def _figures(backend: DatabaseBackend) -> dict[str, Any]:
+    states = [LockState.HELD, LockState.SHARED, LockState.STALE]
+    figures: dict[str, Any] = {
+        "clock_skew_s": round(_clock_skew(backend), 4),
+        **dict.fromkeys(map(str, states), 0),
+        "waiting": 0,
+    }
+    for page in pages(backend, states, waited_for=True):
+        for lock in page:
+            figures["waiting"] += lock.waiting
+            if lock.state in figures:
+                figures[lock.state] += 1
+    return figures
+
+
+def _clock_skew(backend: DatabaseBackend) -> float:
+    """Return by how many seconds the database's clock is ahead of this host's."""
+    before = time.time()
+    ((ticks,),) = backend._rows(backend._text("SELECT {ticks}"), {})
+    return float(int(ticks) / 1e6 - (before + time.time()) / 2)
