@@ -108,10 +108,7 @@ def test_pages_list_exactly_the_options_of_their_backend(page, kind):
 @pytest.mark.parametrize("kind", [RedisBackend, QuorumBackend, ZooKeeperBackend])
 def test_the_table_of_these_backends_matches_their_flags(kind):
     assert pages.told_of(kind) == {flag: getattr(kind, flag) for flag in pages.TOLD_AS}
-    tokens = pages.table_of_backends()["Tokens grow"][
-        kind.__name__.removesuffix("Backend")
-    ]
-    assert (tokens == "always") == kind.supports_fencing
+    assert (pages.tokens_of(kind) == "always") == kind.supports_fencing
     if kind is not QuorumBackend:
         pages.check_refusals(kind("default"))
 

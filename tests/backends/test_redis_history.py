@@ -1,6 +1,6 @@
 """The history of locks in Redis: each known recipe, and what breaks it.
 
-docs/how-to/redis.md describes the recipes.
+docs/how-to/redis.md refers to this file.
 """
 
 from __future__ import annotations
