@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class RedisRequests(Backend):
 
     def _reset(self) -> None:
         self._client: Any = None
+        self._finalizer: Any = None
         self._making = threading.Lock()
 
     def _run(
@@ -120,12 +122,17 @@ class RedisRequests(Backend):
         if self._client is None:
             with self._making:
                 if self._client is None:
-                    self._client = client(
+                    made = client(
                         self._address,
                         cluster=self._cluster,
                         sentinels=self._sentinels,
                         timeout=self.socket_timeout,
                     )
+                    # A backend is part of a reference cycle. The garbage collector
+                    # might find the client's sockets before the client.
+                    self._finalizer = weakref.finalize(self, made.close)
+                    self._finalizer.atexit = False
+                    self._client = made
         return self._client
 
     def _failure(self, error: Exception) -> LockBackendError:
@@ -144,6 +151,7 @@ class RedisRequests(Backend):
             # Another thread of the parent may have used the client during the fork. Its
             # locks may then be held in the child.
             _inherited.append(self._client)
+            self._finalizer.detach()
         self._reset()
 
 
