@@ -21,7 +21,7 @@ from django.db import connections
 
 from dlocks import LeaderElection, LockBackendError, LockLost, db_lock
 from tests import jobs
-from tests.internals import backends, election
+from tests.internals import KeyState, backends, election
 from tests.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.timing import eventually, in_time
 
@@ -62,8 +62,8 @@ def next_of(heard):
 
 def take_away(key):
     """Make a leader lose its key, as if an administrator had cleared it."""
-    entry = backends["memory"]._entries[key]
-    entry.processing, entry.ends_at = False, 0.0
+    backend = backends["memory"]
+    backend._states[key] = KeyState(backend._states[key].version)
 
 
 # One process, on the memory backend.

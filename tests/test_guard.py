@@ -9,6 +9,7 @@ from django.db import IntegrityError, connection, connections, transaction
 from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
+from dlocks.testing import expire, lose
 from tests import jobs, rows
 from tests.internals import LockClaim, ResourceLock, backends, own_row
 from tests.models import Counter
@@ -441,14 +442,27 @@ def test_two_guards_of_one_shared_hold_wait_with_a_limit(row, monkeypatch):
 
 
 def test_a_lock_that_is_not_in_the_database_cannot_guard_it():
-    with db_lock("stock", using="memory") as hold:
+    with db_lock("stock", using="dummy") as hold:
         with (
             pytest.raises(
-                RuntimeError, match="MemoryBackend cannot guard a transaction"
+                RuntimeError, match="DummyBackend cannot guard a transaction"
             ),
             hold.atomic(),
         ):
             pass
+
+
+def test_the_memory_backend_simulates_a_guard():
+    """Tests without a database see a guard that succeeds, or that finds a loss."""
+    with db_lock("stock", using="memory") as hold, hold.atomic():
+        assert hold.held
+    with pytest.raises(LockLost), db_lock("stock", using="memory") as hold:
+        lose(hold)
+        with hold.atomic():
+            raise AssertionError("the guard has begun without the lock")
+    with pytest.raises(LockLost), db_lock("stock", using="memory") as hold:
+        with hold.atomic():
+            expire(hold)
 
 
 def test_two_statements_more_than_the_transaction_itself(

@@ -1,137 +1,140 @@
 """Locks in the memory of one process, for tests without a server.
 
-They follow the same rules as the other backends.
+They follow the rules of ``dlocks.backends.table``, as the database backends do.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from dlocks.backends.base import Backend
-from dlocks.exceptions import LockStale
+from dlocks.backends import table
+from dlocks.backends.base import Backend, Inspector
+from dlocks.backends.notifiers import Notifier
+from dlocks.backends.table import KeyState, Moment
 from dlocks.runtime import clock
-from dlocks.values import Claim, Grant, Holder
+from dlocks.values import Claim, Grant, Holder, Ticket
 
-
-@dataclass(slots=True)
-class _Entry:
-    claim: Claim
-    ends_at: float
-    since: datetime
-    token: int
-    count: int = 1
-    processing: bool = True
+T = TypeVar("T")
 
 
 class MemoryBackend(Backend):
     """A backend that excludes the threads and tasks of one process.
 
+    A guarded transaction is simulated: the key is checked at its beginning and end.
     Replace ``time`` to control the clock.
     """
 
+    supports_queue: ClassVar[bool] = True
+    supports_sharing: ClassVar[bool] = True
     supports_handover: ClassVar[bool] = True
+    supports_guard: ClassVar[bool] = True
 
     def __init__(self, alias: str, **options: Any) -> None:
         super().__init__(alias, **options)
         self.time: Callable[[], float] = clock.now
-        self._entries: dict[str, _Entry] = {}
+        self.inspector = MemoryInspector(self)
+        self._states: dict[str, KeyState] = {}
         self._mutex = threading.Lock()
+        self._positions = itertools.count(1)
+        self._changed = threading.Event()
 
     def acquire(self, claim: Claim) -> Grant | None:
-        with self._mutex:
-            entry = self._entries.get(claim.key)
-            token, takeover = time.time_ns() // 1000, False
-            if entry is not None:
-                if entry.processing and entry.claim.owner == claim.owner:
-                    return Grant(entry.token)
-                if not self._free(entry, claim):
-                    return None
-                token, takeover = max(token, entry.token + 1), entry.processing
-            self._entries[claim.key] = _Entry(
-                claim, self.time() + claim.ttl, datetime.now(UTC), token
-            )
-            return Grant(token, takeover=takeover)
+        return self._step(claim.key, table.acquire, claim)
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        with self._mutex:
-            left = {}
-            for claim in claims:
-                if (entry := self._live(claim)) is not None:
-                    entry.ends_at = self.time() + claim.ttl
-                    left[claim.owner] = claim.ttl
-            return left
+        return {
+            claim.owner: claim.ttl
+            for claim in claims
+            if self._step(claim.key, table.renew, claim)
+        }
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
-        with self._mutex:
-            entry = self._live(claims[0])
-            if entry is None or count is None:
-                return False
-            entry.count = count
-            return True
+        return count is not None and self._step(
+            claims[0].key, table.recount, claims[0], count=count
+        )
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        with self._mutex:
-            entry = self._entries.get(claim.key)
-            if entry is None or entry.claim.owner != claim.owner:
-                return False
-            entry.processing, entry.count = False, 0
-            entry.ends_at = self.time() + keep
-            return True
+        return self._step(claim.key, table.release, claim, keep=keep)
+
+    def pin(self, claim: Claim, database: str) -> bool:
+        return self._step(claim.key, table.renew, claim)
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
-        with self._mutex:
-            entry = self._live(claim) or self._live(successor)
-            if entry is None:
-                return None
-            entry.claim, entry.ends_at, entry.count = (
-                successor,
-                self.time() + successor.ttl,
-                1,
-            )
-            entry.since, entry.token = (
-                datetime.now(UTC),
-                max(time.time_ns() // 1000, entry.token + 1),
-            )
-            return Grant(entry.token)
+        return self._step(claim.key, table.exchange, claim, successor)
 
     def holder(self, key: str) -> Holder | None:
+        return table.holder(self._state(key), key, self._moment())
+
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket:
+        position = position or next(self._positions)
+        return self._step(claim.key, table.enqueue, claim, position)
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        tickets = {
+            claim.owner: self._step(claim.key, table.poll, claim) for claim in claims
+        }
+        return {owner: ticket for owner, ticket in tickets.items() if ticket}
+
+    def waiting(self, key: str) -> int:
+        return len(self._state(key).live(self._moment()))
+
+    def notifier(self, channel: str) -> Notifier:
+        return MemoryNotifier(self._changed)
+
+    def expire(self, claim: Claim, ago: float) -> None:
+        """Let the lease of a claim end ``ago`` seconds ago, for a test."""
+        self._step(claim.key, table.renew, replace(claim, ttl=-ago))
+
+    def _state(self, key: str) -> KeyState:
+        return self._states.get(key, KeyState())
+
+    def _moment(self) -> Moment:
+        ticks = time.time_ns() // 1000
+        return Moment(self.time(), self.grace, ticks, datetime.now(UTC))
+
+    def _step(
+        self,
+        key: str,
+        function: Callable[..., tuple[KeyState, T]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
+        """Apply a function of ``dlocks.backends.table`` to the state of a key."""
         with self._mutex:
-            entry = self._entries.get(key)
-            remaining = 0.0 if entry is None else entry.ends_at - self.time()
-            if entry is None or (remaining <= 0 and not entry.processing):
-                return None
-            return Holder(
-                key=key,
-                holder=entry.claim.holder,
-                owner_ip=entry.claim.owner_ip,
-                since=entry.since,
-                remaining=remaining,
-                token=entry.token,
-                count=entry.count,
-                stale=remaining <= 0,
-            )
+            before = self._state(key)
+            after, result = function(before, *args, at=self._moment(), **kwargs)
+            self._states[key] = after
+        if len(after.queue) < len(before.queue):
+            self._changed.set()
+        return result
 
-    def _free(self, entry: _Entry, claim: Claim) -> bool:
-        if not entry.processing:
-            return entry.ends_at <= self.time()
-        if entry.ends_at + self.grace > self.time():
-            return False
-        if not claim.takeover:
-            raise LockStale(key=claim.key, holder=None)
-        return True
 
-    def _live(self, claim: Claim) -> _Entry | None:
-        entry = self._entries.get(claim.key)
-        if (
-            entry is None
-            or entry.claim.owner != claim.owner
-            or not entry.processing
-            or entry.ends_at <= self.time()
-        ):
-            return None
-        return entry
+class MemoryNotifier(Notifier):
+    """A listener that is notified of every grant in this process."""
+
+    def __init__(self, changed: threading.Event) -> None:
+        self._changed = changed
+
+    def wait(self, timeout: float) -> bool:
+        changed = self._changed.wait(timeout)
+        self._changed.clear()
+        return changed
+
+
+class MemoryInspector(Inspector):
+    backend: MemoryBackend
+
+    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
+        at, state = self.backend._moment(), self.backend._state(key)
+        live = [share for share in state.shares if share.end > at.now]
+        return [table.holder_of(share, key, at) for share in live], len(state.live(at))

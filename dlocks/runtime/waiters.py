@@ -107,6 +107,10 @@ class Waiters:
             self._waiters.pop(waiter.claim.owner, None)
             self._removed_at = clock.now()
 
+    def poll_now(self) -> None:
+        """Poll in the caller's thread, after a test has moved a frozen clock."""
+        self._poll(notified=True)
+
     # The thread.
 
     def _serve(self) -> None:

@@ -37,6 +37,9 @@ COMMON = {"prefix", "ttl", "timeout", "grace", "slow_wait", "slow_hold"}
 # Seconds since the end of a simulated expired lease, more than any grace.
 LONG_AGO = 3600.0
 
+# The longest step of a frozen clock during a wait, in seconds.
+LONGEST_STEP = 0.25
+
 # A simulated holder. Its address is reserved for documentation (RFC 5737).
 HOLDER, HOLDER_IP = "elsewhere:1:MainThread", "192.0.2.1"
 
@@ -174,9 +177,12 @@ def frozen_clock() -> Iterator[FrozenClock]:
     frozen = FrozenClock()
 
     def sleep(seconds: float) -> None:
-        frozen._now += seconds
-        # Let other threads run, which may have to release first.
+        # In small steps, so that other threads can release or renew in between.
+        frozen._now += min(seconds, LONGEST_STEP)
         time.sleep(0)
+        for backend in list(backends._backends.values()):
+            if isinstance(backend, MemoryBackend) and backend.waiters is not None:
+                backend.waiters.poll_now()
 
     before = clock._read, clock._sleep
     clock._read, clock._sleep = frozen, sleep
@@ -207,10 +213,7 @@ def _take(backend: Backend, claim: Claim) -> None:
 
 def _end_lease(backend: Backend, claim: Claim) -> None:
     if isinstance(backend, MemoryBackend):
-        with backend._mutex:
-            entry = backend._live(claim)
-            if entry is not None:
-                entry.ends_at = backend.time() - LONG_AGO
+        backend.expire(claim, LONG_AGO)
     elif isinstance(backend, DatabaseBackend) and claim.shared:
         sql = (
             "UPDATE {claims} SET end_time = {idle} WHERE owner = %(owner)s AND version"

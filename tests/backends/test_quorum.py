@@ -354,7 +354,7 @@ class ShortMemory(MemoryBackend):
         }
 
     def _shortened(self, claim):
-        self._entries[claim.key].ends_at = self.time() + 4.0
+        self.expire(claim, -4.0)
         return 4.0
 
 
@@ -395,7 +395,10 @@ def test_the_largest_token_of_a_majority_may_not_grow(settings):
     ahead.acquire(claim("warm"))
     granted = {member: member.acquire(first) for member in (ahead, one)}
     # The first member's clock is ahead of the others.
-    ahead._entries["key"].token += 3_600_000_000
+    state = ahead._states["key"]
+    ahead._states["key"] = dataclasses.replace(
+        state, version=state.version + 3_600_000_000
+    )
     first_token = max(ahead.acquire(first).token, granted[one].token)
     for member in (ahead, one):
         member.release(first)
