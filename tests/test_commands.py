@@ -720,6 +720,22 @@ def test_a_missing_table_is_an_error(command):
             editor.alter_db_table(ResourceLock, renamed, table)
 
 
+@pytest.mark.django_db(transaction=True)
+def test_run_locked_reports_a_missing_table_once(caplog):
+    """Before ``migrate`` there is one error, which says what to run."""
+    table, renamed = ResourceLock._meta.db_table, "dlocks_elsewhere"
+    with connection.schema_editor() as editor:
+        editor.alter_db_table(ResourceLock, table, renamed)
+    try:
+        with pytest.raises(CommandError, match="Run 'manage.py migrate dlocks") as why:
+            call_command("run_locked", "backup", command=["true"])
+        assert "\n" not in str(why.value)
+        assert caplog.messages == []
+    finally:
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(ResourceLock, renamed, table)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

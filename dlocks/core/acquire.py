@@ -11,6 +11,7 @@ from typing import TypeVar
 from django.db import connections
 
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
+from dlocks.backends.database.connection import is_unmigrated
 from dlocks.core.callers import (
     hold_by,
     holds_by_caller,
@@ -147,11 +148,13 @@ class Acquisition(Wait):
             elif not self._release_inside(release):
                 run_outside(release, self.backend, OUTSIDE_TIMEOUT)
         except LockError as trouble:
-            logger.warning(
-                "The claim on %r could not be cancelled, and expires by itself: %s",
-                self.lock.key,
-                trouble,
-            )
+            # Without tables, there is no claim.
+            if not is_unmigrated(trouble):
+                logger.warning(
+                    "The claim on %r could not be cancelled, and expires by itself: %s",
+                    self.lock.key,
+                    trouble,
+                )
         self.unknown, self.waiter = False, None
         if ended and self.hold is not None:
             send_ended(self.hold, "released")

@@ -120,6 +120,8 @@ class DatabaseConnection:
 
 def is_unmigrated(error: BaseException) -> bool:
     """Return whether the error means that a table or column of dlocks is missing."""
+    if isinstance(error, LockBackendError) and error.__cause__ is not None:
+        error = error.__cause__
     # These are undefined_table and undefined_column of PostgreSQL, the codes of MySQL
     # and MariaDB, and SQLite's messages.
     return (
