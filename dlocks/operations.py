@@ -18,7 +18,7 @@ from django.utils.translation import gettext as _
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
-from dlocks.text import duration, printable, shown_address, shown_holder
+from dlocks.text import printable, shown_address, shown_duration, shown_holder
 from dlocks.values import UNLIMITED
 
 # A ResourceLock with the annotations of ``by_clock()`` and ``with_queue()``, or a
@@ -367,7 +367,7 @@ def describe(lock: LockRow, *, on_page: bool = False) -> str:
         text = (
             _("%(who)s, waiting for %(age)s") if is_waiter else _("%(who)s for %(age)s")
         )
-        who = text % {"who": who, "age": duration(lock.seconds_held)}
+        who = text % {"who": who, "age": shown_duration(lock.seconds_held)}
     if is_waiter:
         return who if lock.seconds_left > 0 else f"{who}, {last_seen_of(lock)}"
     return f"{who}, {time_left(lock)}"
@@ -376,7 +376,7 @@ def describe(lock: LockRow, *, on_page: bool = False) -> str:
 def last_seen_of(claim: LockRow) -> str:
     """Return for how long a queued claim has had no heartbeat."""
     return _("no heartbeat for %(duration)s") % {
-        "duration": duration(max(0.0, HEARTBEAT_TIMEOUT - claim.seconds_left))
+        "duration": shown_duration(max(0.0, HEARTBEAT_TIMEOUT - claim.seconds_left))
     }
 
 
@@ -393,5 +393,7 @@ def time_left(lock: LockRow) -> str:
     if is_kept(lock):
         return _("in a transaction")
     if lock.seconds_left > 0:
-        return _("%(duration)s left") % {"duration": duration(lock.seconds_left)}
-    return _("expired %(duration)s ago") % {"duration": duration(-lock.seconds_left)}
+        return _("%(duration)s left") % {"duration": shown_duration(lock.seconds_left)}
+    return _("expired %(duration)s ago") % {
+        "duration": shown_duration(-lock.seconds_left)
+    }

@@ -14,6 +14,9 @@ from typing import Any
 from django.conf import settings
 from django.utils import timezone
 from django.utils.crypto import salted_hmac
+from django.utils.formats import localize
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext_lazy, override
 
 HASH = "hash"
 HIDDEN = "a hidden holder"
@@ -66,13 +69,29 @@ def moment(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in the largest unit of which there are at least two."""
-    if abs(seconds) < 10:
-        return f"{seconds:.1f} s"
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+    """Return a length of time in the largest unit of which there are at least two.
+
+    It is in English, for logs, errors and commands.
+    """
+    with override(None):
+        return shown_duration(seconds)
+
+
+def shown_duration(seconds: float) -> str:
+    """Return a length of time as ``duration()`` does, in the language of the page."""
+    for unit, size in _UNITS:
         if abs(seconds) >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+            return str(unit % {"count": round(seconds / size)})
+    number = localize(round(float(seconds), 1)) if abs(seconds) < 10 else round(seconds)
+    return _("%(number)s s") % {"number": number}
+
+
+# The names of units, and their seconds.
+_UNITS: Any = (
+    (ngettext_lazy("%(count)d day", "%(count)d days", "count"), 86400),
+    (ngettext_lazy("%(count)d hour", "%(count)d hours", "count"), 3600),
+    (ngettext_lazy("%(count)d minute", "%(count)d minutes", "count"), 60),
+)
 
 
 def printable(text: str) -> str:

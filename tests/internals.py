@@ -16,6 +16,7 @@ NAMES = {
     "to_form": "dlocks.admin.target:to_form",
     "ResourceLockAdmin": "dlocks.admin.locks:ResourceLockAdmin",
     "audit": "dlocks.audit",
+    "shown_duration": "dlocks.text:shown_duration",
     "WaitGraph": "dlocks.runtime.deadlocks:WaitGraph",
     "HeldKey": "dlocks.values:HeldKey",
     "WaitingClaim": "dlocks.values:WaitingClaim",

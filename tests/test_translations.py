@@ -5,13 +5,19 @@ from __future__ import annotations
 import ast
 import gettext
 import re
+from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from django.core.management import call_command
+from django.utils import timezone
 from django.utils.translation import ngettext, override
 from django.utils.translation.template import templatize
 
+from dlocks import LockTimeout, db_lock
 from tests import rows
+from tests.internals import duration, shown_duration
 
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
 
@@ -145,3 +151,66 @@ def test_the_admin_speaks_the_language(admin_client, settings, language, texts):
     )
     for text in texts:
         assert text in pages
+
+
+@pytest.mark.parametrize(
+    ("language", "texts"),
+    [
+        ("en", ["3.5 s", "42 s", "5 minutes", "4 hours", "3 days"]),
+        ("de", ["3,5 s", "42 s", "5 min", "4 h", "3 d"]),
+        ("es", ["3,5 s", "42 s", "5 minutos", "4 horas", "3 días"]),
+        ("fr", ["3,5 s", "42 s", "5 minutes", "4 heures", "3 jours"]),
+        ("zh-hans", ["3.5 秒", "42 秒", "5 分钟", "4 小时", "3 天"]),
+    ],
+)
+def test_only_pages_translate_durations(language, texts):
+    """Logs and errors stay in English, also while a translated page is made."""
+    seconds = [3.5, 42, 300, 4 * 3600, 3 * 86400]
+    with override(language):
+        assert [shown_duration(one) for one in seconds] == texts
+        assert [duration(one) for one in seconds] == [
+            "3.5 s",
+            "42 s",
+            "5 minutes",
+            "4 hours",
+            "3 days",
+        ]
+
+
+@pytest.mark.django_db
+def test_the_pages_show_durations_in_the_language(admin_client, settings):
+    settings.LANGUAGE_CODE = "es"
+    now = timezone.now()
+    rows.write(
+        "stock:7",
+        rows.P,
+        now + timedelta(minutes=5),
+        begin_time=now - timedelta(hours=4),
+    )
+    for url in ("", "stock_3A7/change/", "live/"):
+        text = admin_client.get(f"/admin/dlocks/resourcelock/{url}").content.decode()
+        assert "4 horas" in text
+        assert "5 minutos" in text
+        assert not re.search(r"\d (?:hours|minutes)", text)
+
+
+@pytest.mark.django_db
+def test_errors_and_commands_stay_in_english(settings):
+    """A request in Spanish does not translate an error, nor a setting a command."""
+    settings.LANGUAGE_CODE = "es"
+    now = timezone.now()
+    rows.write(
+        "stock:7",
+        rows.P,
+        now + timedelta(minutes=5),
+        begin_time=now - timedelta(hours=4),
+    )
+    rows.waits("stock:7", begin_time=now - timedelta(minutes=3))
+    out = StringIO()
+    with override("es"):
+        with pytest.raises(LockTimeout, match=r"for 4 hours, 5 minutes left on its"):
+            db_lock("stock:7", timeout=0).acquire()
+        call_command("list_locks", "--waiting", stdout=out, no_color=True)
+        call_command("clear_lock", "stock:7", "--dry-run", stdout=out, no_color=True)
+    for text in ("held", "4 hours", "5 minutes left", "waiting for 3 minutes"):
+        assert text in out.getvalue()

@@ -26,7 +26,7 @@ from dlocks.operations import (
     state_of,
     time_left,
 )
-from dlocks.text import duration, moment, printable
+from dlocks.text import moment, printable, shown_duration
 
 
 class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
@@ -94,7 +94,7 @@ class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
     def left(self, lock: LockRow) -> str:
         if lock.state == LockState.FREE or not in_row(lock):
             return self.empty_value_display
-        return duration(lock.seconds_left) if lock.seconds_left > 0 else time_left(lock)
+        return short_time_left(lock)
 
     @admin.display(description=gettext_lazy("waiters"), ordering="waiting")
     def waiting(self, lock: LockRow) -> str:
@@ -127,11 +127,7 @@ class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
         if target.kind == "claim":
             left = "" if shown.state == ClaimState.WAITING else last_seen_of(shown)
         else:
-            left = (
-                duration(shown.seconds_left)
-                if shown.seconds_left > 0
-                else time_left(shown)
-            )
+            left = short_time_left(shown)
         return {
             **self.form_of(shown),
             "key": key_html(target.key),
@@ -176,8 +172,14 @@ def badge(shown: LockRow, *, is_long: bool = False) -> str:
 def label(shown: LockRow, *, is_long: bool) -> str:
     """Return the state in words, and how long a key has been held if that is long."""
     if is_long:
-        return _("held for %s") % duration(shown.seconds_held)
+        return _("held for %s") % shown_duration(shown.seconds_held)
     return state_of(shown)
+
+
+def short_time_left(lock: LockRow) -> str:
+    """Return the time left for a cell whose heading says what it is."""
+    left: float = lock.seconds_left
+    return shown_duration(left) if left > 0 else time_left(lock)
 
 
 def time_html(value: Any, ago: float) -> str:
@@ -187,5 +189,5 @@ def time_html(value: Any, ago: float) -> str:
         '<time datetime="{}" title="{}">{}</time>',
         value.isoformat(),
         moment(value),
-        text % duration(abs(ago)),
+        text % shown_duration(abs(ago)),
     )

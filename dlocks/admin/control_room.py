@@ -20,12 +20,12 @@ from django.template.response import TemplateResponse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
-from dlocks.admin.columns import is_long, key_html, label
+from dlocks.admin.columns import is_long, key_html, label, short_time_left
 from dlocks.admin.links import LockAdmin, lock_url, url
 from dlocks.admin.live_history import LiveHistory
 from dlocks.models import ClaimState, LockClaim, LockState
-from dlocks.operations import LockRow, address_of, in_row, name_of, time_left
-from dlocks.text import duration, moment, printable
+from dlocks.operations import LockRow, address_of, in_row, name_of
+from dlocks.text import moment, printable, shown_duration
 from dlocks.values import KEY_LENGTH, Kept
 
 # Locks per page, and waiters shown for each lock.
@@ -173,13 +173,9 @@ class Room(LiveHistory):
         known = {
             "holder": name_of(lock) or _("unknown"),
             "owner_ip": address_of(lock),
-            "held_for": "" if lock.begin_time is None else duration(lock.seconds_held),
-            "since": None if lock.begin_time is None else moment(lock.begin_time),
-            "left": (
-                duration(lock.seconds_left)
-                if lock.seconds_left > 0
-                else time_left(lock)
-            ),
+            "held_for": lock.begin_time and shown_duration(lock.seconds_held),
+            "since": lock.begin_time and moment(lock.begin_time),
+            "left": short_time_left(lock),
             # The percentage of the backend's ttl that is left.
             "share_left": self._share(lock.seconds_left),
         }
@@ -201,7 +197,7 @@ class Room(LiveHistory):
             "queue": [
                 {
                     "holder": name_of(claim),
-                    "waited": duration(claim.seconds_held),
+                    "waited": shown_duration(claim.seconds_held),
                     "holds": [key_html(key) for key in claim.held_keys],
                 }
                 for claim in queue

@@ -13,7 +13,7 @@ from django.utils.translation import gettext as _
 from dlocks.admin.links import LockAdmin, url
 from dlocks.models import HoldRecord, LockState, under
 from dlocks.operations import in_row, name_of, state_of
-from dlocks.text import duration, moment, printable
+from dlocks.text import moment, printable, shown_duration
 
 # Minutes of history, and the number of longest holds shown.
 MINUTES, LONGEST = 60, 6
@@ -95,7 +95,7 @@ class LiveHistory:
             "holds": holds,
             "waits": waits,
             "percent": round(100 * waits / holds) if holds else 0,
-            "longest": duration(
+            "longest": shown_duration(
                 max((row["longest"] for row in found.values()), default=0.0)
             ),
         }
@@ -150,7 +150,7 @@ class LiveHistory:
                 (
                     lock.seconds_held,
                     0.0,
-                    {**current, "held": duration(lock.seconds_held)},
+                    {**current, "held": shown_duration(lock.seconds_held)},
                 ),
             )
         holds.sort(key=lambda hold: -hold[0])
@@ -179,7 +179,7 @@ class LiveHistory:
         return {
             "bars": bars,
             "height": str(max(1, len(lanes)) * LANE),
-            "span": duration(span),
+            "span": shown_duration(span),
             "holds": [
                 record
                 for _began, _ended, record in reversed(holds)
@@ -193,9 +193,9 @@ class LiveHistory:
             "url": url(self.admin, key=record.key_resource),
             "holder": name_of(record),
             "begin": moment(record.begin_time),
-            "age": duration(max(0.0, record.seconds_ago) + _seconds(record)),
-            "held": duration(_seconds(record)),
-            "waited": duration(record.waited) if record.waited else "",
+            "age": shown_duration(max(0.0, record.seconds_ago) + _seconds(record)),
+            "held": shown_duration(_seconds(record)),
+            "waited": shown_duration(record.waited) if record.waited else "",
             "token": str(record.token),
             "ending": str(record.ending),
             "label": record.get_ending_display(),

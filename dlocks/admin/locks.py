@@ -19,7 +19,7 @@ from dlocks.operations import (
     claims,
     in_row,
 )
-from dlocks.text import duration, printable, shown_holder, shows_holder
+from dlocks.text import printable, shown_duration, shown_holder, shows_holder
 from dlocks.values import Kept
 
 # Shared holds, and queued claims, on the page of a lock.
@@ -194,7 +194,7 @@ class ResourceLockAdmin(LockActions):
                     {
                         "holder": printable(shown_holder(claim.holder)),
                         "key": self.link(claim.key),
-                        "waited": duration(claim.waited),
+                        "waited": shown_duration(claim.waited),
                     }
                     for claim in backend.inspector.waits_of([lock])[lock.pk]
                 ],

@@ -7,7 +7,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import (
+    BaseCommand,
+    CommandError,
+    CommandParser,
+    no_translations,
+)
 from django.db.utils import Error
 
 from dlocks.backends.database.backend import DatabaseBackend
@@ -28,13 +33,16 @@ class LockCommand(BaseCommand):
             help="An alias of the DLOCKS setting. Default: %(default)s.",
         )
 
+    @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
         backend = self._backend(options["using"])
         try:
             self.work(backend, **options)
         except (LockBackendError, Error) as error:
-            cause = error.__cause__ if isinstance(error, LockBackendError) else error
-            if cause is not None and is_unmigrated(cause):
+            if is_unmigrated(error):
+                cause = (
+                    error.__cause__ if isinstance(error, LockBackendError) else error
+                )
                 what = str(cause).partition("\n")[0]
                 raise CommandError(
                     f"Database {backend.database!r} is not migrated ({what}). Run"
