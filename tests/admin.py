@@ -8,7 +8,7 @@ from tests.models import Article, Comment, Counter
 
 class CommentInline(VersionedTabularInline):
     model = Comment
-    fields = ["text"]
+    fields = ["text", "author"]
     extra = 1
 
 

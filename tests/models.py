@@ -98,6 +98,7 @@ class Comment(VersionedModel):
 
     article = models.ForeignKey(Article, models.CASCADE, related_name="comments")
     text = models.CharField(max_length=50)
+    author = models.CharField(max_length=50, blank=True, default="")
 
     def __str__(self) -> str:
         return self.text

@@ -22,6 +22,7 @@ from django.forms import modelformset_factory
 from django.http import QueryDict
 from django.test import Client
 from django.utils import timezone
+from django.utils.formats import date_format
 
 from dlocks import StaleVersion
 from dlocks.optimistic.admin import VersionedModelAdmin, VersionedStackedInline
@@ -61,6 +62,7 @@ def boss():
 def sent(text: str, **changes) -> dict:
     """Return the form data that a browser would send, with some values changed."""
     data = {}
+    text = visible(text)
     for tag in re.findall(r"<input [^>]*>", text):
         attributes = {
             name: html.unescape(value)
@@ -94,15 +96,23 @@ def page(response) -> str:
     return response.content.decode()
 
 
+def visible(text: str) -> str:
+    """Return a page without the parts that a browser does not show or send."""
+    return re.sub(r"<template>.*?</template>", "", text, flags=re.DOTALL)
+
+
 def cells(text: str) -> list[tuple[str, ...]]:
     """Return the rows of the comparison on a page."""
-    rows = re.findall(r"<tr>\s*<th scope=\"row\">(.*?)</th>(.*?)</tr>", text, re.DOTALL)
-    clean = re.compile(r"<[^>]+>")
+    text = visible(text)
+    rows = re.findall(
+        r"<tr[^>]*>\s*<th scope=\"row\">(.*?)</th>(.*?)</tr>", text, re.DOTALL
+    )
+    clean = re.compile(r"<button.*?</button>|<[^>]+>")
     return [
         (
-            html.unescape(label),
+            html.unescape(clean.sub("", label)),
             *(
-                html.unescape(clean.sub("", cell))
+                html.unescape(clean.sub("", cell)).strip()
                 for cell in re.findall(r"<td.*?</td>", rest, re.DOTALL)
             ),
         )
@@ -163,7 +173,7 @@ def test_a_form_shows_both_values_and_keeps_its_input(article):
     assert isinstance(form.conflict, Conflict)
     assert (form.conflict.held, form.conflict.found) == (1, 2)
     both = [
-        (one.label, one.yours, one.theirs, one.is_touched)
+        (one.label, one.yours, one.theirs, one.is_yours)
         for one in form.conflict.differences
     ]
     assert both == [("Title", "yours", "theirs", True), ("Author", "", "Ada", False)]
@@ -289,7 +299,7 @@ def test_an_uploaded_file_is_a_change_whatever_its_name(article):
         )
         assert not form.is_valid()
         assert [
-            (one.label, one.is_touched) for one in form.conflict.differences
+            (one.label, one.is_yours) for one in form.conflict.differences
         ] == touched
 
 
@@ -334,7 +344,7 @@ def test_untouched_fields_of_every_kind_are_recognised(article, author):
         initial=initial,
     )
     assert not form.is_valid()
-    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [
+    assert [(one.label, one.is_yours) for one in form.conflict.differences] == [
         ("Title", True),
         ("Author", False),
     ]
@@ -366,7 +376,7 @@ def test_reordering_counts_only_if_the_order_matters(article):
         )
         assert not form.is_valid()
         assert [
-            one.label for one in form.conflict.differences if one.is_touched
+            one.label for one in form.conflict.differences if one.is_yours
         ] == touched
 
 
@@ -376,7 +386,7 @@ def test_browser_line_endings_are_not_a_change():
     Article.objects.update(body="theirs\nz")
     form = ArticleForm(data, instance=Article.objects.get())
     assert not form.is_valid()
-    assert [(one.label, one.is_touched) for one in form.conflict.differences] == [
+    assert [(one.label, one.is_yours) for one in form.conflict.differences] == [
         ("Title", True),
         ("Body", False),
     ]
@@ -406,7 +416,7 @@ def test_a_formset_refuses_and_shows_a_conflicting_row(article):
     again.save()
     assert list(Article.objects.order_by("pk").values_list("title", flat=True)) == [
         "mine",
-        "theirs",
+        "also mine",
     ]
 
 
@@ -455,7 +465,7 @@ def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
     assert "This object has changed in the meantime" in text
     assert cells(text) == [
         ("Title", "yours", "theirs"),
-        ("Views", "3 not changed by you", "4"),
+        ("Views changed by them", "3", "4"),
     ]
     assert Article.objects.get().title == "theirs"
     assert not LogEntry.objects.exists()
@@ -469,6 +479,96 @@ def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
         4,
         3,
     )
+
+
+@pytest.mark.parametrize("place", ["page", "inline", "list"])
+def test_changes_of_different_fields_are_kept_together(boss, article, place):
+    """The page tells who changed what, and one more click saves all changes.
+
+    It works in the same way in the form, in inlines and in the list.
+    """
+    comment = Comment.objects.create(article=article, text="old", author="Ada")
+    url = LIST if place == "list" else f"{LIST}{article.pk}/change/"
+    yours, theirs = {
+        "page": ("title", "views"),
+        "inline": ("comments-0-text", "comments-0-author"),
+        "list": ("form-0-title", "form-0-views"),
+    }[place]
+    changes = {yours: "mine", **({"_save": "Save"} if place == "list" else {})}
+    data = sent(page(boss.get(url)), **changes)
+    if place == "inline":
+        Comment.objects.update(author="8")
+        label = ("Text", "Author", "old", "Ada")
+    else:
+        Article.objects.update(views=8)
+        label = ("Title", "Views", "first", "3")
+    text = page(boss.post(url, data))
+    assert cells(text) == [
+        (f"{label[0]} changed by you", "mine", label[2]),
+        (f"{label[1]} changed by them", label[3], "8"),
+    ]
+    assert "No field was changed on both sides." in text
+    assert 'class="dlocks-both"' not in text
+    again = sent(text, **changes)
+    assert (again[yours], again[theirs]) == ("mine", "8")
+    assert boss.post(url, again).status_code == 302
+    article.refresh_from_db()
+    comment.refresh_from_db()
+    assert (
+        (comment.text, comment.author)
+        if place == "inline"
+        else (article.title, str(article.views))
+    ) == ("mine", "8")
+
+
+def test_conflicts_come_before_changes_of_one_side(boss, article):
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), title="mine", body="mine", views="4")
+    Article.objects.update(body="theirs", views=8)
+    text = page(boss.post(url, data))
+    assert cells(text) == [
+        ("Body", "mine", "theirs"),
+        ("Views", "4", "8"),
+        ("Title changed by you", "mine", "first"),
+    ]
+    assert text.count('class="dlocks-both"') == 2
+    assert "No field was changed on both sides." not in text
+
+
+@pytest.mark.parametrize("place", ["page", "inline", "list"])
+def test_the_page_says_who_changed_the_object_and_when(boss, article, place, settings):
+    """The admin's log knows. The name of a user is shown as in the history."""
+    settings.DLOCKS_SHOW_HOLDER = False
+    Comment.objects.create(article=article, text="old")
+    url = LIST if place == "list" else f"{LIST}{article.pk}/change/"
+    field = {"inline": "comments-0-text", "list": "form-0-title"}.get(place, "title")
+    changes = {"_save": "Save"} if place == "list" else {}
+    ada = Client()
+    ada.force_login(User.objects.create_superuser("ada", password="x"))
+    # An entry from before the page was opened.
+    ada.post(url, sent(page(ada.get(url)), **changes, **{field: "before"}))
+    data = sent(page(boss.get(url)), **changes, **{field: "yours"})
+    ada.post(url, sent(page(ada.get(url)), **changes, **{field: "theirs"}))
+    text = page(boss.post(url, data))
+    entry = LogEntry.objects.first()
+    when = date_format(timezone.localtime(entry.action_time), "DATETIME_FORMAT")
+    assert f"Last changed in the admin by ada, {when}<" in text
+    # The next change is made by a program.
+    Article.objects.update(title="third")
+    Comment.objects.update(text="third")
+    assert "Last changed in the admin" not in page(
+        boss.post(url, sent(text, **changes))
+    )
+
+
+def test_a_form_outside_the_admin_names_no_user(article, boss):
+    """Visitors of a public page must not see the names of the staff."""
+    form = bound(article, title="yours")
+    url = f"{LIST}{article.pk}/change/"
+    boss.post(url, sent(page(boss.get(url)), title="theirs"))
+    form = ArticleForm(form.data, instance=Article.objects.get())
+    assert not form.is_valid()
+    assert "boss" not in str(form.conflict)
 
 
 @pytest.mark.engine(
@@ -539,8 +639,8 @@ def test_an_inline_row_that_changed_is_refused_and_shown(boss, article):
     assert cells(text) == [("Text", "yours", "theirs")]
     assert Comment.objects.get().text == "theirs"
     again = sent(text)
-    assert again["comments-0-text"] == "theirs", "the row shows what is in the database"
-    assert boss.post(url, {**again, "comments-0-text": "yours"}).status_code == 302
+    assert again["comments-0-text"] == "yours"
+    assert boss.post(url, again).status_code == 302
     assert Comment.objects.values_list("pk", "text", "version").get() == (
         comment.pk,
         "yours",
@@ -608,11 +708,11 @@ def test_a_conflicting_row_of_the_list_saves_nothing(boss, article):
     assert cells(text) == [("Title", "also mine", "theirs")]
     assert set(Article.objects.values_list("title", flat=True)) == {"first", "theirs"}
     again = sent(text, _save="Save")
-    assert again[f"form-{theirs}-title"] == "theirs"
+    assert again[f"form-{theirs}-title"] == "also mine"
     assert boss.post(LIST, again).status_code == 302
     assert set(Article.objects.values_list("title", "version")) == {
         ("mine", 2),
-        ("theirs", 2),
+        ("also mine", 3),
     }
 
 

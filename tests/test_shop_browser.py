@@ -12,6 +12,7 @@ from example_project.shop.backstage import ONE_AT_A_TIME
 from example_project.shop.models import FlashSale, Product
 from example_project.shop.sale import TITLES
 from example_project.shop.services import LOCKS, NO_LOCK
+from tests.test_admin import person
 
 PAGE = "/shop/flash-sale/"
 # The directory in which "make images" replaces existing pictures of the documentation.
@@ -236,3 +237,24 @@ def test_a_sale_with_a_dead_process_is_shown_as_aborted(browser):
         page.get_by_text("The sale was aborted: its process has ended.")
     ).to_be_visible()
     assert not Product.objects.exists()
+
+
+def test_the_admin_of_the_shop_shows_a_conflict(browser):
+    """Two people edit one product. The second one sees both values."""
+    product = Product.objects.create(name="Lamp", stock=5)
+    pages = [browser.page(person(name, is_superuser=True)) for name in ("ada", "bob")]
+    for page, name, stock in zip(pages, ("Lamp", "Desk lamp"), ("4", "6"), strict=True):
+        page.goto(f"/admin/shop/product/{product.pk}/change/")
+        page.get_by_label("Name").fill(name)
+        page.get_by_label("Stock").fill(stock)
+    for page in pages:
+        page.locator("[name=_save]").click()
+    page = pages[1]
+    browser.expect(page.get_by_text("Last changed in the admin by ada")).to_be_visible()
+    browser.expect(page.get_by_role("row", name="Stock 6 4")).to_be_visible()
+    browser.expect(page.get_by_role("row", name="Name changed by you")).to_be_visible()
+    page.get_by_role("button", name="Use theirs: Stock").click()
+    page.locator("[name=_save]").click()
+    browser.expect(page.locator(".success")).to_be_visible()
+    product.refresh_from_db()
+    assert (product.name, product.stock) == ("Desk lamp", 4)

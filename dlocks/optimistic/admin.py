@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin, messages
-from django.contrib.admin.options import TO_FIELD_VAR
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.options import TO_FIELD_VAR, get_content_type_for_model
 from django.contrib.admin.utils import unquote
 from django.core import checks
 from django.core.signing import BadSignature
@@ -76,12 +77,16 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
 
     def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().changelist_view(request, *args, **kwargs)
+            response: Any = super().changelist_view(request, *args, **kwargs)
         except StaleVersion:
             if "_save" not in request.POST or _is_committed(request):
                 # The error of an action, which must not run twice.
                 raise
-            return super().changelist_view(request, *args, **kwargs)
+            response = super().changelist_view(request, *args, **kwargs)
+        change_list = (getattr(response, "context_data", None) or {}).get("cl")
+        for form in getattr(getattr(change_list, "formset", None), "forms", ()):
+            _set_change(form, form.instance)
+        return response
 
     def render_change_form(
         self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
@@ -95,6 +100,12 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
                 (name, {**options, "fields": [*options["fields"], TOKEN]}),
                 *others,
             ]
+        forms = [form]
+        for inline in context["inline_admin_formsets"]:
+            forms += inline.formset.forms
+        for one in forms:
+            # Django logs the changes of inline rows with the object of the page.
+            _set_change(one, form.instance)
         response: Any = super().render_change_form(request, context, *args, **kwargs)
         if getattr(form, "conflict", None) is not None:
             template = response.template_name
@@ -176,6 +187,24 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
         return (
             to_field if to_field and self.to_field_allowed(request, to_field) else None
+        )
+
+
+def _set_change(form: Any, logged: Any) -> None:
+    """Let the conflict of a form, if any, name its author.
+
+    A user that may see the form may see the object's history too.
+    """
+    conflict = getattr(form, "conflict", None)
+    if conflict is not None:
+        conflict.change = (
+            LogEntry.objects.filter(
+                content_type=get_content_type_for_model(logged),
+                object_id=logged.pk,
+                action_time__gte=conflict.since,
+            )
+            .select_related("user")
+            .first()
         )
 
 

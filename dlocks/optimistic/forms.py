@@ -7,6 +7,7 @@ value.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cached_property
@@ -22,6 +23,7 @@ from django.forms.models import BaseInlineFormSet, BaseModelFormSet
 from django.template.loader import render_to_string
 from django.utils import formats
 from django.utils.crypto import salted_hmac
+from django.utils.functional import lazy
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
@@ -70,27 +72,55 @@ class TokenField(forms.CharField):
 class Difference:
     """A field whose submitted value differs from the value in the database.
 
-    Both values are texts for display.
+    Both values are texts for display. ``control`` is the field's HTML with their value.
+    It is empty if a script cannot copy the value.
     """
 
-    def __init__(self, label: str, yours: str, theirs: str, is_touched: bool) -> None:
+    def __init__(
+        self,
+        label: str,
+        yours: str,
+        theirs: str,
+        *,
+        is_yours: bool,
+        is_theirs: bool,
+        control: str = "",
+    ) -> None:
         self.label = label
         self.yours = yours
         self.theirs = theirs
-        # Whether it was changed in the form. Otherwise the value is only older.
-        self.is_touched = is_touched
+        # Whether the field was changed in the form, and in the database.
+        self.is_yours = is_yours
+        self.is_theirs = is_theirs
+        self.control = control
+
+    @property
+    def is_conflict(self) -> bool:
+        return self.is_yours and self.is_theirs
 
 
 class Conflict:
     """The submitted values and the values that another user has written since.
 
-    As a string, it is an HTML table.
+    ``since`` is the time at which the form was rendered. The admin sets ``change``, the
+    last entry of its log since then. As a string, it is an HTML table.
     """
 
-    def __init__(self, held: int, found: int, differences: list[Difference]) -> None:
+    change: Any = None
+
+    def __init__(
+        self, held: int, found: int, since: datetime, differences: list[Difference]
+    ) -> None:
         self.held = held
         self.found = found
-        self.differences = differences
+        self.since = since
+        # The fields that both sides have changed come first.
+        self.differences = sorted(differences, key=lambda one: not one.is_conflict)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether no field was changed on both sides."""
+        return not any(one.is_conflict for one in self.differences)
 
     def __str__(self) -> str:
         return render_to_string("dlocks/conflict.html", {"conflict": self})
@@ -109,13 +139,14 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
     the form's hidden fields, as ``{{ form }}`` does.
     """
 
-    # On a conflict, a form in a formset shows the current values of the database in all
-    # fields, next to the submitted ones. A form without changes has no conflict.
+    # In a formset, the error contains the differences, and a form without changes has
+    # no conflict.
     in_formset = False
     conflict: Conflict | None = None
 
     class Media:
         css = {"all": ["dlocks/conflict.css"]}
+        js = ["dlocks/conflict.js"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,7 +160,7 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             }
             signer = _signer(self.instance, "form")
             self.initial[TOKEN] = signer.sign_object(
-                {"version": self._found, "values": self._values}
+                {"version": self._found, "values": self._values, "time": time.time()}
             )
             self.fields[TOKEN] = TokenField(required=False)
 
@@ -164,32 +195,30 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             or self._fingerprint(name, self.cleaned_data[name])
             != seen["values"].get(name)
         }
-        if self.in_formset:
-            self._show_what_is_there(self._values)
-            if not touched and not self.cleaned_data.get(DELETION_FIELD_NAME):
-                # The form must not be written back, although it differs from the
-                # database.
-                self.changed_data = []
-                return
-        else:
-            self._show_what_is_there(self._values.keys() - touched)
+        self._show_what_is_there(self._values.keys() - touched)
+        if (
+            self.in_formset
+            and not touched
+            and not self.cleaned_data.get(DELETION_FIELD_NAME)
+        ):
+            # The form must not be written back, although it differs from the database.
+            self.changed_data = []
+            return
         self.conflict = Conflict(
-            seen["version"], self._found, self._differences(touched)
+            seen["version"],
+            self._found,
+            datetime.fromtimestamp(seen["time"], UTC),
+            self._differences(touched, seen["values"]),
+        )
+        message = _(
+            "This object has changed in the meantime and was not saved. Fields that"
+            " you did not change show the current values. If you save again, your"
+            " other values replace the current ones."
         )
         if self.in_formset:
-            message: str = format_html(
-                "{} {}",
-                _(
-                    "This row has changed in the meantime. The form shows its current"
-                    " values. Enter your values again where they should replace them."
-                ),
-                self.conflict,
-            )
-        else:
-            message = _(
-                "This object has changed in the meantime and was not saved. Fields that"
-                " you did not change show the current values. If you save again, your"
-                " other values replace the current ones."
+            # Rendered later, when the admin has set ``change``.
+            message = lazy(format_html, SafeString)(
+                '<div class="dlocks-row">{} {}</div>', message, self.conflict
             )
         self.add_error(None, ValidationError(message, code="conflict"))
 
@@ -205,23 +234,42 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             # The form contains this version when it is submitted again.
             self.fields[name].bound_data = lambda data, initial: initial  # type: ignore[method-assign]
 
-    def _differences(self, touched: set[str]) -> list[Difference]:
+    def _differences(self, touched: set[str], seen: dict[str, str]) -> list[Difference]:
         differences = []
         for name in self._values:
             bound, field = self[name], self.fields[name]
-            if self._meta.model._meta.pk.name != name and field.has_changed(
-                bound.initial, bound.data
+            is_theirs = self._values[name] != seen.get(name)
+            if (
+                self._meta.model._meta.pk.name == name
+                or not (is_theirs or name in touched)
+                or not field.has_changed(bound.initial, bound.data)
             ):
-                yours = shown(field, self.cleaned_data.get(name, bound.data))
-                theirs = shown(field, bound.initial)
-                if getattr(field.widget, "input_type", None) == "password":
-                    # Such a field does not show its value either.
-                    yours = theirs = "********"
-                differences.append(
-                    Difference(
-                        str(capfirst(bound.label)), yours, theirs, name in touched
-                    )
+                continue
+            yours = shown(field, self.cleaned_data.get(name, bound.data))
+            theirs = shown(field, bound.initial)
+            kind = getattr(field.widget, "input_type", None)
+            if kind == "password":
+                # Such a field does not show its value either.
+                yours = theirs = "********"
+            control = (
+                ""
+                if kind in {"password", "file"} or name not in touched
+                else field.widget.render(
+                    bound.html_name,
+                    field.prepare_value(bound.initial),
+                    renderer=self.renderer,
                 )
+            )
+            differences.append(
+                Difference(
+                    str(capfirst(bound.label)),
+                    yours,
+                    theirs,
+                    is_yours=name in touched,
+                    is_theirs=is_theirs,
+                    control=control,
+                )
+            )
         return differences
 
 
