@@ -22,7 +22,10 @@ from django.test import Client
 
 from dlocks import LockTimeout, db_lock
 from example_project.shop import services, views
-from example_project.shop.models import Product, Sale
+from example_project.shop.backstage import ONE_AT_A_TIME
+from example_project.shop.crowd import CrowdError
+from example_project.shop.management.commands import run_flash_sale
+from example_project.shop.models import FlashSale, Product, Sale
 from example_project.shop.sale import Round
 from example_project.shop.services import (
     ALIASES,
@@ -153,11 +156,11 @@ def test_conflicts_are_retried_until_the_timeout(product, monkeypatch):
 
 
 def test_a_purchase_reports_that_it_had_to_wait(product, in_other_thread, until):
-    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
+    hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
 
     def release():
         try:
-            until(lambda: backends["default"].waiting(f"stock:{product.pk}") == 1)
+            until(lambda: backends["default"].waiting(services.key_of(product.pk)) == 1)
             # This is longer than the shortest time that counts as a wait.
             time.sleep(0.05)
             hold.release()
@@ -205,7 +208,7 @@ def test_the_admin_adds_pieces_under_a_lock(product, admin_client, in_other_thre
     admin_client.post("/admin/shop/product/", data)
     product.refresh_from_db()
     assert (product.stock, product.version) == (12, 2)
-    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
+    hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
     answer = admin_client.post("/admin/shop/product/", data, follow=True)
     hold.release()
     assert "held by" in answer.content.decode()
@@ -265,7 +268,7 @@ def test_a_customer_who_waits_too_long_gets_a_409(
     product, client, in_other_thread, monkeypatch
 ):
     monkeypatch.setattr(views, "TIMEOUT", 0.05)
-    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
+    hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
     try:
         answer = client.post(f"/shop/products/{product.pk}/buy/")
     finally:
@@ -342,6 +345,32 @@ def test_a_round_reports_broken_promises(lock, sold, left, complaint):
 def test_a_buyer_without_a_sale_is_detected():
     one = Round(ROW, stock=10, buyers=24, sold=10, confirmed=11, refused=13)
     assert "11 buyers received a confirmation" in one.complaint
+
+
+def test_a_failed_sale_shows_the_message_of_its_error(transactional_db, monkeypatch):
+    """The page shows no traceback, and no class of Python."""
+
+    def fail(self, sale):
+        raise CrowdError(
+            "buyers-1 failed:\nTraceback (most recent call last):\n  File …\n"
+            "dlocks.exceptions.LockTimeout: 'a' could not be acquired: held by b"
+        )
+
+    monkeypatch.setattr(run_flash_sale.Command, "_sell", fail)
+    monkeypatch.setattr("sys.stdin", StringIO(ONE_AT_A_TIME.acquire().detach()))
+    sale = FlashSale.objects.create(locks=["insert"], stock=5, buyers=12)
+    call_command("run_flash_sale", str(sale.pk))
+    sale.refresh_from_db()
+    assert sale.trouble == "The sale was aborted. 'a' could not be acquired: held by b"
+
+
+def test_the_shop_has_its_own_keys(product, in_other_thread):
+    """The keys of the documentation's examples do not disturb its sales."""
+    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
+    try:
+        assert buy(product.pk, "Ann", timeout=0).sold
+    finally:
+        hold.release()
 
 
 @pytest.fixture

@@ -83,6 +83,7 @@ def test_the_numbers_move_and_only_no_lock_oversells(browser, scheme):
     browser.expect(
         page.get_by_role("heading", name=f"Running: {stock} pieces, {buyers} buyers")
     ).to_be_visible()
+    browser.expect(page.get_by_role("button", name="Start the sale")).to_be_disabled()
     page.evaluate(WATCH)
     browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
         timeout=SALE
@@ -100,6 +101,8 @@ def test_the_numbers_move_and_only_no_lock_oversells(browser, scheme):
         else:
             assert (oversold, number(page, lock, "left")) == (0, 0)
             browser.expect(card(page, lock).locator(".state")).to_have_text("exact")
+            browser.expect(card(page, lock).locator(".pieces")).to_have_text(f"{stock}")
+    browser.expect(page.get_by_role("button", name="Start the sale")).to_be_enabled()
     assert number(page, "pessimistic", "waits") > 0
     too_many = number(page, NO_LOCK, "oversold")
     browser.expect(

@@ -22,6 +22,13 @@ class Plot:
     left: str
     oversold: str
     stock: float
+    # The end of the time axis.
+    seconds: float
+
+    @property
+    def top(self) -> float:
+        """The height of the stock, in percent from the top."""
+        return round(100 * self.stock / HEIGHT, 1)
 
 
 def _above(one: Round) -> list[tuple[float, float]]:
@@ -57,6 +64,7 @@ def plots(rounds: Sequence[Round]) -> list[Plot]:
             left=" ".join(at(seconds, left) for seconds, _, left in one.course),
             oversold=" ".join(at(*corner) for corner in _above(one)),
             stock=round(HEIGHT - one.stock / highest * HEIGHT, 1),
+            seconds=longest,
         )
         for one in rounds
     ]

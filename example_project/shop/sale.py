@@ -51,6 +51,10 @@ class Round:
         return max(0, self.sold - self.stock)
 
     @property
+    def is_exact(self) -> bool:
+        return self.served >= self.buyers and self.sold == self.stock and not self.left
+
+    @property
     def mean_wait(self) -> float:
         """The mean wait of the buyers that had to wait, in milliseconds."""
         return 1000 * self.waited / self.waits if self.waits else 0.0

@@ -62,6 +62,11 @@ class Purchase:
         return self.waited >= SHORTEST_WAIT
 
 
+def key_of(product_id: int) -> str:
+    # The examples of the documentation use the key "stock:7".
+    return f"shop:stock:{product_id}"
+
+
 def buy(
     product_id: int, buyer: str, lock: str = USUAL, *, timeout: float = 30.0
 ) -> Purchase:
@@ -76,7 +81,7 @@ def buy(
         return _sell(product_id, buyer, _write_what_was_read, timeout=timeout)
     if lock == ROW:
         return _sell(product_id, buyer, _write_where_unchanged, timeout=timeout)
-    with db_lock(f"stock:{product_id}", using=ALIASES[lock], timeout=timeout) as hold:
+    with db_lock(key_of(product_id), using=ALIASES[lock], timeout=timeout) as hold:
         return _sell(
             product_id, buyer, _write_what_was_read, timeout=timeout, waited=hold.waited
         )
@@ -90,7 +95,7 @@ def restock(product_id: int, pieces: int, *, timeout: float = 2.0) -> None:
     """
     with (
         transaction.atomic(),
-        db_lock(f"stock:{product_id}", using=ALIASES[USUAL], timeout=timeout),
+        db_lock(key_of(product_id), using=ALIASES[USUAL], timeout=timeout),
     ):
         rows = Product.objects.filter(pk=product_id)
         rows.update(stock=F("stock") + pieces)

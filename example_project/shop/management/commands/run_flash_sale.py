@@ -38,8 +38,10 @@ class Command(BaseCommand):
             try:
                 self._sell(sale)
             except CrowdError as error:
+                # The last line of a traceback, without the class of the error.
+                last = str(error).strip().splitlines()[-1]
                 sale.trouble = (
-                    f"The sale was aborted. {str(error).strip().splitlines()[-1]}"
+                    f"The sale was aborted. {last.partition(': ')[2] or last}"
                 )
             except BaseException:
                 sale.trouble = "The sale was aborted."
