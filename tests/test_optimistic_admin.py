@@ -77,7 +77,7 @@ def sent(text: str, **changes) -> dict:
             "_"
         ):
             continue
-        data[name] = attributes.get("value", "")
+        data[name] = attributes.get("value", "on" if kind == "checkbox" else "")
     for name, value in re.findall(
         r'<textarea [^>]*name="([^"]+)"[^>]*>\s?(.*?)</textarea>', text, re.DOTALL
     ):
@@ -653,10 +653,12 @@ def test_an_inline_row_that_changed_is_not_deleted(boss, article):
     url = f"{LIST}{article.pk}/change/"
     data = sent(page(boss.get(url)), **{"comments-0-DELETE": "on"})
     Comment.objects.update(text="theirs")
-    page(boss.post(url, data))
+    text = page(boss.post(url, data))
     assert Comment.objects.get().text == "theirs"
-    again = sent(page(boss.get(url)), **{"comments-0-DELETE": "on"})
-    assert boss.post(url, again).status_code == 302
+    assert cells(text) == [("Text changed by them", "old", "theirs")]
+    assert "Save again to keep all changes." not in text
+    # The box is still checked.
+    assert boss.post(url, sent(text)).status_code == 302
     assert not Comment.objects.exists()
 
 

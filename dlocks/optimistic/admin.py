@@ -101,7 +101,7 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
                 *others,
             ]
         forms = [form]
-        for inline in context["inline_admin_formsets"]:
+        for inline in context.get("inline_admin_formsets", ()):
             forms += inline.formset.forms
         for one in forms:
             # Django logs the changes of inline rows with the object of the page.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -69,30 +70,21 @@ class TokenField(forms.CharField):
         return False
 
 
+@dataclass
 class Difference:
     """A field whose submitted value differs from the value in the database.
 
-    Both values are texts for display. ``control`` is the field's HTML with their value.
-    It is empty if a script cannot copy the value.
+    Both values are texts for display. ``is_yours`` and ``is_theirs`` say whether the
+    field was changed in the form, and in the database. ``control`` is the field's HTML
+    with their value, or empty if a script cannot copy it.
     """
 
-    def __init__(
-        self,
-        label: str,
-        yours: str,
-        theirs: str,
-        *,
-        is_yours: bool,
-        is_theirs: bool,
-        control: str = "",
-    ) -> None:
-        self.label = label
-        self.yours = yours
-        self.theirs = theirs
-        # Whether the field was changed in the form, and in the database.
-        self.is_yours = is_yours
-        self.is_theirs = is_theirs
-        self.control = control
+    label: str
+    yours: str
+    theirs: str
+    is_yours: bool
+    is_theirs: bool
+    control: str = ""
 
     @property
     def is_conflict(self) -> bool:
@@ -119,8 +111,9 @@ class Conflict:
 
     @property
     def is_merged(self) -> bool:
-        """Whether no field was changed on both sides."""
-        return not any(one.is_conflict for one in self.differences)
+        """Whether your changes are all of fields that have not changed since."""
+        yours = [one for one in self.differences if one.is_yours]
+        return bool(yours) and not any(one.is_theirs for one in yours)
 
     def __str__(self) -> str:
         return render_to_string("dlocks/conflict.html", {"conflict": self})
@@ -251,24 +244,16 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             if kind == "password":
                 # Such a field does not show its value either.
                 yours = theirs = "********"
-            control = (
-                ""
-                if kind in {"password", "file"} or name not in touched
-                else field.widget.render(
+            control = ""
+            if name in touched and kind not in {"password", "file"}:
+                control = field.widget.render(
                     bound.html_name,
                     field.prepare_value(bound.initial),
                     renderer=self.renderer,
                 )
-            )
+            label = str(capfirst(bound.label))
             differences.append(
-                Difference(
-                    str(capfirst(bound.label)),
-                    yours,
-                    theirs,
-                    is_yours=name in touched,
-                    is_theirs=is_theirs,
-                    control=control,
-                )
+                Difference(label, yours, theirs, name in touched, is_theirs, control)
             )
         return differences
 
