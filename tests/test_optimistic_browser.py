@@ -39,7 +39,7 @@ def save(page):
     page.locator("[name=_save]").click()
 
 
-@pytest.mark.parametrize("place", ["page", "inline", "list"])
+@pytest.mark.parametrize("place", ["page", "inline", "list", "form"])
 def test_one_click_takes_their_value_and_one_more_undoes_it(
     browser, boss, article, place
 ):
@@ -49,9 +49,14 @@ def test_one_click_takes_their_value_and_one_more_undoes_it(
         "page": ("title", "Title"),
         "inline": ("comments-0-text", "Text"),
         "list": ("form-0-title", "Title"),
+        "form": ("title", "Title"),
     }[place]
     page = browser.page(boss)
-    page.goto(LIST if place == "list" else f"{LIST}{article.pk}/change/")
+    page.goto(
+        {"list": LIST, "form": f"/article/{article.pk}/"}.get(
+            place, f"{LIST}{article.pk}/change/"
+        )
+    )
     field = page.locator(f"[name={name}]")
     field.fill("yours")
     Article.objects.update(title="theirs")

@@ -8,5 +8,6 @@ urlpatterns = [
     path("increment/", views.increment),
     path("aincrement/", views.aincrement),
     path("gathered/", views.gathered),
+    path("article/<int:pk>/", views.edit_article),
     path("shop/", include("example_project.shop.urls")),
 ]

@@ -1,10 +1,13 @@
 import asyncio
 
 from asgiref.sync import sync_to_async
+from django.forms import modelform_factory
 from django.http import HttpResponse
+from django.template import RequestContext, Template
 
 from dlocks import db_lock
-from tests.models import Counter
+from dlocks.optimistic.forms import VersionedModelForm
+from tests.models import Article, Counter
 
 
 def increment(request):
@@ -44,3 +47,24 @@ async def gathered(request):
 
     await asyncio.gather(coroutine(), sync(), coroutine(), sync())
     return HttpResponse(" ".join(order))
+
+
+# The page of a plain form, as the documentation shows it.
+PAGE = """<!doctype html><html lang="en"><title>Article</title>
+<link rel="icon" href="data:,">{{ form.media }}
+<form method="post">{% csrf_token %}
+{% if form.conflict %}{{ form.conflict }}{% endif %}
+{{ form }}<button name="_save">Save</button></form></html>"""
+
+
+def edit_article(request, pk):
+    article = Article.objects.get(pk=pk)
+    form_class = modelform_factory(
+        Article, VersionedModelForm, fields=["title", "body", "views"]
+    )
+    form = form_class(request.POST or None, instance=article)
+    if form.is_valid():
+        form.save()
+        return HttpResponse("Saved")
+    context = RequestContext(request, {"form": form})
+    return HttpResponse(Template(PAGE).render(context))
