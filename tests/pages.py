@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.internals import Backend, Claim, DatabaseBackend
@@ -40,9 +43,24 @@ def run(page: str, only: int | None = None, **names: object) -> types.ModuleType
     # Tasks and tests look up their modules by name.
     sys.modules[module.__name__] = module
     vars(module).update(names)
-    for code in blocks(page)[:only]:
-        exec(compile(code, f"{page}.md", "exec"), vars(module))
+    with _a_project():
+        for code in blocks(page)[:only]:
+            exec(compile(code, f"{page}.md", "exec"), vars(module))
     return module
+
+
+@contextlib.contextmanager
+def _a_project() -> Iterator[None]:
+    """Let the examples import the app ``shop``, as in a project of their reader.
+
+    Its models are those of the example project.
+    """
+    sys.modules["shop"] = types.ModuleType("shop")
+    sys.modules["shop.models"] = importlib.import_module("example_project.shop.models")
+    try:
+        yield
+    finally:
+        del sys.modules["shop"], sys.modules["shop.models"]
 
 
 def table_below(page: str, header: str) -> list[list[str]]:

@@ -8,7 +8,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -17,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.core.management import BaseCommand, load_command_class
-from django.db import connection, transaction
+from django.core.management import load_command_class
+from django.db import connection
 
 import dlocks
 from dlocks import (
@@ -292,7 +291,7 @@ def test_the_examples_on_several_keys():
         "order": order,
         "ship": done.append,
     }
-    page = pages.run("how-to/several-keys", transaction=transaction, **names)
+    page = pages.run("how-to/several-keys", **names)
     assert done == [(12, 7, 5), order]
     assert page.hold.tokens.keys() == {"account:12", "account:7"}
     assert not db_lock("account:12").locked()
@@ -341,8 +340,6 @@ def test_the_examples_on_leader_election():
         run_due_tasks=run_due_tasks,
         scheduler=scheduler,
         serve_forever=lambda: serving.wait(20),
-        BaseCommand=BaseCommand,
-        signal=signal,
     )
     token, *rest = did
     assert token > 0
@@ -352,7 +349,7 @@ def test_the_examples_on_leader_election():
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @database
 def test_the_examples_on_session_locks():
-    page = pages.run("how-to/session-locks", db_lock=db_lock)
+    page = pages.run("how-to/session-locks")
     assert not page.hold.held
     assert page.DLOCKS["session"]["OPTIONS"] == {"database": "default"}
 
