@@ -338,7 +338,7 @@ def test_a_last_try_is_made_exactly_at_the_deadline(monkeypatch, turned_clock):
     monkeypatch.setattr(clock, "rest", lambda bell, seconds: turned_clock.turn(seconds))
     started = turned_clock.time
     with pytest.raises(TimeoutError):
-        db_lock("stock:7", using="memory", timeout=3).acquire()
+        db_lock("stock:7", using="memory", timeout=3, fair=False).acquire()
     assert tries[0] == started
     assert tries[-1] == pytest.approx(started + 3)
     pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
@@ -370,7 +370,7 @@ def test_a_waiter_without_a_timeout_keeps_waiting(monkeypatch, turned_clock):
     monkeypatch.setattr(backends["memory"], "acquire", lambda claim: answers.pop(0))
     monkeypatch.setattr(backends["memory"], "release", lambda claim, **kwargs: True)
     monkeypatch.setattr(clock, "rest", lambda bell, seconds: turned_clock.turn(seconds))
-    with db_lock("stock:7", using="memory", timeout=None) as hold:
+    with db_lock("stock:7", using="memory", timeout=None, fair=False) as hold:
         assert hold.token == 7
         assert hold.waited > 60
 
