@@ -44,8 +44,11 @@ def test_each_operation_is_one_statement(using):
 
 
 @pytest.mark.engine("sqlite")
-def test_a_memory_lock_costs_about_a_hundred_python_calls(monkeypatch):
-    """A memory lock costs about a hundred Python calls and no exception.
+def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
+    """A lock costs about a hundred Python calls, without those of its backend.
+
+    It raises no exception of its own. asgiref raises one for each access to Django's
+    connections outside of an event loop.
 
     With a server, each call costs several times as much, because the processor caches
     are cold after the wait.
@@ -56,7 +59,7 @@ def test_a_memory_lock_costs_about_a_hundred_python_calls(monkeypatch):
         "watchers",
         [one for one in signals.watchers if isinstance(one, (Log, History))],
     )
-    lock = db_lock("stock:7", using="memory")
+    lock = db_lock("stock:7", using="dummy")
     with lock:
         pass
     calls, errors = [], []
@@ -65,7 +68,7 @@ def test_a_memory_lock_costs_about_a_hundred_python_calls(monkeypatch):
         frame.f_trace_lines = False
         if event == "call":
             calls.append(frame.f_code.co_qualname)
-        elif event == "exception":
+        elif event == "exception" and "asgiref" not in frame.f_code.co_filename:
             errors.append((frame.f_code.co_qualname, argument[0]))
         return watch
 
