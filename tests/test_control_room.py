@@ -62,6 +62,13 @@ def text_of(markup: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
 
 
+def keys(markup: str) -> list[str]:
+    """Return the keys of the table."""
+    return re.findall(
+        r'<tr id="lock-[^>]*>\s*<th scope="row"><a [^>]*><bdi [^>]*>([^<]*)', markup
+    )
+
+
 def row_of(markup: str, key: str) -> str:
     """Return the text of the table row of a key."""
     found = [
@@ -103,7 +110,7 @@ class TestPage:
         rows.shares("shared", 2)
         text = page(viewer.get(LIVE))
         assert re.search(
-            r"busy held web-1:4711:MainThread 192.0.2.7 7[5-9] s 1[0-5] s 5"
+            r"busy held web-1:4711:MainThread 192.0.2.7 7[5-9] s 1[0-5] s left 5"
             r" worker-0:1:t .* and 2 more",
             row_of(text, "busy"),
         )
@@ -114,6 +121,92 @@ class TestPage:
         assert 'id="lock-' in text
         assert "free" not in re.findall(r'<bdi class="dlocks-key">(.*?)</bdi>', text)
         assert "1 held 1 shared 1 stale 5 waiting" in text_of(text)
+
+    def test_shared_holds_are_shown_below_their_key(self, viewer):
+        """Each shared hold has its holder, its age and its time left."""
+        now = datetime.now(UTC)
+        rows.free("shared", version=1)
+        for number in range(4):
+            rows.claim(
+                "shared",
+                now + timedelta(seconds=15),
+                version=100 + number,
+                holder=f"web-{number}:1:t",
+                begin_time=now - timedelta(seconds=75),
+                permits=10,
+            )
+        rows.stale_share("shared", 200, holder="gone:1:t")
+        rows.waits("shared")
+        text = page(viewer.get(LIVE))
+        assert row_of(text, "shared").startswith("shared shared (4) 1 worker-1")
+        below = text_of(text[text.index('<tr id="share-') :])
+        for number in range(3):
+            assert re.search(
+                rf"held shared by up to 10 web-{number}:1:t 198.51.100.8 7[5-9] s"
+                r" 1[0-5] s left",
+                below,
+            )
+        assert "web-3:1:t" not in below
+        assert re.search(
+            r"stale shared gone:1:t \S+ \d+ days expired \d+ days ago", below
+        )
+        assert "and 1 more" in below
+
+    def test_the_time_left_does_not_depend_on_the_ttl(self, viewer):
+        """The page does not know the ttl of a lock, so it draws no share of it."""
+        now = datetime.now(UTC)
+        rows.write("long", rows.P, now + timedelta(seconds=500), begin_time=now)
+        assert re.search(
+            r"\d\.\d s 8 minutes left", row_of(page(viewer.get(LIVE)), "long")
+        )
+        assert "dlocks-bar" not in page(viewer.get(LIVE, {"part": "now"}))
+
+    def test_queues_come_first_and_then_stale_locks(self, viewer):
+        """A stale lock is not hidden between the holds of its age."""
+        now = datetime.now(UTC)
+        for age, (make, key) in enumerate(
+            [(rows.held, "b"), (rows.stale, "c"), (rows.held, "d"), (rows.held, "a")]
+        ):
+            make(key, begin_time=now - timedelta(minutes=9 - age))
+        rows.waits("a")
+        assert keys(page(viewer.get(LIVE))) == ["a", "c", "b", "d"]
+
+    @pytest.mark.parametrize(
+        ("query", "shown"),
+        [
+            ({"q": "stock"}, ["stock:1", "stock:2"]),
+            ({"only": "waiting"}, ["stock:1"]),
+            ({"only": "stale"}, ["report"]),
+            ({"only": "stale", "q": "stock"}, []),
+            ({"only": "nonsense", "q": " "}, ["stock:1", "report", "stock:2"]),
+            ({"q": "nul\0"}, ["stock:1", "report", "stock:2"]),
+        ],
+    )
+    def test_the_table_can_be_searched_and_filtered(self, viewer, query, shown):
+        """The totals are still those of all locks."""
+        rows.held("stock:1")
+        rows.waits("stock:1")
+        rows.held("stock:2")
+        rows.stale("report")
+        text = page(viewer.get(LIVE, query))
+        assert keys(text) == shown
+        assert "2 held 0 shared 1 stale 1 waiting" in text_of(text)
+        assert ("No lock matches" in text) == (not shown)
+
+    def test_the_links_of_the_page_keep_search_and_filter(self, viewer, monkeypatch):
+        """This includes the addresses from which the script refreshes the page."""
+        monkeypatch.setattr(control_room, "LOCKS", 1)
+        for key in ("a&1", "a&2", "b"):
+            rows.stale(key)
+        text = page(viewer.get(LIVE, {"q": "a&", "only": "stale"}))
+        kept = "q=a%26&amp;only=stale&amp;page="
+        assert f'data-part="?{kept}1&amp;part=now"' in text
+        assert f'href="{LIVE}?{kept}2"' in text
+        assert "1 to 1 of 2" in text_of(text)
+        assert f'href="{LIVE}?q=a%26&amp;only=waiting"' in text
+        assert '<input type="hidden" name="only" value="stale">' in text
+        part = page(viewer.get(LIVE, {"q": "a&2", "only": "stale", "part": "now"}))
+        assert keys(part) == ["a&amp;2"]
 
     def test_a_free_key_with_waiters_is_shown(self, viewer):
         """A free key with waiters is shown.
@@ -249,15 +342,16 @@ class TestPast:
         ended("b", ago=3500)
         ended("b", ago=3700, waited=9)
         text = page(viewer.get(LIVE))
-        assert "5 holds, 1 (20 %) after a wait. The longest wait was 2.5 s." in text_of(
-            text
-        )
+        assert text.index("dlocks-chart") < text.index("dlocks-counts")
+        assert (
+            "Locks released: 5. Acquired after a wait: 1 (20 %). Longest wait: 2.5 s."
+        ) in text_of(text)
         titles = re.findall(r"<g><title>(.*?)</title>", text)
         assert titles == [
-            "1 min ago: 4 holds, 1 after a wait",
-            "58 min ago: 1 holds, 0 after a wait",
+            "1 min ago: 4 (1 had waited)",
+            "58 min ago: 1 (0 had waited)",
         ]
-        assert "at most 4 per minute" in text
+        assert "released per minute (highest: 4)" in text
 
     @pytest.mark.usefixtures("with_history")
     def test_the_longest_holds_come_first(self, viewer):
@@ -273,7 +367,7 @@ class TestPast:
             f"key-{number}" for number in range(9, 3, -1)
         ]
         about = page(viewer.get(shown[0][0]))
-        assert "One hold, without a wait." in text_of(about)
+        assert "Locks released: 1, all acquired without a wait." in text_of(about)
 
     @pytest.mark.usefixtures("with_history")
     def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
@@ -342,6 +436,25 @@ class TestRelease:
         rows.waits("c")
         assert "Force release" not in page(viewer.get(LIVE))
         assert page(releaser.get(LIVE)).count("Force release</button>") == 2
+
+    def test_shared_holds_can_be_released(self, viewer, releaser):
+        """Each has the button that it has on the page of its lock."""
+        rows.free("a", version=1)
+        rows.shares("a", 7)
+        rows.shares("a", 8)
+        assert "<button" not in page(viewer.get(LIVE, {"part": "now"}))
+        text = page(releaser.get(LIVE))
+        assert re.findall(r'name="only" value="(share:\d)"', text) == [
+            "share:7",
+            "share:8",
+        ]
+        sent = {"action": "force_release", "_selected_action": ["a"], "live": ""}
+        assert "shared" in page(
+            releaser.post("/admin/dlocks/resourcelock/", {**sent, "only": "share:8"})
+        )
+        confirmed = {**sent, "version": ["share:8"], "reason": "tests"}
+        releaser.post("/admin/dlocks/resourcelock/", confirmed)
+        assert [claim.version for claim in LockClaim.objects.all()] == [7]
 
     def test_a_release_returns_to_the_control_room(self, releaser):
         """After a confirmation the control room is shown again, with the message.

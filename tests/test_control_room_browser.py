@@ -260,29 +260,71 @@ def test_the_refresh_can_be_paused(browser, boss):
     page.on("request", lambda request: asked.append(request.url))
     rows.held("stock:7")
     page.get_by_role("button", name="Pause").click()
-    browser.expect(page.get_by_role("button", name="Pause")).to_have_attribute(
-        "aria-pressed", "true"
-    )
+    browser.expect(page.get_by_role("button", name="Pause")).to_have_count(0)
     page.clock.run_for(60_000)
     # A page sends its events in order. An automatic request would come before this one.
     page.evaluate("fetch('?mine').then(() => null)")
     assert [url.partition("?")[2] for url in asked] == ["mine"]
     browser.expect(row(page, "stock:7")).to_have_count(0)
-    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Resume").click()
     browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(page.get_by_role("button", name="Pause")).to_be_visible()
 
 
 def test_an_outdated_page_says_so(browser, boss):
-    """After a logout the page says that it is outdated."""
+    """After a logout the page says that it is outdated, and offers to log in."""
     rows.held("stock:7")
     page = browser.page(boss)
-    page.goto(LIVE)
+    page.goto(f"{LIVE}?q=stock")
     browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(page.locator("#dlocks-trouble p:visible")).to_have_count(0)
     page.context.clear_cookies()
-    browser.expect(page.get_by_role("status")).to_contain_text(
-        "This page is out of date"
-    )
+    shown = page.get_by_role("status").locator("p:visible")
+    browser.expect(shown).to_contain_text("your session has ended")
+    browser.expect(shown).to_have_count(1)
     browser.expect(row(page, "stock:7")).to_be_visible()
+    page.get_by_role("link", name="Log in").click()
+    page.get_by_label("Username:").fill("boss")
+    page.get_by_label("Password:").fill("x")
+    page.get_by_role("button", name="Log in").click()
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    assert page.url.endswith(f"{LIVE}?q=stock")
+
+
+def test_a_server_that_does_not_respond_is_reported(browser, boss):
+    """The message disappears when the server responds again."""
+    page = browser.page(boss)
+    page.goto(LIVE)
+    page.evaluate(
+        "() => { window.real = window.fetch;"
+        " window.fetch = () => Promise.reject(new Error()); }"
+    )
+    shown = page.get_by_role("status").locator("p:visible")
+    browser.expect(shown).to_contain_text("the server does not respond")
+    page.evaluate("() => { window.fetch = window.real; }")
+    page.get_by_role("link", name="Refresh").click()
+    browser.expect(shown).to_have_count(0)
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "plain"])
+def test_search_and_filter_work_with_and_without_scripts(browser, boss, scripts):
+    """They still apply after the page has refreshed itself."""
+    rows.held("stock:7")
+    rows.held("report")
+    page = browser.page(boss, java_script_enabled=scripts)
+    page.goto(LIVE)
+    page.get_by_label("Search keys").fill("stock")
+    page.get_by_label("Search keys").press("Enter")
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(row(page, "report")).to_have_count(0)
+    page.get_by_role("link", name="With waiters").click()
+    browser.expect(page.get_by_text("No lock matches")).to_be_visible()
+    rows.waits("stock:7")
+    rows.waits("report")
+    if not scripts:
+        page.get_by_role("link", name="Refresh").click()
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(row(page, "report")).to_have_count(0)
 
 
 @pytest.mark.usefixtures("with_history")

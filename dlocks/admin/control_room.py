@@ -13,25 +13,27 @@ from typing import Any
 
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
-from django.db.models import Count, F, Q, Sum, Window
+from django.db.models import Case, Count, F, Q, Sum, Value, When, Window
 from django.db.models.functions import RowNumber
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
-from dlocks.admin.columns import is_long, key_html, label, short_time_left
+from dlocks.admin.columns import badge, is_long, key_html, label
 from dlocks.admin.links import LockAdmin, lock_url, url
 from dlocks.admin.live_history import LiveHistory
 from dlocks.models import ClaimState, LockClaim, LockState
-from dlocks.operations import LockRow, address_of, in_row, name_of
-from dlocks.text import moment, printable, shown_duration
+from dlocks.operations import LockRow, address_of, in_row, mode, name_of, time_left
+from dlocks.text import duration, moment, printable
 from dlocks.values import KEY_LENGTH, Kept
 
-# Locks per page, and waiters shown for each lock.
-LOCKS, IN_QUEUE = 50, 3
+# Locks per page, and claims shown for each lock and each of their states.
+LOCKS, CLAIMS = 50, 3
 # Seconds between two refreshes of each part of the page.
-EVERY = {"now": 2, "past": 15}
+EVERY = {"hour": 15, "now": 2, "past": 15}
+# The filters of the table, by the value of ``?only=``.
+ONLY = {"waiting": Q(waiting__gt=0), "stale": Q(state=LockState.STALE)}
 
 
 def view(admin: LockAdmin, request: HttpRequest) -> HttpResponse:
@@ -69,9 +71,13 @@ class Room(LiveHistory):
     def __init__(self, admin: LockAdmin, request: HttpRequest) -> None:
         self.admin = admin
         self.request = request
-        key = request.GET.get("key", "")
         # PostgreSQL raises an error for a NUL in a query's parameter.
-        self.key = key if "\0" not in key and len(key) <= KEY_LENGTH else ""
+        self.key, self.search = (
+            text if "\0" not in text and len(text) <= KEY_LENGTH else ""
+            for text in (request.GET.get("key", ""), request.GET.get("q", "").strip())
+        )
+        only = request.GET.get("only", "")
+        self.only = only if only in ONLY else ""
         self.every = EVERY
         # Loaded only if a lease looks stale.
         self._kept = Kept()
@@ -110,16 +116,24 @@ class Room(LiveHistory):
             for state in (LockState.HELD, LockState.SHARED, LockState.STALE)
         }
         counts = self._busy.aggregate(
-            total=Count("pk"), waiters=Sum("waiting", default=0), **by_state
+            # An empty filter is no valid one.
+            total=Count("pk", filter=self._matching or None),
+            waiters=Sum("waiting", default=0),
+            **by_state,
         )
         return {name: int(number) for name, number in counts.items()}
 
     @cached_property
     def page(self) -> Any:
         total = self.counts["total"]
-        # The longest queue comes first, then the oldest hold.
+        # The longest queue comes first, because callers are blocked. Then come stale
+        # locks, because their holders have failed, and then the oldest holds.
+        is_live = Case(When(state=LockState.STALE, then=Value(0)), default=Value(1))
         paginator = Paginator(
-            self._busy.order_by("-waiting", "begin_time", "pk"), LOCKS
+            self._busy.filter(self._matching).order_by(
+                "-waiting", is_live, "begin_time", "pk"
+            ),
+            LOCKS,
         )
         # The number is known, so the paginator need not query it again.
         paginator.count = total
@@ -133,52 +147,76 @@ class Room(LiveHistory):
     def next_page(self) -> str:
         return url(self.admin, **self._of_page(self.page.next_page_number()))
 
+    @property
+    def _matching(self) -> Q:
+        found = Q(key_resource__icontains=self.search) if self.search else Q()
+        return found & ONLY.get(self.only, Q())
+
+    @property
+    def is_filtered(self) -> bool:
+        return bool(self._matching)
+
+    @property
+    def filters(self) -> list[dict[str, Any]]:
+        """Return the links to the page with each filter."""
+        labels = {"": _("All"), "waiting": _("With waiters"), "stale": _("Stale")}
+        search = {"q": self.search} if self.search else {}
+        return [
+            {
+                "label": text,
+                "url": url(self.admin, **search, **({"only": only} if only else {})),
+                "is_current": only == self.only,
+            }
+            for only, text in labels.items()
+        ]
+
     def _of_page(self, number: int) -> dict[str, str | int]:
-        return {**({"key": self.key} if self.key else {}), "page": number}
+        chosen = {"key": self.key, "q": self.search, "only": self.only}
+        return {
+            **{name: value for name, value in chosen.items() if value},
+            "page": number,
+        }
 
     @cached_property
     def locks(self) -> list[dict[str, Any]]:
         """Return the rows of the table."""
         locks = list(self.page.object_list)
-        queues = self._queues([lock.pk for lock in locks if lock.waiting])
+        claims = self._claims(
+            [lock.pk for lock in locks if lock.waiting or lock.shares]
+        )
         may_force = self.admin.has_force_release_permission(self.request)
-        return [self._row(lock, queues.get(lock.pk, []), may_force) for lock in locks]
+        return [self._row(lock, claims.get(lock.pk, []), may_force) for lock in locks]
 
-    def _queues(self, keys: Sequence[str]) -> dict[str, list[LockRow]]:
-        """Return the first waiters of each of the keys."""
-        queues: dict[str, list[LockRow]] = {}
+    def _claims(self, keys: Sequence[str]) -> dict[str, list[LockRow]]:
+        """Return the first waiters and the first shared holds of each of the keys."""
+        found: dict[str, list[LockRow]] = {}
         if keys:
             position = Window(
-                RowNumber(), partition_by=F("key_resource"), order_by=F("id").asc()
+                RowNumber(),
+                partition_by=[F("key_resource"), F("state")],
+                order_by=F("id").asc(),
             )
-            waiting = (
+            claims = (
                 LockClaim.objects.using(self._busy.db)
-                .by_clock()
+                .by_clock(self._kept)
                 .defer("owner", "channel")
+                .filter(key_resource__in=keys)
+                .exclude(state=ClaimState.DEAD)
+                .annotate(position=position)
             )
-            waiting = waiting.filter(
-                key_resource__in=keys, state=ClaimState.WAITING
-            ).annotate(position=position)
-            for claim in waiting.filter(position__lte=IN_QUEUE).order_by(
+            for claim in claims.filter(position__lte=CLAIMS).order_by(
                 "key_resource", "id"
             ):
-                queues.setdefault(claim.key_resource, []).append(claim)
-        return queues
+                found.setdefault(claim.key_resource, []).append(claim)
+        return found
 
     def _row(
-        self, lock: LockRow, queue: Sequence[LockRow], may_force: bool
+        self, lock: LockRow, claims: Sequence[LockRow], may_force: bool
     ) -> dict[str, Any]:
         alone = in_row(lock) and lock.state != LockState.FREE
         held_long = is_long(lock, self.admin.backend())
-        known = {
-            "holder": name_of(lock) or _("unknown"),
-            "owner_ip": address_of(lock),
-            "held_for": lock.begin_time and shown_duration(lock.seconds_held),
-            "since": lock.begin_time and moment(lock.begin_time),
-            "left": short_time_left(lock),
-            # The percentage of the backend's ttl that is left.
-            "share_left": self._share(lock.seconds_left),
-        }
+        queue = [claim for claim in claims if claim.state == ClaimState.WAITING]
+        shares = [claim for claim in claims if claim.state != ClaimState.WAITING]
         return {
             # The script finds the row again by this id.
             "id": (
@@ -188,11 +226,11 @@ class Room(LiveHistory):
                 ).hexdigest()
             ),
             "key": printable(lock.pk),
-            "url": lock_url(self.admin, lock.pk),
+            "url": url(self.admin, key=lock.pk),
             "state": lock.state,
             "label": label(lock, is_long=held_long),
             "style": "long" if held_long else lock.state,
-            **(known if alone else {}),
+            **(self._hold(lock, may_force) if alone else {}),
             "waiting": lock.waiting,
             "queue": [
                 {
@@ -203,10 +241,32 @@ class Room(LiveHistory):
                 for claim in queue
             ],
             "more_waiters": max(0, lock.waiting - len(queue)),
-            **(self.admin.form_of(lock) if may_force and alone else {}),
+            "shares": [
+                {
+                    "id": f"share-{share.pk}",
+                    "badge": badge(share),
+                    "mode": mode(share),
+                    **self._hold(share, may_force),
+                }
+                for share in shares
+            ],
+            "more_shares": max(0, lock.shares - len(shares)),
         }
 
-    def _share(self, seconds_left: float) -> int:
-        backend = self.admin.backend()
-        ttl = max(seconds_left, 1.0 if backend is None else backend.ttl)
-        return round(100 * max(0.0, seconds_left) / ttl)
+    def _hold(self, held: LockRow, may_force: bool) -> dict[str, Any]:
+        """Return the cells of an exclusive or a shared hold."""
+        has_begun = held.begin_time is not None
+        return {
+            "holder": name_of(held) or _("unknown"),
+            "owner_ip": address_of(held),
+            "held_for": duration(held.seconds_held) if has_begun else "",
+            "since": moment(held.begin_time) if has_begun else None,
+            # No bar: a row does not have the ttl of its lease.
+            "left": time_left(held),
+            **(self.admin.form_of(held) if may_force else {}),
+        }
+
+    @property
+    def lock_url(self) -> str:
+        """Return the address of the page of this key's lock."""
+        return lock_url(self.admin, self.key)

@@ -58,6 +58,6 @@ def back_to(admin: OnSite, query: str) -> str:
         **{
             name: str(value)
             for name, value in QueryDict(query).items()
-            if name in {"key", "page"}
+            if name in {"key", "q", "only", "page"}
         },
     )

@@ -1,4 +1,4 @@
-"""The part "past" of the live page: ended holds, their waits, and a time axis."""
+"""The past on the live page: ended holds, their waits, and a time axis."""
 
 from __future__ import annotations
 
@@ -79,14 +79,8 @@ class LiveHistory:
                     "width": _unit(step * 0.8),
                     "total": {"y": _unit(HEIGHT - total), "height": _unit(total)},
                     "waited": {"y": _unit(HEIGHT - waited), "height": _unit(waited)},
-                    "title": (
-                        _("%(minute)d min ago: %(holds)d holds, %(waits)d after a wait")
-                        % {
-                            "minute": minute,
-                            "holds": row["holds"],
-                            "waits": row["waits"],
-                        }
-                    ),
+                    "title": _("%(minute)d min ago: %(holds)d (%(waits)d had waited)")
+                    % {"minute": minute, "holds": row["holds"], "waits": row["waits"]},
                 }
             )
         return {

@@ -5,6 +5,8 @@
     const room = document.querySelector(".dlocks-room");
     const pause = document.getElementById("dlocks-pause");
     const trouble = document.getElementById("dlocks-trouble");
+    const texts = {false: pause.textContent, true: pause.dataset.resume};
+    let stopped = false;
     const parts = [...room.querySelectorAll("[data-part]")].map((section) => ({section, timer: null, busy: false}));
 
     // Make an element equal to a fresh one. Children with an id are matched by it, the others by their position.
@@ -68,6 +70,14 @@
         }
     };
 
+    // Show why the page is out of date, or that it is not.
+    const report = (cause) => {
+        room.classList.toggle("dlocks-old", Boolean(cause));
+        for (const line of trouble.children) {
+            line.hidden = line.dataset.cause !== cause;
+        }
+    };
+
     const refresh = async (part) => {
         if (part.busy) {
             return;
@@ -77,23 +87,23 @@
         const began = performance.now();
         try {
             const response = await fetch(part.section.dataset.part, {signal: AbortSignal.timeout(20000)});
-            if (!response.ok || response.redirected) {
+            if (response.redirected || response.status === 403) {
+                report("session");
+            } else if (!response.ok) {
                 throw new Error(response.statusText);
+            } else {
+                show(part.section, await response.text());
+                report();
             }
-            const text = await response.text();
-            show(part.section, text);
-            room.classList.remove("dlocks-old");
-            trouble.textContent = "";
         } catch {
-            room.classList.add("dlocks-old");
-            trouble.textContent = trouble.dataset.text;
+            report("server");
         }
         part.busy = false;
         // Poll a slow server less often.
         later(part, Math.max(part.section.dataset.every * 1000, 10 * (performance.now() - began)));
     };
 
-    const paused = () => document.hidden || pause.getAttribute("aria-pressed") === "true";
+    const paused = () => document.hidden || stopped;
 
     const later = (part, milliseconds) => {
         clearTimeout(part.timer);
@@ -106,7 +116,8 @@
 
     pause.hidden = false;
     pause.addEventListener("click", () => {
-        pause.setAttribute("aria-pressed", pause.getAttribute("aria-pressed") === "true" ? "false" : "true");
+        stopped = !stopped;
+        pause.textContent = texts[stopped];
         goOn();
     });
     document.addEventListener("visibilitychange", goOn);
