@@ -345,14 +345,14 @@ class HoldRecord(models.Model):
     )
     begin_time = ClockField(_("begin time"))
     end_time = ClockField(_("end time"))
-    ending = models.CharField(_("ending"), max_length=1, choices=Ending.choices)
+    ending = models.CharField(_("outcome"), max_length=1, choices=Ending.choices)
 
     objects = RecordQuerySet.as_manager()
 
     class Meta:
         verbose_name = _("ended hold")
         verbose_name_plural = _("ended holds")
-        default_permissions = ()
+        default_permissions = ("view",)
         constraints = [
             models.UniqueConstraint(
                 fields=["key_resource", "token"], name="dlocks_record_once"
@@ -361,4 +361,5 @@ class HoldRecord(models.Model):
         indexes = [models.Index(fields=["end_time"], name="dlocks_record_end")]
 
     def __str__(self) -> str:
-        return f"{self.key_resource} by {self.holder}"
+        # The admin uses this text in titles, which must not reveal a hidden holder.
+        return f"{printable(self.key_resource)} ({self.token})"

@@ -10,10 +10,10 @@ from django.utils.html import format_html
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from dlocks.admin.base import ReadOnlyAdmin
 from dlocks.admin.links import lock_url
 from dlocks.admin.target import Target, to_form
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.lease import slow_after
 from dlocks.models import ClaimState, LockState, ResourceLock
 from dlocks.operations import (
@@ -29,14 +29,8 @@ from dlocks.operations import (
 from dlocks.text import moment, printable, shown_duration
 
 
-class LockColumns(admin.ModelAdmin):  # type: ignore[type-arg]
+class LockColumns(ReadOnlyAdmin):
     """The cells of locks, shared holds and claims."""
-
-    empty_value_display = "-"
-
-    def backend(self) -> DatabaseBackend | None:
-        backend = backends[DEFAULT_ALIAS]
-        return backend if isinstance(backend, DatabaseBackend) else None
 
     def _own_backend(self) -> DatabaseBackend:
         backend = self.backend()

@@ -67,18 +67,6 @@ class ResourceLockAdmin(LockActions):
         "token",
     )
 
-    class Media:
-        css = {"all": ["dlocks/admin.css"]}
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
     def has_clear_permission(self, request: HttpRequest) -> bool:
         return self.backend() is not None and request.user.has_perm(
             "dlocks.clear_resourcelock"
@@ -153,16 +141,6 @@ class ResourceLockAdmin(LockActions):
         if backend is not None:
             locks = locks.using(backend.database).filter(under(backend.prefix))
         return locks.by_clock(kept).with_queue(kept).defer("owner")  # type: ignore[no-any-return]
-
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> Any:
-        # PostgreSQL raises an error for a NUL in a query's parameter.
-        return (
-            None
-            if "\0" in object_id
-            else super().get_object(request, object_id, from_field)
-        )
 
     # The page of a lock.
 

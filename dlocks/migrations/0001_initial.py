@@ -242,14 +242,14 @@ class Migration(migrations.Migration):
                             ("D", "handed over"),
                         ],
                         max_length=1,
-                        verbose_name="ending",
+                        verbose_name="outcome",
                     ),
                 ),
             ],
             options={
                 "verbose_name": "ended hold",
                 "verbose_name_plural": "ended holds",
-                "default_permissions": (),
+                "default_permissions": ("view",),
                 "indexes": [
                     models.Index(fields=["end_time"], name="dlocks_record_end")
                 ],
