@@ -255,6 +255,15 @@ class ResourceLock(models.Model):
         return printable(str(self.key_resource))
 
 
+class ControlRoom(ResourceLock):
+    """The entry of the live page in the admin's index. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = verbose_name_plural = _("control room")
+        default_permissions = ()
+
+
 class LockClaim(models.Model):
     """A claim outside of the lock row: a waiter or a shared hold.
 

@@ -485,6 +485,17 @@ class TestRelease:
         late = releaser.post("/admin/dlocks/resourcelock/", sent)
         assert (late.status_code, late.url) == (302, LIVE + "?key=a&page=1")
 
+    def test_the_index_and_the_sidebar_link_to_the_control_room(self, viewer):
+        """The link leads to the page, and there is no other page at its address."""
+        entry = "/admin/dlocks/controlroom/"
+        for address in ("/admin/", "/admin/dlocks/", "/admin/dlocks/resourcelock/"):
+            assert f'<a href="{entry}"' in page(viewer.get(address))
+        assert "Control room" in page(viewer.get(entry, follow=True))
+        rows.held("a")
+        for address in ("add/", "a/change/", "a/history/", "a/delete/"):
+            assert viewer.get(entry + address).status_code == 404
+        assert entry not in page(person("other", "clear_resourcelock").get("/admin/"))
+
     def test_the_admin_links_to_the_control_room(self, viewer):
         """The list and the page of a lock link to the control room."""
         rows.held("a&b")

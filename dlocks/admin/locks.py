@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import path
 from django.utils.translation import gettext_lazy
 
 from dlocks.admin import control_room
 from dlocks.admin.actions import LockActions
+from dlocks.admin.base import ReadOnlyAdmin
 from dlocks.admin.links import url
 from dlocks.admin.target import Target
-from dlocks.models import ClaimState, LockQuerySet, LockState, ResourceLock, under
+from dlocks.models import (
+    ClaimState,
+    ControlRoom,
+    LockQuerySet,
+    LockState,
+    ResourceLock,
+    under,
+)
 from dlocks.operations import (
     LockRow,
     claims,
@@ -208,4 +216,24 @@ class ResourceLockAdmin(LockActions):
         return [
             Target.of(one).field
             for one in [*stale, *self._stale_claims(of_key)[:SHOWN]]
+        ]
+
+
+@admin.register(ControlRoom)
+class ControlRoomAdmin(ReadOnlyAdmin):
+    """The entry of the live page in the index and the sidebar. It has no other URL."""
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return request.user.has_perm("dlocks.view_resourcelock")
+
+    def get_urls(self) -> list[Any]:
+        def view(request: HttpRequest) -> HttpResponse:
+            return HttpResponseRedirect(url(self))
+
+        return [
+            path(
+                "",
+                self.admin_site.admin_view(view),
+                name="dlocks_controlroom_changelist",
+            )
         ]

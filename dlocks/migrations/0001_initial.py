@@ -260,6 +260,19 @@ class Migration(migrations.Migration):
                 ],
             },
         ),
+        migrations.CreateModel(
+            name="ControlRoom",
+            fields=[],
+            options={
+                "verbose_name": "control room",
+                "verbose_name_plural": "control room",
+                "proxy": True,
+                "default_permissions": (),
+                "indexes": [],
+                "constraints": [],
+            },
+            bases=("dlocks.resourcelock",),
+        ),
         migrations.RunPython(
             set_storage, migrations.RunPython.noop, atomic=False, elidable=False
         ),
