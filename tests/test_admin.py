@@ -122,6 +122,13 @@ def actions(text: str) -> set[str]:
     return set(re.findall(r'<option value="(\w+)">', text))
 
 
+def buttons(text: str) -> list[tuple[str, str]]:
+    """Return the classes and the words of the buttons on a page."""
+    return re.findall(
+        r'<(?:button|a)\b[^>]* class="(button[^"]*)"[^>]*>([^<]*)</(?:button|a)>', text
+    )
+
+
 def log() -> list[tuple[str, str, str]]:
     return [
         (entry.user.username, entry.object_id, entry.change_message)
@@ -279,6 +286,52 @@ class TestPages:
         assert re.search(r'class="field-left">\d+ days<', text)
         assert re.search(r'class="field-left">expired \d+ days ago<', text)
         assert re.search(r'class="field-begin"><time [^>]*>\d+ days ago<', text)
+
+    def test_the_holder_of_a_free_key_is_its_last_one(self, viewer):
+        """The page of a held lock has no outcome, since the hold has none yet."""
+        rows.free("old")
+        rows.held("new")
+        assert "last holder: web-1:4711:MainThread" in page(viewer.get(LIST))
+        text = page(viewer.get(detail("old")))
+        for label in ("Last holder:", "Last outcome:"):
+            assert label in text
+            assert label not in page(viewer.get(detail("new")))
+        assert "Holder:" not in text
+        assert "succeeded" in text
+
+    def test_each_action_has_the_same_words_and_style_on_every_page(self, boss):
+        """On the page of a lock, its actions come before the button that closes it."""
+        rows.stale("a")
+        rows.shares("a", 7)
+        rows.dead("a")
+        rows.free("b")
+        live = page(boss.get(f"{LIST}live/"))
+        text = page(boss.get(detail("a")))
+        asked = page(boss.post(LIST, {"action": FORCE, "_selected_action": ["a"]}))
+        confirm = [("button dlocks-force", "Force release")]
+        assert buttons(live).count(confirm[0]) == 2
+        assert buttons(text) == [
+            *confirm,
+            ("button", "Clear stale locks"),
+            ("button", "Close"),
+            *confirm,
+            ("button dlocks-force", "Remove from the queue"),
+        ]
+        assert buttons(asked) == [
+            *confirm,
+            ("button cancel-link", "No, take me back"),
+        ]
+        claim = LockClaim.objects.get(version=None)
+        form = {"action": FORCE, "_selected_action": ["a"], "only": f"claim:{claim.pk}"}
+        asked = page(boss.post(LIST, form))
+        assert buttons(asked)[0] == ("button dlocks-force", "Remove from the queue")
+        assert "Force release" not in asked
+        ResourceLock.objects.filter(pk="b").update(end_time=rows.PAST)
+        form = {"action": "delete_unused_rows", "_selected_action": ["b"]}
+        assert buttons(page(boss.post(LIST, form)))[0] == (
+            "button dlocks-force",
+            "Delete unused rows",
+        )
 
     def test_states_are_words_and_colours(self, viewer):
         """Each state is a word with its own CSS class, for light and dark mode."""

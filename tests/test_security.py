@@ -393,9 +393,9 @@ class TestRoles:
             assert actions(page(client.get(LIST))) == MAY.get(role, set())
             text = page(client.get(detail("held"))) + page(client.get(LIVE))
             assert ("Force release" in text) is (role == "releaser")
-            assert (
-                "Clear stale holds and dead claims" in page(client.get(detail("stale")))
-            ) is (role == "clearer")
+            assert ("Clear stale locks" in page(client.get(detail("stale")))) is (
+                role == "clearer"
+            )
 
     @pytest.mark.parametrize("role", ROLES)
     @pytest.mark.parametrize("action", [CLEAR, FORCE, PURGE])

@@ -50,29 +50,28 @@ class LockColumns(ReadOnlyAdmin):
         # The row of a shared key describes only its last exclusive holder.
         if not in_row(lock) or not lock.holder:
             return None
-        times = (
-            ""
-            if lock.state == LockState.FREE or lock.hold_count < 2
-            else f" ×{lock.hold_count}"
-        )
-        return format_html(
-            '<span class="dlocks-who">{}{} <small>{}</small></span>',
-            name_of(lock),
-            times,
-            address_of(lock),
-        )
+        name = name_of(lock)
+        if lock.state == LockState.FREE:
+            name = _("last holder: %s") % name
+        elif lock.hold_count > 1:
+            name += f" ×{lock.hold_count}"
+        return who_html(name, lock)
 
     @admin.display(description=gettext_lazy("holder"))
     def who_unsorted(self, lock: LockRow) -> str | None:
         return self.who(lock)
 
     @admin.display(description=gettext_lazy("holder"))
-    def holder_name(self, lock: LockRow) -> str:
-        return name_of(lock) or self.empty_value_display
+    def holder_name(self, lock: LockRow) -> str | None:
+        return who_html(name_of(lock), lock) if lock.holder else None
 
-    @admin.display(description=gettext_lazy("IP"))
-    def address(self, lock: LockRow) -> str:
-        return address_of(lock) or self.empty_value_display
+    @admin.display(description=gettext_lazy("last holder"))
+    def last_holder(self, lock: LockRow) -> str | None:
+        return self.holder_name(lock)
+
+    @admin.display(description=gettext_lazy("last outcome"))
+    def last_outcome(self, lock: LockRow) -> str:
+        return str(lock.get_status_display())
 
     @admin.display(description=gettext_lazy("acquired"), ordering="begin_time")
     def begin(self, lock: LockRow) -> str:
@@ -143,6 +142,12 @@ class LockColumns(ReadOnlyAdmin):
 
 def key_html(key: str) -> str:
     return format_html('<bdi class="dlocks-key">{}</bdi>', printable(key))
+
+
+def who_html(name: str, held: LockRow) -> str:
+    return format_html(
+        '<span class="dlocks-who">{} <small>{}</small></span>', name, address_of(held)
+    )
 
 
 def is_long(lock: LockRow, backend: DatabaseBackend | None) -> bool:

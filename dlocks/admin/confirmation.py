@@ -120,7 +120,9 @@ class Confirmation(LockColumns):
         kinds = {target.kind for target, _now in shown}
         context = {
             **self.admin_site.each_context(request),
-            "title": _("Force release"),
+            "title": (
+                _("Force release") if kinds - {"claim"} else _("Remove from the queue")
+            ),
             "subtitle": None,
             "opts": self.opts,
             "media": self.media,

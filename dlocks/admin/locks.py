@@ -61,19 +61,28 @@ class ResourceLockAdmin(LockActions):
     search_fields = ("key_resource", "holder", "owner_ip")
     ordering = ("key_resource",)
     # The owner is a secret that controls the hold, so no page shows it.
-    fields = readonly_fields = (
+    fields = (
         "key",
         "state",
-        "status",
-        "holder_name",
-        "address",
-        "begin",
-        "end",
-        "left",
-        "hold_count",
         "waiting",
+        "holder_name",
+        "begin",
+        "left",
+        "end",
+        "hold_count",
         "token",
     )
+    free_fields = (
+        "key",
+        "state",
+        "waiting",
+        "last_holder",
+        "last_outcome",
+        "begin",
+        "end",
+        "token",
+    )
+    readonly_fields = (*fields, "last_holder", "last_outcome")
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
         return self.backend() is not None and request.user.has_perm(
@@ -153,12 +162,11 @@ class ResourceLockAdmin(LockActions):
     # The page of a lock.
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        # The row of a shared key describes only its last exclusive holder.
-        return (
-            self.fields
-            if obj is None or in_row(obj)
-            else ("key", "state", "waiting", "token")
-        )
+        if obj is not None and not in_row(obj):
+            # The row of a shared key describes only its last exclusive holder.
+            return ("key", "state", "waiting", "token")
+        is_free = obj is not None and obj.state == LockState.FREE
+        return self.free_fields if is_free else self.fields
 
     def render_change_form(
         self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any

@@ -10,9 +10,9 @@ from django.utils.html import format_html
 from django.utils.translation import gettext_lazy
 
 from dlocks.admin.base import ReadOnlyAdmin
-from dlocks.admin.columns import key_html, time_html
+from dlocks.admin.columns import key_html, time_html, who_html
 from dlocks.models import HoldRecord, under
-from dlocks.operations import address_of, name_of
+from dlocks.operations import name_of
 from dlocks.text import duration, shows_holder
 
 
@@ -89,11 +89,7 @@ class HoldRecordAdmin(ReadOnlyAdmin):
 
     @admin.display(description=gettext_lazy("holder"))
     def who(self, record: Any) -> str:
-        return format_html(
-            '<span class="dlocks-who">{} <small>{}</small></span>',
-            name_of(record),
-            address_of(record),
-        )
+        return who_html(name_of(record), record)
 
     @admin.display(description=gettext_lazy("acquired"))
     def began(self, record: Any) -> str:
