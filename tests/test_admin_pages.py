@@ -1,0 +1,218 @@
+"""Every page of the admin in every state, at three widths, in both themes.
+
+The pictures of the pages are written to the directory in DLOCKS_TEST_PICTURES, or to a
+temporary one.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import axe_playwright_python
+import pytest
+
+from tests import rows
+from tests.test_admin import LIST, detail, person
+from tests.test_admin_records import RECORDS
+from tests.test_control_room import LIVE
+from tests.test_control_room_browser import busy_hour
+
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+
+PICTURES = os.environ.get("DLOCKS_TEST_PICTURES")
+WIDTHS = (1280, 1024, 390)
+
+# The script of axe-core. Python has no other package with a recent one.
+AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
+VIOLATIONS = """async () => (await axe.run({preload: false})).violations.map(
+    one => `${one.id}: ${one.nodes.map(node => node.html).slice(0, 5).join(' ')}`
+)"""
+# The elements whose content is wider than they are, so that it is cut off or covers
+# something else. On a phone Django's lists can be scrolled in their frame.
+CUT = """phone => [...document.querySelectorAll('#content *')].filter(e =>
+    e.clientWidth > 1 && e.scrollWidth > e.clientWidth + 1
+    && !e.matches(phone ? '.visually-hidden, .results' : '.visually-hidden')
+).map(e => `${e.tagName}.${e.className}: ${e.scrollWidth} > ${e.clientWidth}`)"""
+
+
+@pytest.fixture
+def boss(transactional_db):
+    return person("boss", is_superuser=True)
+
+
+def with_history(settings):
+    settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+
+
+def shared_key():
+    now = datetime.now(UTC)
+    rows.free("catalogue", version=1)
+    for number in range(4):
+        rows.claim(
+            "catalogue",
+            now + timedelta(seconds=8.0 - 6 * number),
+            version=100 + number,
+            holder=f"web-{number}:14{number:02}:Thread-{number + 2}",
+            begin_time=now - timedelta(seconds=30 * number + 4),
+            permits=10,
+        )
+    rows.waits("catalogue", holder="jobs-1:2210:MainThread", begin_time=now)
+    rows.dead("catalogue", holder="jobs-2:978:MainThread")
+
+
+def open_confirmation(page, name="Force release"):
+    page.get_by_role("checkbox").nth(0).check()
+    page.get_by_label("Action:").select_option(label=name)
+    page.get_by_role("button", name="Run").or_(
+        page.get_by_role("button", name="Go")
+    ).click()
+    page.get_by_label("Reason:").wait_for()
+
+
+def list_empty(page, settings):
+    page.goto(LIST)
+
+
+def list_busy(page, settings):
+    busy_hour()
+    rows.free("cache:warm-up")
+    page.goto(LIST)
+
+
+def lock_held(page, settings):
+    busy_hour()
+    page.goto(detail("report:monthly"))
+
+
+def lock_stale(page, settings):
+    busy_hour()
+    page.goto(detail("newsletter"))
+
+
+def lock_free(page, settings):
+    rows.free("cache:warm-up")
+    page.goto(detail("cache:warm-up"))
+
+
+def lock_shared(page, settings):
+    shared_key()
+    page.goto(detail("catalogue"))
+
+
+def confirmation(page, settings):
+    busy_hour()
+    rows.shares("catalogue", 104)
+    page.goto(LIST)
+    open_confirmation(page)
+
+
+def room_empty(page, settings):
+    page.goto(LIVE)
+
+
+def room_quiet_hour(page, settings):
+    with_history(settings)
+    page.goto(LIVE)
+
+
+def room_busy(page, settings):
+    with_history(settings)
+    busy_hour()
+    page.goto(LIVE)
+
+
+def room_key(page, settings):
+    with_history(settings)
+    busy_hour()
+    page.goto(f"{LIVE}?key=report:monthly")
+
+
+def room_shared(page, settings):
+    shared_key()
+    rows.stale("newsletter", begin_time=datetime.now(UTC))
+    page.goto(LIVE)
+
+
+def room_logged_out(page, settings):
+    room_busy(page, settings)
+    page.context.clear_cookies()
+    page.get_by_role("link", name="Refresh").click()
+    page.get_by_role("link", name="Log in").wait_for()
+
+
+def room_server_away(page, settings):
+    room_shared(page, settings)
+    page.evaluate("() => { window.fetch = () => Promise.reject(new Error()); }")
+    page.get_by_role("link", name="Refresh").click()
+    page.get_by_text("the server does not respond").wait_for()
+
+
+def records_empty(page, settings):
+    page.goto(RECORDS)
+
+
+def records_busy(page, settings):
+    busy_hour()
+    page.goto(RECORDS)
+
+
+def record(page, settings):
+    busy_hour()
+    page.goto(f"{RECORDS}?ending__exact=L")
+    page.get_by_role("link", name="report:monthly").click()
+    page.get_by_role("heading", name="View ended hold").wait_for()
+
+
+STATES = [
+    list_empty,
+    list_busy,
+    lock_held,
+    lock_stale,
+    lock_free,
+    lock_shared,
+    confirmation,
+    room_empty,
+    room_quiet_hour,
+    room_busy,
+    room_key,
+    room_shared,
+    room_logged_out,
+    room_server_away,
+    records_empty,
+    records_busy,
+    record,
+]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+def test_pages_fit_and_have_no_barriers(
+    browser, boss, settings, tmp_path, state, theme
+):
+    """Nothing is cut off on a screen or a phone, and axe-core finds no barrier.
+
+    This holds for every page of the admin, in every state and in both themes.
+    """
+    page = browser.page(
+        boss,
+        viewport={"width": WIDTHS[0], "height": 800},
+        color_scheme=theme,
+        # axe measures with styles of its own.
+        bypass_csp=True,
+    )
+    state(page, settings)
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    pictures = Path(PICTURES) if PICTURES else tmp_path
+    troubles = {}
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 800})
+        name = f"{state.__name__}-{width}-{theme}"
+        page.screenshot(path=pictures / f"{name}.png", full_page=True)
+        found = page.evaluate(CUT, width == WIDTHS[-1]) + page.evaluate(VIOLATIONS)
+        if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            found.append("the page is too wide")
+        if found:
+            troubles[name] = found
+    assert troubles == {}
