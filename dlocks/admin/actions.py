@@ -191,6 +191,7 @@ class LockActions(Confirmation):
             "title": _("Delete unused rows"),
             "subtitle": None,
             "opts": self.opts,
+            **self.alias_context,
             "media": self.media,
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "left_out": len(selected) - len(unused),

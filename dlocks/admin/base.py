@@ -1,21 +1,65 @@
-"""The base of the read-only admins, on the tables of one backend."""
+"""The base of the read-only admins, on the tables of the chosen backend."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Self
 
 from django.contrib import admin
-from django.http import HttpRequest
+from django.contrib.admin.views.main import ChangeList
+from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest, HttpResponse, QueryDict
+from django.utils.http import urlencode
+from django.utils.translation import gettext as _
 
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 
 
+class AliasChangeList(ChangeList):
+    """A list whose alias is no filter, so that clearing the filters keeps it."""
+
+    def get_filters_params(self, params: Any = None) -> Any:
+        found = super().get_filters_params(params)
+        found.pop("alias", None)
+        return found
+
+
+def _sources() -> tuple[dict[str, DatabaseBackend], list[tuple[str, str]]]:
+    """Return the aliases with pages of their own, and the others with reasons.
+
+    Aliases with the same database and prefix have the same rows. The first one stands
+    for them.
+    """
+    shown: dict[str, DatabaseBackend] = {}
+    hidden = []
+    tables: dict[tuple[str, str], str] = {}
+    for alias in dict.fromkeys([DEFAULT_ALIAS, *backends]):
+        try:
+            backend = backends[alias]
+        except ImproperlyConfigured:
+            hidden.append((alias, _("its settings have an error")))
+            continue
+        if not isinstance(backend, DatabaseBackend):
+            hidden.append((alias, _("its locks are not in the table of locks")))
+        elif (same := tables.setdefault((backend.database, backend.prefix), alias)) == (
+            alias
+        ):
+            shown[alias] = backend
+        else:
+            hidden.append((alias, _("has the same rows as %s") % same))
+    return shown, hidden
+
+
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """An admin whose rows change only when locks are used."""
+    """An admin whose rows change only when locks are used.
+
+    Each request has a copy of the admin, for the alias that its address chooses.
+    """
 
     empty_value_display = "-"
     change_list_template = "admin/dlocks/resourcelock/change_list.html"
+    alias = DEFAULT_ALIAS
 
     class Media:
         css = {"all": ["dlocks/admin.css"]}
@@ -30,8 +74,71 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return False
 
     def backend(self) -> DatabaseBackend | None:
-        backend = backends[DEFAULT_ALIAS]
+        backend = backends[self.alias]
         return backend if isinstance(backend, DatabaseBackend) else None
+
+    def chosen(self, request: HttpRequest) -> Self:
+        """Return the admin of the alias in the address, or of the first alias."""
+        # Django keeps the parameters of a list in this one.
+        kept = QueryDict(request.GET.get("_changelist_filters", ""))
+        alias = request.GET.get("alias", kept.get("alias"))
+        shown, _hidden = _sources()
+        chosen = copy.copy(self)
+        chosen.alias = alias if alias in shown else next(iter(shown), DEFAULT_ALIAS)
+        return chosen
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Return the parameters of the address that choose the alias."""
+        return {} if self.alias == DEFAULT_ALIAS else {"alias": self.alias}
+
+    @property
+    def alias_context(self) -> dict[str, Any]:
+        shown, hidden = _sources()
+        return {
+            "alias": self.query.get("alias"),
+            "alias_query": f"?{urlencode(self.query)}" if self.query else "",
+            "aliases": [
+                {
+                    "name": alias,
+                    "query": urlencode({"alias": alias}),
+                    "is_current": alias == self.alias,
+                    "database": backend.database,
+                    "prefix": backend.prefix,
+                }
+                for alias, backend in shown.items()
+            ],
+            "hidden_aliases": hidden,
+        }
+
+    def changelist_view(
+        self, request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        chosen = self.chosen(request)
+        return super(ReadOnlyAdmin, chosen).changelist_view(
+            request, chosen.alias_context
+        )
+
+    def changeform_view(
+        self, request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        chosen = self.chosen(request)
+        return super(ReadOnlyAdmin, chosen).changeform_view(request, *args, **kwargs)
+
+    def history_view(
+        self, request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        chosen = self.chosen(request)
+        return super(ReadOnlyAdmin, chosen).history_view(request, *args, **kwargs)
+
+    def render_change_form(
+        self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        context |= self.alias_context
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> Any:
+        return AliasChangeList
 
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None

@@ -125,6 +125,7 @@ class Confirmation(LockColumns):
             ),
             "subtitle": None,
             "opts": self.opts,
+            **self.alias_context,
             "media": self.media,
             "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
             "left_out": left_out,

@@ -49,7 +49,9 @@ def view(admin: LockAdmin, request: HttpRequest) -> HttpResponse:
     part = request.GET.get("part")
     if part in EVERY:
         return TemplateResponse(
-            request, f"admin/dlocks/resourcelock/live_{part}.html", {"room": room}
+            request,
+            f"admin/dlocks/resourcelock/live_{part}.html",
+            {"room": room, **admin.alias_context},
         )
     context = {
         **admin.admin_site.each_context(request),
@@ -58,6 +60,7 @@ def view(admin: LockAdmin, request: HttpRequest) -> HttpResponse:
         "opts": admin.opts,
         "media": admin.media,
         "room": room,
+        **admin.alias_context,
     }
     return TemplateResponse(request, "admin/dlocks/resourcelock/live.html", context)
 
@@ -173,6 +176,7 @@ class Room(LiveHistory):
     def _of_page(self, number: int) -> dict[str, str | int]:
         chosen = {"key": self.key, "q": self.search, "only": self.only}
         return {
+            **self.admin.query,
             **{name: value for name, value in chosen.items() if value},
             "page": number,
         }

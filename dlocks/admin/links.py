@@ -19,12 +19,17 @@ class OnSite(Protocol):
 
     admin_site: Any
 
+    @property
+    def query(self) -> dict[str, str]: ...
+
 
 class LockAdmin(OnSite, Protocol):
     """The part of the admin of locks that the page uses."""
 
     opts: Any
 
+    @property
+    def alias_context(self) -> dict[str, Any]: ...
     @property
     def media(self) -> Any: ...
     def has_view_permission(self, request: HttpRequest) -> bool: ...
@@ -39,16 +44,22 @@ def url(admin: OnSite, **query: str | int) -> str:
     address = reverse(
         "admin:dlocks_resourcelock_live", current_app=admin.admin_site.name
     )
+    query = {**admin.query, **query}
     return f"{address}?{urlencode(query)}" if query else address
 
 
 def lock_url(admin: OnSite, key: str) -> str:
     """Return the address of a lock's page."""
-    return reverse(
+    address = reverse(
         "admin:dlocks_resourcelock_change",
         args=[quote(key)],
         current_app=admin.admin_site.name,
     )
+    if not admin.query:
+        return address
+    # Django's links from that page keep this parameter.
+    kept = urlencode({"_changelist_filters": urlencode(admin.query)})
+    return f"{address}?{kept}"
 
 
 def back_to(admin: OnSite, query: str) -> str:

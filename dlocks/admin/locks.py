@@ -101,7 +101,7 @@ class ResourceLockAdmin(LockActions):
 
     def get_urls(self) -> list[Any]:
         live = self.admin_site.admin_view(
-            lambda request: control_room.view(self, request)
+            lambda request: control_room.view(self.chosen(request), request)
         )
         return [
             path("live/", live, name="dlocks_resourcelock_live"),
@@ -130,14 +130,18 @@ class ResourceLockAdmin(LockActions):
     def changelist_view(
         self, request: HttpRequest, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        self._find_kept(request)
-        return super().changelist_view(request, *args, **kwargs)
+        chosen = self.chosen(request)
+        chosen._find_kept(request)
+        return super(ResourceLockAdmin, chosen).changelist_view(request)
 
     def changeform_view(
         self, request: HttpRequest, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        self._find_kept(request)
-        return super().changeform_view(request, *args, **kwargs)
+        chosen = self.chosen(request)
+        chosen._find_kept(request)
+        return super(ResourceLockAdmin, chosen).changeform_view(
+            request, *args, **kwargs
+        )
 
     def _find_kept(self, request: HttpRequest) -> None:
         """Load the expired leases that transactions keep.
