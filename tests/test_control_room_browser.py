@@ -35,7 +35,7 @@ def boss(transactional_db) -> Client:
 
 @pytest.fixture
 def with_history(settings):
-    settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+    settings.DLOCKS = {"default": settings.DLOCKS["recorded"]}
 
 
 def row(page, key):
@@ -373,8 +373,7 @@ def test_screenshots_on_desktop_and_phone_in_both_themes(browser, boss, theme):
     picture(page, f"control-room-{theme}.png", full_page=True)
     page.goto(f"{LIVE}?key=report:monthly")
     shows(page)
-    page.locator("#dlocks-past").scroll_into_view_if_needed()
-    picture(page.locator("#dlocks-past"), f"timeline-{theme}.png")
+    picture(page.locator("#dlocks-hour"), f"timeline-{theme}.png")
     phone = browser.page(boss, viewport=PHONE, color_scheme=theme)
     for query in ("", "?key=report:monthly", f"?key={'x' * 255}"):
         phone.goto(LIVE + query)
