@@ -25,7 +25,7 @@ from dlocks.admin.links import LockAdmin, lock_url, url
 from dlocks.admin.live_history import LiveHistory
 from dlocks.models import ClaimState, LockClaim, LockState
 from dlocks.operations import LockRow, address_of, in_row, mode, name_of, time_left
-from dlocks.text import duration, moment, printable
+from dlocks.text import moment, printable, shown_duration
 from dlocks.values import KEY_LENGTH, Kept
 
 # Locks per page, and claims shown for each lock and each of their states.
@@ -263,7 +263,7 @@ class Room(LiveHistory):
         return {
             "holder": name_of(held) or _("unknown"),
             "owner_ip": address_of(held),
-            "held_for": duration(held.seconds_held) if has_begun else "",
+            "held_for": shown_duration(held.seconds_held) if has_begun else "",
             "since": moment(held.begin_time) if has_begun else None,
             # No bar: a row does not have the ttl of its lease.
             "left": time_left(held),

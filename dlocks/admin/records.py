@@ -13,7 +13,7 @@ from dlocks.admin.base import ReadOnlyAdmin
 from dlocks.admin.columns import key_html, time_html, who_html
 from dlocks.models import HoldRecord, under
 from dlocks.operations import name_of
-from dlocks.text import duration, shows_holder
+from dlocks.text import shown_duration, shows_holder
 
 
 class EndedFilter(admin.SimpleListFilter):
@@ -102,11 +102,11 @@ class HoldRecordAdmin(ReadOnlyAdmin):
 
     @admin.display(description=gettext_lazy("held for"), ordering="held")
     def held(self, record: Any) -> str:
-        return duration(max(0.0, record.held.total_seconds()))
+        return shown_duration(max(0.0, record.held.total_seconds()))
 
     @admin.display(description=gettext_lazy("waited"), ordering="waited")
     def wait(self, record: Any) -> str | None:
-        return duration(record.waited) if record.waited else None
+        return shown_duration(record.waited) if record.waited else None
 
     @admin.display(description=gettext_lazy("token"))
     def number(self, record: Any) -> str:
