@@ -1,4 +1,4 @@
-"""Every page of the admin in every state, at three widths, in both themes.
+"""Every page of the admin and the shop in every state, at three widths, in both themes.
 
 The pictures of the pages are written to the directory in DLOCKS_TEST_PICTURES, or to a
 temporary one.
@@ -13,7 +13,9 @@ from pathlib import Path
 import axe_playwright_python
 import pytest
 
+from example_project.shop.models import Product
 from tests import rows
+from tests.models import Article, Comment
 from tests.test_admin import LIST, detail, person
 from tests.test_admin_records import RECORDS
 from tests.test_control_room import LIVE
@@ -26,12 +28,16 @@ WIDTHS = (1280, 1024, 390)
 
 # The script of axe-core. Python has no other package with a recent one.
 AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
-VIOLATIONS = """async () => (await axe.run({preload: false})).violations.map(
+VIOLATIONS = """async (part) => (
+    await axe.run(part || document, {preload: false})
+).violations.map(
     one => `${one.id}: ${one.nodes.map(node => node.html).slice(0, 5).join(' ')}`
 )"""
 # The elements whose content is wider than they are, so that it is cut off or covers
 # something else. On a phone Django's lists can be scrolled in their frame.
-CUT = """phone => [...document.querySelectorAll('#content *')].filter(e =>
+CUT = """([phone, part]) => [
+    ...document.querySelectorAll((part || '#content') + ' *')
+].filter(e =>
     e.clientWidth > 1 && e.scrollWidth > e.clientWidth + 1
     && !e.matches(phone ? '.visually-hidden, .results' : '.visually-hidden')
 ).map(e => `${e.tagName}.${e.className}: ${e.scrollWidth} > ${e.clientWidth}`)"""
@@ -108,6 +114,55 @@ def confirmation(page, settings):
     open_confirmation(page)
 
 
+def purge_confirmation(page, settings):
+    rows.free("cache:warm-up")
+    page.goto(LIST + "?state=free")
+    page.get_by_role("checkbox").nth(0).check()
+    page.locator("[name=action]").select_option("delete_unused_rows")
+    page.locator("[name=index]").click()
+    page.get_by_role("button", name="Delete").wait_for()
+
+
+def removal_confirmation(page, settings):
+    lock_shared(page, settings)
+    page.get_by_role("button", name="Remove from the queue").click()
+    page.get_by_label("Reason:").wait_for()
+
+
+def index(page, settings):
+    page.goto("/admin/")
+
+
+def conflict_in_a_form(page, settings):
+    article = Article.objects.create(title="first", body="text", views=3)
+    Comment.objects.create(article=article, text="old")
+    page.goto(f"/admin/tests/article/{article.pk}/change/")
+    page.locator("[name=title]").fill("yours")
+    page.locator("[name=comments-0-text]").fill("yours")
+    Article.objects.update(title="theirs", views=4)
+    Comment.objects.update(text="theirs")
+    page.locator("[name=_save]").click()
+    page.get_by_role("button", name="Use theirs: Title").wait_for()
+
+
+def conflict_in_a_list(page, settings):
+    Article.objects.create(title="first", body="text", views=3)
+    page.goto("/admin/tests/article/")
+    page.locator("[name=form-0-title]").fill("yours")
+    Article.objects.update(title="theirs")
+    page.locator("[name=_save]").click()
+    page.get_by_role("button", name="Use theirs: Title").wait_for()
+
+
+def shop(page, settings):
+    Product.objects.create(name="Lamp", stock=3)
+    page.goto("/shop/")
+
+
+def shop_flash_sale(page, settings):
+    page.goto("/shop/flash-sale/")
+
+
 def room_empty(page, settings):
     page.goto(LIVE)
 
@@ -173,6 +228,13 @@ STATES = [
     lock_free,
     lock_shared,
     confirmation,
+    purge_confirmation,
+    removal_confirmation,
+    index,
+    conflict_in_a_form,
+    conflict_in_a_list,
+    shop,
+    shop_flash_sale,
     room_empty,
     room_quiet_hour,
     room_busy,
@@ -184,6 +246,14 @@ STATES = [
     records_busy,
     record,
 ]
+
+
+# The part of a page that is ours, where the rest is Django's. Its forms in lists have
+# no labels, and its inline rows are wider than their frame.
+PARTS = {
+    conflict_in_a_form: ".dlocks-conflict",
+    conflict_in_a_list: ".dlocks-conflict",
+}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -210,7 +280,9 @@ def test_pages_fit_and_have_no_barriers(
         page.set_viewport_size({"width": width, "height": 800})
         name = f"{state.__name__}-{width}-{theme}"
         page.screenshot(path=pictures / f"{name}.png", full_page=True)
-        found = page.evaluate(CUT, width == WIDTHS[-1]) + page.evaluate(VIOLATIONS)
+        part = PARTS.get(state)
+        found = page.evaluate(CUT, [width == WIDTHS[-1], part])
+        found += page.evaluate(VIOLATIONS, part)
         if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
             found.append("the page is too wide")
         if found:
