@@ -1,0 +1,138 @@
+"""The examples of the documentation in a project that is not this checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import pages
+
+ROOT = pages.DOCS.parent
+
+SETTINGS = """
+SECRET_KEY = "of a reader"
+DATABASES = {
+    "default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": "reader.sqlite3",
+        "OPTIONS": {"transaction_mode": "IMMEDIATE"},
+    }
+}
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "dlocks",
+    "shop",
+]
+ROOT_URLCONF = "shop"
+ASGI_APPLICATION = "shop"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+"""
+
+MODELS = """
+from django.db import models
+
+class Product(models.Model):
+    name = models.CharField(max_length=100)
+    stock = models.PositiveIntegerField()
+
+class Sale(models.Model):
+    product = models.ForeignKey(Product, models.CASCADE)
+    buyer = models.CharField(max_length=100)
+"""
+
+# Run the blocks of one page as a module of the app. Names that the page takes for
+# granted, such as ``amount``, stand for any object.
+RUN = """
+import builtins, json, sys, types
+from unittest.mock import MagicMock
+
+import django
+from django.core.management import call_command
+from django.db import connection, models
+
+django.setup()
+call_command("migrate", run_syncdb=True, verbosity=0)
+from django.apps import apps
+
+class Names(dict):
+    def __missing__(self, name):
+        return self.setdefault(name, MagicMock(name=name))
+
+page, blocks = json.load(sys.stdin)
+module = types.ModuleType("shop.page")
+sys.modules[module.__name__] = module
+names = vars(module)
+names["__builtins__"] = Names(vars(builtins))
+names["__builtins__"]["run_due_tasks"] = lambda token: module.election.stop()
+names["__builtins__"]["serve_forever"] = lambda: None
+names["__builtins__"]["order"] = MagicMock(lines=[MagicMock(product_id=7)])
+made = set(apps.get_models())
+for code in blocks:
+    try:
+        exec(compile(code, page, "exec"), names)
+    except Exception as error:
+        # The page announces the error in a comment at the end of the line.
+        line = code.splitlines()[error.__traceback__.tb_next.tb_lineno - 1]
+        if not line.endswith(f"# {type(error).__name__}"):
+            raise
+    for model in set(apps.get_models()) - made:
+        made.add(model)
+        with connection.schema_editor() as editor:
+            editor.create_model(model)
+        model.objects.create(pk=7)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """Return the directory of a project with an app ``shop``, as readers have it."""
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "settings.py").write_text(SETTINGS)
+    (directory / "run.py").write_text(RUN)
+    (directory / "shop").mkdir()
+    (directory / "shop" / "__init__.py").write_text("urlpatterns = []\n")
+    (directory / "shop" / "models.py").write_text(MODELS)
+    return directory
+
+
+PAGES = [
+    page
+    for path in sorted(pages.DOCS.rglob("*.md"))
+    if (page := path.relative_to(pages.DOCS).with_suffix("").as_posix())
+    # The tutorial has its own test, which makes a project too. A test of the backends
+    # has a worker of RQ, and SQLite has no session locks.
+    not in {"tutorial", "how-to/workers", "how-to/session-locks"}
+    and pages.blocks(page)
+]
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.once
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_page_run_in_a_project(project: Path, page: str) -> None:
+    """A reader can copy each block of a page, one after the other."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::SyntaxWarning", "run.py"],
+        cwd=project,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "DJANGO_SETTINGS_MODULE": "settings",
+        },
+        input=json.dumps([page, pages.blocks(page)]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
