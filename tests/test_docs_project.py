@@ -62,7 +62,6 @@ from django.db import connection, models
 
 django.setup()
 call_command("migrate", run_syncdb=True, verbosity=0)
-from django.apps import apps
 
 class Names(dict):
     def __missing__(self, name):
@@ -76,7 +75,13 @@ names["__builtins__"] = Names(vars(builtins))
 names["__builtins__"]["run_due_tasks"] = lambda token: module.election.stop()
 names["__builtins__"]["serve_forever"] = lambda: None
 names["__builtins__"]["order"] = MagicMock(lines=[MagicMock(product_id=7)])
-made = set(apps.get_models())
+
+def create(sender, **kwargs):
+    with connection.schema_editor() as editor:
+        editor.create_model(sender)
+    sender.objects.create(pk=7)
+
+models.signals.class_prepared.connect(create)
 for code in blocks:
     try:
         exec(compile(code, page, "exec"), names)
@@ -85,11 +90,6 @@ for code in blocks:
         line = code.splitlines()[error.__traceback__.tb_next.tb_lineno - 1]
         if not line.endswith(f"# {type(error).__name__}"):
             raise
-    for model in set(apps.get_models()) - made:
-        made.add(model)
-        with connection.schema_editor() as editor:
-            editor.create_model(model)
-        model.objects.create(pk=7)
 """
 
 
