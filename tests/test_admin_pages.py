@@ -21,7 +21,7 @@ from tests.test_admin_records import RECORDS
 from tests.test_control_room import LIVE
 from tests.test_control_room_browser import busy_hour
 
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
 PICTURES = os.environ.get("DLOCKS_TEST_PICTURES")
 WIDTHS = (1280, 1024, 390)

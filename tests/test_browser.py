@@ -10,7 +10,7 @@ from tests import browser as chromium
 from tests import rows
 from tests.test_admin import person
 
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.test_control_room import HOSTILE, LIVE, ended
 IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
 # The page behaves the same on every engine. test_control_room.py tests its content on
 # each.
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1120, "height": 700}
 

@@ -16,7 +16,7 @@ from tests.test_admin import person
 
 # The page behaves the same on every engine. test_optimistic_admin.py tests its content
 # on each.
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
 LIST = "/admin/tests/article/"
 
