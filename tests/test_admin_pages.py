@@ -12,6 +12,7 @@ from pathlib import Path
 
 import axe_playwright_python
 import pytest
+from django.template.loader import render_to_string
 
 from example_project.shop.models import Product
 from tests import rows
@@ -163,6 +164,11 @@ def shop_flash_sale(page, settings):
     page.goto("/shop/flash-sale/")
 
 
+def busy_view(page, settings):
+    text = "This is in use at the moment. Try again later."
+    page.set_content(render_to_string("dlocks/busy.html", {"text": text}))
+
+
 def room_empty(page, settings):
     page.goto(LIVE)
 
@@ -235,6 +241,7 @@ STATES = [
     conflict_in_a_list,
     shop,
     shop_flash_sale,
+    busy_view,
     room_empty,
     room_quiet_hour,
     room_busy,
