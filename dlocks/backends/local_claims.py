@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -11,7 +14,25 @@ from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime import clock
 from dlocks.runtime.threads import BackgroundThread
-from dlocks.values import Holder
+from dlocks.values import Claim, Holder
+
+
+@dataclass(slots=True, eq=False)
+class LocalEntry:
+    """A claim that holds a key, requests it or waits for it."""
+
+    claim: Claim
+    token: int | None = None
+    waiting: bool = False
+    count: int = 1
+    # The time of day of the grant.
+    since: float = 0.0
+    # When it is released if it is not renewed.
+    ends_at: float = math.inf
+    # Released, but its key stays taken until ``ends_at``.
+    kept: bool = False
+    # Removed from all tables.
+    gone: bool = False
 
 
 class LocalClaims(Backend):
@@ -19,7 +40,6 @@ class LocalClaims(Backend):
 
     maintainer_name: ClassVar[str]
     _maintain: Callable[[], None]
-    _maintain_from: Callable[[Any], None]
     # By owner, and those released whose key stays taken until ``ends_at``.
     _entries: dict[str, Any]
     _kept: list[Any]
@@ -36,12 +56,34 @@ class LocalClaims(Backend):
         self._maintainer = BackgroundThread(self.maintainer_name, self._maintain)
         self._maintains_at = 0.0
 
+    # The caller of these methods holds the mutex.
+
+    def _granted(self, entry: Any, token: int) -> None:
+        """Record a grant, which has to be collected or renewed within its ttl."""
+        entry.token, entry.waiting, entry.since = token, False, time.time()
+        entry.ends_at = clock.now() + entry.claim.ttl
+        self._maintain_from(entry.ends_at)
+
     def _keep(self, entry: Any, keep: float) -> None:
-        """Release an entry, but keep its key taken. The caller holds the mutex."""
+        """Release an entry, but keep its key taken."""
         del self._entries[entry.claim.owner]
         entry.kept, entry.ends_at = True, clock.now() + keep
         self._kept.append(entry)
-        self._maintain_from(entry)
+        self._maintain_from(entry.ends_at)
+
+    def _forget(self, entry: Any) -> None:
+        """Remove a claim from all tables."""
+        owner: str = entry.claim.owner
+        if self._entries.get(owner) is entry:
+            del self._entries[owner]
+        if entry in self._kept:
+            self._kept.remove(entry)
+        entry.gone, entry.waiting = True, False
+
+    def _maintain_from(self, due: float = math.inf) -> None:
+        """Ensure that the maintenance thread runs, and checks its work when due."""
+        if not self._maintainer.start() and due < self._maintains_at:
+            self._changed.notify()
 
     @staticmethod
     def _own_holder(entry: Any) -> Holder:

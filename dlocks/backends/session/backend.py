@@ -4,10 +4,9 @@ There is no row and no table. A lock belongs to a session of the server and ends
 it, so a process that dies frees its locks at once.
 
 Each process has one private connection for all keys that were free when they were
-acquired. One ping covers all of them. Waiters queue in the engine. This requires one
-session for each key with waiters. That session then carries the hold as well, since a
-session cannot transfer a lock to another. The number of these sessions is limited. A
-waiter without one waits for the next free session, and its key is tried a few times a
+acquired. One ping covers all of them. Waiters queue in the engine. This requires a
+thread and a session for each key with waiters. The number of these sessions is limited.
+A waiter without one waits for the next free session, and its key is tried a few times a
 second meanwhile.
 
 The engine does not know keys, only numbers or short names. They are 64 bits of the
@@ -27,12 +26,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+
 from dlocks.backends.base import refusal_without_rows
-from dlocks.backends.session.checks import check_session
-from dlocks.backends.session.engine_sessions import SessionDiedError
+from dlocks.backends.session.engines import session_class
 from dlocks.backends.session.in_transaction import TransactionLocks
 from dlocks.backends.session.queue import EngineQueue
-from dlocks.backends.session.sessions import Entry
+from dlocks.backends.session.sessions import Entry, SessionDiedError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim, Grant, Holder, seconds
@@ -82,7 +83,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
         self.database = database
         self.renew_every = seconds("ping", ping, above_zero=True)
         self.linger = seconds("linger", linger)
-        self.places = waiting
+        self.waiting_limit = waiting
         self.session_pooling = session_pooling
         self._reset()
         _backends.add(self)
@@ -108,37 +109,32 @@ class SessionBackend(EngineQueue, TransactionLocks):
         if entry is not None:
             return self._acquire_again(entry)
         for reconnected in (False, True):
-            session = self._session_beside(claim) or self._main_session()
+            session = self._session_for(claim)
             try:
-                return self._try(Entry(claim, self._name(claim.key)), session)
+                return self._try(Entry(claim, name=self._name(claim.key)), session)
             except SessionDiedError as error:
-                # The session was idle, and the server has ended it meanwhile.
+                # The session was idle, and has ended meanwhile.
                 self._close_session(session, error)
                 if reconnected:
                     raise self._failed(error) from error
         raise AssertionError("unreachable")
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        entries = {claim.owner: self._entries.get(claim.owner) for claim in claims}
         sent = clock.now()
-        self._ping(
-            {entry.session for entry in entries.values() if entry and entry.session}
-        )
+        entries = [self._entries.get(claim.owner) for claim in claims]
+        for session in {entry.session for entry in entries if entry}:
+            if session is not None:
+                self._ping(session)
         left: dict[str, float] = {}
         with self._mutex:
-            for claim in claims:
-                entry = self._entries.get(claim.owner)
-                if (
-                    entry is None
-                    or entry.token is None
-                    or entry.session is None
-                    or entry.ends_at <= sent
-                ):
+            for entry in entries:
+                session = None if entry is None else entry.session
+                if entry is None or session is None or entry.token is None:
                     continue
-                sure_until = self._sure_until(entry, entry.session, claim.ttl)
-                entry.ends_at = max(entry.ends_at, sure_until)
-                left[claim.owner] = min(max(0.0, sure_until - sent), claim.ttl)
-                self._maintain_from(entry)
+                if entry.ends_at > sent:
+                    sure_for = self._extend(entry, session) - sent
+                    left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
+                    self._maintain_from(entry.ends_at)
         return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
@@ -147,12 +143,13 @@ class SessionBackend(EngineQueue, TransactionLocks):
             held = count is not None and self._rows(*self._held_by_transaction(claim))
             return bool(held)
         entry = self._entries.get(claim.owner)
-        if count is None or entry is None or entry.token is None or not entry.session:
+        session = None if entry is None else entry.session
+        if count is None or entry is None or session is None or entry.token is None:
             return False
         try:
-            self._ask_whether_it_stands(entry.session)
+            session.ping()
         except SessionDiedError as error:
-            self._close_session(entry.session, error)
+            self._close_session(session, error)
             return False
         entry.count = count
         return True
@@ -165,15 +162,13 @@ class SessionBackend(EngineQueue, TransactionLocks):
             entry = self._entries.get(claim.owner)
             if entry is None:
                 return False
-            # From here on, no other thread may assign it to a session.
-            entry.leaving = not (keep and entry.token is not None)
-            if entry.session is None:
-                self._forget(entry)
-                return False
             if keep and entry.token is not None:
                 self._keep(entry, keep)
                 return True
-        if entry.waiting:
+            # From here on, no other thread may request the key for it.
+            entry.leaving = True
+            waits = entry.waiting
+        if waits:
             self._cancel(entry)
             return False
         # The maintenance thread releases an expired lease. The key may then already
@@ -183,12 +178,10 @@ class SessionBackend(EngineQueue, TransactionLocks):
     def holder(self, key: str) -> Holder | None:
         name = self._name(key)
         with self._mutex:
-            for session in self._sessions():
-                for entry in session.at.get(name, ()):
-                    if entry.token is not None and not entry.kept:
-                        return self._own_holder(entry)
-        row = self._ask_main("holder", name)
-        if not row:
+            for entry in self._entries.values():
+                if entry.name == name and entry.token is not None:
+                    return self._own_holder(entry)
+        if not (row := self._ask_main("holder", name)):
             return None
         return Holder(
             key=key,
@@ -218,11 +211,24 @@ class SessionBackend(EngineQueue, TransactionLocks):
         return refusal_without_rows(self, claim)
 
     def check(self) -> list[Any]:
-        return check_session(self.alias, self.database)
+        """Check the engine of the database, without a query."""
+        try:
+            session_class(self.database)
+        except ImproperlyConfigured as error:
+            return [
+                checks.Error(
+                    f"DLOCKS[{self.alias!r}]: {error}",
+                    hint="Choose another BACKEND, or another database.",
+                    id="dlocks.E004",
+                )
+            ]
+        return []
 
     def try_session(self) -> None:
         """Raise ImproperlyConfigured if the database has no reliable sessions."""
-        self._open().wire.close()
+        session = self._new_session()
+        session.connect()
+        session.end()
 
     def disconnect(self) -> None:
         """Close all sessions of this process.
@@ -230,20 +236,19 @@ class SessionBackend(EngineQueue, TransactionLocks):
         This releases its holds and cancels its waiters.
         """
         with self._mutex:
-            sessions = list(self._sessions())
+            for entry in list(self._entries.values()):
+                if entry.waiting:
+                    self._forget(entry)
+            sessions = self._sessions()
         for session in sessions:
             self._close_session(session)
-        with self._mutex:
-            self._entries.clear()
-            self._queued.clear()
 
     # Forks.
 
     def _forked(self) -> None:
         for session in self._sessions():
-            session.wire.abandon()
+            session.abandon()
             _inherited.append(session)
-        _inherited.append(self._selector)
         self._reset()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlocks.backends.session.claim_tables import ClaimTables
+from dlocks.backends.session.claims import Claims
 from dlocks.values import Claim, Grant
 
 
-class TransactionLocks(ClaimTables):
+class TransactionLocks(Claims):
     """Locks that the server releases when the caller's transaction ends."""
 
     def in_transaction(self, connection: Any = None) -> bool:

@@ -1,199 +1,309 @@
-"""A server session that is used by many threads, and its claims."""
+"""A database session of its own for locks, and the claims on it."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from dlocks.backends.session.engine_sessions import EngineSession, Row, SessionDiedError
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.db.utils import Error
+
+from dlocks.backends.local_claims import LocalEntry
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.pools import unpooled
 from dlocks.values import Claim
 
-# Seconds for the reply to a statement that does not wait for a lock.
-REPLY_TIMEOUT = 10.0
+# The first row of a reply.
+Row = Sequence[Any]
+
+# Maximum idle timeout of a session in seconds. Larger values exceed the range of the
+# servers' settings.
+LONGEST_IDLE = 86400 * 20
+
+
+class SessionDiedError(Exception):
+    """A session that has ended, and its locks with it."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class Entry(LocalEntry):
     """A claim that holds a key, requests it or waits for it."""
 
-    claim: Claim
-    name: str | int
+    name: str | int = field(kw_only=True)
     # Its position among the claims of this process.
     number: int = field(default_factory=itertools.count(1).__next__)
-    # The session on which it is held or waited for. None while it waits without a
-    # session.
+    # The session on which it is held, requested or waited for.
     session: Session | None = None
-    token: int | None = None
-    waiting: bool = False
-    count: int = 1
-    # Whether it owns a lock in the engine. A shared claim may instead join the lock of
-    # another claim on the same session.
-    counted: bool = True
-    # Whether it was requested to join the lock of another claim. It may own that lock
-    # by now.
-    joins: bool = False
-    # When the request that was granted was sent, and the time of day of the grant.
-    asked_at: float = 0.0
-    since: float = 0.0
-    # When it is released if it is not renewed.
-    ends_at: float = float("inf")
-    # Whether the thread that watches the sessions reports its turn.
-    watched: bool = False
-    # Released, but its key stays taken until ``ends_at``.
-    kept: bool = False
-    # Whether it is being released or cancelled. No more requests are sent for it, and
-    # no other shared claim may join its lock.
+    # Whether it is being released or cancelled. No more requests are sent for it.
     leaving: bool = False
-    # Whether the engine is to release its lock, which no other claim may take over from
-    # then on. ``freed`` is the engine's reply.
-    freeing: bool = False
-    freed: bool | None = None
-    # Whether a request for it was sent whose reply has not been read.
-    asked: bool = False
-    # Removed from all tables.
-    gone: bool = False
+    # Whether its wait was cancelled on the server.
+    interrupted: bool = False
 
 
 class Session:
-    """A server session, and the claims on it.
+    """A session of the server that no other code uses, and the claims on it.
+
+    The first statement connects. ``name`` is shown in the server's list of sessions, if
+    that list has a place for it. After ``idle`` seconds without a statement, the server
+    ends the session and frees its locks. ``pooled`` states that a pooler in between
+    keeps sessions. This is tested, and every other pooler is refused.
 
     The engine does not distinguish the claims of one session, so this class decides
-    which of them exclude each other.
-
-    At most one statement is under way. A statement that waits in the engine's queue
-    occupies the session until its reply arrives. Then ``on_answer`` is called in the
-    thread that reads the reply first. Only the thread that holds ``mutex`` may read and
-    write the session. ``at`` is guarded by the backend.
+    which of them exclude each other. ``at`` is guarded by the backend, and everything
+    else by ``mutex``.
     """
 
-    def __init__(self, wire: EngineSession) -> None:
-        self.wire = wire
+    # Whether locks can be shared, and whether a lock can belong to a transaction.
+    shares: ClassVar[bool]
+    in_transactions: ClassVar[bool]
+    # The SQL by name, each with the parameter ``value``. The statements that try or
+    # wait return the token, which is drawn after the grant.
+    statements: Mapping[str, str]
+
+    # The number of the session on the server, and the number that was reported when the
+    # connection was opened. A pooler invents one.
+    pid: int
+    reported_pid: int
+
+    # The value with which another session cancels its statement. The number alone is
+    # ambiguous, since another server may use it, and so may this one after a restart.
+    # The reply 0 means that the server does not know the session.
+    identity: str = ""
+
+    def __init__(self, database: str, name: str, idle: float, *, pooled: bool) -> None:
+        self.database = database
+        self.name = name
+        self.idle = idle
+        self.pooled = pooled
         self.mutex = threading.RLock()
+        self.wrapper: Any = None
         self.dead = False
         self.at: dict[str | int, list[Entry]] = {}
-        self.idle_since = clock.now()
-        # When the last ping was sent, and when the last ping with a reply was sent.
-        self.pinged_at = self.stood_at = clock.now()
-        self._in_progress = False
-        self._on_answer: Callable[[Row | None], None] | None = None
-        self._row: Row | None = None
+        # When the last statement was sent that the server has answered.
+        self.stood_at = clock.now()
+
+    # What differs between the engines.
+
+    def options(self) -> dict[str, Any]:
+        """Return further options of the connection."""
+        return {}
+
+    def identify(self) -> None:
+        """Set ``pid`` and ``reported_pid`` without changing the session.
+
+        Behind a pooler, another client may use the session next.
+        """
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Configure the session for locks."""
+        raise NotImplementedError
+
+    @staticmethod
+    def idle_setting(seconds: float) -> int:
+        """Return the value of the server's setting for an idle timeout."""
+        raise NotImplementedError
+
+    def is_cancelled(self, error: Error) -> bool:
+        """Return whether an error means that the statement was cancelled."""
+        raise NotImplementedError
+
+    def is_lost(self, error: Error) -> bool:
+        """Return whether an error means that the session has ended."""
+        raise NotImplementedError
+
+    # Statements.
 
     def ask(
         self,
         statement: str,
-        value: Any = 0,
-        on_answer: Callable[[Row | None], None] | None = None,
+        value: object = 0,
+        on_reply: Callable[[Row | None], None] | None = None,
     ) -> Row | None:
-        """Send a statement and return the first row of its reply.
+        """Send a statement, and return the first row of its reply.
 
-        ``on_answer`` is called even if the reply comes late.
+        The row is None if the statement was cancelled. ``on_reply`` is called with it.
+        After an interrupt, it is unknown what the server has done, so the session ends.
         """
         with self.mutex:
-            if self._in_progress:
-                self.settle_in_time()
-            self.start(statement, value, on_answer)
-            self.settle_in_time(here=True)
-            return self._row
-
-    def settle_in_time(self, *, here: bool = False) -> None:
-        """Wait for the reply under way, if any.
-
-        Raise LockBackendError if it does not arrive in time.
-        """
-        if not self.settle(REPLY_TIMEOUT, here=here):
-            raise LockBackendError(
-                f"The session for locks did not answer within {REPLY_TIMEOUT:g} s."
-            )
-
-    def start(
-        self, statement: str, value: Any, on_answer: Callable[[Row | None], None] | None
-    ) -> None:
-        """Send a statement without waiting for its reply."""
-        with self.mutex:
-            if self.dead:
-                raise SessionDiedError("it was closed")
-            self._on_answer = on_answer
-            self._in_progress = True
             try:
-                self.wire.send(statement, value)
+                if self.wrapper is None and not self.dead:
+                    self.connect()
+                if self.dead:
+                    raise SessionDiedError("it was closed")
+                sent = clock.now()
+                try:
+                    row: Row | None = self.first_row(
+                        self.statements[statement], {"value": value}
+                    )
+                except Error as error:
+                    if self.is_lost(error):
+                        raise SessionDiedError(str(error).strip()) from error
+                    # A session that reports an error has not ended.
+                    self.stood_at = sent
+                    if not self.is_cancelled(error):
+                        raise LockBackendError(
+                            f"Database {self.database!r} rejected a lock statement:"
+                            f" {error}"
+                        ) from error
+                    row = None
+                self.stood_at = sent
+                if on_reply is not None:
+                    on_reply(row)
+                return row
+            except (LockBackendError, ImproperlyConfigured):
+                raise
             except BaseException:
-                # An unknown part of the statement was sent, so a reply could not be
-                # attributed.
                 self.dead = True
                 raise
+            finally:
+                if self.dead:
+                    self._close()
 
-    def settle(self, timeout: float = 0.0, *, here: bool = False) -> bool:
-        """Wait up to ``timeout`` seconds for the reply under way, if any.
+    def first_row(self, sql: str, values: Any = None) -> Any:
+        with self.wrapper.cursor() as cursor:
+            cursor.execute(sql, values)
+            return cursor.fetchone() if cursor.description else None
 
-        Return whether nothing is under way. An error of the server ends the session,
-        unless the sender is ``here`` to receive it.
+    def allow_idle(self, seconds: float) -> None:
+        """Ensure that the server does not end the session within ``seconds``."""
+        if self.idle < seconds:
+            with self.mutex:
+                self.ask("idle", self.idle_setting(seconds))
+                self.idle = seconds
+
+    def ping(self) -> None:
+        """Raise SessionDiedError unless the server still has the session."""
+        row = self.ask("ping")
+        if row is not None and row[0] != self.pid:
+            self.dead = True
+            raise SessionDiedError("a pooler has assigned it to another client")
+
+    # The connection.
+
+    def connect(self) -> None:
+        """Open the connection, which no other thread and no pool uses."""
+        try:
+            self._open()
+            if self.pid != self.reported_pid:
+                self._refuse_pooler()
+            self.begin()
+        except Error as error:
+            self._close()
+            raise LockBackendError(
+                f"No session for locks on database {self.database!r}:"
+                f" {str(error).strip()}"
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+        self.stood_at = clock.now()
+
+    def _open(self) -> None:
+        self.wrapper = unpooled(connections[self.database])
+        self.wrapper.settings_dict["AUTOCOMMIT"] = True
+        self.wrapper.settings_dict["OPTIONS"] = {
+            **self.options(),
+            **self.wrapper.settings_dict["OPTIONS"],
+        }
+        self.wrapper.inc_thread_sharing()
+        self.wrapper.ensure_connection()
+        # A proxy may answer queries by itself that it knows literally, so this query
+        # contains a sum.
+        self.identify()
+
+    def _refuse_pooler(self) -> None:
+        """Raise ImproperlyConfigured unless the pooler keeps sessions.
+
+        ``pooled`` must state this, and a second connection must get another session.
         """
-        with self.mutex:
-            if not self._in_progress:
-                return True
-            if self.dead:
-                raise SessionDiedError("it was closed")
-            if not self.wire.wait(timeout):
-                return False
-            self._in_progress = False
-            on_answer, self._on_answer = self._on_answer, None
+        if not self.pooled:
+            raise ImproperlyConfigured(
+                f"Database {self.database!r} is behind a pooler (the session is"
+                f" {self.pid}, and the connection reports {self.reported_pid}). A"
+                " session lock needs its own session while it is held. A pooler that"
+                " assigns sessions per transaction or statement would grant one lock to"
+                " several callers. Connect this alias of DATABASES to the server"
+                " itself, or use dlocks.backends.database.PessimisticBackend. If the"
+                " pooler keeps sessions (pool_mode = session), set"
+                " OPTIONS['session_pooling'] = True."
+            )
+        other = type(self)(self.database, self.name, self.idle, pooled=True)
+        try:
+            other._open()
+        finally:
+            other._close()
+        if other.pid == self.pid:
+            raise ImproperlyConfigured(
+                "OPTIONS['session_pooling'] states that the pooler of database"
+                f" {self.database!r} keeps sessions, but it assigned session {self.pid}"
+                " to two connections at a time. Set its pool_mode to session, connect"
+                " this alias of DATABASES to the server itself, or use"
+                " dlocks.backends.database.PessimisticBackend."
+            )
+
+    def end(self) -> None:
+        """End the session, from any thread.
+
+        A thread that waits for a reply gets an error, and closes the connection.
+        """
+        self.dead = True
+        if self.mutex.acquire(blocking=False):
             try:
-                self._row = self.wire.answer()
-            except LockBackendError as error:
-                if on_answer is not None and not here:
-                    raise SessionDiedError(str(error)) from error
-                raise
-            if on_answer is not None:
-                try:
-                    on_answer(self._row)
-                except SessionDiedError:
-                    # Another thread could otherwise send a request whose grant would be
-                    # lost.
-                    self.dead = True
-                    raise
-            return True
+                self._close()
+            finally:
+                self.mutex.release()
+        else:
+            with suppress(Exception), socket.socket(fileno=os.dup(self._file())) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a reply is still to come."""
-        return self._in_progress
+    def _close(self) -> None:
+        wrapper, self.wrapper = self.wrapper, None
+        if wrapper is not None:
+            with suppress(Exception):
+                wrapper.close()
 
-    @property
-    def carries(self) -> bool:
-        """Whether a claim on this session was granted."""
-        return any(
-            entry.token is not None
-            for entries in list(self.at.values())
-            for entry in list(entries)
-        )
+    def abandon(self) -> None:
+        """Detach from the parent's session in a child process.
+
+        The file descriptor stays open, so that its number is not used again.
+        """
+        with suppress(Exception):
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, self._file())
+            os.close(nowhere)
+
+    def _file(self) -> int:
+        return int(self.wrapper.connection.fileno())
+
+    # The claims.
 
     def admits(self, claim: Claim, name: str | int) -> bool:
         """Return whether no claim on this session excludes the given claim.
 
         The server checks the claims on other sessions.
         """
-        for entry in self.at.get(name, ()):
-            other = entry.claim
-            if not claim.shared or not (
-                other.shared or (other.owner == claim.beside and not entry.kept)
-            ):
-                return False
-        return True
+        return all(
+            claim.shared
+            and (one.claim.shared or (one.claim.owner == claim.beside and not one.kept))
+            for one in self.at.get(name, ())
+        )
 
     def add(self, entry: Entry) -> None:
         entry.session = self
         self.at.setdefault(entry.name, []).append(entry)
 
     def remove(self, entry: Entry) -> None:
-        entries = self.at.get(entry.name, [])
-        if entry in entries:
-            entries.remove(entry)
+        entry.session = None
+        entries = self.at[entry.name]
+        entries.remove(entry)
         if not entries:
-            self.at.pop(entry.name, None)
-        if not self.at:
-            self.idle_since = clock.now()
+            del self.at[entry.name]

@@ -198,7 +198,7 @@ class ZooKeeperBackend(Waiting):
                         self._forget(entry)
                     elif not entry.ending:
                         entry.ends_at = now + claim.ttl
-                        self._maintain_from(entry)
+                        self._maintain_from(entry.ends_at)
         return {
             owner: min(entry.ends_at, self.ensemble.certain_until) - now
             for owner, (_, entry) in held.items()

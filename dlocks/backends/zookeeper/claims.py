@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import secrets
 from dataclasses import dataclass, field
 
-from dlocks.backends.local_claims import LocalClaims
+from dlocks.backends.local_claims import LocalClaims, LocalEntry
 from dlocks.backends.zookeeper import ensemble as zookeeper
 from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.backends.zookeeper.queue import QueueNode, node_of
@@ -20,12 +19,11 @@ SOON = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class Entry(LocalEntry):
     """A claim that has a node, or may have one."""
 
-    claim: Claim
     # The path of its key's node.
-    parent: str
+    parent: str = field(kw_only=True)
     # The token of the hold to which it is added, and the identity of that hold's
     # ticket.
     beside: tuple[int, tuple[int, str]] | None = None
@@ -35,19 +33,10 @@ class Entry:
     ticket: QueueNode | None = None
     # The token that it gets with its grant.
     number: int = 0
-    token: int | None = None
-    waiting: bool = False
     # Whether the listening thread reports its turn.
     is_notified: bool = False
-    # Released, but its key stays taken until ``ends_at``.
-    kept: bool = False
     # It is being released because its time is over. A later reply does not revive it.
     ending: bool = False
-    # Removed from all tables. Its node is deleted, or will be.
-    gone: bool = False
-    count: int = 1
-    since: float = 0.0
-    ends_at: float = math.inf
     last_seen_at: float = 0.0
     ahead: int = 0
     # The node that it watches.
@@ -83,7 +72,10 @@ class ClaimTables(LocalClaims):
 
     def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
         entry = Entry(
-            claim, self._parent(claim.key), waiting=waiting, last_seen_at=clock.now()
+            claim,
+            parent=self._parent(claim.key),
+            waiting=waiting,
+            last_seen_at=clock.now(),
         )
         beside = (
             self._entries.get(claim.beside) if claim.beside and not waiting else None
@@ -104,10 +96,5 @@ class ClaimTables(LocalClaims):
         return min(claim.ttl, self.ensemble.session_timeout * zookeeper.CERTAIN)
 
     def _forget(self, entry: Entry) -> None:
-        """Remove a claim from all tables; the caller holds the mutex."""
-        if self._entries.get(entry.claim.owner) is entry:
-            del self._entries[entry.claim.owner]
-        if entry in self._kept:
-            self._kept.remove(entry)
-        entry.gone, entry.waiting = True, False
+        super()._forget(entry)
         self._used_at = clock.now()

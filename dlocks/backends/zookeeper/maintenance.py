@@ -46,7 +46,7 @@ class Maintenance(Nodes):
             if entry.token is None or entry.gone or entry.ending or left <= 0:
                 return None
             entry.ends_at = now + entry.claim.ttl
-            self._maintain_from(entry)
+            self._maintain_from(entry.ends_at)
         return Grant(entry.token, left if left < entry.claim.ttl else None)
 
     def _release_entry(
@@ -95,7 +95,7 @@ class Maintenance(Nodes):
     def _orphan(self, entry: Entry) -> None:
         with self._mutex:
             self._orphans[entry] = clock.now() + 2 * self.ensemble.session_timeout
-            self._maintain_from(entry)
+            self._maintain_from()
 
     def _session_ended(self, *, notify: bool = True) -> None:
         """Forget all claims of the session.
@@ -121,16 +121,10 @@ class Maintenance(Nodes):
             )
             self.runtime.on_lost(lost, "the ZooKeeper session that held it has ended")
 
-    def _maintain_from(self, entry: Entry) -> None:
-        """Ensure that the maintenance thread releases an entry at its end.
-
-        The caller holds the mutex.
-        """
+    def _maintain_from(self, due: float = math.inf) -> None:
         self._used_at = clock.now()
-        if self._exiting:
-            return
-        if not self._maintainer.start() and entry.ends_at < self._maintains_at:
-            self._changed.notify()
+        if not self._exiting:
+            super()._maintain_from(due)
 
     def _maintain(self) -> None:
         while True:

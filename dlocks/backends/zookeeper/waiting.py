@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ class Waiting(Maintenance):
             # The node was requested before, and the reply was not read.
             unsure = self._entries.get(entry.claim.owner) is entry
             self._entries[entry.claim.owner] = entry
-            self._maintain_from(entry)
+            self._maintain_from()
         until = clock.real_now() + (
             self.ensemble.timeout if timeout is None else timeout
         )
@@ -203,10 +202,8 @@ class Waiting(Maintenance):
             if blocking is None:
                 # A claim that is added to a hold of the same caller gets that hold's
                 # token, since other claims may have arrived in between.
-                entry.token = entry.number if entry.beside is None else entry.beside[0]
-                entry.waiting, entry.since, entry.watched = False, time.time(), ""
-                entry.ends_at = clock.now() + entry.claim.ttl
-                self._maintain_from(entry)
+                self._granted(entry, entry.beside[0] if entry.beside else entry.number)
+                entry.watched = ""
                 return False
             entry.ahead = position - len(node_queue.granted)
             if not entry.waiting or entry.watched == blocking.name:
