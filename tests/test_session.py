@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -30,14 +29,12 @@ from dlocks import (
 )
 from tests import jobs
 from tests.internals import (
-    PING_TIMEOUT,
     Claim,
     Entry,
     backends,
     check_settings,
     check_tables,
     clock,
-    sessions,
 )
 from tests.proxy import Proxy
 from tests.servers import PgBouncer
@@ -105,7 +102,7 @@ def in_queue(until):
 
 def own_sessions():
     """Return the server's ids of the lock sessions of this process."""
-    return {session.wire.pid for session in backends["session"]._sessions()}
+    return {one.pid for one in backends["session"]._sessions() if one.identity}
 
 
 def end_session(pid):
@@ -373,20 +370,15 @@ def test_a_hold_with_an_ended_session_is_lost_within_a_second(
     if waited:
         assert ready.wait(10)
     # The session of this process that has the key, by the server's id.
-    (pid,) = {entry.session.wire.pid for entry in backends["session"]._entries.values()}
+    (pid,) = {entry.session.pid for entry in backends["session"]._entries.values()}
     assert held.held
     ping, gone, overlooked = backend._ping, threading.Event(), []
 
-    def watched(sessions):
-        mine, after, began = list(sessions), gone.is_set(), time.monotonic()
-        ping(mine)
-        # A ping that took longer has not waited for the reply.
-        if after and time.monotonic() - began < PING_TIMEOUT:
-            overlooked.extend(
-                session
-                for session in mine
-                if session.wire.pid == pid and not session.dead
-            )
+    def watched(session):
+        after = gone.is_set()
+        ping(session)
+        if after and session.pid == pid and not session.dead:
+            overlooked.append(session)
 
     monkeypatch.setattr(backend, "_ping", watched)
     ended = time.monotonic()
@@ -404,50 +396,39 @@ def test_a_hold_with_an_ended_session_is_lost_within_a_second(
         pass
 
 
-def test_a_refused_statement_does_not_affect_other_holds(monkeypatch, backend):
-    refusals = []
+@pytest.fixture
+def refused(monkeypatch):
+    """Return a function that lets the server refuse one kind of statement."""
 
-    def refuse(self):
-        row = answer(self)
-        if not refusals:
-            refusals.append(row)
-            raise LockBackendError("out of shared memory")
-        return row
+    def refuse(session, statement):
+        sql = {**session.statements, statement: "SELECT no_such_column"}
+        monkeypatch.setattr(session, "statements", sql)
 
-    # Otherwise another request could be under way and be the one that is refused.
-    monkeypatch.setattr(backend, "renew_every", 60.0)
+    return refuse
+
+
+def test_a_refused_statement_does_not_affect_other_holds(refused, backend):
     with lock() as held:
-        kind = type(backend._main.wire)
-        answer = kind.answer
-        with monkeypatch.context() as patched:
-            patched.setattr(kind, "answer", refuse)
-            with pytest.raises(LockBackendError, match="out of shared memory"):
-                lock("stock:8").acquire()
-        assert refusals
+        refused(backend._main, "try")
+        with pytest.raises(LockBackendError, match="no_such_column"):
+            lock("stock:8").acquire()
         held.check()
         held.renew()
         assert [entry.claim.key for entry in backend._entries.values()] == ["stock:7"]
 
 
-def test_a_slow_server_does_not_lose_holds(monkeypatch, backend, until):
-    """Each ping is answered after a renewal has stopped waiting for it."""
+def test_a_slow_server_does_not_lose_holds(monkeypatch, backend):
     with lock(ttl=4.0) as held:
-        kind = type(backend._main.wire)
-        wait, send, slow_until = kind.wait, kind.send, {}
+        kind = type(backend._main)
+        first_row = kind.first_row
 
-        def wait_slowly(self, timeout):
-            time.sleep(min(timeout, 0.3))
-            return time.monotonic() >= slow_until.setdefault(self, 0.0) and wait(
-                self, 0
-            )
-
-        def send_slowly(self, statement, value):
-            slow_until[self] = time.monotonic() + 0.3
-            send(self, statement, value)
+        def slowly(*args):
+            row = first_row(*args)
+            time.sleep(0.6)
+            return row
 
         with monkeypatch.context() as patched:
-            patched.setattr(kind, "wait", wait_slowly)
-            patched.setattr(kind, "send", send_slowly)
+            patched.setattr(kind, "first_row", slowly)
             time.sleep(6)
             assert held.held
 
@@ -464,18 +445,16 @@ def test_a_free_key_is_not_busy_after_a_slow_request(backend, threads, until):
             asking = until(lambda: backend._entries.get(brief.owner))
             # This entry expires after the claim that is being tried. Once it is being
             # released, the thread that releases expired entries has checked both.
-            over = Entry(another, "stock:9", ends_at=clock.now() + 0.05)
+            over = Entry(another, name="stock:9", ends_at=clock.now() + 0.05)
             with backend._mutex:
                 backend._entries[another.owner] = over
                 backend._changed.notify()
             until(lambda: over.leaving or asking.leaving)
-            with backend._mutex:
-                del backend._entries[another.owner]
         assert until(lambda: trying.results)[0] is not None
 
 
 def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
-    monkeypatch, backend, in_other_thread
+    monkeypatch, backend, in_other_thread, in_queue
 ):
     backend.places = 1
     with lock("stock:8"), contextlib.ExitStack() as blocked:
@@ -483,17 +462,18 @@ def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
         blocked.callback(in_other_thread, blocker.release)
         # The only session for waiting is taken.
         assert backend.enqueue(claim("stock:9"), "").position
+        in_queue(1, "stock:9")
         waiter = claim("stock:7")
         assert backend.enqueue(waiter, "").position
-        ask = backend._ask_for
+        request = backend._request
         gave_up = []
 
-        def come_between(entry, session):
+        def come_between(entry, *args):
             if not gave_up:
                 gave_up.append(backend.release(entry.claim))
-            return ask(entry, session)
+            return request(entry, *args)
 
-        monkeypatch.setattr(backend, "_ask_for", come_between)
+        monkeypatch.setattr(backend, "_request", come_between)
         assert not backend.poll([waiter]).get(waiter.owner, None)
         assert gave_up == [False]
         assert is_free_elsewhere()
@@ -505,17 +485,17 @@ def test_a_reader_joining_at_the_last_release_has_its_own_hold(
 ):
     reader, second = claim(shared=True), claim(shared=True)
     assert backend.acquire(reader)
-    kind = type(backend._main.wire)
-    send, leaves, come = kind.send, threading.Event(), threading.Event()
+    kind = type(backend._main)
+    ask, leaves, come = kind.ask, threading.Event(), threading.Event()
 
-    def send_late(self, statement, value):
+    def ask_late(self, statement, *args):
         if statement == "free shared" and not leaves.is_set():
             leaves.set()
             # The wait is limited, because both readers use this session.
             come.wait(0.5)
-        send(self, statement, value)
+        return ask(self, statement, *args)
 
-    monkeypatch.setattr(kind, "send", send_late)
+    monkeypatch.setattr(kind, "ask", ask_late)
     threads(lambda: backend.release(reader))
     assert leaves.wait(10)
     grants = []
@@ -536,16 +516,16 @@ def left_by_the_first(monkeypatch, backend):
     # No other request is under way then.
     monkeypatch.setattr(backend, "renew_every", 60.0)
     assert backend.acquire(reader)
-    kind = type(backend._main.wire)
-    send, left = kind.send, []
+    kind = type(backend._main)
+    ask, left = kind.ask, []
 
-    def send_late(self, statement, value):
+    def ask_late(self, statement, *args):
         # Its ttl is longer than the one that the session has.
         if statement == "idle":
             left.append(backend.release(reader))
-        send(self, statement, value)
+        return ask(self, statement, *args)
 
-    monkeypatch.setattr(kind, "send", send_late)
+    monkeypatch.setattr(kind, "ask", ask_late)
     yield second
     assert left == [True]
 
@@ -565,30 +545,18 @@ def test_a_reader_that_joins_at_a_release_passes_no_writer(
     written = threading.Event()
 
     def write():
-        with connection.cursor() as cursor:
-            name = backend._name("stock:7")
-            cursor.execute(
-                "SELECT pg_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name]
-            )
-        written.set()
+        with taken_elsewhere():
+            assert written.wait(60)
 
     threads(write)
     in_queue(1)
     assert backend.acquire(left_by_the_first) is None
-    assert written.wait(10)
+    written.set()
 
 
 @POSTGRESQL
-def test_a_failed_reader_leaves_the_key_free(left_by_the_first, backend, monkeypatch):
-    kind = type(backend._main.wire)
-    answer = kind.answer
-
-    def refuse(self):
-        answer(self)
-        monkeypatch.setattr(kind, "answer", answer)
-        raise LockBackendError("out of shared memory")
-
-    monkeypatch.setattr(kind, "answer", refuse)
+def test_a_failed_reader_leaves_the_key_free(left_by_the_first, backend, refused):
+    refused(backend._main, "try shared")
     with pytest.raises(LockBackendError):
         backend.acquire(left_by_the_first)
     backend.release(left_by_the_first)
@@ -596,47 +564,35 @@ def test_a_failed_reader_leaves_the_key_free(left_by_the_first, backend, monkeyp
 
 
 @pytest.fixture
-def let_go_late(proxy, monkeypatch, backend, until):
-    """Return a function that releases a claim, with a late reply.
-
-    The server's reply comes after the caller has stopped waiting for it.
-    """
-    # No other request is under way then.
-    monkeypatch.setattr(backend, "renew_every", 60.0)
+def let_go_late(proxy, threads, backend, until):
+    """Return a function that releases a claim, with a late reply."""
 
     def release(mine):
-        with monkeypatch.context() as patched:
-            patched.setattr(sessions, "REPLY_TIMEOUT", 0.3)
-            proxy.late.set()
-            for _ in range(2):
-                with pytest.raises(LockBackendError, match="did not answer"):
-                    backend.release(mine)
+        proxy.late.set()
+        thread = threads(lambda: backend.release(mine))
         until(is_free_elsewhere)
+        thread.join(0.3)
+        assert thread.is_alive()
         proxy.late.clear()
-        monkeypatch.setattr(backend, "renew_every", 0.5)
+        thread.join(30)
+        assert thread.results == [True]
 
     return release
 
 
-def test_a_released_key_is_free_once_the_late_reply_arrives(
-    let_go_late, backend, until
-):
+def test_a_released_key_is_free_once_the_late_reply_arrives(let_go_late, backend):
     mine = claim(ttl=300.0)
     assert backend.acquire(mine)
     let_go_late(mine)
-    until(lambda: backend.acquire(claim(owner="the next one")))
+    assert backend.acquire(claim(owner="the next one"))
 
 
 @POSTGRESQL
-def test_a_late_release_reply_keeps_the_shared_hold_of_another(
-    let_go_late, backend, until
-):
-    first, second = claim(shared=True, ttl=3.0), claim(shared=True)
+def test_a_late_release_reply_keeps_the_shared_hold_of_another(let_go_late, backend):
+    first, second = claim(shared=True), claim(shared=True)
     assert backend.acquire(first)
     let_go_late(first)
     assert backend.acquire(second)
-    # Any thread may release it, because it expires soon.
-    until(lambda: first.owner not in backend._entries)
     assert not backend.release(first)
     assert not is_free_elsewhere()
     assert backend.release(second)
@@ -734,16 +690,16 @@ def test_a_missed_turn_is_not_granted_while_it_is_released(
     monkeypatch, backend, threads
 ):
     late = claim(ttl=0.3)
-    kind = type(backend._main_session().wire)
-    send, ends, go_on = kind.send, threading.Event(), threading.Event()
+    kind = type(backend._main_session())
+    ask, ends, go_on = kind.ask, threading.Event(), threading.Event()
 
-    def send_late(self, statement, value):
+    def ask_late(self, statement, *args):
         if statement == "free" and not ends.is_set():
             ends.set()
             go_on.wait(10)
-        send(self, statement, value)
+        return ask(self, statement, *args)
 
-    monkeypatch.setattr(kind, "send", send_late)
+    monkeypatch.setattr(kind, "ask", ask_late)
     missed = backend.acquire(late)
     assert ends.wait(10)
     # The next turn lasts as long as this test.
@@ -925,7 +881,7 @@ def test_a_session_waiter_that_times_out_leaves_nothing(
 
 
 def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
-    monkeypatch, in_other_thread, until
+    monkeypatch, in_other_thread, in_queue, until
 ):
     """The session may receive a cancellation late.
 
@@ -936,32 +892,23 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
     holder = in_other_thread(lock().acquire)
     late, next_one = claim(), claim("another")
     backend.enqueue(late)
-    ask, advance = backend._ask_main, backend._advance
-    granted = []
+    in_queue(1)
+    entry, ask = backend._entries[late.owner], backend._ask_main
 
     def ask_after_the_grant(statement, value):
         if statement == "cancel":
             holder.release()
-            assert select.select(
-                [backend._entries[late.owner].session.wire.fileno()], [], [], 10
-            )[0]
+            until(lambda: entry.token)
             # There is no session for this claim until the other one has left.
             backend.enqueue(next_one)
             assert backend._entries[next_one.owner].session is None
         return ask(statement, value)
 
-    def advance_and_be_granted(**options):
-        advance(**options)
-        entry = backend._entries[next_one.owner]
-        if entry.session is not None:
-            until(lambda: backend._settle(entry.session) or entry.token)
-            granted.append(entry.token)
-
     monkeypatch.setattr(backend, "_ask_main", ask_after_the_grant)
-    monkeypatch.setattr(backend, "_advance", advance_and_be_granted)
+    session = entry.session
     assert not backend.release(late)
-    backend.poll([next_one])
-    assert granted[0]
+    until(lambda: backend.poll([next_one])[next_one.owner].grant)
+    assert backend._entries[next_one.owner].session is not session
     assert next_one.owner in backend.renew([next_one])
     assert in_other_thread(lock("another", timeout=0).try_acquire) is None
     assert backend.release(next_one)
@@ -970,62 +917,67 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
 
 
 def test_a_key_granted_with_its_cancellation_is_released(
-    monkeypatch, in_other_thread, until
+    monkeypatch, backend, in_other_thread, in_queue, until
 ):
     """An engine may grant the key and then report a cancelled statement.
 
-    The session holds the key in this case.
+    The session holds the key in this case. The claim waits once more.
     """
-    backend = backends["session"]
+    kind = type(backend._main_session())
+    first_row, cancelled = kind.first_row, []
+
+    def cancel(self, sql, values=None):
+        row = first_row(self, sql, values)
+        if sql == self.statements["wait"] and not cancelled:
+            cancelled.append(row)
+            return None
+        return row
+
+    monkeypatch.setattr(kind, "first_row", cancel)
     holder = in_other_thread(lock().acquire)
     waiting = claim()
     backend.enqueue(waiting)
-    entry = backend._entries[waiting.owner]
-    wire = entry.session.wire
-    answer = wire.answer
-
-    def cancelled():
-        monkeypatch.undo()
-        assert answer()[0] is not None
-
-    monkeypatch.setattr(wire, "answer", cancelled)
+    in_queue(1)
     holder.release()
-    until(lambda: backend.poll([waiting]) is not None and not entry.waiting)
-    assert not backend.release(waiting)
+    until(lambda: backend.poll([waiting])[waiting.owner].grant)
+    assert cancelled[0][0] is not None
+    assert backend.release(waiting)
     assert not backend._entries
-    in_other_thread(lambda: lock(timeout=0).acquire().release())
+    assert is_free_elsewhere()
 
 
-def test_a_cancelled_release_is_repeated(monkeypatch, in_other_thread):
+def test_a_cancelled_release_is_repeated(monkeypatch, backend):
     """An administrator may cancel any running statement."""
     other = lock("another").acquire()
     hold = lock().acquire()
-    wire = backends["session"]._entries[hold.owner].session.wire
+    session = backend._entries[hold.owner].session
+    first_row = session.first_row
 
-    def cancelled(statement, value):
-        assert statement == "free"
+    def cancelled(sql, values):
+        assert sql == session.statements["free"]
         monkeypatch.undo()
-        if connection.vendor == "postgresql":
-            wire._results = []
-            wire.pgconn.send_query(
-                b"SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)"
-            )
-        else:
-            wire.raw.send_query(b"KILL QUERY CONNECTION_ID()")
+        return first_row(
+            "SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)"
+            if connection.vendor == "postgresql"
+            else "KILL QUERY CONNECTION_ID()"
+        )
 
-    monkeypatch.setattr(wire, "send", cancelled)
+    monkeypatch.setattr(session, "first_row", cancelled)
     hold.release()
-    in_other_thread(lambda: lock(timeout=5).acquire().release())
+    assert is_free_elsewhere()
     other.check()
     other.release()
 
 
-def test_a_timeout_does_not_cancel_an_unrelated_statement(in_other_thread, until):
+def test_a_timeout_does_not_cancel_an_unrelated_statement(
+    in_other_thread, in_queue, until
+):
     """After a failover, another client may have the same session id."""
     backend = backends["session"]
     holder = in_other_thread(lock().acquire)
     waiting = claim()
     backend.enqueue(waiting)
+    in_queue(1)
     other = connections["default"].copy()
     other.inc_thread_sharing()
     running = {
@@ -1052,7 +1004,7 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(in_other_thread, until
                 else "CONNECTION_ID()"
             )
         )
-        backend._entries[waiting.owner].session.wire.pid = number = cursor.fetchone()[0]
+        backend._entries[waiting.owner].session.pid = number = cursor.fetchone()[0]
         slept = []
 
         def sleep():

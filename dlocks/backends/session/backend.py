@@ -83,7 +83,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
         self.database = database
         self.renew_every = seconds("ping", ping, above_zero=True)
         self.linger = seconds("linger", linger)
-        self.waiting_limit = waiting
+        self.places = waiting
         self.session_pooling = session_pooling
         self._reset()
         _backends.add(self)

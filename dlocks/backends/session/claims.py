@@ -31,7 +31,7 @@ class Claims(Statements, LocalClaims):
         super()._reset()
         # The session that never waits for a lock, and the sessions of waiters.
         self._main: Session | None = None
-        self._places: set[Session] = set()
+        self._for_waiters: set[Session] = set()
         # The waiters by name. Only the first one of a name has a session.
         self._queued: dict[str | int, deque[Entry]] = {}
 
@@ -62,7 +62,7 @@ class Claims(Statements, LocalClaims):
         )
 
     def _sessions(self) -> list[Session]:
-        return [*([self._main] if self._main is not None else []), *self._places]
+        return [*([self._main] if self._main is not None else []), *self._for_waiters]
 
     def _main_session(self) -> Session:
         main = self._main
@@ -130,7 +130,7 @@ class Claims(Statements, LocalClaims):
         session.dead = True
         if session is self._main:
             self._main = None
-        self._places.discard(session)
+        self._for_waiters.discard(session)
 
     def _failed(self, error: Exception) -> LockBackendError:
         return LockBackendError(

@@ -41,7 +41,7 @@ class EngineQueue(Requests):
     since a session cannot transfer a lock to another.
     """
 
-    waiting_limit: int
+    places: int
 
     def _reset(self) -> None:
         super()._reset()
@@ -54,7 +54,7 @@ class EngineQueue(Requests):
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
-        if claim.scope != "lease" or claim.beside or not self.waiting_limit:
+        if claim.scope != "lease" or claim.beside or not self.places:
             return None
         with self._mutex:
             entry = self._entries.get(claim.owner)
@@ -92,7 +92,7 @@ class EngineQueue(Requests):
         (in_engine,) = self._ask_main("waiting", name) or (0,)
         with self._mutex:
             return int(in_engine) + sum(
-                entry.session not in self._places
+                entry.session not in self._for_waiters
                 for entry in self._queued.get(name, ())
             )
 
@@ -124,8 +124,8 @@ class EngineQueue(Requests):
             return None
         heads = (entries[0] for entries in self._queued.values())
         entry = next((entry for entry in heads if entry.session is None), None)
-        session = next((one for one in self._places if not one.at), None)
-        if session is None and len(self._places) < self.waiting_limit:
+        session = next((one for one in self._for_waiters if not one.at), None)
+        if session is None and len(self._for_waiters) < self.places:
             session = self._new_session()
         return None if entry is None or session is None else (entry, session)
 
@@ -136,7 +136,7 @@ class EngineQueue(Requests):
                     self._idle += 1
                 else:
                     entry, session = found
-                    self._places.add(session)
+                    self._for_waiters.add(session)
                     session.add(entry)
                     self._maintain_from()
             if found is None:
