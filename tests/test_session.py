@@ -779,9 +779,9 @@ def test_a_fork_does_not_keep_the_locks_of_a_dead_parent(doomed, until, is_busy)
 def test_the_connections_are_closed_soon_after_the_last_hold(until, threads, in_queue):
     with lock():
         waiter = threads(lambda: lock().acquire().release())
+        until(lambda: len(own_sessions()) == 2)
         in_queue(1)
         sessions = own_sessions()
-        assert len(sessions) == 2
         assert sessions <= sessions_on_server()
     waiter.join(30)
     until(lambda: not sessions & sessions_on_server(), 5.0)
@@ -905,7 +905,7 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
         return ask(statement, value)
 
     monkeypatch.setattr(backend, "_ask_main", ask_after_the_grant)
-    session = entry.session
+    session = until(lambda: entry.session)
     assert not backend.release(late)
     until(lambda: backend.poll([next_one])[next_one.owner].grant)
     assert backend._entries[next_one.owner].session is not session
@@ -977,6 +977,7 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     holder = in_other_thread(lock().acquire)
     waiting = claim()
     backend.enqueue(waiting)
+    until(lambda: backend._entries[waiting.owner].session)
     in_queue(1)
     other = connections["default"].copy()
     other.inc_thread_sharing()
@@ -1058,8 +1059,8 @@ def test_a_waiter_with_an_ended_session_queues_again(threads, in_queue, until):
     with lock():
         main = own_sessions()
         threads(lambda: done.append(lock(timeout=30).acquire().release()))
+        (waiting,) = until(lambda: own_sessions() - main)
         in_queue(1)
-        (waiting,) = own_sessions() - main
         end_session(waiting)
         until(lambda: waiting not in own_sessions())
         in_queue(1)

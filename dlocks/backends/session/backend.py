@@ -111,7 +111,11 @@ class SessionBackend(EngineQueue, TransactionLocks):
         for reconnected in (False, True):
             session = self._session_for(claim)
             try:
-                return self._try(Entry(claim, name=self._name(claim.key)), session)
+                entry = Entry(claim, name=self._name(claim.key))
+                if self._try(entry, session):
+                    return Grant(entry.token or 0)
+                self.contended.add(claim.key)
+                return None
             except SessionDiedError as error:
                 # The session was idle, and has ended meanwhile.
                 self._close_session(session, error)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db.utils import Error, InterfaceError
+from django.db.utils import Error
 
-from dlocks.backends.session.sessions import LONGEST_IDLE, Session
+from dlocks.backends.session.sessions import Session
 from dlocks.runtime.greenlets import threads_are_green
 from dlocks.runtime.polling import ready
-
-# Error codes of a cancelled statement, and of a session that the server has ended in
-# any way.
-INTERRUPTED = 1317
-ENDED = {1053, 1927, 3169, 4031, *range(2000, 3000)}
 
 # SYSDATE() is the current time. UTC_TIMESTAMP() would be the time at which the wait
 # began.
@@ -31,6 +25,11 @@ _HAS_PROCESSLIST = (
 class MySQLSession(Session):
     shares = False
     in_transactions = False
+    idle_unit = 1
+    cancelled = "1317"
+    # 0 is the driver's error for a closed connection, and 2000 to 2999 are the client's
+    # errors.
+    ended = ("1053", "1927", "3169", "4031", "2", "0")
 
     statements = {
         "try": f"SELECT IF(GET_LOCK(%(value)s, 0) = 1, {_TICKS}, NULL)",
@@ -103,12 +102,5 @@ class MySQLSession(Session):
             (self.idle_setting(self.idle),),
         )
 
-    @staticmethod
-    def idle_setting(seconds: float) -> int:
-        return math.ceil(min(seconds, LONGEST_IDLE))
-
-    def is_cancelled(self, error: Error) -> bool:
-        return error.args[:1] == (INTERRUPTED,)
-
-    def is_lost(self, error: Error) -> bool:
-        return isinstance(error, InterfaceError) or error.args[0] in ENDED
+    def code(self, error: Error) -> str:
+        return str((*error.args, 0)[0])

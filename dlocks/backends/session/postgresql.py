@@ -8,7 +8,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
-from dlocks.backends.session.sessions import LONGEST_IDLE, Session
+from dlocks.backends.session.sessions import Session
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.postgresql import sqlstate_of
 
@@ -30,6 +30,9 @@ def _granted(condition: str) -> str:
 class PostgreSQLSession(Session):
     shares = True
     in_transactions = True
+    idle_unit = 1000
+    cancelled = "57014"
+    ended = ("57P", "08")
 
     statements = {
         "try": _granted(f"pg_try_advisory_lock({_NAME})"),
@@ -62,11 +65,8 @@ class PostgreSQLSession(Session):
 
     def options(self) -> dict[str, Any]:
         # A request must not wait for hours for a host that has vanished.
-        return {
-            "keepalives_idle": math.ceil(self.idle / 2),
-            "keepalives_interval": math.ceil(self.idle / 4),
-            "tcp_user_timeout": math.ceil(self.idle * 1000),
-        }
+        seconds = math.ceil(self.idle)
+        return {"keepalives_idle": seconds, "tcp_user_timeout": seconds * 1000}
 
     def identify(self) -> None:
         raw = self.wrapper.connection
@@ -100,13 +100,6 @@ class PostgreSQLSession(Session):
             (self.name[:63], str(self.idle_setting(self.idle))),
         )
 
-    @staticmethod
-    def idle_setting(seconds: float) -> int:
-        return math.ceil(min(seconds, LONGEST_IDLE) * 1000)
-
-    def is_cancelled(self, error: Error) -> bool:
-        return sqlstate_of(error) == "57014"
-
-    def is_lost(self, error: Error) -> bool:
+    def code(self, error: Error) -> str:
         # Without a state, the error is not the server's.
-        return (sqlstate_of(error) or "08").startswith(("57P", "08", "26"))
+        return sqlstate_of(error) or "08"

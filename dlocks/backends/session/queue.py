@@ -30,8 +30,10 @@ QUICK_WAIT = 0.001
 # number of keys for one round of attempts.
 POLL_EVERY = 0.1
 KEYS_PER_POLL = 32
-# Seconds for which no session is opened for waiters after a failure.
+# Seconds for which no session is opened for waiters after a failure, and after which a
+# thread without a waiter ends.
 REFUSED_FOR = 1.0
+IDLE_END_AFTER = 1.0
 
 
 class EngineQueue(Requests):
@@ -103,53 +105,56 @@ class EngineQueue(Requests):
     # The threads.
 
     def _advance(self) -> None:
-        """Start a thread for the next waiter, if one has to wait and there is a place.
+        """Let a thread wait for the next waiter, if there is a place for it.
 
         The thread finds its waiter by itself, so an interrupt here blocks no waiter.
         """
         with self._mutex:
-            if not self._queued or self._next() is None:
+            if self._next() is None:
                 return
-            if self._idle:
-                self._idle -= 1
-                self._work.put(None)
-                return
-        threading.Thread(
-            target=self._serve, name="dlocks-session-waiter", daemon=True
-        ).start()
+            is_idle = self._idle > 0
+            self._idle -= is_idle
+        if is_idle:
+            self._work.put(None)
+        else:
+            threading.Thread(
+                target=self._serve, name="dlocks-session-waiter", daemon=True
+            ).start()
 
     def _next(self) -> tuple[Entry, Session] | None:
         """Return the next waiter and its session; the caller holds the mutex."""
         if not self._queued or clock.now() < self._refused_at + REFUSED_FOR:
             return None
-        heads = (entries[0] for entries in self._queued.values())
-        entry = next((entry for entry in heads if entry.session is None), None)
+        entry = next((one for one in self._heads() if one.session is None), None)
         session = next((one for one in self._for_waiters if not one.at), None)
         if session is None and len(self._for_waiters) < self.places:
             session = self._new_session()
         return None if entry is None or session is None else (entry, session)
 
+    def _heads(self) -> list[Entry]:
+        return [entries[0] for entries in self._queued.values()]
+
     def _serve(self) -> None:
         while True:
             with self._mutex:
-                if (found := self._next()) is None:
-                    self._idle += 1
-                else:
+                if found := self._next():
                     entry, session = found
                     self._for_waiters.add(session)
                     session.add(entry)
                     self._maintain_from()
-            if found is None:
-                try:
-                    self._work.get(timeout=1.0)
-                except Empty:
-                    with self._mutex:
-                        if self._idle:
-                            self._idle -= 1
-                            return
+                else:
+                    self._idle += 1
+            if found:
+                self._wait(entry, session)
+                del entry, session, found
                 continue
-            self._wait(entry, session)
-            del entry, session, found
+            try:
+                self._work.get(timeout=IDLE_END_AFTER)
+            except Empty:
+                with self._mutex:
+                    if self._idle:
+                        self._idle -= 1
+                        return
 
     def _wait(self, entry: Entry, session: Session) -> None:
         try:
@@ -215,45 +220,23 @@ class EngineQueue(Requests):
             if now < self._polled_at + POLL_EVERY * 0.9:
                 return
             self._polled_at = now
-            names = [
-                name for name, entries in self._queued.items() if not entries[0].session
-            ][:KEYS_PER_POLL]
-            for name in names:
+            tried = [one for one in self._heads() if one.session is None]
+            for entry in tried[:KEYS_PER_POLL]:
                 # Begin with other keys the next time.
-                self._queued[name] = self._queued.pop(name)
-        for name in names:
+                self._queued[entry.name] = self._queued.pop(entry.name)
+        for entry in tried[:KEYS_PER_POLL]:
+            main = self._main_session()
             try:
                 # After a shared claim was granted, the next one can share the key too.
-                while self._try_first(name):
-                    pass
-            except SessionDiedError:
-                # The next round connects again.
-                return
+                while self._try(entry, main) and (
+                    found := self._queued.get(entry.name)
+                ):
+                    entry = found[0]
+            except SessionDiedError as error:
+                self._close_session(main, error)
             except LockBackendError as error:
                 logger.warning("%s", error)
                 return
-
-    def _try_first(self, name: str | int) -> bool:
-        """Try a key for its first waiter, and return whether it was granted."""
-        main = self._main_session()
-        with self._mutex:
-            entry = next(iter(self._queued.get(name, ())), None)
-            if entry is None or entry.session or not main.admits(entry.claim, name):
-                return False
-            entry.waiting = False
-            main.add(entry)
-        try:
-            self._request(entry, main, "try")
-        except SessionDiedError as error:
-            self._close_session(main, error)
-            raise
-        finally:
-            with self._mutex:
-                if entry.token is None and not entry.gone and not entry.leaving:
-                    if entry.session is not None:
-                        entry.session.remove(entry)
-                    entry.waiting = True
-        return entry.token is not None
 
 
 class Grants(Notifier):

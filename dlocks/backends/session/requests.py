@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +12,6 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Grant
 
-logger = logging.getLogger("dlocks")
-
 
 class Requests(Claims):
     """The requests and releases of single claims, and the thread that ends them."""
@@ -22,28 +19,37 @@ class Requests(Claims):
     linger: float
     _advance: Callable[[], None]
 
-    def _try(self, entry: Entry, session: Session) -> Grant | None:
-        """Request the key for a claim on this session, without waiting for it."""
+    def _try(self, entry: Entry, session: Session) -> bool:
+        """Request the key on this session, and return whether it was granted.
+
+        The claim is a new one, or the first waiter of its key.
+        """
+        claim, waits = entry.claim, entry.waiting
         with self._mutex:
             if session.dead:
                 raise SessionDiedError("it was closed")
-            waiters = self._queued.get(entry.name) and not entry.claim.beside
-            if waiters or not session.admits(entry.claim, entry.name):
-                self.contended.add(entry.claim.key)
-                return None
-            self._entries[entry.claim.owner] = entry
+            first = (self._queued.get(entry.name) or [entry])[0]
+            if (
+                (first is not entry and not claim.beside)
+                or entry.session is not None
+                or not session.admits(claim, entry.name)
+            ):
+                return False
+            entry.waiting = False
+            self._entries[claim.owner] = entry
             session.add(entry)
         try:
             self._request(entry, session, "try")
         finally:
-            # The claim has no lock, or its session has ended.
+            # Without a token, the claim has no lock, or its session has ended.
             if entry.token is None:
                 with self._mutex:
-                    self._forget(entry)
-        if entry.token is None:
-            self.contended.add(entry.claim.key)
-            return None
-        return Grant(entry.token)
+                    if not waits or entry.leaving:
+                        self._forget(entry)
+                    elif entry.session is not None:
+                        session.remove(entry)
+                        entry.waiting = True
+        return entry.token is not None
 
     def _request(self, entry: Entry, session: Session, statement: str) -> None:
         """Send the statement that tries or waits for the key, and record a grant."""
@@ -53,26 +59,22 @@ class Requests(Claims):
                 # A caller that cancels the claim marks it before it uses the session.
                 if entry.leaving or entry.session is not session:
                     return
-                shares = [
-                    one
-                    for one in session.at.get(entry.name, ())
-                    if one.claim.shared and one is not entry
-                ]
+                others = len(session.at[entry.name]) > 1
             if entry.claim.shared:
-                statement += " shared again" if shares else " shared"
+                again = others and not entry.claim.beside
+                statement += " shared again" if again else " shared"
             row = session.ask(statement, entry.name, partial(self._record_reply, entry))
-            if row is not None and (row[0] is not None or statement[:4] != "wait"):
+            if row is not None and (row[0] is not None or not entry.waiting):
                 return
-            # The engine may have granted the key before the statement was cancelled.
+            # The engine may have granted the key before it cancelled the statement.
+            if others:
+                raise SessionDiedError("its shared locks may have been confused")
             entry.interrupted = True
-            if shares:
-                raise SessionDiedError("a shared lock may have been granted")
             self._free(entry, session)
-            if entry.waiting:
-                return
-        raise LockBackendError(
-            f"A lock request to database {self.database!r} was cancelled."
-        )
+        if not entry.waiting:
+            raise LockBackendError(
+                f"A lock request to database {self.database!r} was cancelled."
+            )
 
     def _record_reply(self, entry: Entry, row: Row | None) -> None:
         if row is not None and row[0] is not None:
@@ -93,8 +95,7 @@ class Requests(Claims):
             stands = not (entry.gone or entry.leaving) and entry.ends_at > now
             if entry.token is not None and stands:
                 return Grant(entry.token, self._extend(entry, session) - now)
-        # The claim was requested before, and its grant was not collected in time. It is
-        # requested again.
+        # Its grant was not collected in time, so it is requested again.
         self._release_entry(entry)
         return self.acquire(claim)
 
@@ -103,7 +104,7 @@ class Requests(Claims):
         """Renew a lease as far as possible, and return its end.
 
         The server counts its idle timeout from the last statement that it received. The
-        reply may have been read much later. The caller holds the mutex.
+        reply may have been read much later.
         """
         sure_until = session.stood_at + entry.claim.ttl
         entry.ends_at = max(entry.ends_at, sure_until)
@@ -126,20 +127,18 @@ class Requests(Claims):
         except SessionDiedError as error:
             self._close_session(session, error)
             return False
-        if self._queued:
-            self._advance()
+        self._advance()
         return had
 
     def _free(self, entry: Entry, session: Session) -> bool:
         """Release the lock of a claim in the engine, if it has one."""
         shared = entry.claim.shared
-        for _ in range(1 if shared and entry.token is not None else 2):
+        # An administrator may cancel any statement. A second release of a shared lock
+        # could free that of another claim.
+        for _ in range(1 if shared else 2):
             row = session.ask("free shared" if shared else "free", entry.name)
             if row is not None:
                 return bool(row[0])
-        # An administrator may cancel any statement. A second release of a shared lock
-        # could free that of another claim.
-        session.dead = True
         raise SessionDiedError("the release of a lock was cancelled")
 
     # The maintenance thread.
@@ -159,23 +158,25 @@ class Requests(Claims):
                 for entry in over:
                     # From here on, it is not renewed any more.
                     entry.ends_at = -math.inf
-                # Sessions with holds that are not renewed. All others are pinged more
-                # often.
-                pings = [
-                    (one.stood_at + 1.2 * self.renew_every, one)
+                # Holds that are not renewed do not ping their sessions.
+                used = {entry.session for _, entry in due}
+                pings = {
+                    one: one.stood_at + 1.2 * self.renew_every
                     for one in sessions
-                    if any(entry.session is one for entry in [*held, *self._kept])
+                    if one in used
+                }
+                silent = [one for one, end in pings.items() if end <= now]
+                idle = [
+                    one
+                    for one in sessions
+                    if not one.at and one.stood_at + self.linger <= now
                 ]
-                silent = [one for end, one in pings if end <= now]
-                closing = [(one.stood_at + self.linger, one) for one in sessions]
-                idle = [one for end, one in closing if end <= now and not one.at]
                 if not over and not silent and not idle:
                     # Idle sessions are checked periodically, so a release need not wake
                     # this thread.
                     soon = now + max(self.linger, 0.05) / 2
-                    self._maintains_at = min(
-                        [soon, *(end for end, _ in [*due, *pings])]
-                    )
+                    ends = [end for end, _ in due]
+                    self._maintains_at = min([soon, *ends, *pings.values()])
                     self._changed.wait(self._maintains_at - now)
             for entry in over:
                 self._end(entry)
@@ -184,7 +185,7 @@ class Requests(Claims):
             for session in silent:
                 self._ping(session)
             # A reference that is kept during the wait would keep these objects alive.
-            del sessions, held, due, over, pings, silent, closing, idle
+            del sessions, held, due, over, used, pings, silent, idle
 
     def _end(self, entry: Entry) -> None:
         session = entry.session

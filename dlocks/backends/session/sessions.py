@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import threading
@@ -24,8 +25,8 @@ from dlocks.values import Claim
 # The first row of a reply.
 Row = Sequence[Any]
 
-# Maximum idle timeout of a session in seconds. Larger values exceed the range of the
-# servers' settings.
+# Maximum idle timeout in seconds. Larger values exceed the range of the servers'
+# settings.
 LONGEST_IDLE = 86400 * 20
 
 
@@ -44,38 +45,40 @@ class Entry(LocalEntry):
     session: Session | None = None
     # Whether it is being released or cancelled. No more requests are sent for it.
     leaving: bool = False
-    # Whether its wait was cancelled on the server.
+    # Whether the server has cancelled its wait.
     interrupted: bool = False
 
 
 class Session:
-    """A session of the server that no other code uses, and the claims on it.
+    """A private connection, and the claims on it. The first statement connects.
 
-    The first statement connects. ``name`` is shown in the server's list of sessions, if
-    that list has a place for it. After ``idle`` seconds without a statement, the server
-    ends the session and frees its locks. ``pooled`` states that a pooler in between
-    keeps sessions. This is tested, and every other pooler is refused.
+    ``name`` is shown in the server's list of sessions, if possible. After ``idle``
+    seconds without a statement, the server ends the session. ``pooled`` states that a
+    pooler in between keeps sessions.
 
-    The engine does not distinguish the claims of one session, so this class decides
+    The engine does not distinguish the claims of one session, so ``admits()`` decides
     which of them exclude each other. ``at`` is guarded by the backend, and everything
-    else by ``mutex``.
+    else by ``mutex``. At most one thread at a time uses the connection.
     """
 
     # Whether locks can be shared, and whether a lock can belong to a transaction.
     shares: ClassVar[bool]
     in_transactions: ClassVar[bool]
-    # The SQL by name, each with the parameter ``value``. The statements that try or
-    # wait return the token, which is drawn after the grant.
+    # The SQL by name, with the parameter ``value``. The statements that try or wait
+    # return the token, which is drawn after the grant.
     statements: Mapping[str, str]
-
+    # The server's idle timeout for one second.
+    idle_unit: ClassVar[int]
+    # The code of the error of a cancelled statement, and how the codes begin that mean
+    # the end of the session.
+    cancelled: ClassVar[str]
+    ended: ClassVar[tuple[str, ...]]
     # The number of the session on the server, and the number that was reported when the
     # connection was opened. A pooler invents one.
     pid: int
     reported_pid: int
-
     # The value with which another session cancels its statement. The number alone is
     # ambiguous, since another server may use it, and so may this one after a restart.
-    # The reply 0 means that the server does not know the session.
     identity: str = ""
 
     def __init__(self, database: str, name: str, idle: float, *, pooled: bool) -> None:
@@ -86,11 +89,10 @@ class Session:
         self.mutex = threading.RLock()
         self.wrapper: Any = None
         self.dead = False
+        self.is_asking = False
         self.at: dict[str | int, list[Entry]] = {}
         # When the last statement was sent that the server has answered.
         self.stood_at = clock.now()
-
-    # What differs between the engines.
 
     def options(self) -> dict[str, Any]:
         """Return further options of the connection."""
@@ -107,17 +109,8 @@ class Session:
         """Configure the session for locks."""
         raise NotImplementedError
 
-    @staticmethod
-    def idle_setting(seconds: float) -> int:
-        """Return the value of the server's setting for an idle timeout."""
-        raise NotImplementedError
-
-    def is_cancelled(self, error: Error) -> bool:
-        """Return whether an error means that the statement was cancelled."""
-        raise NotImplementedError
-
-    def is_lost(self, error: Error) -> bool:
-        """Return whether an error means that the session has ended."""
+    def code(self, error: Error) -> str:
+        """Return the engine's code of an error."""
         raise NotImplementedError
 
     # Statements.
@@ -131,42 +124,48 @@ class Session:
         """Send a statement, and return the first row of its reply.
 
         The row is None if the statement was cancelled. ``on_reply`` is called with it.
-        After an interrupt, it is unknown what the server has done, so the session ends.
         """
         with self.mutex:
+            if self.is_asking:
+                raise LockBackendError(
+                    "A signal handler has interrupted a request on the same session."
+                )
+            self.is_asking = True
             try:
                 if self.wrapper is None and not self.dead:
                     self.connect()
                 if self.dead:
                     raise SessionDiedError("it was closed")
                 sent = clock.now()
-                try:
-                    row: Row | None = self.first_row(
-                        self.statements[statement], {"value": value}
-                    )
-                except Error as error:
-                    if self.is_lost(error):
-                        raise SessionDiedError(str(error).strip()) from error
-                    # A session that reports an error has not ended.
-                    self.stood_at = sent
-                    if not self.is_cancelled(error):
-                        raise LockBackendError(
-                            f"Database {self.database!r} rejected a lock statement:"
-                            f" {error}"
-                        ) from error
-                    row = None
-                self.stood_at = sent
+                row = self._reply(self.statements[statement], value, sent)
                 if on_reply is not None:
                     on_reply(row)
                 return row
             except (LockBackendError, ImproperlyConfigured):
                 raise
             except BaseException:
+                # After an interrupt, it is unknown what the server has done.
                 self.dead = True
                 raise
             finally:
+                self.is_asking = False
                 if self.dead:
                     self._close()
+
+    def _reply(self, sql: str, value: object, sent: float) -> Row | None:
+        row: Row | None = None
+        try:
+            row = self.first_row(sql, {"value": value})
+        except Error as error:
+            code = self.code(error)
+            if code.startswith(self.ended):
+                raise SessionDiedError(str(error).strip()) from error
+            if code != self.cancelled:
+                raise LockBackendError(
+                    f"Database {self.database!r} rejected a lock statement: {error}"
+                ) from error
+        self.stood_at = sent
+        return row
 
     def first_row(self, sql: str, values: Any = None) -> Any:
         with self.wrapper.cursor() as cursor:
@@ -176,48 +175,43 @@ class Session:
     def allow_idle(self, seconds: float) -> None:
         """Ensure that the server does not end the session within ``seconds``."""
         if self.idle < seconds:
-            with self.mutex:
-                self.ask("idle", self.idle_setting(seconds))
-                self.idle = seconds
+            self.ask("idle", self.idle_setting(seconds))
+            self.idle = seconds
+
+    def idle_setting(self, seconds: float) -> int:
+        return math.ceil(min(seconds, LONGEST_IDLE) * self.idle_unit)
 
     def ping(self) -> None:
         """Raise SessionDiedError unless the server still has the session."""
         row = self.ask("ping")
         if row is not None and row[0] != self.pid:
-            self.dead = True
             raise SessionDiedError("a pooler has assigned it to another client")
 
     # The connection.
 
     def connect(self) -> None:
-        """Open the connection, which no other thread and no pool uses."""
         try:
             self._open()
             if self.pid != self.reported_pid:
                 self._refuse_pooler()
             self.begin()
-        except Error as error:
+        except BaseException as error:
             self._close()
-            raise LockBackendError(
-                f"No session for locks on database {self.database!r}:"
-                f" {str(error).strip()}"
-            ) from error
-        except BaseException:
-            self._close()
+            if isinstance(error, Error):
+                raise LockBackendError(
+                    f"No session for locks on database {self.database!r}:"
+                    f" {str(error).strip()}"
+                ) from error
             raise
         self.stood_at = clock.now()
 
     def _open(self) -> None:
         self.wrapper = unpooled(connections[self.database])
-        self.wrapper.settings_dict["AUTOCOMMIT"] = True
-        self.wrapper.settings_dict["OPTIONS"] = {
-            **self.options(),
-            **self.wrapper.settings_dict["OPTIONS"],
-        }
+        settings = self.wrapper.settings_dict
+        settings["AUTOCOMMIT"] = True
+        settings["OPTIONS"] = {**self.options(), **settings["OPTIONS"]}
         self.wrapper.inc_thread_sharing()
         self.wrapper.ensure_connection()
-        # A proxy may answer queries by itself that it knows literally, so this query
-        # contains a sum.
         self.identify()
 
     def _refuse_pooler(self) -> None:
@@ -228,12 +222,11 @@ class Session:
         if not self.pooled:
             raise ImproperlyConfigured(
                 f"Database {self.database!r} is behind a pooler (the session is"
-                f" {self.pid}, and the connection reports {self.reported_pid}). A"
-                " session lock needs its own session while it is held. A pooler that"
-                " assigns sessions per transaction or statement would grant one lock to"
-                " several callers. Connect this alias of DATABASES to the server"
-                " itself, or use dlocks.backends.database.PessimisticBackend. If the"
-                " pooler keeps sessions (pool_mode = session), set"
+                f" {self.pid}, and the connection reports {self.reported_pid}). If it"
+                " assigned sessions per transaction or statement, one lock would be"
+                " granted to several callers. Connect this alias of DATABASES to the"
+                " server itself, or use dlocks.backends.database.PessimisticBackend. If"
+                " the pooler keeps sessions (pool_mode = session), set"
                 " OPTIONS['session_pooling'] = True."
             )
         other = type(self)(self.database, self.name, self.idle, pooled=True)
@@ -287,10 +280,7 @@ class Session:
     # The claims.
 
     def admits(self, claim: Claim, name: str | int) -> bool:
-        """Return whether no claim on this session excludes the given claim.
-
-        The server checks the claims on other sessions.
-        """
+        """Return whether no claim on this session excludes the given claim."""
         return all(
             claim.shared
             and (one.claim.shared or (one.claim.owner == claim.beside and not one.kept))
@@ -303,7 +293,6 @@ class Session:
 
     def remove(self, entry: Entry) -> None:
         entry.session = None
-        entries = self.at[entry.name]
-        entries.remove(entry)
-        if not entries:
+        self.at[entry.name].remove(entry)
+        if not self.at[entry.name]:
             del self.at[entry.name]
