@@ -4,19 +4,18 @@ There is no row and no table. A lock belongs to a session of the server and ends
 it, so a process that dies frees its locks at once.
 
 Each process has one private connection for all keys that were free when they were
-acquired. One ping covers all of them. Waiters queue in the engine. This requires a
-thread and a session for each key with waiters. The number of these sessions is limited.
-A waiter without one waits for the next free session, and its key is tried a few times a
+acquired. One ping covers all of them. Waiters queue in the engine, each key in a thread
+with a session of its own, which then carries the hold. Their number is limited. A
+waiter without a session waits for the next one, and its key is tried a few times a
 second meanwhile.
 
 The engine does not know keys, only numbers or short names. They are 64 bits of the
-SHA-256 of the prefix and the key on PostgreSQL, and 192 bits of the SHA-256 of the
-database's name and the key elsewhere. Two keys with equal bits would exclude each
-other. This could not be noticed, but it is harmless, as it never admits two holders.
+SHA-256 of the key on PostgreSQL, and 192 bits of the SHA-256 of the database's name and
+the key elsewhere. Two keys with equal bits would exclude each other.
 
 Tokens are the microseconds of the server's clock after the grant. They grow only if
-that clock does not step back between two holds of a key, since they are not stored
-(``supports_fencing`` is False).
+that clock does not step back between two holds of a key (``supports_fencing`` is
+False).
 """
 
 from __future__ import annotations
@@ -24,34 +23,30 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from dlocks.backends.base import refusal_without_rows
-from dlocks.backends.session.engines import session_class
-from dlocks.backends.session.in_transaction import TransactionLocks
 from dlocks.backends.session.queue import EngineQueue
-from dlocks.backends.session.sessions import Entry, SessionDiedError
+from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim, Grant, Holder, seconds
 
 
-class SessionBackend(EngineQueue, TransactionLocks):
+class SessionBackend(EngineQueue):
     """A backend that uses the session locks of a database server.
 
-    ``database`` is an alias of DATABASES.
+    ``database`` is an alias of DATABASES. A connection without a reply is trusted for
+    ``ttl`` seconds. After the same time without a statement, the server ends it.
 
-    ``ttl`` is the number of seconds for which a connection without a reply is trusted.
-    The server ends the session after the same time without a statement. A process that
-    is stopped, or whose host has vanished, blocks others for no longer.
-
-    ``ping`` is the number of seconds between two checks of the connections. ``waiting``
-    is the largest number of connections of this process for keys with waiters. A
-    connection without claims is closed after ``linger`` seconds. ``session_pooling``
-    states that a pooler in between keeps sessions. Every other pooler is refused.
+    Connections are checked every ``ping`` seconds. This process has at most ``waiting``
+    connections for keys with waiters. A connection without claims is closed after
+    ``linger`` seconds. ``session_pooling`` states that a pooler in between keeps
+    sessions. Every other pooler is refused.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -94,7 +89,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
 
     @property
     def supports_transactions(self) -> bool:  # type: ignore[override]
-        return self._kind.in_transactions
+        return self._kind.shares
 
     @property
     def identity(self) -> str:
@@ -108,20 +103,31 @@ class SessionBackend(EngineQueue, TransactionLocks):
         entry = self._entries.get(claim.owner)
         if entry is not None:
             return self._acquire_again(entry)
-        for reconnected in (False, True):
-            session = self._session_for(claim)
-            try:
-                entry = Entry(claim, name=self._name(claim.key))
-                if self._try(entry, session):
-                    return Grant(entry.token or 0)
-                self.contended.add(claim.key)
-                return None
-            except SessionDiedError as error:
-                # The session was idle, and has ended meanwhile.
-                self._close_session(session, error)
-                if reconnected:
-                    raise self._failed(error) from error
-        raise AssertionError("unreachable")
+        grant = self._on_session(partial(self._try_new, claim), claim)
+        if grant is None:
+            self.contended.add(claim.key)
+        return grant
+
+    def _try_new(self, claim: Claim, session: Session) -> Grant | None:
+        entry = Entry(claim, name=self._name(claim.key))
+        return Grant(entry.token or 0) if self._try(entry, session) else None
+
+    def _acquire_again(self, entry: Entry) -> Grant | None:
+        claim, session = entry.claim, entry.session
+        if entry.token is None or session is None:
+            # It waits, or another thread requests the key for it.
+            return None
+        if session.stood_at + claim.ttl * 2 / 3 < clock.now():
+            # The claim has waited for a long time. After a pause, a process may read a
+            # grant although the server has since ended the session as idle.
+            self._ping(session)
+        with self._mutex:
+            now = clock.now()
+            if not (entry.gone or entry.leaving) and entry.ends_at > now:
+                return Grant(entry.token, self._extend(entry, session) - now)
+        # Its grant was not collected in time, so it is requested again.
+        self._release_entry(entry)
+        return self.acquire(claim)
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         sent = clock.now()
@@ -187,25 +193,22 @@ class SessionBackend(EngineQueue, TransactionLocks):
                     return self._own_holder(entry)
         if not (row := self._ask_main("holder", name)):
             return None
+        who, host, number = row
+        if self._kind.shares:
+            who = f"{who or 'a session'} (session {number})"
+        elif host and host.count(":") == 1:
+            # MariaDB includes the port.
+            host = host.rpartition(":")[0]
         return Holder(
             key=key,
-            holder=(
-                f"{row[0] or 'a session'} (session {row[2]})"
-                if self.connection.vendor == "postgresql"
-                else row[0]
-            ),
-            owner_ip=self._address(row[1]),
+            holder=who,
+            owner_ip=host,
             since=None,
-            remaining=float("inf"),
+            remaining=math.inf,
             token=0,
             count=1,
             stale=False,
         )
-
-    @staticmethod
-    def _address(host: str | None) -> str | None:
-        # MariaDB includes the port.
-        return host.rpartition(":")[0] if host and host.count(":") == 1 else host
 
     def refusal(self, claim: Claim) -> str | None:
         if (why := super().refusal(claim)) is not None:
@@ -217,7 +220,7 @@ class SessionBackend(EngineQueue, TransactionLocks):
     def check(self) -> list[Any]:
         """Check the engine of the database, without a query."""
         try:
-            session_class(self.database)
+            bool(self._kind)
         except ImproperlyConfigured as error:
             return [
                 checks.Error(
@@ -247,6 +250,40 @@ class SessionBackend(EngineQueue, TransactionLocks):
         for session in sessions:
             self._close_session(session)
 
+    # Locks of the caller's transaction, on PostgreSQL.
+
+    def in_transaction(self, connection: Any = None) -> bool:
+        # Only on PostgreSQL can a lock be part of a transaction.
+        return self._kind.shares and super().in_transaction(connection)
+
+    def _acquire_in_transaction(self, claim: Claim) -> Grant | None:
+        ticks = self.dialect.ticks
+        committed = (
+            "current_setting('transaction_isolation') IN ('read committed', 'read"
+            " uncommitted')"
+        )
+        sql = (
+            f"SELECT CASE WHEN NOT {committed} THEN -1 WHEN"
+            f" pg_try_advisory_xact_lock(%(name)s) THEN {ticks} END"
+        )
+        ((token,),) = self._rows(sql, {"name": self._name(claim.key)})
+        if token == -1:
+            raise RuntimeError(
+                f"{claim.key!r} cannot be locked in this transaction, which runs above"
+                f" READ COMMITTED on database {self.database!r}. Its snapshot may be"
+                " older than the lock and hide the last holder's changes. Acquire the"
+                " lock before the transaction begins, or run it at READ COMMITTED."
+            )
+        return None if token is None else Grant(token)
+
+    def _held_by_transaction(self, claim: Claim) -> tuple[str, dict[str, Any]]:
+        sql = (
+            "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND"
+            " granted AND pid = pg_backend_pid() AND (classid::bigint << 32 |"
+            " objid::bigint) = %(name)s"
+        )
+        return sql, {"name": self._name(claim.key)}
+
     # Forks.
 
     def _forked(self) -> None:
@@ -262,10 +299,11 @@ _inherited: list[Any] = []
 
 
 def _at_exit() -> None:
-    # Sessions with holds stay open, since the keeper releases these holds.
+    # Sessions with holds stay open until the keeper has released these holds.
     for backend in list(_backends):
+        backend.linger = 0.0
         for session in backend._sessions():
-            backend._close_idle(session)
+            backend._close_if_idle(session)
 
 
 atexit.register(_at_exit)

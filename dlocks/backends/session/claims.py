@@ -1,22 +1,37 @@
-"""The claims and the sessions of one process, in the tables of the session backend."""
+"""The claims of one process: how they are requested, released and ended."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import socket
 from collections import deque
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 
 from dlocks.backends.database.statements import Statements
 from dlocks.backends.local_claims import LocalClaims
-from dlocks.backends.session.engines import session_class
+from dlocks.backends.session.mysql import MySQLSession
+from dlocks.backends.session.postgresql import PostgreSQLSession
 from dlocks.backends.session.sessions import Entry, Row, Session, SessionDiedError
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
 from dlocks.values import Claim
 
+T = TypeVar("T")
+
 logger = logging.getLogger("dlocks")
+
+SESSIONS: dict[str, type[Session]] = {
+    "postgresql": PostgreSQLSession,
+    "mysql": MySQLSession,
+}
 
 
 class Claims(Statements, LocalClaims):
@@ -24,6 +39,8 @@ class Claims(Statements, LocalClaims):
 
     maintainer_name = "dlocks-sessions"
     session_pooling: bool
+    linger: float
+    _advance: Callable[[], None]
     _entries: dict[str, Entry]
     _kept: list[Entry]
 
@@ -37,59 +54,66 @@ class Claims(Statements, LocalClaims):
 
     @cached_property
     def _kind(self) -> type[Session]:
-        return session_class(self.database)
+        vendor = connections[self.database].vendor
+        if vendor not in SESSIONS:
+            raise ImproperlyConfigured(
+                "Session locks need PostgreSQL, MariaDB or MySQL, but database"
+                f" {self.database!r} is {vendor}. Use"
+                " dlocks.backends.database.PessimisticBackend."
+            )
+        return SESSIONS[vendor]
 
     def _name(self, key: str) -> str | int:
         if self._kind.shares:
-            return int.from_bytes(
-                hashlib.sha256(key.encode()).digest()[:8], "big", signed=True
-            )
+            digest = hashlib.sha256(key.encode()).digest()
+            return int.from_bytes(digest[:8], "big", signed=True)
         # The names of GET_LOCK are case-insensitive, and shared by all databases of a
         # server.
-        database = str(self.connection.settings_dict["NAME"])
-        return (
-            "dlocks:" + hashlib.sha256(f"{database}\0{key}".encode()).hexdigest()[:48]
-        )
+        text = f"{self.connection.settings_dict['NAME']}\0{key}"
+        return "dlocks:" + hashlib.sha256(text.encode()).hexdigest()[:48]
 
     # The sessions.
 
     def _new_session(self) -> Session:
+        name = f"dlocks {socket.gethostname()}:{os.getpid()}"
         return self._kind(
-            self.database,
-            f"dlocks {socket.gethostname()}:{os.getpid()}",
-            self.ttl + self.grace,
-            pooled=self.session_pooling,
+            self.database, name, self.ttl + self.grace, pooled=self.session_pooling
         )
 
     def _sessions(self) -> list[Session]:
-        return [*([self._main] if self._main is not None else []), *self._for_waiters]
+        return [*([self._main] if self._main else []), *self._for_waiters]
 
-    def _main_session(self) -> Session:
-        main = self._main
-        if main is not None and main.dead:
-            # Its last statement was interrupted.
-            self._close_session(main, SessionDiedError("its state is unknown"))
+    def _session_for(self, claim: Claim | None = None) -> Session:
+        """Return the session on which to try a claim: the main one, if possible."""
+        beside = self._entries.get(claim.beside) if claim and claim.beside else None
+        if beside is not None and beside.session is not None:
+            return beside.session
+        if (main := self._main) is not None and main.dead:
+            self._close_session(main, SessionDiedError("a request was interrupted"))
         with self._mutex:
             if self._main is None:
                 self._main = self._new_session()
                 self._maintain_from()
             return self._main
 
-    def _session_for(self, claim: Claim) -> Session:
-        """Return the session on which to try a claim."""
-        beside = self._entries.get(claim.beside) if claim.beside else None
-        return (beside.session if beside else None) or self._main_session()
+    def _on_session(
+        self, request: Callable[[Session], T], claim: Claim | None = None
+    ) -> T:
+        """Call a function with a session. If that has ended, repeat it once."""
+        for reconnected in (False, True):
+            session = self._session_for(claim)
+            try:
+                return request(session)
+            except SessionDiedError as error:
+                self._close_session(session, error)
+                if reconnected:
+                    raise LockBackendError(
+                        f"A lock request to database {self.database!r} failed: {error}"
+                    ) from error
+        raise AssertionError("unreachable")
 
     def _ask_main(self, statement: str, value: object) -> Row | None:
-        for reconnected in (False, True):
-            main = self._main_session()
-            try:
-                return main.ask(statement, value)
-            except SessionDiedError as error:
-                self._close_session(main, error)
-                if reconnected:
-                    raise self._failed(error) from error
-        raise AssertionError("unreachable")
+        return self._on_session(lambda main: main.ask(statement, value))
 
     def _ping(self, session: Session) -> None:
         try:
@@ -132,12 +156,111 @@ class Claims(Statements, LocalClaims):
             self._main = None
         self._for_waiters.discard(session)
 
-    def _failed(self, error: Exception) -> LockBackendError:
-        return LockBackendError(
-            f"A lock request to database {self.database!r} failed: {error}"
-        )
-
     # The claims.
+
+    def _try(self, entry: Entry, session: Session) -> bool:
+        """Request the key on this session, and return whether it was granted.
+
+        The claim is a new one, or the first waiter of its key.
+        """
+        claim, waits = entry.claim, entry.waiting
+        with self._mutex:
+            if session.dead:
+                raise SessionDiedError("it was closed")
+            first = (self._queued.get(entry.name) or [entry])[0]
+            if (
+                (first is not entry and not claim.beside)
+                or entry.session is not None
+                or entry.leaving
+                or not session.admits(claim, entry.name)
+            ):
+                return False
+            entry.waiting = False
+            self._entries[claim.owner] = entry
+            session.add(entry)
+        try:
+            self._request(entry, session, "try")
+        finally:
+            # Without a token, the claim has no lock, or its session has ended.
+            if entry.token is None:
+                with self._mutex:
+                    if not waits or entry.leaving:
+                        self._forget(entry)
+                    elif not entry.gone:
+                        session.remove(entry)
+                        entry.waiting = True
+        return entry.token is not None
+
+    def _request(self, entry: Entry, session: Session, statement: str) -> None:
+        """Send the statement that tries or waits for the key, and record a grant."""
+        with session.mutex:
+            session.allow_idle(entry.claim.ttl + self.grace)
+            with self._mutex:
+                # A caller that cancels the claim marks it before it uses the session.
+                if entry.leaving or entry.session is not session:
+                    return
+                others = len(session.at[entry.name]) > 1
+            if entry.claim.shared:
+                again = others and not entry.claim.beside
+                statement += " shared again" if again else " shared"
+            row = session.ask(statement, entry.name, partial(self._on_reply, entry))
+            if row is not None and (row[0] is not None or not entry.waiting):
+                return
+            # The engine may have granted the key before it cancelled the statement.
+            if others:
+                raise SessionDiedError("it may have one shared lock too many")
+            entry.interrupted = True
+            self._free(entry, session)
+        if not entry.waiting:
+            raise LockBackendError(
+                f"A lock request to database {self.database!r} was cancelled."
+            )
+
+    def _on_reply(self, entry: Entry, row: Row | None) -> None:
+        if row is not None and row[0] is not None:
+            with self._mutex:
+                self._granted(entry, int(row[0]))
+                self._dequeue(entry)
+
+    @staticmethod
+    def _extend(entry: Entry, session: Session) -> float:
+        """Renew a lease as far as possible, and return its end.
+
+        The server counts its idle timeout from the last statement that it received. The
+        reply may have been read much later.
+        """
+        sure_until = session.stood_at + entry.claim.ttl
+        entry.ends_at = max(entry.ends_at, sure_until)
+        return sure_until
+
+    def _release_entry(self, entry: Entry) -> bool:
+        """Release the lock of a claim, and return whether it had one."""
+        entry.leaving = True
+        if (session := entry.session) is None:
+            return False
+        try:
+            with session.mutex:
+                # Another thread may have released it meanwhile.
+                had = not entry.gone and entry.token is not None
+                had = had and self._free(entry, session)
+                with self._mutex:
+                    self._forget(entry)
+        except SessionDiedError as error:
+            self._close_session(session, error)
+            return False
+        self._advance()
+        return had
+
+    def _free(self, entry: Entry, session: Session) -> bool:
+        """Release the lock of a claim in the engine, if it has one."""
+        shared = entry.claim.shared
+        # An administrator may cancel any statement. A second release of a shared lock
+        # could free that of another claim.
+        for _ in range(1 if shared else 2):
+            row = session.ask("free shared" if shared else "free", entry.name)
+            if row is not None:
+                return bool(row[0])
+        raise SessionDiedError("the release of a lock was cancelled")
 
     def _forget(self, entry: Entry) -> None:
         if entry.gone:
@@ -149,9 +272,72 @@ class Claims(Statements, LocalClaims):
             entry.session.remove(entry)
 
     def _dequeue(self, entry: Entry) -> None:
-        """Remove a waiter from the local queue; the caller holds the mutex."""
-        entries = self._queued.get(entry.name, ())
-        if entry in entries:
-            self._queued[entry.name].remove(entry)
-            if not self._queued[entry.name]:
+        if entry in (queue := self._queued.get(entry.name, deque())):
+            queue.remove(entry)
+            if not queue:
                 del self._queued[entry.name]
+
+    # The maintenance thread.
+
+    def _maintain(self) -> None:
+        """Release expired claims, and ping or close quiet sessions."""
+        while True:
+            with self._mutex:
+                if not (sessions := self._sessions()):
+                    self._maintainer.end()
+                    return
+                now = clock.now()
+                held = [*self._entries.values(), *self._kept]
+                self._maintains_at = min(
+                    [
+                        # A release need not wake this thread.
+                        now + max(self.linger, 0.05) / 2,
+                        *map(self._ends_at, held),
+                        *(self._ping_at(session) for session in sessions),
+                    ]
+                )
+                if self._maintains_at > now:
+                    self._changed.wait(self._maintains_at - now)
+                    now = clock.now()
+                over = [entry for entry in held if self._ends_at(entry) <= now]
+                for entry in over:
+                    # From here on, it is not renewed any more.
+                    entry.ends_at = -math.inf
+                silent = [one for one in sessions if self._ping_at(one) <= now]
+            for entry in over:
+                self._end(entry)
+            for session in silent:
+                self._ping(session)
+            for session in sessions:
+                self._close_if_idle(session)
+            # A reference that is kept during the wait would keep these objects alive.
+            del sessions, held, over, silent
+
+    def _ends_at(self, entry: Entry) -> float:
+        if entry.waiting or entry.gone:
+            return math.inf
+        return entry.ends_at + (0 if entry.kept else self.grace)
+
+    def _ping_at(self, session: Session) -> float:
+        """Return when to ping a session whose holds are not renewed."""
+        carries = any(not entry.waiting for at in session.at.values() for entry in at)
+        return session.stood_at + 1.2 * self.renew_every if carries else math.inf
+
+    def _end(self, entry: Entry) -> None:
+        session = entry.session
+        try:
+            self._release_entry(entry)
+        except LockBackendError as error:
+            if session is not None:
+                self._close_session(session, error)
+
+    def _close_if_idle(self, session: Session) -> None:
+        if session.mutex.acquire(blocking=False):
+            try:
+                with self._mutex:
+                    if session.at or clock.now() < session.stood_at + self.linger:
+                        return
+                    self._drop(session)
+                session.end()
+            finally:
+                session.mutex.release()

@@ -24,7 +24,6 @@ _HAS_PROCESSLIST = (
 
 class MySQLSession(Session):
     shares = False
-    in_transactions = False
     idle_unit = 1
     cancelled = "1317"
     # 0 is the driver's error for a closed connection, and 2000 to 2999 are the client's
@@ -67,21 +66,23 @@ class MySQLSession(Session):
         version, before, _, after = self.first_row(
             "SELECT VERSION(), SYSDATE(6), SLEEP(0.001), SYSDATE(6)"
         )
+        refusal = ""
         if before == after:
-            raise ImproperlyConfigured(
-                f"The server of database {self.database!r} runs with sysdate-is-now."
-                " The token of a lock that was waited for would be older than its"
-                " grant. Turn that option off, or use"
-                " dlocks.backends.database.PessimisticBackend."
+            refusal = (
+                "runs with sysdate-is-now. The token of a lock that was waited for"
+                " would be older than its grant. Turn that option off, or use"
             )
         # This query also works on servers without the variable.
         if self.first_row(
             "SHOW VARIABLES WHERE Variable_name = 'wsrep_on' AND Value = 'ON'"
         ):
+            refusal = (
+                "is a node of a Galera cluster, and GET_LOCK is known to one node only."
+                " Use"
+            )
+        if refusal:
             raise ImproperlyConfigured(
-                f"The server of database {self.database!r} is a node of a Galera"
-                " cluster, and GET_LOCK is known to one node only. Two nodes would"
-                " grant the same lock to two callers. Use"
+                f"The server of database {self.database!r} {refusal}"
                 " dlocks.backends.database.PessimisticBackend."
             )
         is_mariadb = "mariadb" in version.lower()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
@@ -29,8 +26,9 @@ def _granted(condition: str) -> str:
 
 class PostgreSQLSession(Session):
     shares = True
-    in_transactions = True
     idle_unit = 1000
+    # Seconds and milliseconds after which a vanished host is noticed.
+    options = {"keepalives_idle": 10, "tcp_user_timeout": 30_000}
     cancelled = "57014"
     ended = ("57P", "08")
 
@@ -63,11 +61,6 @@ class PostgreSQLSession(Session):
         "waiting": f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {_THIS}",
     }
 
-    def options(self) -> dict[str, Any]:
-        # A request must not wait for hours for a host that has vanished.
-        seconds = math.ceil(self.idle)
-        return {"keepalives_idle": seconds, "tcp_user_timeout": seconds * 1000}
-
     def identify(self) -> None:
         raw = self.wrapper.connection
         if not hasattr(raw, "pgconn"):
@@ -85,8 +78,8 @@ class PostgreSQLSession(Session):
         if self.first_row("SELECT pg_is_in_recovery()") == (True,):
             # This may be temporary, as after a failover.
             raise LockBackendError(
-                f"The server of database {self.database!r} is a standby, where other"
-                " callers do not see session locks. Connect this alias of DATABASES to"
+                f"The server of database {self.database!r} is a standby, whose session"
+                " locks exclude no other callers. Connect this alias of DATABASES to"
                 " the primary (target_session_attrs=read-write)."
             )
         # The project's timeouts are meant for its own statements. The server checks

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from django.core.exceptions import ImproperlyConfigured
-
 from dlocks.backends.notifiers import Notifier
-from dlocks.backends.session.requests import Requests
+from dlocks.backends.session.claims import Claims
 from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -36,7 +34,7 @@ REFUSED_FOR = 1.0
 IDLE_END_AFTER = 1.0
 
 
-class EngineQueue(Requests):
+class EngineQueue(Claims):
     """The queue of waiters: the first of each key waits in the engine.
 
     A thread with a session of its own waits for it. That session then carries the hold,
@@ -161,7 +159,7 @@ class EngineQueue(Requests):
             self._request(entry, session, "wait")
         except SessionDiedError as error:
             self._close_session(session, error)
-        except (LockBackendError, ImproperlyConfigured) as error:
+        except Exception as error:  # noqa: BLE001 (the key is polled meanwhile)
             self._refused_at = clock.now()
             self._close_session(session, error)
             logger.warning("A waiter for a lock has no session: %s", error)
@@ -225,7 +223,7 @@ class EngineQueue(Requests):
                 # Begin with other keys the next time.
                 self._queued[entry.name] = self._queued.pop(entry.name)
         for entry in tried[:KEYS_PER_POLL]:
-            main = self._main_session()
+            main = self._session_for()
             try:
                 # After a shared claim was granted, the next one can share the key too.
                 while self._try(entry, main) and (

@@ -61,18 +61,25 @@ class Session:
     else by ``mutex``. At most one thread at a time uses the connection.
     """
 
-    # Whether locks can be shared, and whether a lock can belong to a transaction.
+    # Whether locks can be shared, and can belong to a transaction.
     shares: ClassVar[bool]
-    in_transactions: ClassVar[bool]
     # The SQL by name, with the parameter ``value``. The statements that try or wait
     # return the token, which is drawn after the grant.
     statements: Mapping[str, str]
     # The server's idle timeout for one second.
     idle_unit: ClassVar[int]
-    # The code of the error of a cancelled statement, and how the codes begin that mean
-    # the end of the session.
+    # Options of the connection.
+    options: ClassVar[dict[str, Any]] = {}
+    # Return the engine's code of an error, which is ``cancelled`` if the statement was
+    # cancelled, and begins like those in ``ended`` if the session has ended.
+    code: Callable[[Error], str]
     cancelled: ClassVar[str]
     ended: ClassVar[tuple[str, ...]]
+    # Set ``pid`` and ``reported_pid`` without changing the session. Behind a pooler,
+    # another client may use it next.
+    identify: Callable[[], None]
+    # Configure the session for locks.
+    begin: Callable[[], None]
     # The number of the session on the server, and the number that was reported when the
     # connection was opened. A pooler invents one.
     pid: int
@@ -93,25 +100,6 @@ class Session:
         self.at: dict[str | int, list[Entry]] = {}
         # When the last statement was sent that the server has answered.
         self.stood_at = clock.now()
-
-    def options(self) -> dict[str, Any]:
-        """Return further options of the connection."""
-        return {}
-
-    def identify(self) -> None:
-        """Set ``pid`` and ``reported_pid`` without changing the session.
-
-        Behind a pooler, another client may use the session next.
-        """
-        raise NotImplementedError
-
-    def begin(self) -> None:
-        """Configure the session for locks."""
-        raise NotImplementedError
-
-    def code(self, error: Error) -> str:
-        """Return the engine's code of an error."""
-        raise NotImplementedError
 
     # Statements.
 
@@ -183,8 +171,7 @@ class Session:
 
     def ping(self) -> None:
         """Raise SessionDiedError unless the server still has the session."""
-        row = self.ask("ping")
-        if row is not None and row[0] != self.pid:
+        if (row := self.ask("ping")) is not None and row[0] != self.pid:
             raise SessionDiedError("a pooler has assigned it to another client")
 
     # The connection.
@@ -209,7 +196,7 @@ class Session:
         self.wrapper = unpooled(connections[self.database])
         settings = self.wrapper.settings_dict
         settings["AUTOCOMMIT"] = True
-        settings["OPTIONS"] = {**self.options(), **settings["OPTIONS"]}
+        settings["OPTIONS"] = {**self.options, **settings["OPTIONS"]}
         self.wrapper.inc_thread_sharing()
         self.wrapper.ensure_connection()
         self.identify()
@@ -219,14 +206,16 @@ class Session:
 
         ``pooled`` must state this, and a second connection must get another session.
         """
+        solutions = (
+            "Connect this alias of DATABASES to the server itself, or use"
+            " dlocks.backends.database.PessimisticBackend."
+        )
         if not self.pooled:
             raise ImproperlyConfigured(
                 f"Database {self.database!r} is behind a pooler (the session is"
-                f" {self.pid}, and the connection reports {self.reported_pid}). If it"
-                " assigned sessions per transaction or statement, one lock would be"
-                " granted to several callers. Connect this alias of DATABASES to the"
-                " server itself, or use dlocks.backends.database.PessimisticBackend. If"
-                " the pooler keeps sessions (pool_mode = session), set"
+                f" {self.pid}, and the connection reports {self.reported_pid}), which"
+                f" could grant one lock to several callers. {solutions} If the pooler"
+                " keeps sessions (pool_mode = session), set"
                 " OPTIONS['session_pooling'] = True."
             )
         other = type(self)(self.database, self.name, self.idle, pooled=True)
@@ -236,11 +225,9 @@ class Session:
             other._close()
         if other.pid == self.pid:
             raise ImproperlyConfigured(
-                "OPTIONS['session_pooling'] states that the pooler of database"
-                f" {self.database!r} keeps sessions, but it assigned session {self.pid}"
-                " to two connections at a time. Set its pool_mode to session, connect"
-                " this alias of DATABASES to the server itself, or use"
-                " dlocks.backends.database.PessimisticBackend."
+                f"The pooler of database {self.database!r} assigned session {self.pid}"
+                " to two connections at a time, although OPTIONS['session_pooling'] is"
+                f" set. Set its pool_mode to session. {solutions}"
             )
 
     def end(self) -> None:
