@@ -646,6 +646,7 @@ def test_a_partitioned_holder_ends_before_the_next_grant(
         if waited:
             with taken_elsewhere():
                 threads(hold)
+                until(lambda: len(own_sessions()) == 2)
                 in_queue(1)
                 proxy.late.set()
         else:
@@ -690,7 +691,7 @@ def test_a_missed_turn_is_not_granted_while_it_is_released(
     monkeypatch, backend, threads
 ):
     late = claim(ttl=0.3)
-    kind = type(backend._main_session())
+    kind = type(backend._session_for())
     ask, ends, go_on = kind.ask, threading.Event(), threading.Event()
 
     def ask_late(self, statement, *args):
@@ -923,7 +924,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
 
     The session holds the key in this case. The claim waits once more.
     """
-    kind = type(backend._main_session())
+    kind = type(backend._session_for())
     first_row, cancelled = kind.first_row, []
 
     def cancel(self, sql, values=None):

@@ -115,11 +115,10 @@ class SessionBackend(EngineQueue):
     def _acquire_again(self, entry: Entry) -> Grant | None:
         claim, session = entry.claim, entry.session
         if entry.token is None or session is None:
-            # It waits, or another thread requests the key for it.
             return None
         if session.stood_at + claim.ttl * 2 / 3 < clock.now():
-            # The claim has waited for a long time. After a pause, a process may read a
-            # grant although the server has since ended the session as idle.
+            # The wait was long. After a pause, a process may read a grant although the
+            # server has since ended the session as idle.
             self._ping(session)
         with self._mutex:
             now = clock.now()
@@ -129,19 +128,21 @@ class SessionBackend(EngineQueue):
         self._release_entry(entry)
         return self.acquire(claim)
 
+    def _held(self, claim: Claim) -> tuple[Entry, Session] | None:
+        entry = self._entries.get(claim.owner)
+        if entry is None or entry.token is None or entry.session is None:
+            return None
+        return entry, entry.session
+
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         sent = clock.now()
-        entries = [self._entries.get(claim.owner) for claim in claims]
-        for session in {entry.session for entry in entries if entry}:
-            if session is not None:
-                self._ping(session)
-        left: dict[str, float] = {}
+        held = [found for claim in claims if (found := self._held(claim))]
+        for session in {session for _, session in held}:
+            self._ping(session)
+        left = {}
         with self._mutex:
-            for entry in entries:
-                session = None if entry is None else entry.session
-                if entry is None or session is None or entry.token is None:
-                    continue
-                if entry.ends_at > sent:
+            for entry, session in held:
+                if not entry.gone and entry.ends_at > sent:
                     sure_for = self._extend(entry, session) - sent
                     left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
                     self._maintain_from(entry.ends_at)
@@ -150,12 +151,10 @@ class SessionBackend(EngineQueue):
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         claim = claims[0]
         if claim.scope == "transaction":
-            held = count is not None and self._rows(*self._held_by_transaction(claim))
-            return bool(held)
-        entry = self._entries.get(claim.owner)
-        session = None if entry is None else entry.session
-        if count is None or entry is None or session is None or entry.token is None:
+            return count is not None and self._is_held_by_transaction(claim)
+        if count is None or (held := self._held(claim)) is None:
             return False
+        entry, session = held
         try:
             session.ping()
         except SessionDiedError as error:
@@ -211,14 +210,12 @@ class SessionBackend(EngineQueue):
         )
 
     def refusal(self, claim: Claim) -> str | None:
-        if (why := super().refusal(claim)) is not None:
-            return why
-        if claim.shared and claim.scope == "transaction":
-            return "A shared lock does not support scope='transaction'."
-        return refusal_without_rows(self, claim)
+        why = super().refusal(claim)
+        if why is None and claim.shared and claim.scope == "transaction":
+            why = "A shared lock does not support scope='transaction'."
+        return why or refusal_without_rows(self, claim)
 
     def check(self) -> list[Any]:
-        """Check the engine of the database, without a query."""
         try:
             bool(self._kind)
         except ImproperlyConfigured as error:
@@ -238,10 +235,7 @@ class SessionBackend(EngineQueue):
         session.end()
 
     def disconnect(self) -> None:
-        """Close all sessions of this process.
-
-        This releases its holds and cancels its waiters.
-        """
+        """Close all sessions, which releases all holds and cancels all waiters."""
         with self._mutex:
             for entry in list(self._entries.values()):
                 if entry.waiting:
@@ -257,14 +251,10 @@ class SessionBackend(EngineQueue):
         return self._kind.shares and super().in_transaction(connection)
 
     def _acquire_in_transaction(self, claim: Claim) -> Grant | None:
-        ticks = self.dialect.ticks
-        committed = (
-            "current_setting('transaction_isolation') IN ('read committed', 'read"
-            " uncommitted')"
-        )
         sql = (
-            f"SELECT CASE WHEN NOT {committed} THEN -1 WHEN"
-            f" pg_try_advisory_xact_lock(%(name)s) THEN {ticks} END"
+            "SELECT CASE WHEN current_setting('transaction_isolation') NOT LIKE 'read"
+            " %%committed' THEN -1 WHEN pg_try_advisory_xact_lock(%(name)s) THEN"
+            f" {self.dialect.ticks} END"
         )
         ((token,),) = self._rows(sql, {"name": self._name(claim.key)})
         if token == -1:
@@ -276,13 +266,13 @@ class SessionBackend(EngineQueue):
             )
         return None if token is None else Grant(token)
 
-    def _held_by_transaction(self, claim: Claim) -> tuple[str, dict[str, Any]]:
+    def _is_held_by_transaction(self, claim: Claim) -> bool:
         sql = (
             "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND"
             " granted AND pid = pg_backend_pid() AND (classid::bigint << 32 |"
             " objid::bigint) = %(name)s"
         )
-        return sql, {"name": self._name(claim.key)}
+        return bool(self._rows(sql, {"name": self._name(claim.key)}))
 
     # Forks.
 

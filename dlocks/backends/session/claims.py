@@ -126,7 +126,7 @@ class Claims(Statements, LocalClaims):
     def _close_session(
         self, session: Session, error: BaseException | None = None
     ) -> None:
-        """End a session. Its holds are lost, and its waiters wait for another one."""
+        """End a session. Its holds are lost, and its waiters need another one."""
         with self._mutex:
             self._drop(session)
             entries = [entry for at in session.at.values() for entry in at]

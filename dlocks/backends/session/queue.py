@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -18,8 +19,7 @@ from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")
 
-# Seconds for a cancelled wait to end, and between two cancellations. A statement that
-# has not begun is not cancelled.
+# Seconds for a cancelled wait to end, and between two cancellations.
 CANCEL_TIMEOUT = 5.0
 CANCEL_EVERY = 0.1
 # Seconds. After a shorter wait, the engine's queue was empty.
@@ -73,17 +73,14 @@ class EngineQueue(Claims):
         tickets = {}
         with self._mutex:
             for claim in claims:
-                entry = self._entries.get(claim.owner)
-                if entry is None:
+                if (entry := self._entries.get(claim.owner)) is None:
                     continue
-                first = self._queued.get(entry.name, [entry])[0]
-                tickets[claim.owner] = (
+                is_polled = self._queued.get(entry.name, [entry])[0].session is None
+                tickets[claim.owner] = Ticket(
                     # The claim gets its lease when it is acquired again.
-                    Ticket(grant=Grant(entry.token))
-                    if entry.token is not None
-                    else Ticket(position=entry.number)
-                    if first.session is not None
-                    else Ticket(position=entry.number, next_check=POLL_EVERY)
+                    grant=None if entry.token is None else Grant(entry.token),
+                    position=entry.number,
+                    next_check=POLL_EVERY if is_polled else math.inf,
                 )
         return tickets
 
