@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-import socket
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -75,10 +73,8 @@ class Claims(Statements, LocalClaims):
     # The sessions.
 
     def _new_session(self) -> Session:
-        name = f"dlocks {socket.gethostname()}:{os.getpid()}"
-        return self._kind(
-            self.database, name, self.ttl + self.grace, pooled=self.session_pooling
-        )
+        idle = self.ttl + self.grace
+        return self._kind(self.database, idle, pooled=self.session_pooling)
 
     def _sessions(self) -> list[Session]:
         return [*([self._main] if self._main else []), *self._for_waiters]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import socket
+
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
@@ -27,8 +31,6 @@ def _granted(condition: str) -> str:
 class PostgreSQLSession(Session):
     shares = True
     idle_unit = 1000
-    # Seconds and milliseconds after which a vanished host is noticed.
-    options = {"keepalives_idle": 10, "tcp_user_timeout": 30_000}
     cancelled = "57014"
     ended = ("57P", "08")
 
@@ -61,6 +63,11 @@ class PostgreSQLSession(Session):
         "waiting": f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {_THIS}",
     }
 
+    def options(self) -> dict[str, int]:
+        # A request must not wait for hours for a host that has vanished.
+        seconds = math.ceil(self.idle)
+        return {"keepalives_idle": seconds, "tcp_user_timeout": seconds * 1000}
+
     def identify(self) -> None:
         raw = self.wrapper.connection
         if not hasattr(raw, "pgconn"):
@@ -90,7 +97,10 @@ class PostgreSQLSession(Session):
             " set_config('statement_timeout', '0', false), set_config('lock_timeout',"
             " '0', false), set_config('client_connection_check_interval', '1000',"
             " false), set_config('idle_session_timeout', %s, false)",
-            (self.name[:63], str(self.idle_setting(self.idle))),
+            (
+                f"dlocks {socket.gethostname()}:{os.getpid()}"[:63],
+                str(self.idle_setting(self.idle)),
+            ),
         )
 
     def code(self, error: Error) -> str:

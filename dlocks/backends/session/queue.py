@@ -35,10 +35,9 @@ IDLE_END_AFTER = 1.0
 
 
 class EngineQueue(Claims):
-    """The queue of waiters: the first of each key waits in the engine.
+    """The queue of waiters: a thread waits in the engine for the first of each key.
 
-    A thread with a session of its own waits for it. That session then carries the hold,
-    since a session cannot transfer a lock to another.
+    Its session then carries the hold, since no session can transfer a lock to another.
     """
 
     places: int
@@ -118,16 +117,20 @@ class EngineQueue(Claims):
 
     def _next(self) -> tuple[Entry, Session] | None:
         """Return the next waiter and its session; the caller holds the mutex."""
-        if not self._queued or clock.now() < self._refused_at + REFUSED_FOR:
+        waiters = self._without_session()
+        if not waiters or clock.now() < self._refused_at + REFUSED_FOR:
             return None
-        entry = next((one for one in self._heads() if one.session is None), None)
-        session = next((one for one in self._for_waiters if not one.at), None)
-        if session is None and len(self._for_waiters) < self.places:
-            session = self._new_session()
-        return None if entry is None or session is None else (entry, session)
+        for session in self._for_waiters:
+            if not session.at:
+                return waiters[0], session
+        if len(self._for_waiters) < self.places:
+            return waiters[0], self._new_session()
+        return None
 
-    def _heads(self) -> list[Entry]:
-        return [entries[0] for entries in self._queued.values()]
+    def _without_session(self) -> list[Entry]:
+        """Return the first waiters of keys that have no session."""
+        heads = [entries[0] for entries in self._queued.values()]
+        return [entry for entry in heads if entry.session is None]
 
     def _serve(self) -> None:
         while True:
@@ -215,11 +218,11 @@ class EngineQueue(Claims):
             if now < self._polled_at + POLL_EVERY * 0.9:
                 return
             self._polled_at = now
-            tried = [one for one in self._heads() if one.session is None]
-            for entry in tried[:KEYS_PER_POLL]:
+            tried = self._without_session()[:KEYS_PER_POLL]
+            for entry in tried:
                 # Begin with other keys the next time.
                 self._queued[entry.name] = self._queued.pop(entry.name)
-        for entry in tried[:KEYS_PER_POLL]:
+        for entry in tried:
             main = self._session_for()
             try:
                 # After a shared claim was granted, the next one can share the key too.

@@ -52,13 +52,9 @@ class Entry(LocalEntry):
 class Session:
     """A private connection, and the claims on it. The first statement connects.
 
-    ``name`` is shown in the server's list of sessions, if possible. After ``idle``
-    seconds without a statement, the server ends the session. ``pooled`` states that a
-    pooler in between keeps sessions.
-
-    The engine does not distinguish the claims of one session, so ``admits()`` decides
-    which of them exclude each other. ``at`` is guarded by the backend, and everything
-    else by ``mutex``. At most one thread at a time uses the connection.
+    After ``idle`` seconds without a statement, the server ends the session. ``pooled``
+    states that a pooler in between keeps sessions. The backend's mutex guards ``at``,
+    and ``mutex`` everything else.
     """
 
     # Whether locks can be shared, and can belong to a transaction.
@@ -68,8 +64,6 @@ class Session:
     statements: Mapping[str, str]
     # The server's idle timeout for one second.
     idle_unit: ClassVar[int]
-    # Options of the connection.
-    options: ClassVar[dict[str, Any]] = {}
     # Return the engine's code of an error, which is ``cancelled`` if the statement was
     # cancelled, and begins like those in ``ended`` if the session has ended.
     code: Callable[[Error], str]
@@ -88,18 +82,22 @@ class Session:
     # ambiguous, since another server may use it, and so may this one after a restart.
     identity: str = ""
 
-    def __init__(self, database: str, name: str, idle: float, *, pooled: bool) -> None:
+    def __init__(self, database: str, idle: float, *, pooled: bool) -> None:
         self.database = database
-        self.name = name
         self.idle = idle
         self.pooled = pooled
         self.mutex = threading.RLock()
+        self._closing = threading.Lock()
         self.wrapper: Any = None
         self.dead = False
         self.is_asking = False
         self.at: dict[str | int, list[Entry]] = {}
         # When the last statement was sent that the server has answered.
         self.stood_at = clock.now()
+
+    def options(self) -> dict[str, Any]:
+        """Return options for the driver."""
+        return {}
 
     # Statements.
 
@@ -196,16 +194,13 @@ class Session:
         self.wrapper = unpooled(connections[self.database])
         settings = self.wrapper.settings_dict
         settings["AUTOCOMMIT"] = True
-        settings["OPTIONS"] = {**self.options, **settings["OPTIONS"]}
+        settings["OPTIONS"] = {**self.options(), **settings["OPTIONS"]}
         self.wrapper.inc_thread_sharing()
         self.wrapper.ensure_connection()
         self.identify()
 
     def _refuse_pooler(self) -> None:
-        """Raise ImproperlyConfigured unless the pooler keeps sessions.
-
-        ``pooled`` must state this, and a second connection must get another session.
-        """
+        """Raise ImproperlyConfigured unless the pooler keeps sessions."""
         solutions = (
             "Connect this alias of DATABASES to the server itself, or use"
             " dlocks.backends.database.PessimisticBackend."
@@ -218,7 +213,7 @@ class Session:
                 " keeps sessions (pool_mode = session), set"
                 " OPTIONS['session_pooling'] = True."
             )
-        other = type(self)(self.database, self.name, self.idle, pooled=True)
+        other = type(self)(self.database, self.idle, pooled=True)
         try:
             other._open()
         finally:
@@ -242,14 +237,18 @@ class Session:
             finally:
                 self.mutex.release()
         else:
-            with suppress(Exception), socket.socket(fileno=os.dup(self._file())) as end:
-                end.shutdown(socket.SHUT_RDWR)
+            # Another file could have the number once the connection is closed.
+            with (
+                self._closing,
+                suppress(Exception),
+                socket.socket(fileno=os.dup(self._file())) as connection,
+            ):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _close(self) -> None:
-        wrapper, self.wrapper = self.wrapper, None
-        if wrapper is not None:
-            with suppress(Exception):
-                wrapper.close()
+        with self._closing, suppress(Exception):
+            wrapper, self.wrapper = self.wrapper, None
+            wrapper.close()
 
     def abandon(self) -> None:
         """Detach from the parent's session in a child process.
@@ -267,7 +266,10 @@ class Session:
     # The claims.
 
     def admits(self, claim: Claim, name: str | int) -> bool:
-        """Return whether no claim on this session excludes the given claim."""
+        """Return whether no claim on this session excludes the given claim.
+
+        The engine does not distinguish them.
+        """
         return all(
             claim.shared
             and (one.claim.shared or (one.claim.owner == claim.beside and not one.kept))
