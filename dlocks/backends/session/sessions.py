@@ -116,8 +116,8 @@ class Session:
                 raise LockBackendError(
                     "A signal handler has interrupted a request on the same session."
                 )
-            self.is_asking = True
             try:
+                self.is_asking = True
                 if self.wrapper is None and not self.dead:
                     self.connect()
                 if self.dead:
