@@ -1106,6 +1106,57 @@ def test_an_interrupted_waiter_leaves_nothing(in_other_thread, threads, in_queue
         pass
 
 
+@pytest.fixture
+def during(monkeypatch, backend):
+    """Return a function that calls another one after a statement was executed."""
+
+    def arrange(statement, function):
+        kind = type(backend._session_for())
+        first_row = kind.first_row
+
+        def first_row_and_more(self, sql, values=None):
+            row = first_row(self, sql, values)
+            if sql == self.statements[statement]:
+                monkeypatch.undo()
+                function()
+            return row
+
+        monkeypatch.setattr(kind, "first_row", first_row_and_more)
+
+    return arrange
+
+
+@pytest.mark.parametrize("statement", ["try", "free"])
+def test_an_interrupted_request_leaves_no_lock(statement, during, until):
+    """It is unknown what the server has done, so the session ends with all holds."""
+    lost = threading.Event()
+    other = lock("another", on_lost=lambda hold: lost.set()).acquire()
+    during(statement, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), lock():
+        pass
+    assert lost.wait(10)
+    with pytest.raises(LockLost):
+        other.release()
+    until(is_free_elsewhere)
+    with lock(timeout=5), lock("another", timeout=5):
+        pass
+
+
+def test_a_signal_handler_gets_an_error_instead_of_a_deadlock(during):
+    """The handler has interrupted a request on the session that it needs."""
+    errors = []
+
+    def handler():
+        with pytest.raises(LockBackendError, match="signal handler") as caught:
+            lock("another").acquire()
+        errors.append(caught)
+
+    during("try", handler)
+    with lock() as held:
+        held.check()
+    assert errors
+
+
 # Transactions.
 
 

@@ -26,10 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
 
-SESSIONS: dict[str, type[Session]] = {
-    "postgresql": PostgreSQLSession,
-    "mysql": MySQLSession,
-}
+SESSIONS = {"postgresql": PostgreSQLSession, "mysql": MySQLSession}
 
 
 class Claims(Statements, LocalClaims):
@@ -95,7 +92,7 @@ class Claims(Statements, LocalClaims):
     def _on_session(
         self, request: Callable[[Session], T], claim: Claim | None = None
     ) -> T:
-        """Call a function with a session. If that has ended, repeat it once."""
+        """Call a function with a session, and once more if that has ended."""
         for reconnected in (False, True):
             session = self._session_for(claim)
             try:

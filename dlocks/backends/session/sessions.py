@@ -43,7 +43,7 @@ class Entry(LocalEntry):
     number: int = field(default_factory=itertools.count(1).__next__)
     # The session on which it is held, requested or waited for.
     session: Session | None = None
-    # Whether it is being released or cancelled. No more requests are sent for it.
+    # Being released or cancelled. No more requests are sent for it.
     leaving: bool = False
     # Whether the server has cancelled its wait.
     interrupted: bool = False
@@ -59,13 +59,12 @@ class Session:
 
     # Whether locks can be shared, and can belong to a transaction.
     shares: ClassVar[bool]
-    # The SQL by name, with the parameter ``value``. The statements that try or wait
-    # return the token, which is drawn after the grant.
+    # The SQL by name. The statements that try or wait return the token.
     statements: Mapping[str, str]
     # The server's idle timeout for one second.
     idle_unit: ClassVar[int]
-    # Return the engine's code of an error, which is ``cancelled`` if the statement was
-    # cancelled, and begins like those in ``ended`` if the session has ended.
+    # Return the engine's code of an error. It is ``cancelled`` for a cancelled
+    # statement, and begins with one of ``ended`` if the session has ended.
     code: Callable[[Error], str]
     cancelled: ClassVar[str]
     ended: ClassVar[tuple[str, ...]]
@@ -74,12 +73,11 @@ class Session:
     identify: Callable[[], None]
     # Configure the session for locks.
     begin: Callable[[], None]
-    # The number of the session on the server, and the number that was reported when the
-    # connection was opened. A pooler invents one.
+    # The session's number, and the one that was reported at first. A pooler invents it.
     pid: int
     reported_pid: int
-    # The value with which another session cancels its statement. The number alone is
-    # ambiguous, since another server may use it, and so may this one after a restart.
+    # The value with which another session cancels its statement. After a restart or
+    # failover, another session may have the same number.
     identity: str = ""
 
     def __init__(self, database: str, idle: float, *, pooled: bool) -> None:
@@ -96,7 +94,6 @@ class Session:
         self.stood_at = clock.now()
 
     def options(self) -> dict[str, Any]:
-        """Return options for the driver."""
         return {}
 
     # Statements.
