@@ -218,6 +218,14 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     return float(value)
 
 
+def check_count(name: str, value: object, kind: str = "an int") -> None:
+    """Raise TypeError or ValueError unless a value is an int of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {kind}, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more, not {value}")
+
+
 def in_seconds(duration: Any) -> Any:
     """Return the seconds of a ``timedelta``, and any other value unchanged."""
     return duration.total_seconds() if isinstance(duration, timedelta) else duration

@@ -437,7 +437,7 @@ def test_the_pause_after_a_failure_doubles_up_to_a_minute(
     """
     pauses = []
 
-    def rest(self, seconds):
+    async def rest(self, seconds):
         pauses.append(seconds)
         if len(pauses) == 6:
             self.stop()
@@ -469,9 +469,11 @@ def test_a_different_error_is_logged_with_its_traceback(elections, caplog, monke
     def fail(hold):
         raise errors.pop(0)
 
-    monkeypatch.setattr(
-        LeaderElection, "_pause", lambda self, seconds: errors or self.stop()
-    )
+    async def rest(self, seconds):
+        if not errors:
+            self.stop()
+
+    monkeypatch.setattr(LeaderElection, "_pause", rest)
     with caplog.at_level(logging.ERROR, "dlocks"):
         elections(on_elected=fail).run()
     assert [record.exc_info is not None for record in caplog.records] == [
@@ -496,7 +498,7 @@ def test_a_successful_lead_resets_the_failure_count(good, elections, monkeypatch
             hold._state.lease.granted_at -= 61
         raise ZeroDivisionError
 
-    def rest(self, seconds):
+    async def rest(self, seconds):
         pauses.append(seconds)
         if len(pauses) == 5:
             self.stop()

@@ -20,7 +20,7 @@ from dlocks.transactions import (
     open_connections,
     why_end_is_unknown,
 )
-from dlocks.values import Duration, seconds
+from dlocks.values import Duration, check_count, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,10 +49,7 @@ def retry_on_conflict(
     """
     if callable(attempts):
         raise TypeError("Write @retry_on_conflict() with parentheses.")
-    if isinstance(attempts, bool) or not isinstance(attempts, int):
-        raise TypeError(f"attempts must be an int, not {type(attempts).__name__}")
-    if attempts < 1:
-        raise ValueError(f"attempts must be 1 or more, not {attempts}")
+    check_count("attempts", attempts)
     first = seconds("backoff", backoff)
     limit = seconds("max_backoff", max_backoff)
 

@@ -23,17 +23,20 @@ LONGEST_POLL_DELAY = 0.05
 POLLING_SECONDS = 10.0
 
 
-def delays(deadline: float | None) -> Iterator[float]:
+def delays(
+    deadline: float | None, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY
+) -> Iterator[float]:
     """Yield the seconds to sleep before each further try.
 
-    The last delay ends at ``deadline``, a time of ``clock.now()``.
+    They double each time, from ``first`` to ``longest``. The last delay ends at
+    ``deadline``, a time of ``clock.now()``.
     """
-    longest = FIRST_DELAY
+    bound = first
     while True:
         # Half of it is random, so that callers that failed together do not retry
         # together.
-        delay = random.uniform(longest / 2, longest)  # noqa: S311 (jitter)
-        longest = min(longest * 2, LONGEST_DELAY)
+        delay = random.uniform(bound / 2, bound)  # noqa: S311 (jitter)
+        bound = min(bound * 2, longest)
         if deadline is not None:
             left = deadline - clock.now()
             if left <= 0:

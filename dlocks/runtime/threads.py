@@ -70,7 +70,11 @@ class Flag:
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the flag is set, at most ``seconds``."""
         with suppress(Empty):
-            self._queue.get(timeout=None if seconds is None else max(0.0, seconds))
+            self._queue.get(
+                timeout=None
+                if seconds is None
+                else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+            )
         self.clear()
 
     def clear(self) -> None:
