@@ -55,7 +55,7 @@ NAMES = {
     "SessionBackend": "dlocks.backends.session.backend:SessionBackend",
     "Entry": "dlocks.backends.session.sessions:Entry",
     "zookeeper": "dlocks.backends.zookeeper.backend",
-    "zookeeper_maintenance": "dlocks.backends.zookeeper.maintenance",
+    "zookeeper_maintenance": "dlocks.backends.zookeeper.claims",
     "waiters": "dlocks.runtime.waiters",
     "zookeeper_waiting": "dlocks.backends.zookeeper.waiting",
     "ZooKeeperBackend": "dlocks.backends.zookeeper.backend:ZooKeeperBackend",

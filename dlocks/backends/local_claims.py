@@ -31,6 +31,8 @@ class LocalEntry:
     ends_at: float = math.inf
     # Released, but its key stays taken until ``ends_at``.
     kept: bool = False
+    # Being released or cancelled. No later reply revives it.
+    leaving: bool = False
     # Removed from all tables.
     gone: bool = False
 

@@ -43,8 +43,6 @@ class Entry(LocalEntry):
     number: int = field(default_factory=itertools.count(1).__next__)
     # The session on which it is held, requested or waited for.
     session: Session | None = None
-    # Being released or cancelled. No more requests are sent for it.
-    leaving: bool = False
     # Whether the server has cancelled its wait.
     interrupted: bool = False
 

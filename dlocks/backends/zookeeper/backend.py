@@ -22,29 +22,28 @@ average. Each change of the leader increases the number by that much.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from kazoo.exceptions import NoNodeError
+from kazoo.hosts import collect_hosts
+
 from dlocks.backends.base import refusal_without_rows
-from dlocks.backends.zookeeper import ensemble as zookeeper
-from dlocks.backends.zookeeper import requests
-from dlocks.backends.zookeeper.claims import SOON
+from dlocks.backends.zookeeper.claims import all_backends
 from dlocks.backends.zookeeper.ensemble import (
+    CERTAIN,
+    KEYWORDS,
+    SOON,
     Ensemble,
-    ZookeeperError,
-    collect_hosts,
-    is_unanswered,
+    UnansweredError,
 )
-from dlocks.backends.zookeeper.maintenance import all_backends
+from dlocks.backends.zookeeper.nodes import Entry, Nodes
 from dlocks.backends.zookeeper.waiting import Waiting
-from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Holder, seconds
-
-logger = logging.getLogger("dlocks")
 
 # Fraction of the session timeout after which the session is checked again.
 ASKED_AGAIN = 1 / 8
@@ -92,7 +91,7 @@ class ZooKeeperBackend(Waiting):
                 " path, and auth for a password"
             )
         try:
-            collect_hosts(hosts)
+            servers, _ = collect_hosts(hosts)
         except ValueError as error:
             raise ValueError(
                 f"hosts must be like 'zk1:2181,zk2:2181', not {hosts!r}: {error}"
@@ -108,15 +107,15 @@ class ZooKeeperBackend(Waiting):
             raise ValueError("auth must be like 'user:password'")
         if client is not None and not isinstance(client, Mapping):
             raise TypeError("client must be a dictionary of keywords for KazooClient")
-        if unknown := set(client or {}) - zookeeper.KEYWORDS:
+        if unknown := set(client or {}) - KEYWORDS:
             raise ValueError(
                 f"client has unknown options {', '.join(sorted(map(str, unknown)))}; it"
-                f" accepts {', '.join(sorted(zookeeper.KEYWORDS))}"
+                f" accepts {', '.join(sorted(KEYWORDS))}"
             )
         self.root = root
         self.ensemble = Ensemble(
             alias,
-            hosts,
+            sorted(f"{host}:{port}" for host, port in servers),
             session_timeout=seconds(
                 "session_timeout", session_timeout, above_zero=True
             ),
@@ -125,6 +124,7 @@ class ZooKeeperBackend(Waiting):
             client=dict(client or {}),
             on_lost=self._session_ended,
         )
+        self.nodes = Nodes(self.ensemble, root)
         self._reset()
         all_backends.add(self)
 
@@ -143,73 +143,69 @@ class ZooKeeperBackend(Waiting):
 
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
-        if entry is not None and (entry.waiting or entry.ending):
+        if entry is None:
+            entry = self._entry(claim)
+            if claim.key in self.contended and self._is_busy(entry):
+                return None
+        elif entry.waiting or entry.leaving:
             return None
-        if entry is not None and entry.token is not None:
-            certain = (
-                self.ensemble.certain_until - clock.now() >= self._lease(claim) / 2
-            )
-            if not certain and not self.verify([claim], entry.count):
-                return self.acquire(claim)
-        else:
-            if entry is None:
-                entry = self._entry(claim)
-                if claim.key in self.contended and self._is_busy(entry):
-                    return None
-            if not self._join(entry):
-                # The session has just ended. Retry in the next one.
-                return self.acquire(claim)
-            if entry.token is not None:
-                self.contended.discard(claim.key)
+        left = self.ensemble.certain_until - clock.now()
+        lease = min(claim.ttl, self.ensemble.session_timeout * CERTAIN)
+        if not (
+            self._join(entry)
+            if entry.token is None
+            else left >= lease / 2 or self.verify([claim], entry.count)
+        ):
+            # The session has just ended. Retry in the next one.
+            return self.acquire(claim)
         if (grant := self._grant(entry)) is not None:
             return grant
-        self.contended.add(claim.key)
-        try:
+        # The key is known to be busy. If there is no answer, the node is deleted later.
+        with suppress(UnansweredError):
             self._release_entry(entry, timeout=SOON, had=False)
-        except LockBackendError as error:
-            # The key is known to be busy. The node is deleted later.
-            if not is_unanswered(error):
-                raise
         return None
+
+    def _is_busy(self, entry: Entry) -> bool:
+        """Return whether other claims are in the way, without creating a node."""
+        node_queue = self.nodes.queue_of(entry.parent)
+        if entry.beside is not None:
+            return entry.beside.name not in node_queue.places
+        shared = entry.claim.shared
+        return not all(ticket.shared and shared for ticket in node_queue.tickets)
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         now = clock.now()
         with self._mutex:
-            held = {
-                claim.owner: (claim, entry)
-                for claim in claims
-                if (entry := self._held(claim)) is not None
-            }
+            held = [(claim, entry) for claim in claims if (entry := self._held(claim))]
         if not held:
             return {}
-        asked = list(held.values())
         try:
             stats = self.ensemble.ask(
-                *(requests.exists(entry.path) for _, entry in asked), timeout=SOON / 2
+                *(("exists", entry.path) for _, entry in held), timeout=SOON / 2
             )
-        except LockBackendError as error:
+        except UnansweredError:
             # The result is unknown, but the rest of each lease is certain.
-            if not is_unanswered(error) or self.ensemble.certain_until <= now:
+            if self.ensemble.certain_until <= now:
                 raise
         else:
             with self._mutex:
-                for (claim, entry), stat in zip(asked, stats, strict=True):
-                    if stat is None or isinstance(stat, ZookeeperError):
+                for (claim, entry), stat in zip(held, stats, strict=True):
+                    if stat is None:
                         self._forget(entry)
-                    elif not entry.ending:
+                    elif not entry.leaving:
                         entry.ends_at = now + claim.ttl
                         self._maintain_from(entry.ends_at)
         return {
-            owner: min(entry.ends_at, self.ensemble.certain_until) - now
-            for owner, (_, entry) in held.items()
-            if not (entry.gone or entry.ending)
+            claim.owner: min(entry.ends_at, self.ensemble.certain_until) - now
+            for claim, entry in held
+            if not (entry.gone or entry.leaving)
         }
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         entry = self._held(claims[0])
         if entry is None or count is None:
             return False
-        (stat,) = self.ensemble.ask(requests.exists(entry.path))
+        (stat,) = self.ensemble.ask(("exists", entry.path))
         if stat is None or entry.gone:
             with self._mutex:
                 self._forget(entry)
@@ -225,34 +221,33 @@ class ZooKeeperBackend(Waiting):
             if keep and entry.token is not None:
                 self._keep(entry, keep)
                 return True
-        freed = (
-            self._release_entry(entry, had=True)
-            if entry.token is not None
-            else self._release_entry(entry, timeout=SOON)
+        freed = self._release_entry(
+            entry, timeout=SOON if entry.token is None else None
         )
         self._close_at_exit()
         return freed
 
     def holder(self, key: str) -> Holder | None:
-        for ticket in self._queue_of(self._parent(key)).granted:
-            for entry in list(self._entries.values()):
-                if entry.ticket == ticket and entry.token is not None:
+        parent = self.nodes.parent(key)
+        granted = self.nodes.queue_of(parent).granted
+        with self._mutex:
+            own = {entry.ticket: entry for entry in self._all() if entry.token}
+        for ticket in granted:
+            if entry := own.get(ticket):
+                if not entry.kept:
                     return self._own_holder(entry)
-            if any(entry.ticket == ticket for entry in list(self._kept)):
                 continue
-            (answer,) = self.ensemble.ask(
-                requests.read(f"{self._parent(key)}/{ticket.name}")
-            )
-            if not isinstance(answer, ZookeeperError):
-                data, stat = answer
-                return self._holder(key, data, stat)
+            (answer,) = self.ensemble.ask(("get", f"{parent}/{ticket.name}"))
+            if not isinstance(answer, NoNodeError):
+                return self._other_holder(key, *answer)
         return None
 
-    def _holder(self, key: str, data: bytes, stat: Any) -> Holder:
+    def _other_holder(self, key: str, data: bytes, stat: Any) -> Holder:
         try:
             known = dict(json.loads(data))
         except ValueError:
             known = {}
+        # The time of a grant after a wait is not known.
         waited = known.get("waited", True)
         return Holder(
             key=key,
@@ -260,20 +255,10 @@ class ZooKeeperBackend(Waiting):
             owner_ip=known.get("ip"),
             since=None if waited else datetime.fromtimestamp(stat.ctime / 1000, UTC),
             remaining=math.inf,
-            token=self._token(stat.czxid),
+            token=self.nodes.token(stat.czxid),
             count=1,
             stale=False,
         )
-
-    def disconnect(self) -> None:
-        """Close the session of this process.
-
-        This releases its holds and cancels its waiters.
-        """
-        self._session_ended(notify=False)
-        self.ensemble.close()
-        # Another thread may meanwhile have read it in the session that has ended.
-        self._base = None
 
 
 def _is_path(root: str) -> bool:

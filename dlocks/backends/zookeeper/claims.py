@@ -1,100 +1,255 @@
-"""The claims of this process that have a node, or may have one."""
+"""The end of claims: their release, their expiry, and that of the session."""
 
 from __future__ import annotations
 
-import queue
-import secrets
-from dataclasses import dataclass, field
+import atexit
+import logging
+import math
+import time
 
-from dlocks.backends.local_claims import LocalClaims, LocalEntry
-from dlocks.backends.zookeeper import ensemble as zookeeper
-from dlocks.backends.zookeeper.ensemble import Ensemble
-from dlocks.backends.zookeeper.queue import QueueNode, node_of
+from kazoo.exceptions import NoNodeError
+
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
+from dlocks.backends.local_claims import LocalClaims
+from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, UnansweredError, end
+from dlocks.backends.zookeeper.nodes import Entry, Nodes
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim
+from dlocks.runtime.process import each_in_child
+from dlocks.values import Claim, Grant
 
-# Seconds for which the keeper and the waiters wait for a reply before they check for
-# other work.
-SOON = 1.0
+logger = logging.getLogger("dlocks")
 
-
-@dataclass(slots=True, eq=False)
-class Entry(LocalEntry):
-    """A claim that has a node, or may have one."""
-
-    # The path of its key's node.
-    parent: str = field(kw_only=True)
-    # The token of the hold to which it is added, and the identity of that hold's
-    # ticket.
-    beside: tuple[int, tuple[int, str]] | None = None
-    # Identifies its node. The owner is a secret that proves the hold, so a client that
-    # can read the nodes must not see it.
-    mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    ticket: QueueNode | None = None
-    # The token that it gets with its grant.
-    number: int = 0
-    # Whether the listening thread reports its turn.
-    is_notified: bool = False
-    # It is being released because its time is over. A later reply does not revive it.
-    ending: bool = False
-    last_seen_at: float = 0.0
-    ahead: int = 0
-    # The node that it watches.
-    watched: str = ""
-
-    @property
-    def path(self) -> str:
-        return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
+# Seconds for which a session without claims stays open.
+IDLE_CLOSE_AFTER = 10.0
+# Seconds between two passes of the maintenance thread while there is work.
+MAINTAIN_EVERY = 0.5
 
 
-class ClaimTables(LocalClaims):
-    """The tables of claims, which one mutex guards."""
+class Claims(LocalClaims):
+    """The claims of this process, and the thread that ends them."""
 
-    root: str
     ensemble: Ensemble
+    nodes: Nodes
     maintainer_name = "dlocks-zookeeper"
     _entries: dict[str, Entry]
     _kept: list[Entry]
 
     def _reset(self) -> None:
         super()._reset()
+        self.nodes.base = None
         # Unwanted claims whose node may still exist or may still be created, and until
         # when.
         self._orphans: dict[Entry, float] = {}
-        self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-        # The offset of the tokens.
-        self._base: int | None = None
         self._used_at = 0.0
         self._exiting = False
 
-    def _parent(self, key: str) -> str:
-        return f"{self.root}/{node_of(key)}"
-
-    def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
-        entry = Entry(
-            claim,
-            parent=self._parent(claim.key),
-            waiting=waiting,
-            last_seen_at=clock.now(),
-        )
-        beside = (
-            self._entries.get(claim.beside) if claim.beside and not waiting else None
-        )
-        if (
-            beside is not None
-            and beside.ticket is not None
-            and beside.token is not None
-        ):
-            entry.beside = beside.token, beside.ticket.identity
-        return entry
+    def _all(self) -> list[Entry]:
+        return [*self._entries.values(), *self._kept]
 
     def _held(self, claim: Claim) -> Entry | None:
         entry = self._entries.get(claim.owner)
-        return None if entry is None or entry.token is None or entry.ending else entry
+        return None if entry is None or entry.token is None or entry.leaving else entry
 
-    def _lease(self, claim: Claim) -> float:
-        return min(claim.ttl, self.ensemble.session_timeout * zookeeper.CERTAIN)
+    def _grant(self, entry: Entry) -> Grant | None:
+        """Return the grant of a claim, or None if it has no lease.
+
+        It may still be waiting, or its lease may have ended.
+        """
+        now = clock.now()
+        with self._mutex:
+            left = self.ensemble.certain_until - now
+            if entry.token is None or entry.gone or entry.leaving or left <= 0:
+                return None
+            entry.ends_at = now + entry.claim.ttl
+            self._maintain_from(entry.ends_at)
+        return Grant(entry.token, left if left < entry.claim.ttl else None)
+
+    def _release_entry(
+        self, entry: Entry, *, timeout: float | None = None, had: bool | None = None
+    ) -> bool:
+        """Delete the node of a claim, and return whether the claim held the key.
+
+        If ``had`` is None and no grant was recorded, the queue shows this.
+        """
+        until = self.ensemble.deadline(timeout)
+        if had is None and entry.token is not None:
+            had = True
+        sent = False
+        try:
+            while not entry.gone:
+                left = max(0.0, until - clock.real_now())
+                try:
+                    if had is None or entry.ticket is None:
+                        queue = self.nodes.queue_of(entry.parent, left)
+                        entry.ticket = queue.marked(entry.mark)
+                        had = entry.ticket in queue.granted
+                    if entry.ticket is None:
+                        return False
+                    again, sent = sent, True
+                    (answer,) = self.ensemble.ask(
+                        ("delete", entry.path), timeout=left, once=True
+                    )
+                    # The previous request may have deleted it, and its reply was lost.
+                    return had and (again or not isinstance(answer, NoNodeError))
+                except UnansweredError:
+                    if clock.real_now() >= until:
+                        raise
+            # The session has ended, and with it the node.
+            return False
+        except BaseException:
+            self._orphan(entry)
+            raise
+        finally:
+            with self._mutex:
+                self._forget(entry)
+
+    def _orphan(self, entry: Entry) -> None:
+        with self._mutex:
+            self._orphans[entry] = clock.now() + 2 * self.ensemble.session_timeout
+            self._maintain_from()
 
     def _forget(self, entry: Entry) -> None:
         super()._forget(entry)
         self._used_at = clock.now()
+
+    # The session.
+
+    def _session_ended(self, *, notify: bool = True) -> None:
+        """Forget all claims of the session.
+
+        Its holds are lost, and its waiters rejoin the queue.
+        """
+        with self._mutex:
+            entries = self._all()
+            lost = [
+                entry.claim.owner
+                for entry in entries
+                if entry.token is not None and not entry.kept
+            ]
+            for entry in entries:
+                self._forget(entry)
+            self._orphans.clear()
+            self.nodes.base = None
+        if lost and notify:
+            logger.warning(
+                "The ZooKeeper session of DLOCKS[%r] ended with %d locks",
+                self.alias,
+                len(lost),
+            )
+            self.runtime.on_lost(lost, "the ZooKeeper session that held it has ended")
+
+    def disconnect(self) -> None:
+        """Close the session of this process.
+
+        This releases its holds and cancels its waiters.
+        """
+        self._session_ended(notify=False)
+        self.ensemble.close()
+        # Another thread may meanwhile have read it in the session that has ended.
+        self.nodes.base = None
+
+    def _forked(self) -> None:
+        self.ensemble.abandon()
+        self._reset()
+
+    def _close_at_exit(self) -> None:
+        if self._exiting and not self._entries:
+            self.ensemble.close()
+
+    # The maintenance thread.
+
+    def _maintain_from(self, due: float = math.inf) -> None:
+        self._used_at = clock.now()
+        if not self._exiting:
+            super()._maintain_from(due)
+
+    def _maintain(self) -> None:
+        # No reference of a pass keeps an object alive.
+        while self._maintain_once():
+            pass
+
+    def _maintain_once(self) -> bool:
+        """End what is due, or wait for it, and return whether to go on."""
+        with self._mutex:
+            now = clock.now()
+            entries = self._all()
+            orphans = list(self._orphans)
+            idle = not entries and not orphans
+            if closes := idle and now >= self._used_at + IDLE_CLOSE_AFTER:
+                self._maintainer.end()
+                # A later claim opens a session of its own.
+                client = self.ensemble.detach()
+                # The ensemble may be replaced while there is no session.
+                self.nodes.base = None
+            if now > self._maintains_at + HEARTBEAT_TIMEOUT / 2:
+                # This process was stopped, so its waiters could not send heartbeats.
+                for entry in entries:
+                    entry.last_seen_at = max(entry.last_seen_at, now)
+            ends = {entry: self._ends(entry) for entry in entries}
+            over = [entry for entry, at in ends.items() if at <= now]
+            soon = min([now + MAINTAIN_EVERY, *ends.values()])
+            # The next pass detects from this time whether the process was stopped.
+            self._maintains_at = max(now, soon)
+            if not closes and not over and not orphans:
+                self._changed.wait(self._maintains_at - now)
+        if closes:
+            end(client)
+            return False
+        for entry in over:
+            self._end(entry)
+        for entry in orphans:
+            self._delete_node(entry)
+        if orphans:
+            time.sleep(MAINTAIN_EVERY)
+        return True
+
+    def _ends(self, entry: Entry) -> float:
+        if entry.ticket is None:
+            return math.inf
+        if entry.waiting:
+            return entry.last_seen_at + HEARTBEAT_TIMEOUT
+        # A claim without a grant has no end.
+        return entry.ends_at if entry.kept else entry.ends_at + self.grace
+
+    def _end(self, entry: Entry) -> None:
+        with self._mutex:
+            if entry.gone or self._ends(entry) > clock.now():
+                # It was renewed or granted meanwhile, since the process has continued
+                # after a stop.
+                return
+            entry.leaving = True
+        try:
+            self._release_entry(entry, timeout=SOON, had=True)
+        except LockBackendError as error:
+            logger.warning(
+                "A claim on %r could not be cancelled yet: %s", entry.claim.key, error
+            )
+
+    def _delete_node(self, entry: Entry) -> None:
+        """Delete the node that a claim may have left behind."""
+        try:
+            found = self.nodes.queue_of(entry.parent, SOON).marked(entry.mark)
+            if found is not None:
+                self.ensemble.ask(
+                    ("delete", f"{entry.parent}/{found.name}"), timeout=SOON
+                )
+        except LockBackendError:
+            return
+        with self._mutex:
+            # If there is no node, its creation may still be on its way.
+            if found is not None or clock.now() >= self._orphans.get(entry, 0.0):
+                self._orphans.pop(entry, None)
+
+
+all_backends = each_in_child(Claims._forked)
+
+
+def _at_exit() -> None:
+    for backend in list(all_backends):
+        # The keeper releases the remaining holds.
+        backend._exiting = True
+        backend._close_at_exit()
+
+
+atexit.register(_at_exit)

@@ -9,50 +9,39 @@ import atexit
 import inspect
 import logging
 import math
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import NoneType
 from typing import Any
+
+from kazoo.client import KazooClient, KazooState
+from kazoo.exceptions import (
+    AuthFailedError,
+    BadVersionError,
+    ConnectionLoss,
+    InvalidACLError,
+    KazooException,
+    NoAuthError,
+    NodeExistsError,
+    NoNodeError,
+    OperationTimeoutError,
+    SessionExpiredError,
+    SessionMovedError,
+    ZookeeperError,
+)
+from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
+from kazoo.protocol.serialization import Create2
+from kazoo.protocol.states import KeeperState
+from kazoo.retry import KazooRetry
+from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 
-try:
-    from kazoo.client import KazooClient, KazooState
-    from kazoo.exceptions import (
-        AuthFailedError,
-        BadVersionError,
-        ConnectionLoss,
-        InvalidACLError,
-        KazooException,
-        NoAuthError,
-        NodeExistsError,
-        NoNodeError,
-        OperationTimeoutError,
-        SessionExpiredError,
-        SessionMovedError,
-        ZookeeperError,
-    )
-    from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
-    from kazoo.hosts import collect_hosts
-    from kazoo.protocol.serialization import Connect, Create2
-    from kazoo.protocol.states import KeeperState
-    from kazoo.retry import KazooRetry
-    from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
-except ImportError as error:
-    raise ImportError(
-        "ZooKeeperBackend needs kazoo: pip install 'dlocks[zookeeper]'"
-    ) from error
-from dlocks.backends.zookeeper.requests import Request, sync
-
-# Names that the backend imports from this module.
-__all__ = [
-    "OPEN_ACL_UNSAFE",
-    "BadVersionError",
-    "NoNodeError",
-    "NodeExistsError",
-    "ZookeeperError",
-    "collect_hosts",
-]
+# The name of an asynchronous method of the client, and its arguments.
+Request = tuple[Any, ...]
 
 # Errors that leave the result of a request unknown.
 UNANSWERED = (
@@ -63,6 +52,14 @@ UNANSWERED = (
     KazooTimeoutError,
 )
 REFUSED = (NoAuthError, AuthFailedError, InvalidACLError)
+# Errors that are answers.
+EXPECTED = (NoNodeError, NodeExistsError, BadVersionError)
+REASONS: dict[type, str] = {
+    NoneType: "it cannot be reached, or most of its servers are down",
+    NoAuthError: "the nodes under its root belong to another user",
+    ConnectionLoss: "the connection was lost",
+    KazooTimeoutError: "the request timed out",
+}
 
 # Fraction of the session timeout for which the session is certain after a contact with
 # the leader. A server that has lost its leader keeps answering for a while, and it
@@ -73,6 +70,10 @@ CERTAIN = 2 / 3
 # starting server may accept a connection and never answer on it. Waiters would then
 # report it as unavailable long after it has started.
 LONGEST = 3.0
+
+# Seconds for which the keeper and the waiters wait for a reply before they check for
+# other work.
+SOON = 1.0
 
 # Keyword arguments for kazoo's client that a project may set.
 KEYWORDS = frozenset(inspect.signature(KazooClient).parameters) - {
@@ -93,19 +94,12 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def is_unanswered(error: LockBackendError) -> bool:
-    """Return whether the result of a request is unknown, so it may be retried.
-
-    Otherwise the request was refused.
-    """
-    return isinstance(error.__cause__, UNANSWERED)
+class UnansweredError(LockBackendError):
+    """A request whose result is unknown, so it may be repeated."""
 
 
 class Secret(str):
-    """Credentials for the server that are hidden in logs.
-
-    kazoo logs its requests.
-    """
+    """Credentials that are hidden in the log of kazoo's requests."""
 
     __slots__ = ()
 
@@ -116,27 +110,84 @@ class Secret(str):
 
 
 class CreateContainer(Create2):  # type: ignore[misc]
-    """A request for a node that ends some time after its last child.
-
-    kazoo does not have this request.
-    """
+    """A request that kazoo does not have."""
 
     type = 19
 
 
+class Client(KazooClient):  # type: ignore[misc]
+    """kazoo's client, with the requests for nodes of claims and keys."""
+
+    def create_ticket_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
+        """Create a node that is numbered and ends with the session."""
+        return self.create_async(
+            path, data, acl, ephemeral=True, sequence=True, include_data=True
+        )
+
+    def create_container_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
+        """Create a node that ends some time after its last child."""
+        result = self.handler.async_result()
+        # kazoo has no public method that sends a request of another type.
+        self._call(CreateContainer(path, data, acl, 4), result)
+        return result
+
+
+class Connection:
+    """A socket that reads the session timeout from the first reply of a server.
+
+    The servers may grant another timeout than the requested one, and kazoo does not
+    report it.
+    """
+
+    def __init__(self, socket: Any, on_granted: Callable[[float], None]) -> None:
+        self._socket = socket
+        self._on_granted = on_granted
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def recv(self, size: int) -> bytes:
+        data: bytes = self._socket.recv(size)
+        # The fields are the length, the version of the protocol and milliseconds.
+        if len(self._head) < 12 <= len(head := self._head + data):
+            (timeout,) = struct.unpack_from(">i", head, 8)
+            if timeout > 0:
+                self._on_granted(timeout / 1000)
+        self._head = (self._head + data)[:12]
+        return data
+
+
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
-    """kazoo's threads, with a time limit for each connection attempt.
+    """kazoo's threads, with time limits for each connection attempt.
 
     A host that does not answer must not use up the time of a session.
     """
 
-    def __init__(self, longest: float) -> None:
+    def __init__(
+        self, longest: float, first: float, on_granted: Callable[[float], None]
+    ) -> None:
         super().__init__()
         self._longest = longest
+        self._first = first
+        self._on_granted = on_granted
+        self.on_state(KazooState.LOST)
+
+    def on_state(self, state: str) -> None:
+        # A starting server may accept a connection and then send nothing. A new session
+        # takes longer, since most of the servers have to agree to it.
+        limits = {KazooState.CONNECTED: math.inf, KazooState.SUSPENDED: self._longest}
+        self._reply_timeout = limits.get(state, self._first)
 
     def create_connection(self, *arguments: Any, **keywords: Any) -> Any:
         keywords["timeout"] = min(keywords.get("timeout") or math.inf, self._longest)
-        return super().create_connection(*arguments, **keywords)
+        return Connection(
+            super().create_connection(*arguments, **keywords), self._on_granted
+        )
+
+    def select(self, *arguments: Any) -> Any:
+        *sockets, timeout = arguments
+        return super().select(*sockets, min(timeout, self._reply_timeout))
 
 
 class Ensemble:
@@ -150,7 +201,7 @@ class Ensemble:
     def __init__(
         self,
         alias: str,
-        hosts: str,
+        hosts: Sequence[str],
         *,
         session_timeout: float,
         timeout: float,
@@ -158,7 +209,7 @@ class Ensemble:
         client: Mapping[str, Any],
         on_lost: Callable[[], object],
     ) -> None:
-        self.hosts = sorted(f"{host}:{port}" for host, port in collect_hosts(hosts)[0])
+        self.hosts = hosts
         self.timeout = timeout
         self.acl = CREATOR_ALL_ACL if auth else OPEN_ACL_UNSAFE
         self._alias = alias
@@ -167,7 +218,7 @@ class Ensemble:
         self._more = client
         self._on_lost = on_lost
         self._inherited: list[Any] = []
-        self.reset()
+        self._reset()
         for option, value in client.items():
             if value is not None and not isinstance(value, KINDS.get(option, object)):
                 raise TypeError(f"client has a {type(value).__name__} for {option}")
@@ -179,61 +230,58 @@ class Ensemble:
                 f"client has a value that kazoo does not accept: {error}"
             ) from error
 
-    def reset(self) -> None:
-        """Forget the session."""
+    def _reset(self) -> None:
         self._client: Any = None
         self._live = threading.Event()
         self._mutex = threading.Lock()
-        # The session timeout that the servers have granted, and the number of sessions
-        # so far.
-        self.session_timeout = self._asked_for
-        self.number = 0
+        # The number of sessions so far.
+        self._number = 0
         self.certain_until = -math.inf
+        # What was requested, until the servers grant a value.
+        self.session_timeout = self._asked_for
 
-    @property
-    def is_open(self) -> bool:
-        return self._client is not None
+    def deadline(self, timeout: float | None) -> float:
+        """Return the real time after ``timeout``, by default that of a request."""
+        return clock.real_now() + (self.timeout if timeout is None else timeout)
 
     def ask(
         self, *requests: Request, timeout: float | None = None, once: bool = False
     ) -> list[Any]:
         """Send requests together, and return their answers in order.
 
-        The answer to a refused request is its ZookeeperError. A sync precedes the
-        requests. It makes the leader confirm the session, and ensures that the server
-        is up to date when it answers.
+        An answer may be one of the EXPECTED errors. A sync precedes the requests. It
+        makes the leader confirm the session, and ensures that the server is up to date
+        when it answers.
 
         Wait for the session, and retry after a lost answer, for up to ``timeout``
-        seconds. With ``once``, the requests are not sent twice. Raise LockBackendError
-        if there is no answer, or if these credentials do not permit a request.
+        seconds. With ``once``, the requests are not sent twice. Raise UnansweredError
+        if there is no answer, and LockBackendError if a request is refused.
         """
-        until = clock.real_now() + (self.timeout if timeout is None else timeout)
+        until = self.deadline(timeout)
         while True:
             client = self._connected(until)
-            number, sent = self.number, clock.now()
-            answers = [
-                self._answer(result, until)
-                for result in [request(client) for request in (sync, *requests)]
+            number, sent = self._number, clock.now()
+            results = [
+                getattr(client, f"{method}_async")(*arguments)
+                for method, *arguments in [("sync", "/"), *requests]
             ]
-            trouble = next(
-                (one for one in answers if isinstance(one, UNANSWERED)), None
-            )
-            if trouble is None:
+            answers = [_answer(result, until) for result in results]
+            if not (lost := [one for one in answers if isinstance(one, UNANSWERED)]):
                 break
-            if (
-                once
-                or isinstance(trouble, KazooTimeoutError)
-                or clock.real_now() >= until
-            ):
-                raise self._unanswered(trouble) from trouble
-        if (
-            refused := next((one for one in answers if isinstance(one, REFUSED)), None)
-        ) is not None:
-            raise LockBackendError(
-                f"{self} denies these credentials access: {_said(refused)}."
-            ) from refused
+            late = isinstance(lost[0], KazooTimeoutError) or clock.real_now() >= until
+            if once or late:
+                raise self._unanswered(lost[0]) from lost[0]
+        for answer in answers:
+            if isinstance(answer, REFUSED):
+                raise LockBackendError(
+                    f"{self} denies these credentials access: {_said(answer)}."
+                ) from answer
+            if isinstance(answer, ZookeeperError) and not isinstance(answer, EXPECTED):
+                raise LockBackendError(
+                    f"ZooKeeper rejected a lock request: {type(answer).__name__}."
+                ) from answer
         with self._mutex:
-            if self.number == number:
+            if self._number == number:
                 self.certain_until = max(
                     self.certain_until, sent + self.session_timeout * CERTAIN
                 )
@@ -247,18 +295,20 @@ class Ensemble:
         """Forget the session, and return its client."""
         with self._mutex:
             client, self._client = self._client, None
-            self.number += 1
-            self.certain_until = -math.inf
+            self._end_session()
             return client
 
     def abandon(self) -> None:
         """Forget the session of the parent process, and leave it open."""
-        if self._client is not None:
-            # Collecting the client could close the parent's session.
-            self._inherited.append(self._client)
-        self.reset()
+        # Collecting the client could close the parent's session.
+        self._inherited.append(self._client)
+        self._reset()
 
     # Internal methods.
+
+    def _end_session(self) -> None:
+        self._number += 1
+        self.certain_until = -math.inf
 
     def _connected(self, until: float) -> Any:
         while True:
@@ -277,53 +327,34 @@ class Ensemble:
                     self.close()
                 raise self._unanswered(None) from ConnectionLoss()
 
-    def _make(self) -> tuple[Any, float]:
-        """Return an unconnected client, and its time limit for one server."""
-        longest = min(min(self.timeout, self._asked_for / 3) / len(self.hosts), LONGEST)
-        handler = Handler(longest)
-        client = KazooClient(
-            **{
-                "connection_retry": KazooRetry(
-                    max_tries=-1,
-                    delay=0.05,
-                    max_delay=1.0,
-                    sleep_func=handler.sleep_func,
-                ),
-                **self._more,
-                "hosts": ",".join(self.hosts),
-                "timeout": self._asked_for,
-                "handler": handler,
-                "auth_data": [("digest", self._auth)] if self._auth else None,
-            }
+    def _make(self) -> Any:
+        """Return an unconnected client."""
+        first = self.timeout / len(self.hosts)
+        longest = min(first, self._asked_for / 3 / len(self.hosts), LONGEST)
+        handler = Handler(longest, first, partial(setattr, self, "session_timeout"))
+        retry = KazooRetry(
+            max_tries=-1, delay=0.05, max_delay=1.0, sleep_func=handler.sleep_func
         )
-        return client, longest
+        return Client(
+            ",".join(self.hosts),
+            self._asked_for,
+            handler=handler,
+            auth_data=[("digest", self._auth)] if self._auth else None,
+            **{"connection_retry": retry, **self._more},
+        )
 
     def _start(self) -> Any:
-        client, longest = self._make()
-        handler = client.handler
-        invoke = client._connection._invoke
-
-        def hear(timeout: float, request: Any, xid: int | None = None) -> Any:
-            # A starting server may accept a connection and then send nothing. A new
-            # session takes longer, since most of the servers have to agree to it.
-            at_most = longest if client._session_id else self.timeout / len(self.hosts)
-            answer = invoke(min(timeout, at_most), request, xid)
-            if isinstance(request, Connect) and answer[0].time_out > 0:
-                # The granted timeout may differ from the requested one, and kazoo does
-                # not report it.
-                self.session_timeout = answer[0].time_out / 1000
-            return answer
-
-        client._connection._invoke = hear
-        client.add_listener(lambda state: self._heard(client, state))
+        client = self._make()
+        client.add_listener(client.handler.on_state)
+        client.add_listener(lambda state: self._on_state(client, state))
         self._live = client.start_async()
         # kazoo would end its threads before the keeper releases the holds of this
         # process.
-        atexit.unregister(handler.stop)
+        atexit.unregister(client.handler.stop)
         self._client = client
         return client
 
-    def _heard(self, client: Any, state: str) -> None:
+    def _on_state(self, client: Any, state: str) -> None:
         # This runs in kazoo's own thread. A lost connection (SUSPENDED) says nothing
         # about the session.
         if state != KazooState.LOST:
@@ -331,39 +362,31 @@ class Ensemble:
         with self._mutex:
             if client is not self._client:
                 return
-            self.number += 1
-            self.certain_until = -math.inf
+            self._end_session()
         self._on_lost()
 
-    def _answer(self, result: Any, until: float) -> Any:
-        try:
-            return result.get(timeout=max(0.001, until - clock.real_now()))
-        except (ZookeeperError, KazooTimeoutError) as error:
-            return error
-        except KazooException as error:
-            return ConnectionLoss(str(error))
-
-    def _unanswered(self, error: BaseException | None) -> LockBackendError:
-        what = (
-            "it cannot be reached, or most of its servers are down"
-            if error is None
-            else _said(error)
-        )
-        return LockBackendError(f"{self} did not answer: {what}.")
+    def _unanswered(self, error: BaseException | None) -> UnansweredError:
+        return UnansweredError(f"{self} did not answer: {_said(error)}.")
 
     def __str__(self) -> str:
         return f"The ZooKeeper of DLOCKS[{self._alias!r}] ({', '.join(self.hosts)})"
 
 
-def _said(error: BaseException) -> str:
-    return {
-        NoAuthError: "the nodes under its root belong to another user",
-        ConnectionLoss: "the connection was lost",
-        KazooTimeoutError: "the request timed out",
-    }.get(type(error), type(error).__name__)
+def _answer(result: Any, until: float) -> Any:
+    try:
+        return result.get(timeout=max(0.001, until - clock.real_now()))
+    except (ZookeeperError, KazooTimeoutError) as error:
+        return error
+    except KazooException as error:
+        return ConnectionLoss(str(error))
+
+
+def _said(error: BaseException | None) -> str:
+    return REASONS.get(type(error), type(error).__name__)
 
 
 def end(client: Any) -> None:
+    """Close a client, and end its session."""
     if client is None:
         return
     try:
@@ -371,12 +394,3 @@ def end(client: Any) -> None:
         client.close()
     except Exception as error:  # noqa: BLE001 (the servers end the session anyway)
         client.logger.warning("A ZooKeeper session could not be closed: %s", error)
-
-
-def create_container(path: str, data: bytes, acl: Sequence[Any]) -> Request:
-    def send(client: Any) -> Any:
-        result = client.handler.async_result()
-        client._call(CreateContainer(path, data, acl, 4), result)
-        return result
-
-    return send

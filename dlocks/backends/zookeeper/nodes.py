@@ -1,138 +1,173 @@
-"""The nodes of claims and keys: creation, search, deletion and tokens."""
+"""The nodes of claims and keys: creation, search and tokens."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from dlocks.backends.zookeeper import ensemble as zookeeper
-from dlocks.backends.zookeeper import requests
-from dlocks.backends.zookeeper.claims import ClaimTables, Entry
-from dlocks.backends.zookeeper.ensemble import (
-    BadVersionError,
-    NodeExistsError,
-    NoNodeError,
-    ZookeeperError,
+from kazoo.exceptions import NoNodeError
+
+from dlocks.backends.local_claims import LocalEntry
+from dlocks.backends.zookeeper.ensemble import Ensemble, Request
+from dlocks.backends.zookeeper.queue import (
+    NodeQueue,
+    QueueNode,
+    name_for,
+    node_of,
+    parse_name,
 )
-from dlocks.backends.zookeeper.queue import NodeQueue, name_for
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
 
 
-class Nodes(ClaimTables):
-    """The requests about nodes."""
+@dataclass(slots=True, eq=False)
+class Entry(LocalEntry):
+    """A claim that has a node, or may have one."""
 
-    def _queue_of(self, parent: str, timeout: float | None = None) -> NodeQueue:
-        (names,) = self.ensemble.ask(requests.children(parent), timeout=timeout)
-        return queue_of_names(names)
+    # The path of its key's node.
+    parent: str = field(kw_only=True)
+    # The ticket of the same caller's hold to which it is added.
+    beside: QueueNode | None = None
+    # Identifies its node. The owner is a secret that proves the hold, so a client that
+    # can read the nodes must not see it.
+    mark: str = field(default_factory=lambda: secrets.token_hex(16))
+    # Whether its node was requested, and the reply was not read.
+    is_requested: bool = False
+    ticket: QueueNode | None = None
+    # The token that it gets with its grant. A claim that is added to a hold gets that
+    # hold's token, since other claims may have arrived in between.
+    number: int = 0
+    # Whether the listening thread reports its turn.
+    is_notified: bool = False
+    last_seen_at: float = field(default_factory=clock.now)
+    ahead: int = 0
+    # The node that it watches.
+    watched: str = ""
 
-    def _is_busy(self, entry: Entry) -> bool:
-        """Return whether other claims are in the way, without creating a node."""
-        tickets = self._queue_of(entry.parent).tickets
-        if entry.beside is not None:
-            return not any(ticket.identity == entry.beside[1] for ticket in tickets)
-        return any(not (ticket.shared and entry.claim.shared) for ticket in tickets)
+    @property
+    def path(self) -> str:
+        return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
 
-    def _make(self, entry: Entry) -> NodeQueue | None:
+
+# The queue of a key, a ticket in it, the state of that node and what the root has.
+Found = tuple[NodeQueue, QueueNode | None, Any, Any]
+
+
+class Nodes:
+    """The nodes under the root, and the tokens that belong to their transactions."""
+
+    def __init__(self, ensemble: Ensemble, root: str) -> None:
+        self.ensemble = ensemble
+        self.root = root
+        # The difference between a token and the number of its transaction.
+        self.base: int | None = None
+
+    def parent(self, key: str) -> str:
+        return f"{self.root}/{node_of(key)}"
+
+    def queue_of(self, parent: str, timeout: float | None = None) -> NodeQueue:
+        return self.queues_of([parent], timeout)[parent]
+
+    def queues_of(
+        self, parents: Collection[str], timeout: float | None = None
+    ) -> dict[str, NodeQueue]:
+        """Return the queues of several keys, by the paths of their nodes."""
+        answers = self.ensemble.ask(
+            *(("get_children", parent) for parent in parents), timeout=timeout
+        )
+        return dict(zip(parents, map(_queue, answers), strict=True))
+
+    def add(self, entry: Entry) -> NodeQueue | None:
         """Create the node of a claim, and return the queue that contains it.
 
-        Return None if only the node of its key was created.
+        If the reply to its creation was lost, find the node. Return None if the node
+        has to be created again.
         """
+        if self.base is None:
+            self.find_base()
+        found = self._find(entry) if entry.is_requested else self._create(entry)
+        if found is not None:
+            ticket, stat, root = found[1:]
+            if isinstance(root, NoNodeError) or root[0] != str(self.base).encode():
+                # The root was deleted, and another process has created it again.
+                self.base = None
+            if entry.beside is None:
+                entry.number = self.token(stat.czxid)
+            entry.ticket = ticket
+        entry.is_requested = False
+        return None if found is None else found[0]
+
+    def _create(self, entry: Entry) -> Found | None:
         claim = entry.claim
-        name = name_for(
-            entry.mark, shared=claim.shared, beside=entry.beside and entry.beside[1]
+        path = (
+            entry.parent
+            + "/"
+            + name_for(entry.mark, shared=claim.shared, beside=entry.beside)
         )
-        data = json.dumps(
-            {"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting}
-        )
-        request = requests.create(
-            f"{entry.parent}/{name}", data.encode(), self.ensemble.acl, in_queue=True
-        )
+        data = {"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting}
+        entry.is_requested = True
         answer, names, root = self.ensemble.ask(
-            request,
-            requests.children(entry.parent),
-            requests.read(self.root),
+            ("create_ticket", path, json.dumps(data).encode(), self.ensemble.acl),
+            ("get_children", entry.parent),
+            ("get", self.root),
             once=True,
         )
-        if isinstance(answer, NoNodeError):
-            self._make_parent(entry.parent, claim.key)
-            return None
-        path, stat = checked(answer)
-        self._note(entry, path.rpartition("/")[2], stat, root)
-        return queue_of_names(names)
-
-    def _find(self, entry: Entry) -> None:
-        """Find the node of a claim if the reply to its creation was lost."""
-        if (ticket := self._queue_of(entry.parent).marked(entry.mark)) is not None:
-            stat, root = self.ensemble.ask(
-                requests.exists(f"{entry.parent}/{ticket.name}"),
-                requests.read(self.root),
-            )
-            if stat is not None:
-                self._note(entry, ticket.name, stat, root)
-
-    def _note(self, entry: Entry, name: str, stat: Any, root: Any) -> None:
-        if isinstance(root, ZookeeperError) or root[0] != str(self._base).encode():
-            # The root was deleted, and another process has created it again.
-            self._base = None
-        entry.number = self._token(stat.czxid)
-        (entry.ticket,) = NodeQueue([name]).tickets
-
-    def _make_parent(self, parent: str, key: str) -> None:
-        """Create the node of a key.
-
-        The servers delete it some time after its last use.
-        """
+        if not isinstance(answer, NoNodeError):
+            path, stat = answer
+            return _queue(names), parse_name(path.rpartition("/")[2]), stat, root
+        # The servers delete the node of a key some time after its last use.
         (answer,) = self.ensemble.ask(
-            zookeeper.create_container(parent, key.encode(), self.ensemble.acl)
+            ("create_container", entry.parent, claim.key.encode(), self.ensemble.acl)
         )
         if isinstance(answer, NoNodeError):
-            self._base = self._find_base()
-        elif not isinstance(answer, NodeExistsError):
-            checked(answer)
+            self.find_base()
+        return None
 
-    def _find_base(self) -> int:
-        """Return the number that turns a transaction number into a token.
+    def _find(self, entry: Entry) -> Found | None:
+        queue = self.queue_of(entry.parent)
+        if (ticket := queue.marked(entry.mark)) is None:
+            return None
+        stat, root = self.ensemble.ask(
+            ("exists", f"{entry.parent}/{ticket.name}"), ("get", self.root)
+        )
+        return None if stat is None else (queue, ticket, stat, root)
+
+    def token(self, zxid: int) -> int:
+        # Another thread may reset it meanwhile.
+        base = self.base
+        return zxid + (self.find_base() if base is None else base)
+
+    def find_base(self) -> int:
+        """Read ``base`` in the root, which is created if necessary, and return it.
 
         The token of the transaction that created the root is the time of that
         transaction.
         """
-        for number in range(2, self.root.count("/") + 1):
-            above = "/".join(self.root.split("/")[:number])
-            self.ensemble.ask(requests.create(above, b"", zookeeper.OPEN_ACL_UNSAFE))
-        self.ensemble.ask(requests.create(self.root, b"", self.ensemble.acl))
+        names = self.root.split("/")
+        above = ["/".join(names[:length]) for length in range(2, len(names))]
+        creations: list[Request] = [("create", path) for path in above]
+        creations.append(("create", self.root, b"", self.ensemble.acl))
         while True:
-            (answer,) = self.ensemble.ask(requests.read(self.root))
-            data, stat = checked(answer)
+            *_, answer = self.ensemble.ask(*creations, ("get", self.root))
+            if isinstance(answer, NoNodeError):
+                continue
+            data, stat = answer
             if data:
                 break
             # After a deletion of the root, this process still knows the earlier tokens.
-            base = max(time.time_ns() // 1000 - stat.czxid, self._base or 0)
-            (answer,) = self.ensemble.ask(
-                requests.write(self.root, str(base).encode(), stat.version)
-            )
-            if not isinstance(answer, BadVersionError):
-                checked(answer)
+            base = max(time.time_ns() // 1000 - stat.czxid, self.base or 0)
+            self.ensemble.ask(("set", self.root, str(base).encode(), stat.version))
         if not data.isdigit():
             raise LockBackendError(
                 f"{self.ensemble} has other data in {self.root}. Choose another 'root'."
             )
-        return int(data)
-
-    def _token(self, zxid: int) -> int:
-        # Another thread may reset it meanwhile.
-        if (base := self._base) is None:
-            base = self._base = self._find_base()
-        return base + zxid
+        self.base = int(data)
+        return self.base
 
 
-def queue_of_names(names: Any) -> NodeQueue:
-    return NodeQueue() if isinstance(names, NoNodeError) else NodeQueue(checked(names))
-
-
-def checked(answer: Any) -> Any:
-    if isinstance(answer, ZookeeperError):
-        raise LockBackendError(
-            f"ZooKeeper rejected a lock request: {type(answer).__name__}."
-        ) from answer
-    return answer
+def _queue(names: Any) -> NodeQueue:
+    return NodeQueue() if isinstance(names, NoNodeError) else NodeQueue(names)

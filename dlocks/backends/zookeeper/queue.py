@@ -29,6 +29,11 @@ class QueueNode:
     def identity(self) -> tuple[int, str]:
         return self.number, self.mark
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The numbers that define its position."""
+        return self.beside[0] if self.beside else self.number, self.number
+
 
 def node_of(key: str) -> str:
     """Return the name of a key's own node, which is unique and readable."""
@@ -36,63 +41,14 @@ def node_of(key: str) -> str:
     return quote(key, safe="") if key.strip(".") else key.replace(".", "%2E")
 
 
-def name_for(mark: str, *, shared: bool, beside: tuple[int, str] | None = None) -> str:
+def name_for(mark: str, *, shared: bool, beside: QueueNode | None = None) -> str:
     """Return the name of a claim's node, to which the server adds a number."""
-    position = "" if beside is None else "{}-{}".format(*beside)
+    position = f"{beside.number}-{beside.mark}" if beside else ""
     return f"{mark}.{'shared' if shared else 'alone'}.{position}."
 
 
-class NodeQueue:
-    """The tickets of one key, in the order of the queue.
-
-    Nodes that are not tickets are ignored.
-    """
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        found = [ticket for name in names if (ticket := _read(name))]
-        first = _rank(found[0]) if found else 0
-        self.tickets = sorted(
-            found,
-            key=lambda ticket: (
-                _since(first, _rank(ticket)),
-                _since(first, ticket.number),
-            ),
-        )
-        self._places = {
-            ticket.name: position for position, ticket in enumerate(self.tickets)
-        }
-        # For each ticket, the last exclusive ticket before it.
-        self._alone: list[QueueNode | None] = []
-        alone = None
-        for ticket in self.tickets:
-            self._alone.append(alone)
-            alone = alone if ticket.shared else ticket
-
-    @property
-    def granted(self) -> list[QueueNode]:
-        """The tickets at the front, which hold the key."""
-        return list(
-            takewhile(lambda ticket: self.blocking(ticket) is None, self.tickets)
-        )
-
-    def marked(self, mark: str) -> QueueNode | None:
-        """Return the ticket with this mark, or None."""
-        return next((ticket for ticket in self.tickets if ticket.mark == mark), None)
-
-    def position(self, ticket: QueueNode | None) -> int | None:
-        """Return the number of tickets before this one, or None if it is absent."""
-        return None if ticket is None else self._places.get(ticket.name)
-
-    def blocking(self, ticket: QueueNode) -> QueueNode | None:
-        """Return the last earlier ticket that excludes this one, or None."""
-        position = self._places[ticket.name]
-        if not ticket.shared:
-            return self.tickets[position - 1] if position else None
-        alone = self._alone[position]
-        return None if alone is None or alone.identity == ticket.beside else alone
-
-
-def _read(name: str) -> QueueNode | None:
+def parse_name(name: str) -> QueueNode | None:
+    """Return the ticket with this name, or None if it is not that of a ticket."""
     match name.split("."):
         case [mark, ("shared" | "alone") as kind, beside, number]:
             try:
@@ -109,10 +65,38 @@ def _read(name: str) -> QueueNode | None:
     return None
 
 
-def _rank(ticket: QueueNode) -> int:
-    return ticket.number if ticket.beside is None else ticket.beside[0]
+class NodeQueue:
+    """The tickets of one key, in the order of the queue.
 
+    Nodes that are not tickets are ignored.
+    """
 
-def _since(first: int, number: int) -> int:
-    # The server's counter has 32 bits, and wraps around to negative numbers.
-    return (number - first + 2**31) % 2**32
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        tickets = [ticket for name in names if (ticket := parse_name(name))]
+        first = tickets[0].place[0] if tickets else 0
+        # The server's counter has 32 bits, and wraps around to negative numbers.
+        self.tickets = sorted(
+            tickets,
+            key=lambda ticket: [
+                (number - first + 2**31) % 2**32 for number in ticket.place
+            ],
+        )
+        # By name, the position of each ticket and the last earlier one that excludes
+        # it.
+        self.places: dict[str, tuple[int, QueueNode | None]] = {}
+        before: QueueNode | None = None
+        alone: QueueNode | None = None
+        for position, ticket in enumerate(self.tickets):
+            blocking = alone if ticket.shared else before
+            if ticket.shared and alone is not None and alone.identity == ticket.beside:
+                blocking = None
+            self.places[ticket.name] = position, blocking
+            before, alone = ticket, alone if ticket.shared else ticket
+        # Those at the front, which hold the key.
+        self.granted = list(
+            takewhile(lambda one: self.places[one.name][1] is None, self.tickets)
+        )
+
+    def marked(self, mark: str) -> QueueNode | None:
+        """Return the ticket with this mark, or None."""
+        return next((ticket for ticket in self.tickets if ticket.mark == mark), None)

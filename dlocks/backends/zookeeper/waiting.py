@@ -7,23 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kazoo.exceptions import NoNodeError
+
 from dlocks.backends.notifiers import Notifier
-from dlocks.backends.zookeeper import requests
-from dlocks.backends.zookeeper.claims import SOON, Entry
-from dlocks.backends.zookeeper.ensemble import (
-    ZookeeperError,
-    is_unanswered,
-)
-from dlocks.backends.zookeeper.maintenance import Maintenance
-from dlocks.backends.zookeeper.nodes import queue_of_names
+from dlocks.backends.zookeeper.claims import Claims
+from dlocks.backends.zookeeper.ensemble import SOON, UnansweredError
+from dlocks.backends.zookeeper.nodes import Entry
 from dlocks.backends.zookeeper.queue import NodeQueue
-from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Claim, Ticket
 
 
-class Waiting(Maintenance):
+class Waiting(Claims):
     """The queue of a key, as a waiter sees it."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        # Waiters with a channel that have to be updated.
+        self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+
+    def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
+        entry = Entry(claim, parent=self.nodes.parent(claim.key), waiting=waiting)
+        hold = None if waiting else self._entries.get(claim.beside)
+        if hold is not None and hold.token is not None:
+            entry.beside, entry.number = hold.ticket, hold.token
+        return entry
 
     def _join(self, entry: Entry, timeout: float | None = None) -> bool:
         """Create the node of a claim, or find it, and update the claim's state.
@@ -31,31 +39,21 @@ class Waiting(Maintenance):
         Return False if it is gone.
         """
         with self._mutex:
-            # The node was requested before, and the reply was not read.
-            unsure = self._entries.get(entry.claim.owner) is entry
             self._entries[entry.claim.owner] = entry
             self._maintain_from()
-        until = clock.real_now() + (
-            self.ensemble.timeout if timeout is None else timeout
-        )
+        until = self.ensemble.deadline(timeout)
         node_queue: NodeQueue | None = None
         while entry.ticket is None and not entry.gone:
             try:
-                if self._base is None:
-                    self._base = self._find_base()
-                if unsure:
-                    self._find(entry)
-                    unsure = False
-                else:
-                    unsure = True
-                    node_queue = self._make(entry)
-                    unsure = False
-            except LockBackendError as error:
-                if not is_unanswered(error) or clock.real_now() >= until:
+                node_queue = self.nodes.add(entry)
+            except UnansweredError:
+                if clock.real_now() >= until:
                     raise
-        self._see(
-            [entry], timeout, {} if node_queue is None else {entry.parent: node_queue}
-        )
+        self._see([entry], timeout, {entry.parent: node_queue} if node_queue else {})
+        if entry.token is None:
+            self.contended.add(entry.claim.key)
+        else:
+            self.contended.discard(entry.claim.key)
         if entry.gone:
             # The node may have been created in the next session.
             self._orphan(entry)
@@ -66,72 +64,51 @@ class Waiting(Maintenance):
     ) -> Ticket | None:
         if claim.scope != "lease":
             return None
-        entry = self._entries.get(claim.owner)
-        if entry is not None and entry.ending:
+        entry = self._entries.get(claim.owner) or self._entry(claim, waiting=True)
+        if entry.leaving:
             return None
-        if entry is None:
-            entry = self._entry(claim, waiting=True)
         entry.is_notified = entry.is_notified or bool(channel)
         if entry.ticket is None:
             # A claim that has lost its position is not alone in its thread. The other
             # waiters need their heartbeats meanwhile.
             self._join(entry, None if position is None else SOON)
+        return self._ticket(entry)
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        entries = [
+            entry for claim in claims if (entry := self._entries.get(claim.owner))
+        ]
+        self._update(entries)
+        return {
+            entry.claim.owner: self._ticket(entry)
+            for entry in entries
+            if not (entry.gone or entry.leaving)
+        }
+
+    def _ticket(self, entry: Entry) -> Ticket:
         if entry.token is not None:
-            if position is None:
-                self.contended.discard(claim.key)
+            # A claim without a certain lease has to retry.
             return Ticket(grant=self._grant(entry), must_retry=True)
-        self.contended.add(claim.key)
         return Ticket(
             must_retry=entry.gone,
             ahead=entry.ahead,
             position=None if entry.gone else entry.number,
         )
 
-    def poll(
-        self, claims: Sequence[Claim], *, heartbeat: bool = True
-    ) -> Mapping[str, Ticket]:
-        entries = [
-            entry
-            for claim in claims
-            if (entry := self._entries.get(claim.owner)) is not None
-        ]
-        for entry in entries:
-            entry.last_seen_at = clock.now()
-        self._see(entries, SOON)
-        return {
-            # A claim without a certain lease has to retry.
-            entry.claim.owner: (
-                Ticket(position=entry.number, ahead=entry.ahead)
-                if entry.token is None
-                else Ticket(grant=self._grant(entry), must_retry=True)
-            )
-            for entry in entries
-            if not (entry.gone or entry.ending)
-        }
-
     def waiting(self, key: str) -> int:
-        node_queue = self._queue_of(self._parent(key))
+        node_queue = self.nodes.queue_of(self.nodes.parent(key))
         return len(node_queue.tickets) - len(node_queue.granted)
 
     def notifier(self, channel: str) -> Notifier:
         return Turns(self)
 
-    def turns(self, timeout: float) -> Sequence[Entry]:
-        """Wait up to ``timeout`` seconds for events of waiters with a channel.
-
-        Return the claims that were granted, or have lost their node.
-        """
-        entries = []
-        try:
-            entries.append(self._turns.get(timeout=timeout))
-            while True:
-                entries.append(self._turns.get_nowait())
-        except queue.Empty:
-            pass
+    def _update(self, entries: Sequence[Entry]) -> None:
+        """Send a heartbeat for waiters, and update their state."""
         for entry in entries:
             entry.last_seen_at = clock.now()
         self._see(entries, SOON)
-        return [entry for entry in entries if entry.token is not None or entry.gone]
 
     def _see(
         self,
@@ -141,68 +118,50 @@ class Waiting(Maintenance):
     ) -> None:
         """Update the state of claims that were not granted yet.
 
-        Each of them then watches the last node in its way.
+        Each of them then watches the last node in its way. ``known`` has queues that
+        were just read, by the paths of their keys' nodes.
         """
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
-            node_queues, known = dict(known or {}), None
-            if parents := list(
-                {entry.parent for entry in pending} - node_queues.keys()
-            ):
-                answers = self.ensemble.ask(
-                    *map(requests.children, parents), timeout=timeout
-                )
-                node_queues |= {
-                    parent: queue_of_names(names)
-                    for parent, names in zip(parents, answers, strict=True)
-                }
-            watching = [
-                entry
-                for entry in pending
-                if self._enqueue(entry, node_queues[entry.parent])
-            ]
+            queues, known = dict(known or {}), None
+            if parents := {entry.parent for entry in pending} - queues.keys():
+                queues |= self.nodes.queues_of(parents, timeout)
+            watching = [one for one in pending if self._sees(one, queues[one.parent])]
             if not watching:
                 return
+            # exists() would leave a permanent watch on a node that is gone.
             reads = [
-                requests.read(
-                    f"{one.parent}/{one.watched}", partial(self._on_watch, one)
-                )
+                ("get", f"{one.parent}/{one.watched}", partial(self._on_watch, one))
                 for one in watching
             ]
+            pending = set(watching)
             try:
                 answers = self.ensemble.ask(*reads, timeout=timeout)
-            except BaseException:
-                for entry in watching:
+                for entry, answer in zip(watching, answers, strict=True):
+                    if not isinstance(answer, NoNodeError):
+                        pending.remove(entry)
+            finally:
+                # Their node was deleted meanwhile, or there is no answer.
+                for entry in pending:
                     entry.watched = ""
-                raise
-            pending = set()
-            for entry, answer in zip(watching, answers, strict=True):
-                if isinstance(answer, ZookeeperError):
-                    # The node was deleted meanwhile.
-                    entry.watched = ""
-                    pending.add(entry)
 
-    def _enqueue(self, entry: Entry, node_queue: NodeQueue) -> bool:
+    def _sees(self, entry: Entry, node_queue: NodeQueue) -> bool:
         """Update a claim from its queue; return whether it must watch another node."""
         with self._mutex:
-            if entry.gone or entry.ending:
+            if entry.gone or entry.leaving:
                 return False
-            position = node_queue.position(entry.ticket)
-            if entry.ticket is None or position is None:
+            place = node_queue.places.get(entry.ticket.name) if entry.ticket else None
+            if place is None:
                 # Another client has deleted the node.
                 self._forget(entry)
                 return False
-            blocking = node_queue.blocking(entry.ticket)
-            if entry.beside is not None and all(
-                ticket.identity != entry.beside[1] for ticket in node_queue.tickets
-            ):
+            if entry.beside is not None and entry.beside.name not in node_queue.places:
                 # The hold to which it is added was deleted, and another claim may have
                 # held the key since.
                 return False
+            position, blocking = place
             if blocking is None:
-                # A claim that is added to a hold of the same caller gets that hold's
-                # token, since other claims may have arrived in between.
-                self._granted(entry, entry.beside[0] if entry.beside else entry.number)
+                self._granted(entry, entry.number)
                 entry.watched = ""
                 return False
             entry.ahead = position - len(node_queue.granted)
@@ -222,14 +181,19 @@ class Waiting(Maintenance):
 
 
 class Turns(Notifier):
-    """A listener for claims whose turn has come."""
+    """A listener for claims whose turn has come, or that have lost their node."""
 
     def __init__(self, backend: Waiting) -> None:
         self._backend = backend
 
     def wait(self, timeout: float) -> bool:
+        turns, entries = self._backend._turns, []
+        try:
+            entries.append(turns.get(timeout=timeout))
+            while True:
+                entries.append(turns.get_nowait())
+        except queue.Empty:
+            pass
         # The poll sends no request for claims that were granted.
-        return bool(self._backend.turns(timeout))
-
-    def close(self) -> None:
-        """Do nothing, since the session belongs to the backend."""
+        self._backend._update(entries)
+        return any(entry.token is not None or entry.gone for entry in entries)
