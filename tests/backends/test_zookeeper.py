@@ -1012,7 +1012,7 @@ def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
     configured(server.port)
     with lock() as hold:
         before = hold.token
-    until(lambda: not backends["zookeeper"].ensemble.is_open)
+    until(lambda: not backends["zookeeper"].ensemble._client)
     server.stop()
     shutil.rmtree(server.data / "version-2")
     server.start()

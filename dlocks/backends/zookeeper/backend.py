@@ -1,16 +1,14 @@
 """Locks in a ZooKeeper ensemble, with a queue of ephemeral nodes per key.
 
 Every claim is a node under the node of its key. The servers number these nodes in the
-order of arrival, and the first one holds the key. A waiter watches only one node, the
-last one in its way, so that a release wakes one waiter. The name of a node identifies
-its claim. If the reply to its creation is lost, the claim finds its node again by this
-name.
+order of arrival, and the first one holds the key. A waiter watches only the last node
+in its way, so a release wakes one waiter. If the reply to the creation of a node is
+lost, its claim finds the node by its name.
 
 A process has one session for all of its claims. The servers end it if they have
-received nothing from the process for ``session_timeout``. The lease of a hold is that
-of the session, and is counted here from the last contact with the leader of the
-ensemble. A lost reply says nothing about the session. Only the servers can report its
-end, and then all of its holds are lost at once.
+received nothing from the process for ``session_timeout``. A lease is that of the
+session, and is counted from the last contact with the leader of the ensemble. A lost
+reply says nothing about the session. Only the servers can report its end.
 
 A token is the number of the transaction that created the node (``czxid``). It is
 counted from the transaction that created the root, and starts at the time of that
@@ -55,10 +53,9 @@ class ZooKeeperBackend(Waiting):
     ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
     under ``root``.
 
-    After ``session_timeout`` seconds of silence, the servers end the session of a
-    process and its keys become free. The servers may limit this value. A request waits
-    for its reply for ``connect_timeout`` seconds, and then raises LockBackendError.
-    ``auth`` is ``"user:password"``. With it, only clients with these credentials may
+    After ``session_timeout`` seconds of silence, which the servers may limit, the keys
+    of a process become free. A request waits for its reply for ``connect_timeout``
+    seconds. With ``auth``, ``"user:password"``, only clients with these credentials may
     access the nodes. ``client`` contains further keyword arguments for kazoo's client,
     for example for TLS.
     """
@@ -79,12 +76,10 @@ class ZooKeeperBackend(Waiting):
         **options: Any,
     ) -> None:
         super().__init__(alias, **options)
-        if not isinstance(hosts, str):
-            if not isinstance(hosts, Sequence) or not all(
-                isinstance(host, str) for host in hosts
-            ):
-                raise TypeError("hosts must be a string, or a list of strings")
-            hosts = ",".join(hosts)
+        if isinstance(hosts, Sequence) and all(isinstance(one, str) for one in hosts):
+            hosts = hosts if isinstance(hosts, str) else ",".join(hosts)
+        else:
+            raise TypeError("hosts must be a string, or a list of strings")
         if "/" in hosts or "@" in hosts:
             raise ValueError(
                 "hosts must be like 'zk1:2181,zk2:2181'. Use the option root for a"
@@ -101,13 +96,14 @@ class ZooKeeperBackend(Waiting):
                 "root must be a path like '/dlocks', and not '/' or below"
                 f" '/zookeeper', not {root!r}"
             )
-        if auth is not None and (
-            not isinstance(auth, str) or not all(auth.partition(":"))
+        if auth is not None and not (
+            isinstance(auth, str) and all(auth.partition(":"))
         ):
             raise ValueError("auth must be like 'user:password'")
-        if client is not None and not isinstance(client, Mapping):
+        client = {} if client is None else client
+        if not isinstance(client, Mapping):
             raise TypeError("client must be a dictionary of keywords for KazooClient")
-        if unknown := set(client or {}) - KEYWORDS:
+        if unknown := set(client) - KEYWORDS:
             raise ValueError(
                 f"client has unknown options {', '.join(sorted(map(str, unknown)))}; it"
                 f" accepts {', '.join(sorted(KEYWORDS))}"
@@ -116,13 +112,11 @@ class ZooKeeperBackend(Waiting):
         self.ensemble = Ensemble(
             alias,
             sorted(f"{host}:{port}" for host, port in servers),
-            session_timeout=seconds(
-                "session_timeout", session_timeout, above_zero=True
-            ),
-            timeout=seconds("connect_timeout", connect_timeout, above_zero=True),
-            auth=auth,
-            client=dict(client or {}),
-            on_lost=self._session_ended,
+            seconds("session_timeout", session_timeout, above_zero=True),
+            seconds("connect_timeout", connect_timeout, above_zero=True),
+            auth,
+            client,
+            self._session_ended,
         )
         self.nodes = Nodes(self.ensemble, root)
         self._reset()
@@ -158,11 +152,12 @@ class ZooKeeperBackend(Waiting):
         ):
             # The session has just ended. Retry in the next one.
             return self.acquire(claim)
-        if (grant := self._grant(entry)) is not None:
+        if grant := self._grant(entry):
             return grant
         # The key is known to be busy. If there is no answer, the node is deleted later.
+        entry.leaving = True
         with suppress(UnansweredError):
-            self._release_entry(entry, timeout=SOON, had=False)
+            self._release_entry(entry, SOON)
         return None
 
     def _is_busy(self, entry: Entry) -> bool:
@@ -221,9 +216,7 @@ class ZooKeeperBackend(Waiting):
             if keep and entry.token is not None:
                 self._keep(entry, keep)
                 return True
-        freed = self._release_entry(
-            entry, timeout=SOON if entry.token is None else None
-        )
+        freed = self._release_entry(entry, SOON if entry.token is None else None)
         self._close_at_exit()
         return freed
 

@@ -37,10 +37,8 @@ class Claims(LocalClaims):
 
     def _reset(self) -> None:
         super()._reset()
-        self.nodes.base = None
-        # Unwanted claims whose node may still exist or may still be created, and until
-        # when.
-        self._orphans: dict[Entry, float] = {}
+        # Unwanted claims whose node may exist or may be created until ``ends_at``.
+        self._orphans: set[Entry] = set()
         self._used_at = 0.0
         self._exiting = False
 
@@ -52,10 +50,7 @@ class Claims(LocalClaims):
         return None if entry is None or entry.token is None or entry.leaving else entry
 
     def _grant(self, entry: Entry) -> Grant | None:
-        """Return the grant of a claim, or None if it has no lease.
-
-        It may still be waiting, or its lease may have ended.
-        """
+        """Return the grant of a claim, or None if it waits or has no lease."""
         now = clock.now()
         with self._mutex:
             left = self.ensemble.certain_until - now
@@ -65,25 +60,20 @@ class Claims(LocalClaims):
             self._maintain_from(entry.ends_at)
         return Grant(entry.token, left if left < entry.claim.ttl else None)
 
-    def _release_entry(
-        self, entry: Entry, *, timeout: float | None = None, had: bool | None = None
-    ) -> bool:
-        """Delete the node of a claim, and return whether the claim held the key.
-
-        If ``had`` is None and no grant was recorded, the queue shows this.
-        """
+    def _release_entry(self, entry: Entry, timeout: float | None = None) -> bool:
+        """Delete the node of a claim, and return whether the claim held the key."""
         until = self.ensemble.deadline(timeout)
-        if had is None and entry.token is not None:
-            had = True
-        sent = False
+        had, sent = entry.token is not None, False
+        # It may have been the turn of a claim that is cancelled by its caller.
+        unsure = not had and not entry.leaving
         try:
             while not entry.gone:
                 left = max(0.0, until - clock.real_now())
                 try:
-                    if had is None or entry.ticket is None:
+                    if unsure or entry.ticket is None:
                         queue = self.nodes.queue_of(entry.parent, left)
                         entry.ticket = queue.marked(entry.mark)
-                        had = entry.ticket in queue.granted
+                        had, unsure = entry.ticket in queue.granted, False
                     if entry.ticket is None:
                         return False
                     again, sent = sent, True
@@ -106,7 +96,8 @@ class Claims(LocalClaims):
 
     def _orphan(self, entry: Entry) -> None:
         with self._mutex:
-            self._orphans[entry] = clock.now() + 2 * self.ensemble.session_timeout
+            entry.ends_at = clock.now() + 2 * self.ensemble.session_timeout
+            self._orphans.add(entry)
             self._maintain_from()
 
     def _forget(self, entry: Entry) -> None:
@@ -116,38 +107,28 @@ class Claims(LocalClaims):
     # The session.
 
     def _session_ended(self, *, notify: bool = True) -> None:
-        """Forget all claims of the session.
-
-        Its holds are lost, and its waiters rejoin the queue.
-        """
+        """Forget all claims. Holds are lost, and waiters rejoin the queue."""
         with self._mutex:
             entries = self._all()
-            lost = [
-                entry.claim.owner
-                for entry in entries
-                if entry.token is not None and not entry.kept
-            ]
             for entry in entries:
                 self._forget(entry)
             self._orphans.clear()
-            self.nodes.base = None
-        if lost and notify:
+        held = [one for one in entries if one.token is not None and not one.kept]
+        if held and notify:
             logger.warning(
                 "The ZooKeeper session of DLOCKS[%r] ended with %d locks",
                 self.alias,
-                len(lost),
+                len(held),
             )
-            self.runtime.on_lost(lost, "the ZooKeeper session that held it has ended")
+            self.runtime.on_lost(
+                [entry.claim.owner for entry in held],
+                "the ZooKeeper session that held it has ended",
+            )
 
     def disconnect(self) -> None:
-        """Close the session of this process.
-
-        This releases its holds and cancels its waiters.
-        """
+        """Close the session, which releases its holds and cancels its waiters."""
         self._session_ended(notify=False)
         self.ensemble.close()
-        # Another thread may meanwhile have read it in the session that has ended.
-        self.nodes.base = None
 
     def _forked(self) -> None:
         self.ensemble.abandon()
@@ -175,22 +156,20 @@ class Claims(LocalClaims):
             now = clock.now()
             entries = self._all()
             orphans = list(self._orphans)
-            idle = not entries and not orphans
-            if closes := idle and now >= self._used_at + IDLE_CLOSE_AFTER:
+            closes = not entries and not orphans
+            if closes := closes and now >= self._used_at + IDLE_CLOSE_AFTER:
                 self._maintainer.end()
                 # A later claim opens a session of its own.
                 client = self.ensemble.detach()
-                # The ensemble may be replaced while there is no session.
-                self.nodes.base = None
             if now > self._maintains_at + HEARTBEAT_TIMEOUT / 2:
                 # This process was stopped, so its waiters could not send heartbeats.
                 for entry in entries:
                     entry.last_seen_at = max(entry.last_seen_at, now)
-            ends = {entry: self._ends(entry) for entry in entries}
-            over = [entry for entry, at in ends.items() if at <= now]
-            soon = min([now + MAINTAIN_EVERY, *ends.values()])
+            over = [entry for entry in entries if self._ends(entry) <= now]
             # The next pass detects from this time whether the process was stopped.
-            self._maintains_at = max(now, soon)
+            self._maintains_at = max(
+                now, min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
+            )
             if not closes and not over and not orphans:
                 self._changed.wait(self._maintains_at - now)
         if closes:
@@ -220,7 +199,7 @@ class Claims(LocalClaims):
                 return
             entry.leaving = True
         try:
-            self._release_entry(entry, timeout=SOON, had=True)
+            self._release_entry(entry, SOON)
         except LockBackendError as error:
             logger.warning(
                 "A claim on %r could not be cancelled yet: %s", entry.claim.key, error
@@ -238,8 +217,8 @@ class Claims(LocalClaims):
             return
         with self._mutex:
             # If there is no node, its creation may still be on its way.
-            if found is not None or clock.now() >= self._orphans.get(entry, 0.0):
-                self._orphans.pop(entry, None)
+            if found is not None or clock.now() >= entry.ends_at:
+                self._orphans.discard(entry)
 
 
 all_backends = each_in_child(Claims._forked)

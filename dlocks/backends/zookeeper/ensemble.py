@@ -9,10 +9,9 @@ import atexit
 import inspect
 import logging
 import math
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -66,9 +65,9 @@ REASONS: dict[type, str] = {
 # reports its clients to the leader only at intervals.
 CERTAIN = 2 / 3
 
-# Maximum seconds for a connection attempt, however long the session timeout is. A
-# starting server may accept a connection and never answer on it. Waiters would then
-# report it as unavailable long after it has started.
+# Maximum seconds for a connection attempt. A starting server may accept a connection
+# and never answer on it. Waiters would then report it as unavailable long after it has
+# started.
 LONGEST = 3.0
 
 # Seconds for which the keeper and the waiters wait for a reply before they check for
@@ -118,6 +117,9 @@ class CreateContainer(Create2):  # type: ignore[misc]
 class Client(KazooClient):  # type: ignore[misc]
     """kazoo's client, with the requests for nodes of claims and keys."""
 
+    # Set while it is connected.
+    live: threading.Event
+
     def create_ticket_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
         """Create a node that is numbered and ends with the session."""
         return self.create_async(
@@ -133,15 +135,11 @@ class Client(KazooClient):  # type: ignore[misc]
 
 
 class Connection:
-    """A socket that reads the session timeout from the first reply of a server.
+    """A socket that reads the granted session timeout, which kazoo does not report."""
 
-    The servers may grant another timeout than the requested one, and kazoo does not
-    report it.
-    """
-
-    def __init__(self, socket: Any, on_granted: Callable[[float], None]) -> None:
+    def __init__(self, socket: Any, ensemble: Ensemble) -> None:
         self._socket = socket
-        self._on_granted = on_granted
+        self._ensemble = ensemble
         self._head = b""
 
     def __getattr__(self, name: str) -> Any:
@@ -149,12 +147,14 @@ class Connection:
 
     def recv(self, size: int) -> bytes:
         data: bytes = self._socket.recv(size)
-        # The fields are the length, the version of the protocol and milliseconds.
-        if len(self._head) < 12 <= len(head := self._head + data):
-            (timeout,) = struct.unpack_from(">i", head, 8)
-            if timeout > 0:
-                self._on_granted(timeout / 1000)
-        self._head = (self._head + data)[:12]
+        if len(self._head) < 12:
+            # The first reply has its length, the version of the protocol and
+            # milliseconds.
+            self._head += data
+            if len(self._head) >= 12 and (
+                timeout := int.from_bytes(self._head[8:12], "big")
+            ):
+                self._ensemble.session_timeout = timeout / 1000
         return data
 
 
@@ -164,66 +164,55 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     A host that does not answer must not use up the time of a session.
     """
 
-    def __init__(
-        self, longest: float, first: float, on_granted: Callable[[float], None]
-    ) -> None:
+    def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
-        self._longest = longest
-        self._first = first
-        self._on_granted = on_granted
+        self._ensemble = ensemble
+        # A new session takes longer, since most of the servers have to agree to it.
+        self._first = ensemble.timeout / len(ensemble.hosts)
+        share = ensemble.requested_timeout / 3 / len(ensemble.hosts)
+        self._longest = min(self._first, share, LONGEST)
         self.on_state(KazooState.LOST)
 
     def on_state(self, state: str) -> None:
-        # A starting server may accept a connection and then send nothing. A new session
-        # takes longer, since most of the servers have to agree to it.
         limits = {KazooState.CONNECTED: math.inf, KazooState.SUSPENDED: self._longest}
         self._reply_timeout = limits.get(state, self._first)
 
     def create_connection(self, *arguments: Any, **keywords: Any) -> Any:
         keywords["timeout"] = min(keywords.get("timeout") or math.inf, self._longest)
-        return Connection(
-            super().create_connection(*arguments, **keywords), self._on_granted
-        )
+        socket = super().create_connection(*arguments, **keywords)
+        return Connection(socket, self._ensemble)
 
     def select(self, *arguments: Any) -> Any:
         *sockets, timeout = arguments
         return super().select(*sockets, min(timeout, self._reply_timeout))
 
 
+@dataclass(eq=False, repr=False)
 class Ensemble:
     """The session with one ensemble.
 
-    ``ask()`` sends requests in the session. ``on_lost`` is called when the session has
-    ended, and with it all of its nodes. The servers certainly keep the session until
-    ``certain_until``, whatever happens to this process.
+    ``on_lost`` is called when the session has ended, and with it all of its nodes. The
+    servers certainly keep it until ``certain_until``, whatever happens to this process.
     """
 
-    def __init__(
-        self,
-        alias: str,
-        hosts: Sequence[str],
-        *,
-        session_timeout: float,
-        timeout: float,
-        auth: str | None,
-        client: Mapping[str, Any],
-        on_lost: Callable[[], object],
-    ) -> None:
-        self.hosts = hosts
-        self.timeout = timeout
-        self.acl = CREATOR_ALL_ACL if auth else OPEN_ACL_UNSAFE
-        self._alias = alias
-        self._asked_for = session_timeout
-        self._auth = Secret(auth) if auth else None
-        self._more = client
-        self._on_lost = on_lost
-        self._inherited: list[Any] = []
+    alias: str
+    hosts: Sequence[str]
+    requested_timeout: float
+    timeout: float
+    auth: str | None
+    options: Mapping[str, Any]
+    on_lost: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self.acl = CREATOR_ALL_ACL if self.auth else OPEN_ACL_UNSAFE
+        self.auth = self.auth and Secret(self.auth)
+        self._inherited: list[Client] = []
+        self._number = 0
         self._reset()
-        for option, value in client.items():
+        for option, value in self.options.items():
             if value is not None and not isinstance(value, KINDS.get(option, object)):
                 raise TypeError(f"client has a {type(value).__name__} for {option}")
         try:
-            # kazoo checks the values only when a client is created.
             self._make()
         except Exception as error:
             raise ValueError(
@@ -231,14 +220,19 @@ class Ensemble:
             ) from error
 
     def _reset(self) -> None:
-        self._client: Any = None
-        self._live = threading.Event()
+        self._client: Client | None = None
         self._mutex = threading.Lock()
+        # What the servers have granted.
+        self.session_timeout = self.requested_timeout
+        self._end_session()
+
+    def _end_session(self) -> None:
         # The number of sessions so far.
-        self._number = 0
-        self.certain_until = -math.inf
-        # What was requested, until the servers grant a value.
-        self.session_timeout = self._asked_for
+        self._number += 1
+        self.certain_until: float = -math.inf
+        # The difference between a token and the number of its transaction, which is
+        # read in each session. The ensemble may be replaced while there is none.
+        self.base: int | None = None
 
     def deadline(self, timeout: float | None) -> float:
         """Return the real time after ``timeout``, by default that of a request."""
@@ -254,8 +248,8 @@ class Ensemble:
         when it answers.
 
         Wait for the session, and retry after a lost answer, for up to ``timeout``
-        seconds. With ``once``, the requests are not sent twice. Raise UnansweredError
-        if there is no answer, and LockBackendError if a request is refused.
+        seconds. With ``once``, do not retry. Raise UnansweredError if there is no
+        answer, and LockBackendError if a request is refused.
         """
         until = self.deadline(timeout)
         while True:
@@ -290,8 +284,10 @@ class Ensemble:
     def close(self) -> None:
         """End the session, and with it all of its nodes."""
         end(self.detach())
+        # Another thread may meanwhile have read it in the session that has ended.
+        self.base = None
 
-    def detach(self) -> Any:
+    def detach(self) -> Client | None:
         """Forget the session, and return its client."""
         with self._mutex:
             client, self._client = self._client, None
@@ -300,61 +296,53 @@ class Ensemble:
 
     def abandon(self) -> None:
         """Forget the session of the parent process, and leave it open."""
-        # Collecting the client could close the parent's session.
-        self._inherited.append(self._client)
+        if self._client is not None:
+            # Collecting the client could close the parent's session.
+            self._inherited.append(self._client)
         self._reset()
 
-    # Internal methods.
-
-    def _end_session(self) -> None:
-        self._number += 1
-        self.certain_until = -math.inf
-
-    def _connected(self, until: float) -> Any:
+    def _connected(self, until: float) -> Client:
         while True:
             with self._mutex:
                 client = self._client or self._start()
-                live = self._live
-            if live.wait(max(0.0, min(until - clock.real_now(), 0.1))):
+            if client.live.wait(max(0.0, min(until - clock.real_now(), 0.1))):
                 return client
-            state = client.client_state
+            state, late = client.client_state, clock.real_now() >= until
             if state == KeeperState.AUTH_FAILED:
                 self.close()
                 raise LockBackendError(f"{self} rejects the credentials in 'auth'.")
-            if clock.real_now() >= until:
-                if state == KeeperState.CLOSED:
-                    # Its thread has failed, and does not connect any more.
-                    self.close()
+            if late and state == KeeperState.CLOSED:
+                # Its thread has failed, and does not connect any more.
+                self.close()
+            if late:
                 raise self._unanswered(None) from ConnectionLoss()
 
-    def _make(self) -> Any:
+    def _make(self) -> Client:
         """Return an unconnected client."""
-        first = self.timeout / len(self.hosts)
-        longest = min(first, self._asked_for / 3 / len(self.hosts), LONGEST)
-        handler = Handler(longest, first, partial(setattr, self, "session_timeout"))
+        handler = Handler(self)
         retry = KazooRetry(
             max_tries=-1, delay=0.05, max_delay=1.0, sleep_func=handler.sleep_func
         )
         return Client(
             ",".join(self.hosts),
-            self._asked_for,
+            self.requested_timeout,
             handler=handler,
-            auth_data=[("digest", self._auth)] if self._auth else None,
-            **{"connection_retry": retry, **self._more},
+            auth_data=[("digest", self.auth)] if self.auth else None,
+            **{"connection_retry": retry, **self.options},
         )
 
-    def _start(self) -> Any:
+    def _start(self) -> Client:
         client = self._make()
         client.add_listener(client.handler.on_state)
         client.add_listener(lambda state: self._on_state(client, state))
-        self._live = client.start_async()
+        client.live = client.start_async()
         # kazoo would end its threads before the keeper releases the holds of this
         # process.
         atexit.unregister(client.handler.stop)
         self._client = client
         return client
 
-    def _on_state(self, client: Any, state: str) -> None:
+    def _on_state(self, client: Client, state: str) -> None:
         # This runs in kazoo's own thread. A lost connection (SUSPENDED) says nothing
         # about the session.
         if state != KazooState.LOST:
@@ -363,13 +351,13 @@ class Ensemble:
             if client is not self._client:
                 return
             self._end_session()
-        self._on_lost()
+        self.on_lost()
 
     def _unanswered(self, error: BaseException | None) -> UnansweredError:
         return UnansweredError(f"{self} did not answer: {_said(error)}.")
 
     def __str__(self) -> str:
-        return f"The ZooKeeper of DLOCKS[{self._alias!r}] ({', '.join(self.hosts)})"
+        return f"The ZooKeeper of DLOCKS[{self.alias!r}] ({', '.join(self.hosts)})"
 
 
 def _answer(result: Any, until: float) -> Any:
@@ -385,7 +373,7 @@ def _said(error: BaseException | None) -> str:
     return REASONS.get(type(error), type(error).__name__)
 
 
-def end(client: Any) -> None:
+def end(client: Client | None) -> None:
     """Close a client, and end its session."""
     if client is None:
         return

@@ -63,8 +63,6 @@ class Nodes:
     def __init__(self, ensemble: Ensemble, root: str) -> None:
         self.ensemble = ensemble
         self.root = root
-        # The difference between a token and the number of its transaction.
-        self.base: int | None = None
 
     def parent(self, key: str) -> str:
         return f"{self.root}/{node_of(key)}"
@@ -87,14 +85,17 @@ class Nodes:
         If the reply to its creation was lost, find the node. Return None if the node
         has to be created again.
         """
-        if self.base is None:
+        if self.ensemble.base is None:
             self.find_base()
         found = self._find(entry) if entry.is_requested else self._create(entry)
         if found is not None:
             ticket, stat, root = found[1:]
-            if isinstance(root, NoNodeError) or root[0] != str(self.base).encode():
+            if (
+                isinstance(root, NoNodeError)
+                or root[0] != str(self.ensemble.base).encode()
+            ):
                 # The root was deleted, and another process has created it again.
-                self.base = None
+                self.ensemble.base = None
             if entry.beside is None:
                 entry.number = self.token(stat.czxid)
             entry.ticket = ticket
@@ -138,7 +139,7 @@ class Nodes:
 
     def token(self, zxid: int) -> int:
         # Another thread may reset it meanwhile.
-        base = self.base
+        base = self.ensemble.base
         return zxid + (self.find_base() if base is None else base)
 
     def find_base(self) -> int:
@@ -159,14 +160,14 @@ class Nodes:
             if data:
                 break
             # After a deletion of the root, this process still knows the earlier tokens.
-            base = max(time.time_ns() // 1000 - stat.czxid, self.base or 0)
+            base = max(time.time_ns() // 1000 - stat.czxid, self.ensemble.base or 0)
             self.ensemble.ask(("set", self.root, str(base).encode(), stat.version))
         if not data.isdigit():
             raise LockBackendError(
                 f"{self.ensemble} has other data in {self.root}. Choose another 'root'."
             )
-        self.base = int(data)
-        return self.base
+        self.ensemble.base = int(data)
+        return self.ensemble.base
 
 
 def _queue(names: Any) -> NodeQueue:

@@ -62,8 +62,6 @@ class Waiting(Claims):
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
-        if claim.scope != "lease":
-            return None
         entry = self._entries.get(claim.owner) or self._entry(claim, waiting=True)
         if entry.leaving:
             return None
@@ -114,19 +112,20 @@ class Waiting(Claims):
         self,
         entries: Iterable[Entry],
         timeout: float | None = None,
-        known: Mapping[str, NodeQueue] | None = None,
+        queues: Mapping[str, NodeQueue] | None = None,
     ) -> None:
         """Update the state of claims that were not granted yet.
 
-        Each of them then watches the last node in its way. ``known`` has queues that
-        were just read, by the paths of their keys' nodes.
+        Each of them then watches the last node in its way. ``queues`` are those that
+        were just read.
         """
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
-            queues, known = dict(known or {}), None
-            if parents := {entry.parent for entry in pending} - queues.keys():
-                queues |= self.nodes.queues_of(parents, timeout)
+            queues = queues or self.nodes.queues_of(
+                {entry.parent for entry in pending}, timeout
+            )
             watching = [one for one in pending if self._sees(one, queues[one.parent])]
+            queues = None
             if not watching:
                 return
             # exists() would leave a permanent watch on a node that is gone.
