@@ -60,7 +60,7 @@ NAMES = {
     "zookeeper_waiting": "dlocks.backends.zookeeper.waiting",
     "ZooKeeperBackend": "dlocks.backends.zookeeper.backend:ZooKeeperBackend",
     "KEYWORDS": "dlocks.backends.zookeeper.ensemble:KEYWORDS",
-    "tickets": "dlocks.backends.zookeeper.queue",
+    "tickets": "dlocks.backends.zookeeper.nodes",
     "Processes": "dlocks.bench.processes:Processes",
     "samples": "dlocks.bench.samples",
     "check_deployment": "dlocks.checks:check_deployment",

@@ -156,8 +156,8 @@ class Claims(LocalClaims):
             now = clock.now()
             entries = self._all()
             orphans = list(self._orphans)
-            closes = not entries and not orphans
-            if closes := closes and now >= self._used_at + IDLE_CLOSE_AFTER:
+            idle = not entries and not orphans
+            if closes := idle and now >= self._used_at + IDLE_CLOSE_AFTER:
                 self._maintainer.end()
                 # A later claim opens a session of its own.
                 client = self.ensemble.detach()

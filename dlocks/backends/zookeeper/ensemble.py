@@ -28,7 +28,6 @@ from kazoo.exceptions import (
     OperationTimeoutError,
     SessionExpiredError,
     SessionMovedError,
-    ZookeeperError,
 )
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
 from kazoo.protocol.serialization import Create2
@@ -70,8 +69,7 @@ CERTAIN = 2 / 3
 # started.
 LONGEST = 3.0
 
-# Seconds for which the keeper and the waiters wait for a reply before they check for
-# other work.
+# Seconds for which the keeper and the waiters wait for a reply.
 SOON = 1.0
 
 # Keyword arguments for kazoo's client that a project may set.
@@ -259,21 +257,21 @@ class Ensemble:
                 getattr(client, f"{method}_async")(*arguments)
                 for method, *arguments in [("sync", "/"), *requests]
             ]
-            answers = [_answer(result, until) for result in results]
-            if not (lost := [one for one in answers if isinstance(one, UNANSWERED)]):
+            try:
+                answers = [_answer(result, until) for result in results]
                 break
-            late = isinstance(lost[0], KazooTimeoutError) or clock.real_now() >= until
-            if once or late:
-                raise self._unanswered(lost[0]) from lost[0]
-        for answer in answers:
-            if isinstance(answer, REFUSED):
+            except REFUSED as error:
                 raise LockBackendError(
-                    f"{self} denies these credentials access: {_said(answer)}."
-                ) from answer
-            if isinstance(answer, ZookeeperError) and not isinstance(answer, EXPECTED):
+                    f"{self} denies these credentials access: {_said(error)}."
+                ) from error
+            except UNANSWERED as error:
+                late = isinstance(error, KazooTimeoutError)
+                if once or late or clock.real_now() >= until:
+                    raise self._unanswered(error) from error
+            except KazooException as error:
                 raise LockBackendError(
-                    f"ZooKeeper rejected a lock request: {type(answer).__name__}."
-                ) from answer
+                    f"ZooKeeper rejected a lock request: {type(error).__name__}."
+                ) from error
         with self._mutex:
             if self._number == number:
                 self.certain_until = max(
@@ -363,10 +361,8 @@ class Ensemble:
 def _answer(result: Any, until: float) -> Any:
     try:
         return result.get(timeout=max(0.001, until - clock.real_now()))
-    except (ZookeeperError, KazooTimeoutError) as error:
+    except EXPECTED as error:
         return error
-    except KazooException as error:
-        return ConnectionLoss(str(error))
 
 
 def _said(error: BaseException | None) -> str:

@@ -1,27 +1,104 @@
-"""The nodes of claims and keys: creation, search and tokens."""
+"""The nodes of claims and keys: names, queues, creation, search and tokens."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
+from urllib.parse import quote
 
 from kazoo.exceptions import NoNodeError
 
 from dlocks.backends.local_claims import LocalEntry
 from dlocks.backends.zookeeper.ensemble import Ensemble, Request
-from dlocks.backends.zookeeper.queue import (
-    NodeQueue,
-    QueueNode,
-    name_for,
-    node_of,
-    parse_name,
-)
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+
+
+@dataclass(frozen=True, slots=True)
+class QueueNode:
+    """A node in the queue.
+
+    The server assigns ``number`` in the order of arrival. Its counter starts again if
+    the node of the key was deleted.
+
+    ``beside`` contains the number and the mark of the same caller's exclusive ticket.
+    This ticket is placed directly behind it.
+    """
+
+    name: str
+    mark: str
+    shared: bool
+    number: int
+    beside: tuple[int, str] | None = None
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        return self.number, self.mark
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The numbers that define its position."""
+        return self.beside[0] if self.beside else self.number, self.number
+
+
+def parse_name(name: str) -> QueueNode | None:
+    """Return the ticket with this name, or None if it is not that of a ticket."""
+    match name.split("."):
+        case [mark, ("shared" | "alone") as kind, beside, number]:
+            try:
+                position, _, other = beside.rpartition("-")
+                return QueueNode(
+                    name,
+                    mark,
+                    kind == "shared",
+                    int(number),
+                    (int(position), other) if beside else None,
+                )
+            except ValueError:
+                return None
+    return None
+
+
+class NodeQueue:
+    """The tickets of one key, in the order of the queue.
+
+    Nodes that are not tickets are ignored.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        tickets = [ticket for name in names if (ticket := parse_name(name))]
+        first = tickets[0].place[0] if tickets else 0
+        # The server's counter has 32 bits, and wraps around to negative numbers.
+        self.tickets = sorted(
+            tickets,
+            key=lambda ticket: [
+                (number - first + 2**31) % 2**32 for number in ticket.place
+            ],
+        )
+        # By name, the position of each ticket and the last earlier one that excludes
+        # it.
+        self.places: dict[str, tuple[int, QueueNode | None]] = {}
+        before: QueueNode | None = None
+        alone: QueueNode | None = None
+        for position, ticket in enumerate(self.tickets):
+            blocking = alone if ticket.shared else before
+            if ticket.shared and alone is not None and alone.identity == ticket.beside:
+                blocking = None
+            self.places[ticket.name] = position, blocking
+            before, alone = ticket, alone if ticket.shared else ticket
+        # Those at the front, which hold the key.
+        self.granted = list(
+            takewhile(lambda one: self.places[one.name][1] is None, self.tickets)
+        )
+
+    def marked(self, mark: str) -> QueueNode | None:
+        """Return the ticket with this mark, or None."""
+        return next((ticket for ticket in self.tickets if ticket.mark == mark), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +142,10 @@ class Nodes:
         self.root = root
 
     def parent(self, key: str) -> str:
-        return f"{self.root}/{node_of(key)}"
+        """Return the path of a key's own node, whose name is unique and readable."""
+        # A name of dots would be a relative path.
+        name = quote(key, safe="") if key.strip(".") else key.replace(".", "%2E")
+        return f"{self.root}/{name}"
 
     def queue_of(self, parent: str, timeout: float | None = None) -> NodeQueue:
         return self.queues_of([parent], timeout)[parent]
@@ -85,30 +165,26 @@ class Nodes:
         If the reply to its creation was lost, find the node. Return None if the node
         has to be created again.
         """
-        if self.ensemble.base is None:
-            self.find_base()
+        base = self.ensemble.base or self.find_base()
         found = self._find(entry) if entry.is_requested else self._create(entry)
-        if found is not None:
-            ticket, stat, root = found[1:]
-            if (
-                isinstance(root, NoNodeError)
-                or root[0] != str(self.ensemble.base).encode()
-            ):
-                # The root was deleted, and another process has created it again.
-                self.ensemble.base = None
-            if entry.beside is None:
-                entry.number = self.token(stat.czxid)
-            entry.ticket = ticket
-        entry.is_requested = False
-        return None if found is None else found[0]
+        if found is None:
+            entry.is_requested = False
+            return None
+        node_queue, ticket, stat, root = found
+        if isinstance(root, NoNodeError) or root[0] != str(base).encode():
+            # The root was deleted, and another process has created it again.
+            self.ensemble.base = None
+        if entry.beside is None:
+            entry.number = self.token(stat.czxid)
+        entry.ticket, entry.is_requested = ticket, False
+        return node_queue
 
     def _create(self, entry: Entry) -> Found | None:
         claim = entry.claim
-        path = (
-            entry.parent
-            + "/"
-            + name_for(entry.mark, shared=claim.shared, beside=entry.beside)
-        )
+        kind = "shared" if claim.shared else "alone"
+        beside = f"{entry.beside.number}-{entry.beside.mark}" if entry.beside else ""
+        # The server adds the number.
+        path = f"{entry.parent}/{entry.mark}.{kind}.{beside}."
         data = {"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting}
         entry.is_requested = True
         answer, names, root = self.ensemble.ask(
@@ -138,9 +214,7 @@ class Nodes:
         return None if stat is None else (queue, ticket, stat, root)
 
     def token(self, zxid: int) -> int:
-        # Another thread may reset it meanwhile.
-        base = self.ensemble.base
-        return zxid + (self.find_base() if base is None else base)
+        return zxid + (self.ensemble.base or self.find_base())
 
     def find_base(self) -> int:
         """Read ``base`` in the root, which is created if necessary, and return it.

@@ -12,8 +12,7 @@ from kazoo.exceptions import NoNodeError
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.zookeeper.claims import Claims
 from dlocks.backends.zookeeper.ensemble import SOON, UnansweredError
-from dlocks.backends.zookeeper.nodes import Entry
-from dlocks.backends.zookeeper.queue import NodeQueue
+from dlocks.backends.zookeeper.nodes import Entry, NodeQueue
 from dlocks.runtime import clock
 from dlocks.values import Claim, Ticket
 
