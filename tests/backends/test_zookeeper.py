@@ -705,17 +705,17 @@ def test_a_busy_key_is_no_error_when_the_server_then_leaves(
     backend, person, root, until, monkeypatch
 ):
     """The caller knows that the key is busy, and waits. Its node is deleted later."""
-    holder, ask = claim(), backend.ensemble.ask
+    holder, send = claim(), backend.ensemble.send
     assert backend.acquire(holder)
 
-    def unreachable(*requests, once=False, **options):
-        if once and len(requests) == 1:
+    def unreachable(*requests, **options):
+        if requests[0][0] == "delete":
             raise backend.ensemble._unanswered(None) from ConnectionLoss()
-        return ask(*requests, once=once, **options)
+        return send(*requests, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(zookeeper, "SOON", 0.05)
-        patched.setattr(backend.ensemble, "ask", unreachable)
+        patched.setattr(backend.ensemble, "send", unreachable)
         assert backend.acquire(claim()) is None
     until(lambda: len(nodes(person, root)) == 1)
     assert backend.release(holder)
@@ -862,18 +862,18 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, cer
 @pytest.fixture
 def answered_late(backend):
     """Return a context in which the session is uncertain when replies arrive."""
-    ask = backend.ensemble.ask
+    send = backend.ensemble.send
 
-    def ask_slowly(*requests, **how):
-        answers = ask(*requests, **how)
+    def send_slowly(*requests, **how):
+        answers = send(*requests, **how)
         backend.ensemble.certain_until = clock.now()
         return answers
 
     @contextmanager
     def answered_late():
-        backend.ensemble.ask = ask_slowly
+        backend.ensemble.send = send_slowly
         yield
-        backend.ensemble.ask = ask
+        backend.ensemble.send = send
 
     return answered_late
 

@@ -76,10 +76,10 @@ class ZooKeeperBackend(Waiting):
         **options: Any,
     ) -> None:
         super().__init__(alias, **options)
-        if isinstance(hosts, Sequence) and all(isinstance(one, str) for one in hosts):
-            hosts = hosts if isinstance(hosts, str) else ",".join(hosts)
-        else:
+        names = [hosts] if isinstance(hosts, str) else hosts
+        if not (isinstance(names, Sequence) and all(isinstance(x, str) for x in names)):
             raise TypeError("hosts must be a string, or a list of strings")
+        hosts = ",".join(names)
         if "/" in hosts or "@" in hosts:
             raise ValueError(
                 "hosts must be like 'zk1:2181,zk2:2181'. Use the option root for a"
@@ -157,7 +157,7 @@ class ZooKeeperBackend(Waiting):
         # The key is known to be busy. If there is no answer, the node is deleted later.
         entry.leaving = True
         with suppress(UnansweredError):
-            self._release_entry(entry, SOON)
+            self._release_entry(entry, timeout=SOON)
         return None
 
     def _is_busy(self, entry: Entry) -> bool:
@@ -175,19 +175,15 @@ class ZooKeeperBackend(Waiting):
         if not held:
             return {}
         try:
-            stats = self.ensemble.ask(
-                *(("exists", entry.path) for _, entry in held), timeout=SOON / 2
-            )
+            self._check([entry for _, entry in held], SOON / 2)
         except UnansweredError:
             # The result is unknown, but the rest of each lease is certain.
             if self.ensemble.certain_until <= now:
                 raise
         else:
             with self._mutex:
-                for (claim, entry), stat in zip(held, stats, strict=True):
-                    if stat is None:
-                        self._forget(entry)
-                    elif not entry.leaving:
+                for claim, entry in held:
+                    if not (entry.gone or entry.leaving):
                         entry.ends_at = now + claim.ttl
                         self._maintain_from(entry.ends_at)
         return {
@@ -200,13 +196,18 @@ class ZooKeeperBackend(Waiting):
         entry = self._held(claims[0])
         if entry is None or count is None:
             return False
-        (stat,) = self.ensemble.ask(("exists", entry.path))
-        if stat is None or entry.gone:
-            with self._mutex:
-                self._forget(entry)
-            return False
+        self._check([entry])
         entry.count = count
-        return True
+        return not entry.gone
+
+    def _check(self, entries: Sequence[Entry], timeout: float | None = None) -> None:
+        """Forget the claims whose node was deleted."""
+        requests = [("exists", entry.path) for entry in entries]
+        stats = self.ensemble.ask(*requests, timeout=timeout)
+        with self._mutex:
+            for entry, stat in zip(entries, stats, strict=True):
+                if stat is None:
+                    self._forget(entry)
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         with self._mutex:
@@ -216,7 +217,8 @@ class ZooKeeperBackend(Waiting):
             if keep and entry.token is not None:
                 self._keep(entry, keep)
                 return True
-        freed = self._release_entry(entry, SOON if entry.token is None else None)
+        timeout = SOON if entry.token is None else None
+        freed = self._release_entry(entry, timeout=timeout)
         self._close_at_exit()
         return freed
 

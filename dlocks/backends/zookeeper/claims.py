@@ -6,12 +6,13 @@ import atexit
 import logging
 import math
 import time
+from functools import partial
 
 from kazoo.exceptions import NoNodeError
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.local_claims import LocalClaims
-from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, UnansweredError, end
+from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, end
 from dlocks.backends.zookeeper.nodes import Entry, Nodes
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -60,39 +61,34 @@ class Claims(LocalClaims):
             self._maintain_from(entry.ends_at)
         return Grant(entry.token, left if left < entry.claim.ttl else None)
 
-    def _release_entry(self, entry: Entry, timeout: float | None = None) -> bool:
+    def _release_entry(self, entry: Entry, *, timeout: float | None = None) -> bool:
         """Delete the node of a claim, and return whether the claim held the key."""
-        until = self.ensemble.deadline(timeout)
-        had, sent = entry.token is not None, False
-        # It may have been the turn of a claim that is cancelled by its caller.
-        unsure = not had and not entry.leaving
         try:
-            while not entry.gone:
-                left = max(0.0, until - clock.real_now())
-                try:
-                    if unsure or entry.ticket is None:
-                        queue = self.nodes.queue_of(entry.parent, left)
-                        entry.ticket = queue.marked(entry.mark)
-                        had, unsure = entry.ticket in queue.granted, False
-                    if entry.ticket is None:
-                        return False
-                    again, sent = sent, True
-                    (answer,) = self.ensemble.ask(
-                        ("delete", entry.path), timeout=left, once=True
-                    )
-                    # The previous request may have deleted it, and its reply was lost.
-                    return had and (again or not isinstance(answer, NoNodeError))
-                except UnansweredError:
-                    if clock.real_now() >= until:
-                        raise
-            # The session has ended, and with it the node.
-            return False
+            return self.ensemble.retry(partial(self._delete, entry), timeout)
         except BaseException:
             self._orphan(entry)
             raise
         finally:
             with self._mutex:
                 self._forget(entry)
+
+    def _delete(self, entry: Entry, timeout: float) -> bool:
+        if entry.gone:
+            # The session has ended, and with it the node.
+            return False
+        if entry.ticket is None or (entry.token is None and not entry.leaving):
+            node_queue = self.nodes.queue_of(entry.parent, timeout)
+            entry.ticket = node_queue.marked(entry.mark)
+            if entry.ticket is None:
+                return False
+            entry.leaving = True
+            if entry.ticket in node_queue.granted:
+                entry.token = entry.number
+        again, entry.is_deleted = entry.is_deleted, True
+        (answer,) = self.ensemble.send(("delete", entry.path), timeout=timeout)
+        # The previous request may have deleted it, and its reply was lost.
+        had = again or not isinstance(answer, NoNodeError)
+        return had and entry.token is not None
 
     def _orphan(self, entry: Entry) -> None:
         with self._mutex:
@@ -199,7 +195,7 @@ class Claims(LocalClaims):
                 return
             entry.leaving = True
         try:
-            self._release_entry(entry, SOON)
+            self._release_entry(entry, timeout=SOON)
         except LockBackendError as error:
             logger.warning(
                 "A claim on %r could not be cancelled yet: %s", entry.claim.key, error

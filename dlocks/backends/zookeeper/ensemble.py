@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from kazoo.client import KazooClient, KazooState
 from kazoo.exceptions import (
@@ -38,6 +38,7 @@ from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 
+T = TypeVar("T")
 # The name of an asynchronous method of the client, and its arguments.
 Request = tuple[Any, ...]
 
@@ -107,13 +108,13 @@ class Secret(str):
 
 
 class CreateContainer(Create2):  # type: ignore[misc]
-    """A request that kazoo does not have."""
+    """A request that kazoo lacks."""
 
     type = 19
 
 
 class Client(KazooClient):  # type: ignore[misc]
-    """kazoo's client, with the requests for nodes of claims and keys."""
+    """kazoo's client, with the requests for the nodes of claims and keys."""
 
     # Set while it is connected.
     live: threading.Event
@@ -232,51 +233,51 @@ class Ensemble:
         # read in each session. The ensemble may be replaced while there is none.
         self.base: int | None = None
 
-    def deadline(self, timeout: float | None) -> float:
-        """Return the real time after ``timeout``, by default that of a request."""
-        return clock.real_now() + (self.timeout if timeout is None else timeout)
+    def ask(self, *requests: Request, timeout: float | None = None) -> list[Any]:
+        """Send requests as ``send()`` does, and again if there is no answer."""
+        return self.retry(lambda left: self.send(*requests, timeout=left), timeout)
 
-    def ask(
-        self, *requests: Request, timeout: float | None = None, once: bool = False
-    ) -> list[Any]:
+    def retry(self, action: Callable[[float], T], timeout: float | None = None) -> T:
+        """Call a function with the seconds left, and again if it is unanswered."""
+        until = clock.real_now() + (self.timeout if timeout is None else timeout)
+        while True:
+            try:
+                return action(max(0.0, until - clock.real_now()))
+            except UnansweredError:
+                if clock.real_now() >= until:
+                    raise
+
+    def send(self, *requests: Request, timeout: float) -> list[Any]:
         """Send requests together, and return their answers in order.
 
         An answer may be one of the EXPECTED errors. A sync precedes the requests. It
         makes the leader confirm the session, and ensures that the server is up to date
-        when it answers.
-
-        Wait for the session, and retry after a lost answer, for up to ``timeout``
-        seconds. With ``once``, do not retry. Raise UnansweredError if there is no
-        answer, and LockBackendError if a request is refused.
+        when it answers. Raise UnansweredError if the session or an answer does not come
+        within ``timeout`` seconds, and LockBackendError if a request is refused.
         """
-        until = self.deadline(timeout)
-        while True:
-            client = self._connected(until)
-            number, sent = self._number, clock.now()
-            results = [
-                getattr(client, f"{method}_async")(*arguments)
-                for method, *arguments in [("sync", "/"), *requests]
-            ]
-            try:
-                answers = [_answer(result, until) for result in results]
-                break
-            except REFUSED as error:
-                raise LockBackendError(
-                    f"{self} denies these credentials access: {_said(error)}."
-                ) from error
-            except UNANSWERED as error:
-                late = isinstance(error, KazooTimeoutError)
-                if once or late or clock.real_now() >= until:
-                    raise self._unanswered(error) from error
-            except KazooException as error:
-                raise LockBackendError(
-                    f"ZooKeeper rejected a lock request: {type(error).__name__}."
-                ) from error
+        until = clock.real_now() + timeout
+        client = self._connected(until)
+        number, sent = self._number, clock.now()
+        results = [
+            getattr(client, f"{method}_async")(*arguments)
+            for method, *arguments in [("sync", "/"), *requests]
+        ]
+        try:
+            answers = [_answer(result, until) for result in results]
+        except REFUSED as error:
+            raise LockBackendError(
+                f"{self} denies these credentials access: {_said(error)}."
+            ) from error
+        except UNANSWERED as error:
+            raise self._unanswered(error) from error
+        except KazooException as error:
+            raise LockBackendError(
+                f"ZooKeeper rejected a lock request: {type(error).__name__}."
+            ) from error
         with self._mutex:
             if self._number == number:
-                self.certain_until = max(
-                    self.certain_until, sent + self.session_timeout * CERTAIN
-                )
+                certain_until = sent + self.session_timeout * CERTAIN
+                self.certain_until = max(self.certain_until, certain_until)
         return answers[1:]
 
     def close(self) -> None:
@@ -331,7 +332,6 @@ class Ensemble:
 
     def _start(self) -> Client:
         client = self._make()
-        client.add_listener(client.handler.on_state)
         client.add_listener(lambda state: self._on_state(client, state))
         client.live = client.start_async()
         # kazoo would end its threads before the keeper releases the holds of this
@@ -343,10 +343,9 @@ class Ensemble:
     def _on_state(self, client: Client, state: str) -> None:
         # This runs in kazoo's own thread. A lost connection (SUSPENDED) says nothing
         # about the session.
-        if state != KazooState.LOST:
-            return
+        client.handler.on_state(state)
         with self._mutex:
-            if client is not self._client:
+            if state != KazooState.LOST or client is not self._client:
                 return
             self._end_session()
         self.on_lost()

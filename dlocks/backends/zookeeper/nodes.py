@@ -26,42 +26,32 @@ class QueueNode:
     The server assigns ``number`` in the order of arrival. Its counter starts again if
     the node of the key was deleted.
 
-    ``beside`` contains the number and the mark of the same caller's exclusive ticket.
-    This ticket is placed directly behind it.
+    ``beside`` is the identity of the same caller's exclusive ticket. This ticket is
+    placed directly behind it, in the order of ``place``.
     """
 
     name: str
     mark: str
     shared: bool
     number: int
-    beside: tuple[int, str] | None = None
+    beside: str
+    place: tuple[int, int]
 
     @property
-    def identity(self) -> tuple[int, str]:
-        return self.number, self.mark
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """The numbers that define its position."""
-        return self.beside[0] if self.beside else self.number, self.number
+    def identity(self) -> str:
+        return f"{self.number}-{self.mark}"
 
 
 def parse_name(name: str) -> QueueNode | None:
     """Return the ticket with this name, or None if it is not that of a ticket."""
-    match name.split("."):
-        case [mark, ("shared" | "alone") as kind, beside, number]:
-            try:
-                position, _, other = beside.rpartition("-")
-                return QueueNode(
-                    name,
-                    mark,
-                    kind == "shared",
-                    int(number),
-                    (int(position), other) if beside else None,
-                )
-            except ValueError:
-                return None
-    return None
+    try:
+        mark, kind, beside, digits = name.split(".")
+        number = int(digits)
+        place = int(beside.rpartition("-")[0]) if beside else number, number
+        shared = ("alone", "shared").index(kind) == 1
+    except ValueError:
+        return None
+    return QueueNode(name, mark, shared, number, beside, place)
 
 
 class NodeQueue:
@@ -87,7 +77,7 @@ class NodeQueue:
         alone: QueueNode | None = None
         for position, ticket in enumerate(self.tickets):
             blocking = alone if ticket.shared else before
-            if ticket.shared and alone is not None and alone.identity == ticket.beside:
+            if blocking is not None and blocking.identity == ticket.beside:
                 blocking = None
             self.places[ticket.name] = position, blocking
             before, alone = ticket, alone if ticket.shared else ticket
@@ -114,6 +104,8 @@ class Entry(LocalEntry):
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
     # Whether its node was requested, and the reply was not read.
     is_requested: bool = False
+    # Whether the deletion of its node was requested.
+    is_deleted: bool = False
     ticket: QueueNode | None = None
     # The token that it gets with its grant. A claim that is added to a hold gets that
     # hold's token, since other claims may have arrived in between.
@@ -160,38 +152,39 @@ class Nodes:
         return dict(zip(parents, map(_queue, answers), strict=True))
 
     def add(self, entry: Entry) -> NodeQueue | None:
-        """Create the node of a claim, and return the queue that contains it.
+        """Create the node of a claim, or find it if the reply was lost.
 
-        If the reply to its creation was lost, find the node. Return None if the node
-        has to be created again.
+        Return the queue that contains it. Return None if the claim already has a node,
+        or its session has ended.
         """
-        base = self.ensemble.base or self.find_base()
-        found = self._find(entry) if entry.is_requested else self._create(entry)
-        if found is None:
+        while entry.ticket is None and not entry.gone:
+            base = self.ensemble.base or self.find_base()
+            found = self._find(entry) if entry.is_requested else self._create(entry)
+            if found is not None:
+                node_queue, ticket, stat, root = found
+                if isinstance(root, NoNodeError) or root[0] != str(base).encode():
+                    # The root was deleted, and another process has created it again.
+                    self.ensemble.base = None
+                if entry.beside is None:
+                    entry.number = self.token(stat.czxid)
+                entry.ticket, entry.is_requested = ticket, False
+                return node_queue
             entry.is_requested = False
-            return None
-        node_queue, ticket, stat, root = found
-        if isinstance(root, NoNodeError) or root[0] != str(base).encode():
-            # The root was deleted, and another process has created it again.
-            self.ensemble.base = None
-        if entry.beside is None:
-            entry.number = self.token(stat.czxid)
-        entry.ticket, entry.is_requested = ticket, False
-        return node_queue
+        return None
 
     def _create(self, entry: Entry) -> Found | None:
         claim = entry.claim
         kind = "shared" if claim.shared else "alone"
-        beside = f"{entry.beside.number}-{entry.beside.mark}" if entry.beside else ""
+        beside = entry.beside.identity if entry.beside else ""
         # The server adds the number.
         path = f"{entry.parent}/{entry.mark}.{kind}.{beside}."
         data = {"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting}
         entry.is_requested = True
-        answer, names, root = self.ensemble.ask(
+        answer, names, root = self.ensemble.send(
             ("create_ticket", path, json.dumps(data).encode(), self.ensemble.acl),
             ("get_children", entry.parent),
             ("get", self.root),
-            once=True,
+            timeout=self.ensemble.timeout,
         )
         if not isinstance(answer, NoNodeError):
             path, stat = answer

@@ -11,7 +11,7 @@ from kazoo.exceptions import NoNodeError
 
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.zookeeper.claims import Claims
-from dlocks.backends.zookeeper.ensemble import SOON, UnansweredError
+from dlocks.backends.zookeeper.ensemble import SOON
 from dlocks.backends.zookeeper.nodes import Entry, NodeQueue
 from dlocks.runtime import clock
 from dlocks.values import Claim, Ticket
@@ -40,15 +40,9 @@ class Waiting(Claims):
         with self._mutex:
             self._entries[entry.claim.owner] = entry
             self._maintain_from()
-        until = self.ensemble.deadline(timeout)
-        node_queue: NodeQueue | None = None
-        while entry.ticket is None and not entry.gone:
-            try:
-                node_queue = self.nodes.add(entry)
-            except UnansweredError:
-                if clock.real_now() >= until:
-                    raise
-        self._see([entry], timeout, {entry.parent: node_queue} if node_queue else {})
+        node_queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
+        queues = {entry.parent: node_queue} if node_queue is not None else None
+        self._see([entry], timeout, queues)
         if entry.token is None:
             self.contended.add(entry.claim.key)
         else:
@@ -113,10 +107,9 @@ class Waiting(Claims):
         timeout: float | None = None,
         queues: Mapping[str, NodeQueue] | None = None,
     ) -> None:
-        """Update the state of claims that were not granted yet.
+        """Update claims that were not granted yet; ``queues`` were just read.
 
-        Each of them then watches the last node in its way. ``queues`` are those that
-        were just read.
+        Each of them then watches the last node in its way.
         """
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
@@ -124,17 +117,14 @@ class Waiting(Claims):
                 {entry.parent for entry in pending}, timeout
             )
             watching = [one for one in pending if self._sees(one, queues[one.parent])]
-            queues = None
-            if not watching:
-                return
+            queues, pending = None, set(watching)
             # exists() would leave a permanent watch on a node that is gone.
             reads = [
                 ("get", f"{one.parent}/{one.watched}", partial(self._on_watch, one))
                 for one in watching
             ]
-            pending = set(watching)
             try:
-                answers = self.ensemble.ask(*reads, timeout=timeout)
+                answers = self.ensemble.ask(*reads, timeout=timeout) if reads else []
                 for entry, answer in zip(watching, answers, strict=True):
                     if not isinstance(answer, NoNodeError):
                         pending.remove(entry)
@@ -171,10 +161,8 @@ class Waiting(Claims):
     def _on_watch(self, entry: Entry, event: Any) -> None:
         # This runs in kazoo's own thread, when the watched node or the connection is
         # gone.
-        if entry.gone:
-            return
         entry.watched = ""
-        if entry.is_notified:
+        if entry.is_notified and not entry.gone:
             self._turns.put(entry)
 
 
