@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
@@ -102,6 +103,16 @@ class PostgreSQLSession(Session):
                 str(self.idle_setting(self.idle)),
             ),
         )
+
+    def first_row(self, sql: str, values: Any = None) -> Any:
+        from psycopg import Cursor
+
+        # Unlike Django's cursor, psycopg's own can prepare a statement. Only those that
+        # are repeated have named values.
+        with self.wrapper.wrap_database_errors:
+            cursor = Cursor(self.wrapper.connection)
+            cursor.execute(sql, values, prepare=isinstance(values, dict))
+            return cursor.fetchone() if cursor.description else None
 
     def code(self, error: Error) -> str:
         # Without a state, the error is not the server's.
