@@ -314,7 +314,7 @@ class Claims(Statements, LocalClaims):
     def _ping_at(self, session: Session) -> float:
         """Return when to ping a session whose holds are not renewed."""
         carries = any(not entry.waiting for at in session.at.values() for entry in at)
-        return session.stood_at + 1.2 * self.renew_every if carries else math.inf
+        return session.used_at + 1.2 * self.renew_every if carries else math.inf
 
     def _end(self, entry: Entry) -> None:
         session = entry.session
@@ -328,7 +328,7 @@ class Claims(Statements, LocalClaims):
         if session.mutex.acquire(blocking=False):
             try:
                 with self._mutex:
-                    if session.at or clock.now() < session.stood_at + self.linger:
+                    if session.at or clock.now() < session.used_at + self.linger:
                         return
                     self._drop(session)
                 session.end()

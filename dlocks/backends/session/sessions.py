@@ -88,8 +88,13 @@ class Session:
         self.dead = False
         self.is_asking = False
         self.at: dict[str | int, list[Entry]] = {}
-        # When the last statement was sent that the server has answered.
-        self.stood_at = clock.now()
+        # When the last statement was sent that the server has answered, and when its
+        # reply was read.
+        self.stood_at = self.used_at = clock.now()
+
+    def __del__(self) -> None:
+        # A thread that had the mutex at the end may not have closed the connection.
+        self._close()
 
     def options(self) -> dict[str, Any]:
         return {}
@@ -145,7 +150,7 @@ class Session:
                 raise LockBackendError(
                     f"Database {self.database!r} rejected a lock statement: {error}"
                 ) from error
-        self.stood_at = sent
+        self.stood_at, self.used_at = sent, clock.now()
         return row
 
     def first_row(self, sql: str, values: Any = None) -> Any:
@@ -183,7 +188,7 @@ class Session:
                     f" {str(error).strip()}"
                 ) from error
             raise
-        self.stood_at = clock.now()
+        self.stood_at = self.used_at = clock.now()
 
     def _open(self) -> None:
         self.wrapper = unpooled(connections[self.database])
