@@ -233,27 +233,26 @@ class ZooKeeperBackend(Waiting):
                     return self._own_holder(entry)
                 continue
             (answer,) = self.ensemble.ask(("get", f"{parent}/{ticket.name}"))
-            if not isinstance(answer, NoNodeError):
-                return self._other_holder(key, *answer)
-        return None
-
-    def _other_holder(self, key: str, data: bytes, stat: Any) -> Holder:
-        try:
-            known = dict(json.loads(data))
-        except ValueError:
+            if isinstance(answer, NoNodeError):
+                continue
+            data, stat = answer
             known = {}
-        # The time of a grant after a wait is not known.
-        waited = known.get("waited", True)
-        return Holder(
-            key=key,
-            holder=str(known.get("holder") or ""),
-            owner_ip=known.get("ip"),
-            since=None if waited else datetime.fromtimestamp(stat.ctime / 1000, UTC),
-            remaining=math.inf,
-            token=self.nodes.token(stat.czxid),
-            count=1,
-            stale=False,
-        )
+            with suppress(ValueError):
+                known = dict(json.loads(data))
+            since = None
+            if not known.get("waited", True):
+                since = datetime.fromtimestamp(stat.ctime / 1000, UTC)
+            return Holder(
+                key=key,
+                holder=str(known.get("holder") or ""),
+                owner_ip=known.get("ip"),
+                since=since,
+                remaining=math.inf,
+                token=self.nodes.token(stat.czxid),
+                count=1,
+                stale=False,
+            )
+        return None
 
 
 def _is_path(root: str) -> bool:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import math
 import time
-from functools import partial
+from contextlib import suppress
 
 from kazoo.exceptions import NoNodeError
 
@@ -64,7 +64,10 @@ class Claims(LocalClaims):
     def _release_entry(self, entry: Entry, *, timeout: float | None = None) -> bool:
         """Delete the node of a claim, and return whether the claim held the key."""
         try:
-            return self.ensemble.retry(partial(self._delete, entry), timeout)
+            # The node of a claim that is gone has ended with its session.
+            return self.ensemble.retry(
+                lambda left: not entry.gone and self._delete(entry, left), timeout
+            )
         except BaseException:
             self._orphan(entry)
             raise
@@ -73,9 +76,6 @@ class Claims(LocalClaims):
                 self._forget(entry)
 
     def _delete(self, entry: Entry, timeout: float) -> bool:
-        if entry.gone:
-            # The session has ended, and with it the node.
-            return False
         if entry.ticket is None or (entry.token is None and not entry.leaving):
             node_queue = self.nodes.queue_of(entry.parent, timeout)
             entry.ticket = node_queue.marked(entry.mark)
@@ -203,18 +203,13 @@ class Claims(LocalClaims):
 
     def _delete_node(self, entry: Entry) -> None:
         """Delete the node that a claim may have left behind."""
-        try:
-            found = self.nodes.queue_of(entry.parent, SOON).marked(entry.mark)
-            if found is not None:
-                self.ensemble.ask(
-                    ("delete", f"{entry.parent}/{found.name}"), timeout=SOON
-                )
-        except LockBackendError:
-            return
-        with self._mutex:
+        entry.ticket = None
+        with suppress(LockBackendError):
+            self._delete(entry, SOON)
             # If there is no node, its creation may still be on its way.
-            if found is not None or clock.now() >= entry.ends_at:
-                self._orphans.discard(entry)
+            if entry.ticket is not None or clock.now() >= entry.ends_at:
+                with self._mutex:
+                    self._orphans.discard(entry)
 
 
 all_backends = each_in_child(Claims._forked)

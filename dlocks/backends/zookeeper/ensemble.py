@@ -1,7 +1,4 @@
-"""The session of this process with a ZooKeeper ensemble.
-
-It is opened when it is first needed, and every request has a time limit.
-"""
+"""The session of this process with a ZooKeeper ensemble."""
 
 from __future__ import annotations
 
@@ -15,20 +12,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar
 
+from kazoo import exceptions as errors
 from kazoo.client import KazooClient, KazooState
-from kazoo.exceptions import (
-    AuthFailedError,
-    BadVersionError,
-    ConnectionLoss,
-    InvalidACLError,
-    KazooException,
-    NoAuthError,
-    NodeExistsError,
-    NoNodeError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-)
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
 from kazoo.protocol.serialization import Create2
 from kazoo.protocol.states import KeeperState
@@ -44,19 +29,19 @@ Request = tuple[Any, ...]
 
 # Errors that leave the result of a request unknown.
 UNANSWERED = (
-    ConnectionLoss,
-    SessionExpiredError,
-    OperationTimeoutError,
-    SessionMovedError,
+    errors.ConnectionLoss,
+    errors.SessionExpiredError,
+    errors.OperationTimeoutError,
+    errors.SessionMovedError,
     KazooTimeoutError,
 )
-REFUSED = (NoAuthError, AuthFailedError, InvalidACLError)
+REFUSED = (errors.NoAuthError, errors.AuthFailedError, errors.InvalidACLError)
 # Errors that are answers.
-EXPECTED = (NoNodeError, NodeExistsError, BadVersionError)
+EXPECTED = (errors.NoNodeError, errors.NodeExistsError, errors.BadVersionError)
 REASONS: dict[type, str] = {
     NoneType: "it cannot be reached, or most of its servers are down",
-    NoAuthError: "the nodes under its root belong to another user",
-    ConnectionLoss: "the connection was lost",
+    errors.NoAuthError: "the nodes under its root belong to another user",
+    errors.ConnectionLoss: "the connection was lost",
     KazooTimeoutError: "the request timed out",
 }
 
@@ -80,14 +65,14 @@ KEYWORDS = frozenset(inspect.signature(KazooClient).parameters) - {
 }  # fmt: skip
 
 # The types of the arguments that kazoo does not check before it connects.
-KINDS: dict[str, tuple[type, ...]] = {
+KINDS: dict[str, Any] = {
     "logger": (logging.Logger, logging.LoggerAdapter),
-    "sasl_options": (dict,),
+    "sasl_options": dict,
     "connection_retry": (dict, KazooRetry),
     "command_retry": (dict, KazooRetry),
-    **dict.fromkeys(("keyfile", "keyfile_password", "certfile", "ca"), (str,)),
+    **dict.fromkeys(("keyfile", "keyfile_password", "certfile", "ca"), str),
     **dict.fromkeys(
-        ("randomize_hosts", "use_ssl", "verify_certs", "check_hostname"), (bool,)
+        ("randomize_hosts", "use_ssl", "verify_certs", "check_hostname"), bool
     ),
 }
 
@@ -188,7 +173,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
 @dataclass(eq=False, repr=False)
 class Ensemble:
-    """The session with one ensemble.
+    """The session with one ensemble, which is opened when it is first needed.
 
     ``on_lost`` is called when the session has ended, and with it all of its nodes. The
     servers certainly keep it until ``certain_until``, whatever happens to this process.
@@ -270,7 +255,7 @@ class Ensemble:
             ) from error
         except UNANSWERED as error:
             raise self._unanswered(error) from error
-        except KazooException as error:
+        except errors.KazooException as error:
             raise LockBackendError(
                 f"ZooKeeper rejected a lock request: {type(error).__name__}."
             ) from error
@@ -314,7 +299,7 @@ class Ensemble:
                 # Its thread has failed, and does not connect any more.
                 self.close()
             if late:
-                raise self._unanswered(None) from ConnectionLoss()
+                raise self._unanswered(None) from errors.ConnectionLoss()
 
     def _make(self) -> Client:
         """Return an unconnected client."""

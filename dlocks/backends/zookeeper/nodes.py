@@ -14,7 +14,7 @@ from urllib.parse import quote
 from kazoo.exceptions import NoNodeError
 
 from dlocks.backends.local_claims import LocalEntry
-from dlocks.backends.zookeeper.ensemble import Ensemble, Request
+from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 
@@ -215,12 +215,12 @@ class Nodes:
         The token of the transaction that created the root is the time of that
         transaction.
         """
-        names = self.root.split("/")
-        above = ["/".join(names[:length]) for length in range(2, len(names))]
-        creations: list[Request] = [("create", path) for path in above]
-        creations.append(("create", self.root, b"", self.ensemble.acl))
         while True:
-            *_, answer = self.ensemble.ask(*creations, ("get", self.root))
+            *_, answer = self.ensemble.ask(
+                ("ensure_path", self.root.rpartition("/")[0] or "/"),
+                ("create", self.root, b"", self.ensemble.acl),
+                ("get", self.root),
+            )
             if isinstance(answer, NoNodeError):
                 continue
             data, stat = answer
