@@ -5,16 +5,16 @@ order of arrival, and the first one holds the key. A waiter watches only the las
 in its way, so a release wakes one waiter. If the reply to the creation of a node is
 lost, its claim finds the node by its name.
 
-A process has one session for all of its claims. The servers end it if they have
-received nothing from the process for ``session_timeout``. A lease is that of the
-session, and is counted from the last contact with the leader of the ensemble. A lost
-reply says nothing about the session. Only the servers can report its end.
+A process has one session for all of its claims. The servers end it after
+``session_timeout`` without a request. A lease is that of the session, and is counted
+from the last contact with the leader of the ensemble. A lost reply says nothing about
+the session. Only the servers can report its end.
 
-A token is the number of the transaction that created the node (``czxid``). It is
-counted from the transaction that created the root, and starts at the time of that
-transaction in microseconds. Tokens therefore also grow when an ensemble is set up
-again, as long as its leader changes less often than every hour and a quarter on
-average. Each change of the leader increases the number by that much.
+A token is the number of the transaction that created the node (``czxid``), counted from
+the one that created the root. That one has the time in microseconds as its token.
+Tokens therefore also grow when an ensemble is set up again, as long as its leader
+changes less often than every hour and a quarter on average. Each change of the leader
+increases the number by that much.
 """
 
 from __future__ import annotations
@@ -239,14 +239,12 @@ class ZooKeeperBackend(Waiting):
             known = {}
             with suppress(ValueError):
                 known = dict(json.loads(data))
-            since = None
-            if not known.get("waited", True):
-                since = datetime.fromtimestamp(stat.ctime / 1000, UTC)
+            created = datetime.fromtimestamp(stat.ctime / 1000, UTC)
             return Holder(
                 key=key,
                 holder=str(known.get("holder") or ""),
                 owner_ip=known.get("ip"),
-                since=since,
+                since=None if known.get("waited", True) else created,
                 remaining=math.inf,
                 token=self.nodes.token(stat.czxid),
                 count=1,

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 
 from kazoo.exceptions import NoNodeError
 
@@ -40,6 +41,8 @@ class Claims(LocalClaims):
         super()._reset()
         # Unwanted claims whose node may exist or may be created until ``ends_at``.
         self._orphans: set[Entry] = set()
+        # Waiters with a channel that have to be updated.
+        self._turns: SimpleQueue[Entry] = SimpleQueue()
         self._used_at = 0.0
         self._exiting = False
 

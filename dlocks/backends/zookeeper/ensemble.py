@@ -51,8 +51,7 @@ REASONS: dict[type, str] = {
 CERTAIN = 2 / 3
 
 # Maximum seconds for a connection attempt. A starting server may accept a connection
-# and never answer on it. Waiters would then report it as unavailable long after it has
-# started.
+# and never answer on it.
 LONGEST = 3.0
 
 # Seconds for which the keeper and the waiters wait for a reply.
@@ -78,7 +77,7 @@ KINDS: dict[str, Any] = {
 
 
 class UnansweredError(LockBackendError):
-    """A request whose result is unknown, so it may be repeated."""
+    """A request whose result is unknown."""
 
 
 class Secret(str):
@@ -132,8 +131,7 @@ class Connection:
     def recv(self, size: int) -> bytes:
         data: bytes = self._socket.recv(size)
         if len(self._head) < 12:
-            # The first reply has its length, the version of the protocol and
-            # milliseconds.
+            # Its length, the version of the protocol and milliseconds.
             self._head += data
             if len(self._head) >= 12 and (
                 timeout := int.from_bytes(self._head[8:12], "big")
@@ -214,8 +212,8 @@ class Ensemble:
         # The number of sessions so far.
         self._number += 1
         self.certain_until: float = -math.inf
-        # The difference between a token and the number of its transaction, which is
-        # read in each session. The ensemble may be replaced while there is none.
+        # The difference between a token and the number of its transaction. It is read
+        # in each session, since the ensemble may be replaced in between.
         self.base: int | None = None
 
     def ask(self, *requests: Request, timeout: float | None = None) -> list[Any]:
@@ -236,9 +234,9 @@ class Ensemble:
         """Send requests together, and return their answers in order.
 
         An answer may be one of the EXPECTED errors. A sync precedes the requests. It
-        makes the leader confirm the session, and ensures that the server is up to date
-        when it answers. Raise UnansweredError if the session or an answer does not come
-        within ``timeout`` seconds, and LockBackendError if a request is refused.
+        makes the leader confirm the session, and brings the server up to date. Raise
+        UnansweredError if an answer does not come within ``timeout`` seconds, and
+        LockBackendError if a request is refused.
         """
         until = clock.real_now() + timeout
         client = self._connected(until)
@@ -249,16 +247,13 @@ class Ensemble:
         ]
         try:
             answers = [_answer(result, until) for result in results]
-        except REFUSED as error:
-            raise LockBackendError(
-                f"{self} denies these credentials access: {_said(error)}."
-            ) from error
         except UNANSWERED as error:
             raise self._unanswered(error) from error
         except errors.KazooException as error:
-            raise LockBackendError(
-                f"ZooKeeper rejected a lock request: {type(error).__name__}."
-            ) from error
+            did = "rejected a lock request"
+            if isinstance(error, REFUSED):
+                did = "denies these credentials access"
+            raise LockBackendError(f"{self} {did}: {_said(error)}.") from error
         with self._mutex:
             if self._number == number:
                 certain_until = sent + self.session_timeout * CERTAIN

@@ -57,10 +57,11 @@ def parse_name(name: str) -> QueueNode | None:
 class NodeQueue:
     """The tickets of one key, in the order of the queue.
 
-    Nodes that are not tickets are ignored.
+    Nodes that are not tickets are ignored. A key without a node has no queue.
     """
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str] | NoNodeError) -> None:
+        names = () if isinstance(names, NoNodeError) else names
         tickets = [ticket for name in names if (ticket := parse_name(name))]
         first = tickets[0].place[0] if tickets else 0
         # The server's counter has 32 bits, and wraps around to negative numbers.
@@ -149,7 +150,7 @@ class Nodes:
         answers = self.ensemble.ask(
             *(("get_children", parent) for parent in parents), timeout=timeout
         )
-        return dict(zip(parents, map(_queue, answers), strict=True))
+        return dict(zip(parents, map(NodeQueue, answers), strict=True))
 
     def add(self, entry: Entry) -> NodeQueue | None:
         """Create the node of a claim, or find it if the reply was lost.
@@ -188,7 +189,7 @@ class Nodes:
         )
         if not isinstance(answer, NoNodeError):
             path, stat = answer
-            return _queue(names), parse_name(path.rpartition("/")[2]), stat, root
+            return NodeQueue(names), parse_name(path.rpartition("/")[2]), stat, root
         # The servers delete the node of a key some time after its last use.
         (answer,) = self.ensemble.ask(
             ("create_container", entry.parent, claim.key.encode(), self.ensemble.acl)
@@ -235,7 +236,3 @@ class Nodes:
             )
         self.ensemble.base = int(data)
         return self.ensemble.base
-
-
-def _queue(names: Any) -> NodeQueue:
-    return NodeQueue() if isinstance(names, NoNodeError) else NodeQueue(names)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from queue import Empty
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
@@ -19,11 +20,6 @@ from dlocks.values import Claim, Ticket
 
 class Waiting(Claims):
     """The queue of a key, as a waiter sees it."""
-
-    def _reset(self) -> None:
-        super()._reset()
-        # Waiters with a channel that have to be updated.
-        self._turns: queue.SimpleQueue[Entry] = queue.SimpleQueue()
 
     def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
         entry = Entry(claim, parent=self.nodes.parent(claim.key), waiting=waiting)
@@ -174,12 +170,10 @@ class Turns(Notifier):
 
     def wait(self, timeout: float) -> bool:
         turns, entries = self._backend._turns, []
-        try:
+        with suppress(Empty):
             entries.append(turns.get(timeout=timeout))
             while True:
                 entries.append(turns.get_nowait())
-        except queue.Empty:
-            pass
         # The poll sends no request for claims that were granted.
         self._backend._update(entries)
         return any(entry.token is not None or entry.gone for entry in entries)
