@@ -43,9 +43,6 @@ from dlocks.backends.zookeeper.waiting import Waiting
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Holder, seconds
 
-# Fraction of the session timeout after which the session is checked again.
-ASKED_AGAIN = 1 / 8
-
 
 class ZooKeeperBackend(Waiting):
     """A backend that keeps locks in a ZooKeeper ensemble.
@@ -53,11 +50,10 @@ class ZooKeeperBackend(Waiting):
     ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
     under ``root``.
 
-    After ``session_timeout`` seconds of silence, which the servers may limit, the keys
-    of a process become free. A request waits for its reply for ``connect_timeout``
-    seconds. With ``auth``, ``"user:password"``, only clients with these credentials may
-    access the nodes. ``client`` contains further keyword arguments for kazoo's client,
-    for example for TLS.
+    The keys of a process become free after ``session_timeout`` seconds of silence,
+    which the servers may limit. A request waits ``connect_timeout`` seconds for its
+    reply. ``auth`` is ``"user:password"``, and then protects the nodes. ``client`` has
+    further arguments for kazoo's client.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -128,7 +124,7 @@ class ZooKeeperBackend(Waiting):
 
     @property
     def renew_every(self) -> float:  # type: ignore[override]
-        return self.ensemble.session_timeout * ASKED_AGAIN
+        return self.ensemble.session_timeout / 8
 
     # The backend interface.
 
@@ -139,17 +135,19 @@ class ZooKeeperBackend(Waiting):
         entry = self._entries.get(claim.owner)
         if entry is None:
             entry = self._entry(claim)
-            if claim.key in self.contended and self._is_busy(entry):
+            # Without a node of its own, as long as the key is busy.
+            contended = claim.key in self.contended
+            if contended and self.nodes.queue_of(entry.parent).excludes(entry):
                 return None
         elif entry.waiting or entry.leaving:
             return None
-        left = self.ensemble.certain_until - clock.now()
-        lease = min(claim.ttl, self.ensemble.session_timeout * CERTAIN)
-        if not (
-            self._join(entry)
-            if entry.token is None
-            else left >= lease / 2 or self.verify([claim], entry.count)
-        ):
+        if entry.token is None:
+            stands = self._join(entry)
+        else:
+            left = self.ensemble.certain_until - clock.now()
+            lease = min(claim.ttl, self.ensemble.session_timeout * CERTAIN)
+            stands = left >= lease / 2 or self.verify([claim], entry.count)
+        if not stands:
             # The session has just ended. Retry in the next one.
             return self.acquire(claim)
         if grant := self._grant(entry):
@@ -159,14 +157,6 @@ class ZooKeeperBackend(Waiting):
         with suppress(UnansweredError):
             self._release_entry(entry, timeout=SOON)
         return None
-
-    def _is_busy(self, entry: Entry) -> bool:
-        """Return whether other claims are in the way, without creating a node."""
-        node_queue = self.nodes.queue_of(entry.parent)
-        if entry.beside is not None:
-            return entry.beside.name not in node_queue.places
-        shared = entry.claim.shared
-        return not all(ticket.shared and shared for ticket in node_queue.tickets)
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         now = clock.now()

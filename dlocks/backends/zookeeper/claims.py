@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import time
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -24,7 +23,7 @@ logger = logging.getLogger("dlocks")
 
 # Seconds for which a session without claims stays open.
 IDLE_CLOSE_AFTER = 10.0
-# Seconds between two passes of the maintenance thread while there is work.
+# Seconds between two passes of the maintenance thread.
 MAINTAIN_EVERY = 0.5
 
 
@@ -114,15 +113,10 @@ class Claims(LocalClaims):
             self._orphans.clear()
         held = [one for one in entries if one.token is not None and not one.kept]
         if held and notify:
-            logger.warning(
-                "The ZooKeeper session of DLOCKS[%r] ended with %d locks",
-                self.alias,
-                len(held),
-            )
-            self.runtime.on_lost(
-                [entry.claim.owner for entry in held],
-                "the ZooKeeper session that held it has ended",
-            )
+            report = "The ZooKeeper session of DLOCKS[%r] ended with %d locks"
+            logger.warning(report, self.alias, len(held))
+            owners = [entry.claim.owner for entry in held]
+            self.runtime.on_lost(owners, "the ZooKeeper session that held it has ended")
 
     def disconnect(self) -> None:
         """Close the session, which releases its holds and cancels its waiters."""
@@ -155,8 +149,8 @@ class Claims(LocalClaims):
             now = clock.now()
             entries = self._all()
             orphans = list(self._orphans)
-            idle = not entries and not orphans
-            if closes := idle and now >= self._used_at + IDLE_CLOSE_AFTER:
+            used = entries or orphans or now < self._used_at + IDLE_CLOSE_AFTER
+            if not used:
                 self._maintainer.end()
                 # A later claim opens a session of its own.
                 client = self.ensemble.detach()
@@ -166,20 +160,17 @@ class Claims(LocalClaims):
                     entry.last_seen_at = max(entry.last_seen_at, now)
             over = [entry for entry in entries if self._ends(entry) <= now]
             # The next pass detects from this time whether the process was stopped.
-            self._maintains_at = max(
-                now, min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
-            )
-            if not closes and not over and not orphans:
+            soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
+            self._maintains_at = max(now, soon)
+            if used and not over:
                 self._changed.wait(self._maintains_at - now)
-        if closes:
+        if not used:
             end(client)
             return False
         for entry in over:
             self._end(entry)
         for entry in orphans:
             self._delete_node(entry)
-        if orphans:
-            time.sleep(MAINTAIN_EVERY)
         return True
 
     def _ends(self, entry: Entry) -> float:
@@ -193,8 +184,7 @@ class Claims(LocalClaims):
     def _end(self, entry: Entry) -> None:
         with self._mutex:
             if entry.gone or self._ends(entry) > clock.now():
-                # It was renewed or granted meanwhile, since the process has continued
-                # after a stop.
+                # It was renewed or granted meanwhile, after a stop of the process.
                 return
             entry.leaving = True
         try:

@@ -24,8 +24,6 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 
 T = TypeVar("T")
-# The name of an asynchronous method of the client, and its arguments.
-Request = tuple[Any, ...]
 
 # Errors that leave the result of a request unknown.
 UNANSWERED = (
@@ -118,7 +116,7 @@ class Client(KazooClient):  # type: ignore[misc]
 
 
 class Connection:
-    """A socket that reads the granted session timeout, which kazoo does not report."""
+    """A socket that reads the granted session timeout, which kazoo hides."""
 
     def __init__(self, socket: Any, ensemble: Ensemble) -> None:
         self._socket = socket
@@ -188,7 +186,7 @@ class Ensemble:
     def __post_init__(self) -> None:
         self.acl = CREATOR_ALL_ACL if self.auth else OPEN_ACL_UNSAFE
         self.auth = self.auth and Secret(self.auth)
-        self._inherited: list[Client] = []
+        self._inherited: list[Client | None] = []
         self._number = 0
         self._reset()
         for option, value in self.options.items():
@@ -216,11 +214,11 @@ class Ensemble:
         # in each session, since the ensemble may be replaced in between.
         self.base: int | None = None
 
-    def ask(self, *requests: Request, timeout: float | None = None) -> list[Any]:
+    def ask(self, *requests: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Send requests as ``send()`` does, and again if there is no answer."""
         return self.retry(lambda left: self.send(*requests, timeout=left), timeout)
 
-    def retry(self, action: Callable[[float], T], timeout: float | None = None) -> T:
+    def retry(self, action: Callable[[float], T], timeout: float | None) -> T:
         """Call a function with the seconds left, and again if it is unanswered."""
         until = clock.real_now() + (self.timeout if timeout is None else timeout)
         while True:
@@ -230,12 +228,14 @@ class Ensemble:
                 if clock.real_now() >= until:
                     raise
 
-    def send(self, *requests: Request, timeout: float) -> list[Any]:
+    def send(self, *requests: Sequence[Any], timeout: float) -> list[Any]:
         """Send requests together, and return their answers in order.
 
-        An answer may be one of the EXPECTED errors. A sync precedes the requests. It
-        makes the leader confirm the session, and brings the server up to date. Raise
-        UnansweredError if an answer does not come within ``timeout`` seconds, and
+        A request has the name of an asynchronous method, and its arguments. An answer
+        may be one of the EXPECTED errors. A sync precedes the requests. It makes the
+        leader confirm the session, and brings the server up to date.
+
+        Raise UnansweredError if an answer does not come within ``timeout`` seconds, and
         LockBackendError if a request is refused.
         """
         until = clock.real_now() + timeout
@@ -275,9 +275,8 @@ class Ensemble:
 
     def abandon(self) -> None:
         """Forget the session of the parent process, and leave it open."""
-        if self._client is not None:
-            # Collecting the client could close the parent's session.
-            self._inherited.append(self._client)
+        # Collecting the client could close the parent's session.
+        self._inherited.append(self._client)
         self._reset()
 
     def _connected(self, until: float) -> Client:
@@ -298,14 +297,11 @@ class Ensemble:
 
     def _make(self) -> Client:
         """Return an unconnected client."""
-        handler = Handler(self)
-        retry = KazooRetry(
-            max_tries=-1, delay=0.05, max_delay=1.0, sleep_func=handler.sleep_func
-        )
+        retry = KazooRetry(max_tries=-1, delay=0.05, max_delay=1.0)
         return Client(
             ",".join(self.hosts),
             self.requested_timeout,
-            handler=handler,
+            handler=Handler(self),
             auth_data=[("digest", self.auth)] if self.auth else None,
             **{"connection_retry": retry, **self.options},
         )
@@ -314,8 +310,7 @@ class Ensemble:
         client = self._make()
         client.add_listener(lambda state: self._on_state(client, state))
         client.live = client.start_async()
-        # kazoo would end its threads before the keeper releases the holds of this
-        # process.
+        # kazoo would end its threads before the keeper releases the holds.
         atexit.unregister(client.handler.stop)
         self._client = client
         return client

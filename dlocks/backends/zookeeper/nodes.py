@@ -43,7 +43,7 @@ class QueueNode:
 
 
 def parse_name(name: str) -> QueueNode | None:
-    """Return the ticket with this name, or None if it is not that of a ticket."""
+    """Return the ticket with this name, or None if there is none."""
     try:
         mark, kind, beside, digits = name.split(".")
         number = int(digits)
@@ -71,8 +71,7 @@ class NodeQueue:
                 (number - first + 2**31) % 2**32 for number in ticket.place
             ],
         )
-        # By name, the position of each ticket and the last earlier one that excludes
-        # it.
+        # The position of each ticket, and the last earlier one that excludes it.
         self.places: dict[str, tuple[int, QueueNode | None]] = {}
         before: QueueNode | None = None
         alone: QueueNode | None = None
@@ -87,6 +86,12 @@ class NodeQueue:
             takewhile(lambda one: self.places[one.name][1] is None, self.tickets)
         )
 
+    def excludes(self, entry: Entry) -> bool:
+        """Return whether tickets are in the way of a claim without one."""
+        if entry.beside is not None:
+            return entry.beside.name not in self.places
+        return not all(one.shared and entry.claim.shared for one in self.tickets)
+
     def marked(self, mark: str) -> QueueNode | None:
         """Return the ticket with this mark, or None."""
         return next((ticket for ticket in self.tickets if ticket.mark == mark), None)
@@ -100,8 +105,7 @@ class Entry(LocalEntry):
     parent: str = field(kw_only=True)
     # The ticket of the same caller's hold to which it is added.
     beside: QueueNode | None = None
-    # Identifies its node. The owner is a secret that proves the hold, so a client that
-    # can read the nodes must not see it.
+    # Identifies its node. The owner is a secret that proves the hold.
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
     # Whether its node was requested, and the reply was not read.
     is_requested: bool = False
@@ -121,10 +125,6 @@ class Entry(LocalEntry):
     @property
     def path(self) -> str:
         return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
-
-
-# The queue of a key, a ticket in it, the state of that node and what the root has.
-Found = tuple[NodeQueue, QueueNode | None, Any, Any]
 
 
 class Nodes:
@@ -155,25 +155,18 @@ class Nodes:
     def add(self, entry: Entry) -> NodeQueue | None:
         """Create the node of a claim, or find it if the reply was lost.
 
-        Return the queue that contains it. Return None if the claim already has a node,
-        or its session has ended.
+        Return the queue with it, or None if the claim has a node already, or is gone.
         """
         while entry.ticket is None and not entry.gone:
-            base = self.ensemble.base or self.find_base()
-            found = self._find(entry) if entry.is_requested else self._create(entry)
-            if found is not None:
-                node_queue, ticket, stat, root = found
-                if isinstance(root, NoNodeError) or root[0] != str(base).encode():
-                    # The root was deleted, and another process has created it again.
-                    self.ensemble.base = None
-                if entry.beside is None:
-                    entry.number = self.token(stat.czxid)
-                entry.ticket, entry.is_requested = ticket, False
+            if self.ensemble.base is None:
+                self.find_base()
+            add = self._find if entry.is_requested else self._create
+            if node_queue := add(entry):
                 return node_queue
             entry.is_requested = False
         return None
 
-    def _create(self, entry: Entry) -> Found | None:
+    def _create(self, entry: Entry) -> NodeQueue | None:
         claim = entry.claim
         kind = "shared" if claim.shared else "alone"
         beside = entry.beside.identity if entry.beside else ""
@@ -189,7 +182,8 @@ class Nodes:
         )
         if not isinstance(answer, NoNodeError):
             path, stat = answer
-            return NodeQueue(names), parse_name(path.rpartition("/")[2]), stat, root
+            self._note(entry, parse_name(path.rpartition("/")[2]), stat, root)
+            return NodeQueue(names)
         # The servers delete the node of a key some time after its last use.
         (answer,) = self.ensemble.ask(
             ("create_container", entry.parent, claim.key.encode(), self.ensemble.acl)
@@ -198,24 +192,33 @@ class Nodes:
             self.find_base()
         return None
 
-    def _find(self, entry: Entry) -> Found | None:
-        queue = self.queue_of(entry.parent)
-        if (ticket := queue.marked(entry.mark)) is None:
+    def _find(self, entry: Entry) -> NodeQueue | None:
+        node_queue = self.queue_of(entry.parent)
+        if (ticket := node_queue.marked(entry.mark)) is None:
             return None
         stat, root = self.ensemble.ask(
             ("exists", f"{entry.parent}/{ticket.name}"), ("get", self.root)
         )
-        return None if stat is None else (queue, ticket, stat, root)
+        if stat is None:
+            return None
+        self._note(entry, ticket, stat, root)
+        return node_queue
+
+    def _note(
+        self, entry: Entry, ticket: QueueNode | None, stat: Any, root: Any
+    ) -> None:
+        if isinstance(root, NoNodeError) or root[0] != str(self.ensemble.base).encode():
+            # The root was deleted, and another process has created it again.
+            self.ensemble.base = None
+        if entry.beside is None:
+            entry.number = self.token(stat.czxid)
+        entry.ticket, entry.is_requested = ticket, False
 
     def token(self, zxid: int) -> int:
         return zxid + (self.ensemble.base or self.find_base())
 
     def find_base(self) -> int:
-        """Read ``base`` in the root, which is created if necessary, and return it.
-
-        The token of the transaction that created the root is the time of that
-        transaction.
-        """
+        """Read ``base`` in the root, which is created if necessary, and return it."""
         while True:
             *_, answer = self.ensemble.ask(
                 ("ensure_path", self.root.rpartition("/")[0] or "/"),

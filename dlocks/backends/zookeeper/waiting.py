@@ -37,8 +37,7 @@ class Waiting(Claims):
             self._entries[entry.claim.owner] = entry
             self._maintain_from()
         node_queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
-        queues = {entry.parent: node_queue} if node_queue is not None else None
-        self._see([entry], timeout, queues)
+        self._see([entry], timeout, {entry.parent: node_queue} if node_queue else None)
         if entry.token is None:
             self.contended.add(entry.claim.key)
         else:
@@ -56,8 +55,7 @@ class Waiting(Claims):
             return None
         entry.is_notified = entry.is_notified or bool(channel)
         if entry.ticket is None:
-            # A claim that has lost its position is not alone in its thread. The other
-            # waiters need their heartbeats meanwhile.
+            # Other waiters need the thread of a claim that has lost its position.
             self._join(entry, None if position is None else SOON)
         return self._ticket(entry)
 
@@ -103,9 +101,9 @@ class Waiting(Claims):
         timeout: float | None = None,
         queues: Mapping[str, NodeQueue] | None = None,
     ) -> None:
-        """Update claims that were not granted yet; ``queues`` were just read.
+        """Update claims without a grant, and let them watch the last node in the way.
 
-        Each of them then watches the last node in its way.
+        ``queues`` were just read.
         """
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
@@ -140,8 +138,7 @@ class Waiting(Claims):
                 self._forget(entry)
                 return False
             if entry.beside is not None and entry.beside.name not in node_queue.places:
-                # The hold to which it is added was deleted, and another claim may have
-                # held the key since.
+                # That hold was deleted, and another claim may have held the key since.
                 return False
             position, blocking = place
             if blocking is None:
@@ -155,8 +152,7 @@ class Waiting(Claims):
             return True
 
     def _on_watch(self, entry: Entry, event: Any) -> None:
-        # This runs in kazoo's own thread, when the watched node or the connection is
-        # gone.
+        # In kazoo's own thread, when the watched node or the connection is gone.
         entry.watched = ""
         if entry.is_notified and not entry.gone:
             self._turns.put(entry)
