@@ -12,9 +12,8 @@ the session. Only the servers can report its end.
 
 A token is the number of the transaction that created the node (``czxid``), counted from
 the one that created the root. That one has the time in microseconds as its token.
-Tokens therefore also grow when an ensemble is set up again, as long as its leader
-changes less often than every hour and a quarter on average. Each change of the leader
-increases the number by that much.
+Tokens therefore also grow when an ensemble is set up again, unless its leader changes
+more often than every hour and a quarter, by which each change increases the number.
 """
 
 from __future__ import annotations

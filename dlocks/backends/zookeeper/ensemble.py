@@ -115,26 +115,25 @@ class Client(KazooClient):  # type: ignore[misc]
         return result
 
 
+@dataclass(eq=False)
 class Connection:
     """A socket that reads the granted session timeout, which kazoo hides."""
 
-    def __init__(self, socket: Any, ensemble: Ensemble) -> None:
-        self._socket = socket
-        self._ensemble = ensemble
-        self._head = b""
+    socket: Any
+    ensemble: Ensemble
+    head: bytes = b""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
+        return getattr(self.socket, name)
 
     def recv(self, size: int) -> bytes:
-        data: bytes = self._socket.recv(size)
-        if len(self._head) < 12:
+        data: bytes = self.socket.recv(size)
+        if len(self.head) < 12:
             # Its length, the version of the protocol and milliseconds.
-            self._head += data
-            if len(self._head) >= 12 and (
-                timeout := int.from_bytes(self._head[8:12], "big")
-            ):
-                self._ensemble.session_timeout = timeout / 1000
+            self.head += data
+            timeout = int.from_bytes(self.head[8:12], "big")
+            if len(self.head) >= 12 and timeout:
+                self.ensemble.session_timeout = timeout / 1000
         return data
 
 

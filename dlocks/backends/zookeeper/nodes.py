@@ -127,12 +127,12 @@ class Entry(LocalEntry):
         return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
 
 
+@dataclass(frozen=True)
 class Nodes:
     """The nodes under the root, and the tokens that belong to their transactions."""
 
-    def __init__(self, ensemble: Ensemble, root: str) -> None:
-        self.ensemble = ensemble
-        self.root = root
+    ensemble: Ensemble
+    root: str
 
     def parent(self, key: str) -> str:
         """Return the path of a key's own node, whose name is unique and readable."""
@@ -181,9 +181,7 @@ class Nodes:
             timeout=self.ensemble.timeout,
         )
         if not isinstance(answer, NoNodeError):
-            path, stat = answer
-            self._note(entry, parse_name(path.rpartition("/")[2]), stat, root)
-            return NodeQueue(names)
+            return self._note(entry, NodeQueue(names), answer[1], root)
         # The servers delete the node of a key some time after its last use.
         (answer,) = self.ensemble.ask(
             ("create_container", entry.parent, claim.key.encode(), self.ensemble.acl)
@@ -199,20 +197,18 @@ class Nodes:
         stat, root = self.ensemble.ask(
             ("exists", f"{entry.parent}/{ticket.name}"), ("get", self.root)
         )
-        if stat is None:
-            return None
-        self._note(entry, ticket, stat, root)
-        return node_queue
+        return None if stat is None else self._note(entry, node_queue, stat, root)
 
     def _note(
-        self, entry: Entry, ticket: QueueNode | None, stat: Any, root: Any
-    ) -> None:
+        self, entry: Entry, node_queue: NodeQueue, stat: Any, root: Any
+    ) -> NodeQueue:
         if isinstance(root, NoNodeError) or root[0] != str(self.ensemble.base).encode():
             # The root was deleted, and another process has created it again.
             self.ensemble.base = None
         if entry.beside is None:
             entry.number = self.token(stat.czxid)
-        entry.ticket, entry.is_requested = ticket, False
+        entry.ticket, entry.is_requested = node_queue.marked(entry.mark), False
+        return node_queue
 
     def token(self, zxid: int) -> int:
         return zxid + (self.ensemble.base or self.find_base())
