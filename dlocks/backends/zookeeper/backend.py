@@ -2,13 +2,12 @@
 
 Every claim is a node under the node of its key. The servers number these nodes in the
 order of arrival, and the first one holds the key. A waiter watches only the last node
-in its way, so a release wakes one waiter. If the reply to the creation of a node is
-lost, its claim finds the node by its name.
+in its way, so a release wakes one waiter.
 
 A process has one session for all of its claims. The servers end it after
 ``session_timeout`` without a request. A lease is that of the session, and is counted
-from the last contact with the leader of the ensemble. A lost reply says nothing about
-the session. Only the servers can report its end.
+from the last contact with the leader of the ensemble. Only the servers can report the
+end of a session.
 
 A token is the number of the transaction that created the node (``czxid``), counted from
 the one that created the root. That one has the time in microseconds as its token.
@@ -71,22 +70,22 @@ class ZooKeeperBackend(Waiting):
         **options: Any,
     ) -> None:
         super().__init__(alias, **options)
-        names = [hosts] if isinstance(hosts, str) else hosts
-        if not (isinstance(names, Sequence) and all(isinstance(x, str) for x in names)):
+        hosts = [hosts] if isinstance(hosts, str) else hosts
+        if not (isinstance(hosts, Sequence) and all(isinstance(x, str) for x in hosts)):
             raise TypeError("hosts must be a string, or a list of strings")
-        hosts = ",".join(names)
+        hosts = ",".join(hosts)
+        wrong = "hosts must be like 'zk1:2181,zk2:2181'"
         if "/" in hosts or "@" in hosts:
             raise ValueError(
-                "hosts must be like 'zk1:2181,zk2:2181'. Use the option root for a"
-                " path, and auth for a password"
+                f"{wrong}. Use the option root for a path, and auth for a password"
             )
         try:
             servers, _ = collect_hosts(hosts)
         except ValueError as error:
-            raise ValueError(
-                f"hosts must be like 'zk1:2181,zk2:2181', not {hosts!r}: {error}"
-            ) from None
-        if not isinstance(root, str) or not _is_path(root):
+            raise ValueError(f"{wrong}, not {hosts!r}: {error}") from None
+        start, *names = root.split("/") if isinstance(root, str) else [""]
+        named = all(name.strip(".") and name.isprintable() for name in names)
+        if start or not named or names[:1] in ([], ["zookeeper"]):
             raise ValueError(
                 "root must be a path like '/dlocks', and not '/' or below"
                 f" '/zookeeper', not {root!r}"
@@ -151,7 +150,7 @@ class ZooKeeperBackend(Waiting):
             return self.acquire(claim)
         if grant := self._grant(entry):
             return grant
-        # The key is known to be busy. If there is no answer, the node is deleted later.
+        # The key is busy. If there is no answer, the node is deleted later.
         entry.leaving = True
         with suppress(UnansweredError):
             self._release_entry(entry, timeout=SOON)
@@ -240,12 +239,3 @@ class ZooKeeperBackend(Waiting):
                 stale=False,
             )
         return None
-
-
-def _is_path(root: str) -> bool:
-    names = root.split("/")[1:]
-    return (
-        root.startswith("/")
-        and all(name.strip(".") and name.isprintable() for name in names)
-        and names[0] != "zookeeper"
-    )

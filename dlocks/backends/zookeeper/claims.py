@@ -38,7 +38,7 @@ class Claims(LocalClaims):
 
     def _reset(self) -> None:
         super()._reset()
-        # Unwanted claims whose node may exist or may be created until ``ends_at``.
+        # Unwanted claims whose node may appear until ``ends_at``.
         self._orphans: set[Entry] = set()
         # Waiters with a channel that have to be updated.
         self._turns: SimpleQueue[Entry] = SimpleQueue()
@@ -66,7 +66,7 @@ class Claims(LocalClaims):
     def _release_entry(self, entry: Entry, *, timeout: float | None = None) -> bool:
         """Delete the node of a claim, and return whether the claim held the key."""
         try:
-            # The node of a claim that is gone has ended with its session.
+            # The node of a claim that is gone ended with its session.
             return self.ensemble.retry(
                 lambda left: not entry.gone and self._delete(entry, left), timeout
             )
@@ -98,14 +98,10 @@ class Claims(LocalClaims):
             self._orphans.add(entry)
             self._maintain_from()
 
-    def _forget(self, entry: Entry) -> None:
-        super()._forget(entry)
-        self._used_at = clock.now()
-
     # The session.
 
     def _session_ended(self, *, notify: bool = True) -> None:
-        """Forget all claims. Holds are lost, and waiters rejoin the queue."""
+        """Forget all claims. Waiters rejoin the queue."""
         with self._mutex:
             entries = self._all()
             for entry in entries:
@@ -149,8 +145,10 @@ class Claims(LocalClaims):
             now = clock.now()
             entries = self._all()
             orphans = list(self._orphans)
-            used = entries or orphans or now < self._used_at + IDLE_CLOSE_AFTER
-            if not used:
+            if entries or orphans:
+                self._used_at = now
+            idle = now >= self._used_at + IDLE_CLOSE_AFTER
+            if idle:
                 self._maintainer.end()
                 # A later claim opens a session of its own.
                 client = self.ensemble.detach()
@@ -162,15 +160,15 @@ class Claims(LocalClaims):
             # The next pass detects from this time whether the process was stopped.
             soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
             self._maintains_at = max(now, soon)
-            if used and not over:
+            if not idle and not over:
                 self._changed.wait(self._maintains_at - now)
-        if not used:
+        if idle:
             end(client)
             return False
         for entry in over:
             self._end(entry)
         for entry in orphans:
-            self._delete_node(entry)
+            self._delete_orphan(entry)
         return True
 
     def _ends(self, entry: Entry) -> float:
@@ -194,8 +192,7 @@ class Claims(LocalClaims):
                 "A claim on %r could not be cancelled yet: %s", entry.claim.key, error
             )
 
-    def _delete_node(self, entry: Entry) -> None:
-        """Delete the node that a claim may have left behind."""
+    def _delete_orphan(self, entry: Entry) -> None:
         entry.ticket = None
         with suppress(LockBackendError):
             self._delete(entry, SOON)

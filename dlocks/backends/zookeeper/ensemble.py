@@ -36,7 +36,7 @@ UNANSWERED = (
 REFUSED = (errors.NoAuthError, errors.AuthFailedError, errors.InvalidACLError)
 # Errors that are answers.
 EXPECTED = (errors.NoNodeError, errors.NodeExistsError, errors.BadVersionError)
-REASONS: dict[type, str] = {
+REASONS = {
     NoneType: "it cannot be reached, or most of its servers are down",
     errors.NoAuthError: "the nodes under its root belong to another user",
     errors.ConnectionLoss: "the connection was lost",
@@ -157,7 +157,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self._reply_timeout = limits.get(state, self._first)
 
     def create_connection(self, *arguments: Any, **keywords: Any) -> Any:
-        keywords["timeout"] = min(keywords.get("timeout") or math.inf, self._longest)
+        keywords["timeout"] = self._longest
         socket = super().create_connection(*arguments, **keywords)
         return Connection(socket, self._ensemble)
 
@@ -171,7 +171,7 @@ class Ensemble:
     """The session with one ensemble, which is opened when it is first needed.
 
     ``on_lost`` is called when the session has ended, and with it all of its nodes. The
-    servers certainly keep it until ``certain_until``, whatever happens to this process.
+    servers certainly keep it until ``certain_until``.
     """
 
     alias: str
@@ -186,7 +186,7 @@ class Ensemble:
         self.acl = CREATOR_ALL_ACL if self.auth else OPEN_ACL_UNSAFE
         self.auth = self.auth and Secret(self.auth)
         self._inherited: list[Client | None] = []
-        self._number = 0
+        self._sessions = 0
         self._reset()
         for option, value in self.options.items():
             if value is not None and not isinstance(value, KINDS.get(option, object)):
@@ -206,15 +206,14 @@ class Ensemble:
         self._end_session()
 
     def _end_session(self) -> None:
-        # The number of sessions so far.
-        self._number += 1
+        self._sessions += 1
         self.certain_until: float = -math.inf
         # The difference between a token and the number of its transaction. It is read
         # in each session, since the ensemble may be replaced in between.
         self.base: int | None = None
 
     def ask(self, *requests: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Send requests as ``send()`` does, and again if there is no answer."""
+        """Send requests, and send them again if there is no answer."""
         return self.retry(lambda left: self.send(*requests, timeout=left), timeout)
 
     def retry(self, action: Callable[[float], T], timeout: float | None) -> T:
@@ -222,7 +221,7 @@ class Ensemble:
         until = clock.real_now() + (self.timeout if timeout is None else timeout)
         while True:
             try:
-                return action(max(0.0, until - clock.real_now()))
+                return action(until - clock.real_now())
             except UnansweredError:
                 if clock.real_now() >= until:
                     raise
@@ -239,7 +238,7 @@ class Ensemble:
         """
         until = clock.real_now() + timeout
         client = self._connected(until)
-        number, sent = self._number, clock.now()
+        session, sent = self._sessions, clock.now()
         results = [
             getattr(client, f"{method}_async")(*arguments)
             for method, *arguments in [("sync", "/"), *requests]
@@ -254,7 +253,7 @@ class Ensemble:
                 did = "denies these credentials access"
             raise LockBackendError(f"{self} {did}: {_said(error)}.") from error
         with self._mutex:
-            if self._number == number:
+            if self._sessions == session:
                 certain_until = sent + self.session_timeout * CERTAIN
                 self.certain_until = max(self.certain_until, certain_until)
         return answers[1:]
@@ -282,7 +281,7 @@ class Ensemble:
         while True:
             with self._mutex:
                 client = self._client or self._start()
-            if client.live.wait(max(0.0, min(until - clock.real_now(), 0.1))):
+            if client.live.wait(min(until - clock.real_now(), 0.1)):
                 return client
             state, late = client.client_state, clock.real_now() >= until
             if state == KeeperState.AUTH_FAILED:
@@ -295,7 +294,6 @@ class Ensemble:
                 raise self._unanswered(None) from errors.ConnectionLoss()
 
     def _make(self) -> Client:
-        """Return an unconnected client."""
         retry = KazooRetry(max_tries=-1, delay=0.05, max_delay=1.0)
         return Client(
             ",".join(self.hosts),
@@ -315,14 +313,14 @@ class Ensemble:
         return client
 
     def _on_state(self, client: Client, state: str) -> None:
-        # This runs in kazoo's own thread. A lost connection (SUSPENDED) says nothing
-        # about the session.
+        # In kazoo's own thread. SUSPENDED says nothing about the session.
         client.handler.on_state(state)
-        with self._mutex:
-            if state != KazooState.LOST or client is not self._client:
-                return
-            self._end_session()
-        self.on_lost()
+        if state == KazooState.LOST:
+            with self._mutex:
+                if client is not self._client:
+                    return
+                self._end_session()
+            self.on_lost()
 
     def _unanswered(self, error: BaseException | None) -> UnansweredError:
         return UnansweredError(f"{self} did not answer: {_said(error)}.")

@@ -21,13 +21,11 @@ from dlocks.runtime import clock
 
 @dataclass(frozen=True, slots=True)
 class QueueNode:
-    """A node in the queue.
+    """A node in the queue, in the order of ``place``.
 
     The server assigns ``number`` in the order of arrival. Its counter starts again if
-    the node of the key was deleted.
-
-    ``beside`` is the identity of the same caller's exclusive ticket. This ticket is
-    placed directly behind it, in the order of ``place``.
+    the node of the key was deleted. ``beside`` is the identity of the same caller's
+    exclusive ticket, if this one is directly behind it.
     """
 
     name: str
@@ -57,7 +55,7 @@ def parse_name(name: str) -> QueueNode | None:
 class NodeQueue:
     """The tickets of one key, in the order of the queue.
 
-    Nodes that are not tickets are ignored. A key without a node has no queue.
+    Nodes that are not tickets are ignored.
     """
 
     def __init__(self, names: Iterable[str] | NoNodeError) -> None:
@@ -112,8 +110,8 @@ class Entry(LocalEntry):
     # Whether the deletion of its node was requested.
     is_deleted: bool = False
     ticket: QueueNode | None = None
-    # The token that it gets with its grant. A claim that is added to a hold gets that
-    # hold's token, since other claims may have arrived in between.
+    # The token that it gets with its grant. Beside a hold, it is that hold's token,
+    # since other claims may have arrived in between.
     number: int = 0
     # Whether the listening thread reports its turn.
     is_notified: bool = False
@@ -182,7 +180,6 @@ class Nodes:
         )
         if not isinstance(answer, NoNodeError):
             return self._note(entry, NodeQueue(names), answer[1], root)
-        # The servers delete the node of a key some time after its last use.
         (answer,) = self.ensemble.ask(
             ("create_container", entry.parent, claim.key.encode(), self.ensemble.acl)
         )

@@ -29,10 +29,7 @@ class Waiting(Claims):
         return entry
 
     def _join(self, entry: Entry, timeout: float | None = None) -> bool:
-        """Create the node of a claim, or find it, and update the claim's state.
-
-        Return False if it is gone.
-        """
+        """Give a claim its node and its state; return False if it is gone."""
         with self._mutex:
             self._entries[entry.claim.owner] = entry
             self._maintain_from()
@@ -53,7 +50,7 @@ class Waiting(Claims):
         entry = self._entries.get(claim.owner) or self._entry(claim, waiting=True)
         if entry.leaving:
             return None
-        entry.is_notified = entry.is_notified or bool(channel)
+        entry.is_notified |= bool(channel)
         if entry.ticket is None:
             # Other waiters need the thread of a claim that has lost its position.
             self._join(entry, None if position is None else SOON)
@@ -128,7 +125,7 @@ class Waiting(Claims):
                     entry.watched = ""
 
     def _sees(self, entry: Entry, node_queue: NodeQueue) -> bool:
-        """Update a claim from its queue; return whether it must watch another node."""
+        """Update a claim, and return whether it must watch another node."""
         with self._mutex:
             if entry.gone or entry.leaving:
                 return False
