@@ -6,8 +6,7 @@ in its way, so a release wakes one waiter.
 
 A process has one session for all of its claims. The servers end it after
 ``session_timeout`` without a request. A lease is that of the session, and is counted
-from the last contact with the leader of the ensemble. Only the servers can report the
-end of a session.
+from the last contact with the leader of the ensemble.
 
 A token is the number of the transaction that created the node (``czxid``), counted from
 the one that created the root. That one has the time in microseconds as its token.
@@ -34,10 +33,11 @@ from dlocks.backends.zookeeper.ensemble import (
     KEYWORDS,
     SOON,
     Ensemble,
-    UnansweredError,
+    is_unanswered,
 )
 from dlocks.backends.zookeeper.nodes import Entry, Nodes
 from dlocks.backends.zookeeper.waiting import Waiting
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Holder, seconds
 
@@ -150,23 +150,22 @@ class ZooKeeperBackend(Waiting):
             return self.acquire(claim)
         if grant := self._grant(entry):
             return grant
-        # The key is busy. If there is no answer, the node is deleted later.
+        # The key is busy. If this fails, the node is deleted later.
         entry.leaving = True
-        with suppress(UnansweredError):
+        with suppress(LockBackendError):
             self._release_entry(entry, timeout=SOON)
         return None
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         now = clock.now()
-        with self._mutex:
-            held = [(claim, entry) for claim in claims if (entry := self._held(claim))]
+        held = [(claim, entry) for claim in claims if (entry := self._held(claim))]
         if not held:
             return {}
         try:
             self._check([entry for _, entry in held], SOON / 2)
-        except UnansweredError:
+        except LockBackendError as error:
             # The result is unknown, but the rest of each lease is certain.
-            if self.ensemble.certain_until <= now:
+            if not is_unanswered(error) or self.ensemble.certain_until <= now:
                 raise
         else:
             with self._mutex:

@@ -40,7 +40,7 @@ class Claims(LocalClaims):
         super()._reset()
         # Unwanted claims whose node may appear until ``ends_at``.
         self._orphans: set[Entry] = set()
-        # Waiters with a channel that have to be updated.
+        # Waiters to update.
         self._turns: SimpleQueue[Entry] = SimpleQueue()
         self._used_at = 0.0
         self._exiting = False
@@ -176,13 +176,12 @@ class Claims(LocalClaims):
             return math.inf
         if entry.waiting:
             return entry.last_seen_at + HEARTBEAT_TIMEOUT
-        # A claim without a grant has no end.
         return entry.ends_at if entry.kept else entry.ends_at + self.grace
 
     def _end(self, entry: Entry) -> None:
         with self._mutex:
             if entry.gone or self._ends(entry) > clock.now():
-                # It was renewed or granted meanwhile, after a stop of the process.
+                # It was renewed or granted meanwhile.
                 return
             entry.leaving = True
         try:

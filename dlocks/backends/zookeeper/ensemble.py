@@ -74,8 +74,9 @@ KINDS: dict[str, Any] = {
 }
 
 
-class UnansweredError(LockBackendError):
-    """A request whose result is unknown."""
+def is_unanswered(error: LockBackendError) -> bool:
+    """Return whether the result of a request is unknown."""
+    return isinstance(error.__cause__, UNANSWERED)
 
 
 class Secret(str):
@@ -96,9 +97,8 @@ class CreateContainer(Create2):  # type: ignore[misc]
 
 
 class Client(KazooClient):  # type: ignore[misc]
-    """kazoo's client, with the requests for the nodes of claims and keys."""
+    """kazoo's client, with requests for the nodes of claims and keys."""
 
-    # Set while it is connected.
     live: threading.Event
 
     def create_ticket_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
@@ -110,7 +110,7 @@ class Client(KazooClient):  # type: ignore[misc]
     def create_container_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
         """Create a node that ends some time after its last child."""
         result = self.handler.async_result()
-        # kazoo has no public method that sends a request of another type.
+        # kazoo has no public method for this.
         self._call(CreateContainer(path, data, acl, 4), result)
         return result
 
@@ -222,8 +222,8 @@ class Ensemble:
         while True:
             try:
                 return action(until - clock.real_now())
-            except UnansweredError:
-                if clock.real_now() >= until:
+            except LockBackendError as error:
+                if not is_unanswered(error) or clock.real_now() >= until:
                     raise
 
     def send(self, *requests: Sequence[Any], timeout: float) -> list[Any]:
@@ -233,8 +233,8 @@ class Ensemble:
         may be one of the EXPECTED errors. A sync precedes the requests. It makes the
         leader confirm the session, and brings the server up to date.
 
-        Raise UnansweredError if an answer does not come within ``timeout`` seconds, and
-        LockBackendError if a request is refused.
+        Raise LockBackendError if a request is refused, or if an answer does not come
+        within ``timeout`` seconds.
         """
         until = clock.real_now() + timeout
         client = self._connected(until)
@@ -288,7 +288,7 @@ class Ensemble:
                 self.close()
                 raise LockBackendError(f"{self} rejects the credentials in 'auth'.")
             if late and state == KeeperState.CLOSED:
-                # Its thread has failed, and does not connect any more.
+                # Its thread has failed.
                 self.close()
             if late:
                 raise self._unanswered(None) from errors.ConnectionLoss()
@@ -322,8 +322,8 @@ class Ensemble:
                 self._end_session()
             self.on_lost()
 
-    def _unanswered(self, error: BaseException | None) -> UnansweredError:
-        return UnansweredError(f"{self} did not answer: {_said(error)}.")
+    def _unanswered(self, error: BaseException | None) -> LockBackendError:
+        return LockBackendError(f"{self} did not answer: {_said(error)}.")
 
     def __str__(self) -> str:
         return f"The ZooKeeper of DLOCKS[{self.alias!r}] ({', '.join(self.hosts)})"

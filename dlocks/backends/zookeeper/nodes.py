@@ -1,4 +1,4 @@
-"""The nodes of claims and keys: names, queues, creation, search and tokens."""
+"""The nodes of claims and keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class QueueNode:
 
 
 def parse_name(name: str) -> QueueNode | None:
-    """Return the ticket with this name, or None if there is none."""
+    """Return the ticket with this name, or None."""
     try:
         mark, kind, beside, digits = name.split(".")
         number = int(digits)
@@ -85,7 +85,7 @@ class NodeQueue:
         )
 
     def excludes(self, entry: Entry) -> bool:
-        """Return whether tickets are in the way of a claim without one."""
+        """Return whether a claim would have to wait."""
         if entry.beside is not None:
             return entry.beside.name not in self.places
         return not all(one.shared and entry.claim.shared for one in self.tickets)
@@ -133,7 +133,7 @@ class Nodes:
     root: str
 
     def parent(self, key: str) -> str:
-        """Return the path of a key's own node, whose name is unique and readable."""
+        """Return the path of a key's node, whose name is unique and readable."""
         # A name of dots would be a relative path.
         name = quote(key, safe="") if key.strip(".") else key.replace(".", "%2E")
         return f"{self.root}/{name}"
@@ -153,7 +153,7 @@ class Nodes:
     def add(self, entry: Entry) -> NodeQueue | None:
         """Create the node of a claim, or find it if the reply was lost.
 
-        Return the queue with it, or None if the claim has a node already, or is gone.
+        Return its queue, or None if the claim has a node already, or is gone.
         """
         while entry.ticket is None and not entry.gone:
             if self.ensemble.base is None:

@@ -98,10 +98,7 @@ class Waiting(Claims):
         timeout: float | None = None,
         queues: Mapping[str, NodeQueue] | None = None,
     ) -> None:
-        """Update claims without a grant, and let them watch the last node in the way.
-
-        ``queues`` were just read.
-        """
+        """Update claims without a grant, which then watch the last node in the way."""
         pending = {entry for entry in entries if entry.token is None and not entry.gone}
         while pending:
             queues = queues or self.nodes.queues_of(
