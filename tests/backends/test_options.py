@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import ssl
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
@@ -168,7 +169,10 @@ def test_a_redis_cluster_can_use_tls(monkeypatch):
     The options of the URL are used too.
     """
     given = {}
-    monkeypatch.setattr("redis.RedisCluster", lambda **keywords: given.update(keywords))
+    client = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(
+        "redis.RedisCluster", lambda **keywords: given.update(keywords) or client
+    )
     backend = RedisBackend(
         "redis", url="rediss://10.0.0.5?ssl_cert_reqs=none", cluster=True
     )
