@@ -47,8 +47,8 @@ def test_each_operation_is_one_statement(using):
 def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
     """A lock costs about a hundred Python calls, without those of its backend.
 
-    It raises no exception of its own. asgiref raises one for each access to Django's
-    connections outside of an event loop.
+    It raises no exception of its own. The access to Django's connections is not
+    counted: it depends on their number, and asgiref raises an exception for each.
 
     With a server, each call costs several times as much, because the processor caches
     are cold after the wait.
@@ -66,9 +66,11 @@ def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
 
     def watch(frame, event, argument):
         frame.f_trace_lines = False
+        if re.search("asgiref|django/utils/connection", frame.f_code.co_filename):
+            return watch
         if event == "call":
             calls.append(frame.f_code.co_qualname)
-        elif event == "exception" and "asgiref" not in frame.f_code.co_filename:
+        elif event == "exception":
             errors.append((frame.f_code.co_qualname, argument[0]))
         return watch
 
@@ -80,7 +82,7 @@ def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
     finally:
         sys.settrace(before)
     assert not errors
-    assert len(calls) <= 125, calls
+    assert len(calls) <= 110, (len(calls), calls)
 
 
 @pytest.mark.parametrize("using", ["default", "optimistic"])

@@ -460,7 +460,7 @@ class TestAdmin:
             'title="2020-01-01 22:04:05"',
         ):
             assert told_of in line
-        assert "<td>1</td>" in line
+        assert 'data-label="Position">1</td>' in line
         assert FORCE not in text
         assert CLEAR not in text
 
