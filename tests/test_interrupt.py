@@ -176,9 +176,9 @@ def test_an_interrupt_of_a_wait_leaves_no_claim(
     if shared and name == "holder":
         name = "waiting"
     lock = (
-        db_semaphore("stock:7", 2, timeout=0.05)
+        db_semaphore("stock:7", 2, timeout=0.5)
         if shared
-        else db_lock("stock:7", timeout=0.05)
+        else db_lock("stock:7", timeout=0.5)
     )
     with held_elsewhere():
         if name == "release":
