@@ -210,14 +210,15 @@ def enqueue(
     state: KeyState, claim: Claim, position: int, at: Moment
 ) -> tuple[KeyState, Ticket]:
     """Queue a claim at a position, unless the key is free for it."""
-    if state.hold_of(claim) is None and _waiting(state, claim) is None:
+    if (mine := ticket(state, claim, at)) is None:
         state = admit(state, at)
         if not state.live(at) and _has_room(state, claim, at):
             return state, Ticket(must_retry=True)
         waits = Waiting(claim, position, at.now + HEARTBEAT_TIMEOUT)
         queue = sorted((*state.queue, waits), key=lambda one: one.position)
         state = replace(state, queue=tuple(queue))
-    state = admit(state, at)
+    if mine is None or mine.grant is None:
+        state = admit(state, at)
     return state, ticket(state, claim, at) or Ticket(must_retry=True)
 
 
