@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
 
-from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
+from dlocks.runtime.connected import connection_of, in_atomic_blocks
 from dlocks.sql.engines import dialect_of
 
 
@@ -195,7 +195,7 @@ class TransactionMarker:
     @property
     def is_elsewhere(self) -> bool:
         """Return whether the transaction belongs to another thread."""
-        return connections[self.alias] is not self._reference()
+        return connection_of(self.alias) is not self._reference()
 
     def __copy__(self) -> Self:
         return self
@@ -227,20 +227,17 @@ def open_connections() -> Sequence[BaseDatabaseWrapper]:
     A TestCase's own blocks do not count, nor do transactions whose end Django does not
     report.
     """
-    return [
-        connection
-        for connection in _in_own_blocks()
-        if why_end_is_unknown(connection) is None
+    opened = _in_own_blocks()
+    return opened and [
+        connection for connection in opened if why_end_is_unknown(connection) is None
     ]
 
 
 def _in_own_blocks() -> Sequence[BaseDatabaseWrapper]:
-    return [
-        one
-        for one in connections.all(initialized_only=True)
-        if one.in_atomic_block
-        and not one.closed_in_transaction
-        and any(_own_blocks(one))
+    # Usually there is none, and this is the only cost.
+    opened = in_atomic_blocks()
+    return opened and [
+        one for one in opened if not one.closed_in_transaction and any(_own_blocks(one))
     ]
 
 

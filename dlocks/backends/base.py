@@ -25,10 +25,9 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
-from django.db import connections
-
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime.connected import connection_of
 from dlocks.values import (
     KEY_LENGTH,
     UNLIMITED,
@@ -249,7 +248,7 @@ class Backend:
                 "scope='transaction' requires an open transaction. Enter 'with"
                 f" atomic(using={database!r})' first."
             )
-        if not connections[database].in_atomic_block:
+        if not connection_of(database).in_atomic_block:
             return (
                 f"Autocommit is off on {database!r}, so Django does not report when"
                 " this transaction ends. Use 'with atomic()' or scope='lease'."

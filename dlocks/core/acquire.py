@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from django.db import connections
-
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
 from dlocks.backends.database.connection import is_unmigrated
 from dlocks.core.callers import (
@@ -23,6 +21,7 @@ from dlocks.core.kept_hold import KeptHold
 from dlocks.core.wait import Wait
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
 from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.waiters import waiters_of
@@ -211,7 +210,7 @@ class Acquisition(Wait):
         """
         if self.claim is None or self.claim.scope != "transaction" or not self.granted:
             return False
-        if connections[self.backend.database].needs_rollback:
+        if connection_of(self.backend.database).needs_rollback:
             return False
         with suppress(LockError):
             return release()

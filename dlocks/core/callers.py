@@ -12,9 +12,8 @@ from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from django.db import connections
-
 from dlocks.backends.base import ANY_LEASE, Backend
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
@@ -240,7 +239,7 @@ def holding_of(caller: Caller, backend: Backend) -> tuple[HeldKey, ...]:
         and not hold.is_over
     ]
     if backend.in_transaction():
-        kept = TransactionMarker.keys_of(connections[backend.database])
+        kept = TransactionMarker.keys_of(connection_of(backend.database))
         held += [
             HeldKey(key, "", kept=True)
             for identity, key in kept

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from django.db import connections
-
 from dlocks.conf import backends
 from dlocks.core.callers import Caller, hold_by
 from dlocks.core.hold import Hold
@@ -16,6 +14,7 @@ from dlocks.core.holder import own_holder_name, own_ip
 from dlocks.core.kept_hold import KeptHold
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
 from dlocks.values import UNLIMITED, Claim
@@ -178,7 +177,7 @@ class Claims:
             raise RuntimeError(text)
         if claim.scope == "lease":
             if in_transaction and TransactionMarker.keeps(
-                connections[backend.database], (backend.identity, self.key)
+                connection_of(backend.database), (backend.identity, self.key)
             ):
                 raise RuntimeError(
                     f"{lock.key!r} is kept by the transaction of this thread until it"

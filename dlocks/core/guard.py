@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.utils import DatabaseError
 
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
 from dlocks.sql.engines import dialect_of, refuse_lost
 from dlocks.transactions import TransactionMarker, why_end_is_unknown
 
@@ -46,7 +47,7 @@ def guarded(
         for hold in holds:
             hold.check()
         return
-    connection = connections[database]
+    connection = connection_of(database)
     key = ", ".join(hold.lock.key for hold in holds)
     if (
         not connection.get_autocommit()
@@ -146,7 +147,7 @@ def _pin(hold: HoldState, database: str) -> float:
         stands = hold.backend.pin(hold.claim, database)
     except LockBackendError:
         # The transaction is now unusable.
-        connections[database].needs_rollback = True
+        connection_of(database).needs_rollback = True
         raise
     if not stands:
         hold.lose(hold.why_gone())
@@ -186,7 +187,7 @@ def _database_for(hold: HoldState, using: str | None) -> str:
 
 def _address_of(database: str) -> tuple[Any, ...]:
     """Return a value that is equal for all aliases of one database."""
-    connection = connections[database]
+    connection = connection_of(database)
     settings = connection.settings_dict
     address = settings["NAME"], settings["HOST"] or "localhost", str(settings["PORT"])
     return connection.vendor, *map(str, address)

@@ -25,6 +25,7 @@ from dlocks.core.callers import (
 from dlocks.core.lease import Lease
 from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.signals import send_ended
@@ -89,7 +90,7 @@ class HoldState:
         # Its keys in holds_by_caller.
         self.entered_as: list[EntryKey] = []
         if self.scope == "transaction":
-            self.connection = connections[backend.database]
+            self.connection = connection_of(backend.database)
             self.mark = TransactionMarker.here(self.connection)
             self.mark.keys.add((backend.identity, claim.key))
 
@@ -175,7 +176,7 @@ class HoldState:
         backend = self.backend
         if (
             self.scope == "transaction"
-            and connections[backend.database] is not self.connection
+            and connection_of(backend.database) is not self.connection
         ):
             raise RuntimeError(
                 f"{self.lock.key!r} is held by a transaction of another thread. Only"

@@ -11,7 +11,8 @@ from dlocks.sql.dialect import Dialect, escape_unencodable
 from dlocks.sql.direct import Reply
 from dlocks.sql.prepared import (
     CANCEL_TIMEOUT,
-    by_psycopg,
+    NotPreparedError,
+    PreparedStatements,
     end_interrupted,
     is_in_progress,
 )
@@ -151,9 +152,15 @@ class PostgreSQL(Dialect):
         *,
         through_a_pooler: bool,
     ) -> Reply | None:
-        return by_psycopg(
-            connection.connection, sql, parameters, through_a_pooler=through_a_pooler
+        statements = PreparedStatements.of(
+            connection, through_a_pooler=through_a_pooler
         )
+        if statements is None:
+            return None
+        try:
+            return statements.execute(sql, parameters)
+        except NotPreparedError:
+            return None
 
     def fitted(self, text: str, raw: Any) -> str:
         # The server sends the encoding of the database when a session begins, so

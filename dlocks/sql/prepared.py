@@ -1,23 +1,23 @@
-"""Statements that psycopg's own cursor executes on PostgreSQL.
+"""Prepared statements on PostgreSQL, for the few statements of a lock.
 
-Django's cursor writes the parameters into the text and prepares nothing. psycopg's own
-prepares the statements that a session sends often, so they are planned only once.
+They are planned once instead of each time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dlocks.runtime import clock
-from dlocks.runtime.polling import ready
+from dlocks.runtime.polling import readable, ready
 from dlocks.sql.direct import TEXT_AT_MOST, Reply
 
 if TYPE_CHECKING:
-    from psycopg.pq.abc import PGconn
+    from psycopg.pq.abc import PGconn, PGresult
 
 logger = logging.getLogger("dlocks")
 
@@ -25,83 +25,221 @@ logger = logging.getLogger("dlocks")
 # web site are shorter.
 PREPARED_AT = 5
 
+# The number of statements that a session keeps prepared. A statement with a list is
+# another statement for each length of the list.
+STATEMENTS_PREPARED = 100
+
 # Seconds to wait for the end of an interrupted statement, and within them for its
 # cancellation.
 REPLY_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 2.0
 
+# The OIDs of types in PostgreSQL's catalogue.
+BOOLEAN, BIGINT, SMALLINT, INTEGER, TEXT, DOUBLE, INET = 16, 20, 21, 23, 25, 701, 869
+_READ: dict[int, Callable[[bytes], Any]] = {
+    BOOLEAN: b"t".__eq__,
+    BIGINT: int,
+    SMALLINT: int,
+    INTEGER: int,
+    DOUBLE: float,
+}
+_TYPES = {str: TEXT, int: BIGINT, bool: BOOLEAN}
+_COLUMN_TYPES = {"owner_ip": INET, "ip": INET, "version": BIGINT, "number": BIGINT}
 
-class _Session:
-    """How many statements a session has sent, and whether it may prepare any."""
 
-    __slots__ = ("may_prepare", "statements")
+class _Placeholders(dict[str, str]):
+    """A mapping that numbers the parameters of a statement in the order of use."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = f"${len(self) + 1}"
+        return self[name]
+
+
+class _Statement:
+    """A prepared statement.
+
+    It has its name on the server, the names of its parameters and, once known, the
+    functions that read its columns.
+    """
+
+    __slots__ = ("name", "names", "readers")
+
+    def __init__(self, name: bytes, names: tuple[str, ...]) -> None:
+        self.name = name
+        self.names = names
+        self.readers: list[Callable[[bytes], Any]] | None = None
+
+
+class PreparedStatements:
+    """The prepared statements of one session.
+
+    The statements go to libpq directly, which halves the cost of a lock. Django's
+    cursor writes the parameters into the text and can prepare nothing. It must not be
+    instrumented, see ``is_instrumented()``.
+    """
 
     def __init__(self, connection: Any) -> None:
-        self.statements = 0
-        # psycopg 2 has no ``pgconn``. Any other class of cursors is instrumented, or
-        # would prepare the statements of the project, too.
-        self.may_prepare = hasattr(connection, "pgconn") and (
-            connection.cursor_factory is _djangos_cursor()
+        from psycopg import pq
+
+        # These are numbers, since a lookup in a set of enum members costs more than the
+        # rest of reading a reply.
+        self._tuples_ok, self._command_ok = (
+            int(pq.ExecStatus.TUPLES_OK),
+            int(pq.ExecStatus.COMMAND_OK),
         )
+        self._pgconn: PGconn = connection.pgconn
+        self._await_answer = readable(self._pgconn.socket)
+        self._backend_pid: int = connection.info.backend_pid
+        # Whether the session belongs to this process alone. None if that is not known
+        # yet.
+        self._own: bool | None = None
+        self._uses: dict[str, int] = {}
+        self._statements: dict[str, _Statement] = {}
 
+    @classmethod
+    def of(cls, wrapper: Any, *, through_a_pooler: bool) -> PreparedStatements | None:
+        """Return the prepared statements of an open connection, or None.
 
-_sessions: weakref.WeakKeyDictionary[Any, _Session] = weakref.WeakKeyDictionary()
-
-
-def _djangos_cursor() -> Any:
-    from django.db.backends.postgresql.base import Cursor
-
-    return Cursor
-
-
-def by_psycopg(
-    connection: Any,
-    sql: str,
-    parameters: Mapping[str, Any],
-    *,
-    through_a_pooler: bool,
-) -> Reply | None:
-    """Execute one statement with psycopg's own cursor, on an open connection.
-
-    Return None if the statement has to use Django's cursor.
-    """
-    if (session := _sessions.get(connection)) is None:
-        session = _sessions[connection] = _Session(connection)
-    if not session.may_prepare or len(sql) > TEXT_AT_MOST:
-        return None
-    from psycopg import Cursor, errors
-
-    cursor = Cursor(connection)
-    session.statements += 1
-    try:
-        if session.statements == PREPARED_AT and connection.prepare_threshold is None:
-            if not through_a_pooler and not _is_own(cursor, connection):
-                session.may_prepare = False
+        None means that statements have to use Django's cursor.
+        """
+        connection = wrapper.connection
+        found = _of_connection.get(connection)
+        if found is None:
+            # psycopg 2 has no ``pgconn``.
+            if not hasattr(connection, "pgconn"):
                 return None
-            # The number of times that a statement is sent before it is prepared.
-            connection.prepare_threshold = PREPARED_AT - 1
-        cursor.execute(sql, parameters)
-    except (
-        errors.InvalidSqlStatementName,
-        errors.DuplicatePreparedStatement,
-        errors.FeatureNotSupported,
-    ):
-        # The session has lost its prepared statements, has another one of this name, or
-        # has a plan whose result has changed. The statement was not executed.
-        session.may_prepare = False
-        connection.prepare_threshold = None
-        return None
-    return Reply(cursor.fetchall() if cursor.description else [], cursor.rowcount)
+            found = _of_connection[connection] = cls(connection)
+            found._own = through_a_pooler or None
+        return found if found._own is not False else None
+
+    def execute(self, sql: str, parameters: Mapping[str, Any]) -> Reply | None:
+        """Execute a statement, or return None if it has to use the cursor."""
+        statement = self._statements.get(sql)
+        if statement is None and (statement := self._prepare(sql, parameters)) is None:
+            return None
+        values = [
+            None if (value := parameters[name]) is None else str(value).encode()
+            for name in statement.names
+        ]
+        if b"\0" in b"".join(filter(None, values)):
+            return None
+        result = self._ask(self._pgconn.send_query_prepared, statement.name, values)
+        if result.status != self._tuples_ok:
+            return Reply([], result.command_tuples or 0)
+        number = result.ntuples
+        if not number:
+            return Reply([], 0)
+        if (readers := statement.readers) is None:
+            readers = statement.readers = _readers(result)
+        rows = (
+            [_row(result, 0, readers)]
+            if number == 1
+            else [_row(result, row, readers) for row in range(number)]
+        )
+        return Reply(rows, number)
+
+    def _prepare(self, sql: str, parameters: Mapping[str, Any]) -> _Statement | None:
+        if len(sql) > TEXT_AT_MOST:
+            return None
+        uses = self._uses[sql] = self._uses.get(sql, 0) + 1
+        if uses < PREPARED_AT:
+            if len(self._uses) > 10 * STATEMENTS_PREPARED:
+                self._uses.clear()
+            return None
+        if len(self._statements) >= STATEMENTS_PREPARED:
+            return None
+        if self._own is None:
+            result = self._ask(self._pgconn.send_query, b"SELECT pg_backend_pid()")
+            (pid,) = _row(result, 0, _readers(result))
+            # A pooler invents the process id that it reports when a connection begins,
+            # and the next statement may run in another session.
+            self._own = pid == self._backend_pid
+            if not self._own:
+                return None
+        places = _Placeholders()
+        text = (sql % places).encode()
+        types = [
+            _COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in places
+        ]
+        # The name is a hash of the statement, so it is never the name of another one.
+        name = (
+            b"dlocks_"
+            + hashlib.sha256(text + repr(types).encode()).hexdigest()[:32].encode()
+        )
+        self._ask(self._pgconn.send_prepare, name, text, types)
+        statement = self._statements[sql] = _Statement(name, tuple(places))
+        return statement
+
+    def _ask(self, send: Callable[..., None], *arguments: Any) -> PGresult:
+        """Send a request, wait for the reply, and return it.
+
+        Raise the driver's error if the request failed.
+        """
+        pgconn = self._pgconn
+        send(*arguments)
+        while pgconn.flush():
+            ready(pgconn.socket, or_writable=True)
+            pgconn.consume_input()
+        result: Any = None
+        while True:
+            while pgconn.is_busy():
+                self._await_answer()
+                pgconn.consume_input()
+            if (more := pgconn.get_result()) is None:
+                break
+            result = more
+        if result.status not in (self._tuples_ok, self._command_ok):
+            self._raise(result)
+        return result  # type: ignore[no-any-return]
+
+    def _raise(self, result: PGresult) -> None:
+        from psycopg import OperationalError, errors, pq
+
+        state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
+        message = result.error_message.decode(errors="replace").strip()
+        try:
+            error = errors.lookup(state)(message)
+        except KeyError:
+            raise OperationalError(message) from None
+        if state in _FORGOTTEN:
+            self._own = False
+            raise NotPreparedError from error
+        raise error
 
 
-def _is_own(cursor: Any, connection: Any) -> bool:
-    """Return whether the session belongs to this process alone.
+def _readers(result: PGresult) -> list[Callable[[bytes], Any]]:
+    return [
+        _READ.get(result.ftype(column), bytes.decode)
+        for column in range(result.nfields)
+    ]
 
-    A pooler invents the process id that it reports when a connection begins, and the
-    next statement may run in another session.
+
+def _row(
+    result: PGresult, row: int, readers: list[Callable[[bytes], Any]]
+) -> tuple[Any, ...]:
+    value = result.get_value
+    return tuple(
+        [
+            None if (one := value(row, column)) is None else read(one)
+            for column, read in enumerate(readers)
+        ]
+    )
+
+
+class NotPreparedError(Exception):
+    """A statement that is not prepared in the session, and was not executed.
+
+    The session has lost it, or has another statement of this name.
     """
-    ((pid,),) = cursor.execute("SELECT pg_backend_pid()").fetchall()
-    return bool(pid == connection.info.backend_pid)
+
+
+# invalid_sql_statement_name, duplicate_prepared_statement, feature_not_supported (a
+# plan whose result has changed)
+_FORGOTTEN = {"26000", "42P05", "0A000"}
+
+_of_connection: weakref.WeakKeyDictionary[Any, PreparedStatements] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def is_in_progress(connection: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error, InterfaceError, OperationalError
 
@@ -15,6 +14,7 @@ from django.db.utils import Error, InterfaceError, OperationalError
 from django.utils.functional import cached_property
 
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime.connected import connection_of
 from dlocks.sql.dialect import Dialect
 from dlocks.sql.direct import connect
 from dlocks.sql.engines import dialect_of
@@ -31,7 +31,7 @@ class DatabaseConnection:
 
     @property
     def connection(self) -> BaseDatabaseWrapper:
-        return connections[self.database]
+        return connection_of(self.database)
 
     @cached_property
     def dialect(self) -> Dialect:
