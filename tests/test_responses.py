@@ -50,6 +50,9 @@ def look(is_busy, monkeypatch):
     """Let the parts of a response record whether the key is busy."""
 
     def note(what):
+        # The keeper looks for holds whose thread or event loop has ended.
+        for hold in keeper.holds:
+            assert not hold.is_abandoned
         seen.append((what, is_busy(KEY)))
         return what
 

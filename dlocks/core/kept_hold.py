@@ -80,6 +80,8 @@ class KeptHold(Release):
             self.count > 0
             and self.held
             and not self.in_transactions
+            # A response that outlives the event loop of its view ends the hold.
+            and not self.is_prolonged
             and has_ended(self.caller)
         )
 

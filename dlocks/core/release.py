@@ -29,6 +29,7 @@ class Release(HoldState):
 
     # Created by the thread that settles the hold, and set when it is done.
     _settled: threading.Event | None = None
+    is_prolonged = False
 
     @property
     def enterable(self) -> bool:
@@ -83,6 +84,7 @@ class Release(HoldState):
         """Count one more entry, so that the hold outlasts the current block."""
         with self.lease.mutex:
             self.count += 1
+            self.is_prolonged = True
 
     def revert_entry(self, count: int) -> None:
         """Restore the count from before an entry that its caller never received."""
