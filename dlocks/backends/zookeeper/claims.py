@@ -140,7 +140,7 @@ class Claims(LocalClaims):
             pass
 
     def _maintain_once(self) -> bool:
-        """End what is due, or wait for it, and return whether to go on."""
+        """Release expired claims, or wait. Return whether there are more."""
         with self._mutex:
             now = clock.now()
             entries = self._all()

@@ -13,6 +13,7 @@ from django.db.utils import Error
 
 from dlocks.api import db_lock
 from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.checks import check_tables
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
 from dlocks.models import LockState
@@ -112,10 +113,9 @@ class Command(BaseCommand):
 
 def _failed_checks(backend: Any) -> list[str]:
     """Return what the system check says about settings and tables that fail."""
-    databases = [backend.database] if hasattr(backend, "database") else []
     return [
         " ".join(filter(None, (message.msg, message.hint)))
-        for message in checks.run_checks(tags=["dlocks"], databases=databases)
+        for message in [*backend.check(), *check_tables([backend.database])]
         if message.is_serious(checks.ERROR) or message.id in BROKEN
     ]
 
