@@ -25,6 +25,7 @@ ESSENTIAL = (
     "dlocks/templates/",
     "dlocks/static/",
     "dlocks/backends/redis/lua/",
+    "dlocks/sql/innodb_queue.sql",
 )
 OF_THE_SDIST = (
     "pyproject.toml",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError
@@ -304,6 +305,12 @@ class Dialect:
         The next statement would be part of a new transaction.
         """
         return self.code_of(error) in self.rolled_back
+
+
+def statement(name: str) -> str:
+    """Return the SQL in a file of this folder, in one line and without comments."""
+    lines = Path(__file__).with_name(f"{name}.sql").read_text().splitlines()
+    return " ".join(" ".join(line.partition("--")[0] for line in lines).split())
 
 
 def escape_unencodable(text: str, charset: str) -> str:

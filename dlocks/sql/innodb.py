@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dlocks.sql.dialect import KEY, Dialect, escape_unencodable
+from dlocks.sql.dialect import KEY, Dialect, escape_unencodable, statement
 from dlocks.sql.direct import Reply, by_mysqlclient
 
 if TYPE_CHECKING:
@@ -55,66 +55,8 @@ class InnoDB(Dialect):
     # 1 under Django's FOUND_ROWS.
     insert_or_ignore = ("INSERT", "ON DUPLICATE KEY UPDATE hold_count = hold_count")
     returning = ""
-    # A short transaction, sent as one packet. A client that is stopped in the middle of
-    # it cannot keep the key. An UPDATE of joined tables would use a temporary table, at
-    # five times the cost.
-    queue = (
-        "START TRANSACTION;"
-        " SELECT COUNT(*) INTO @dlocks_done FROM {locks} FORCE INDEX (PRIMARY) WHERE"
-        " key_resource >= %(key)s"
-        " AND key_resource <= %(key)s AND NOT {free_by_clock} AND owner <>"
-        " %(owner)s FOR UPDATE SKIP LOCKED;"
-        " INSERT IGNORE INTO {claims} ({columns}) SELECT {values} FROM DUAL WHERE"
-        " @dlocks_done = 1;"
-        # It is in a variable, since a log of statements contains the value of a
-        # variable.
-        " SET @dlocks_count = ROW_COUNT();"
-        " UPDATE {locks} SET waiters = waiters + @dlocks_count WHERE key_resource ="
-        " %(key)s AND @dlocks_done = 1;"
-        " COMMIT;"
-        # No row is returned if the turn of the claim has come in the meantime.
-        " SELECT mine.id, head.free"
-        " FROM (SELECT owner, CASE WHEN {free_by_clock} THEN 1 ELSE 0 END AS free FROM"
-        " {locks}"
-        " WHERE key_resource = %(key)s) AS head LEFT JOIN {claims} AS mine ON"
-        " mine.owner = %(owner)s"
-        " WHERE mine.id IS NOT NULL OR head.owner <> %(owner)s"
-    )
-    hand_over = (
-        "START TRANSACTION;"
-        " SELECT COUNT(*), MAX(waiters), MAX({next_version}) INTO @dlocks_done,"
-        " @dlocks_waiters, @dlocks_version"
-        " FROM {locks} FORCE INDEX (PRIMARY) WHERE key_resource >= %(key)s AND"
-        " key_resource <= %(key)s"
-        " AND {condition} AND shares = 0 FOR UPDATE SKIP LOCKED;"
-        # Aggregates are NULL if there is no waiter.
-        " SELECT MAX(id), MAX(owner), MAX(holder), MAX(owner_ip), MAX(scope),"
-        " MAX(channel), MAX(handover_ttl),"
-        " IF(MAX(counted), GREATEST(@dlocks_waiters, 1) - 1, @dlocks_waiters)"
-        " INTO @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope,"
-        " @dlocks_channel, @dlocks_handover_ttl,"
-        " @dlocks_waiters FROM {claims} WHERE @dlocks_done = 1 AND NOT shared AND id ="
-        " (SELECT"
-        " MIN(first.id) FROM {claims} AS first WHERE first.key_resource = %(key)s AND"
-        " first.version IS NULL"
-        " AND first.end_time > {now}) AND version IS NULL AND end_time > {now} FOR"
-        " UPDATE NOWAIT;"
-        " DELETE FROM {claims} WHERE id = @dlocks_id;"
-        " UPDATE {locks} SET status = COALESCE(@dlocks_scope, %(status)s), owner ="
-        " COALESCE(@dlocks_owner, owner),"
-        " holder = COALESCE(@dlocks_holder, holder),"
-        " owner_ip = IF(@dlocks_id IS NULL, owner_ip, @dlocks_ip),"
-        " begin_time = IF(@dlocks_id IS NULL, begin_time, {now}),"
-        " end_time = {now} + INTERVAL COALESCE(@dlocks_handover_ttl, 0) MICROSECOND,"
-        " hold_count = IF(@dlocks_id IS NULL, 0, 1),"
-        " version = IF(@dlocks_id IS NULL, version, @dlocks_version),"
-        " waiters = @dlocks_waiters"
-        " WHERE key_resource = %(key)s AND @dlocks_done = 1{if_taken};"
-        " COMMIT;"
-        " SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel,"
-        " @dlocks_owner, IF(@dlocks_scope = 'P', @dlocks_version, NULL),"
-        " @dlocks_handover_ttl, {server} FROM DUAL WHERE @dlocks_done = 1{if_taken}"
-    )
+    queue = statement("innodb_queue")
+    hand_over = statement("innodb_hand_over")
     by_driver = staticmethod(by_mysqlclient)
     if_taken = " AND @dlocks_id IS NOT NULL"
     server = "CONCAT_WS(' ', @@hostname, @@port, @@datadir)"
