@@ -381,6 +381,19 @@ def test_a_waiter_without_takeover_polls_slowly(guarded, threads, monkeypatch, u
     assert thread.results == [False]
 
 
+def test_a_lease_that_the_commit_renews_is_not_stale(guarded, monkeypatch):
+    """With ``takeover=False``, a transaction that ends just now is no stale holder."""
+    finish, find = guarded(), type(backends["brisk"]).in_transactions
+
+    def find_after_the_end(backend, rows, *others):
+        finish()
+        return find(backend, rows, *others)
+
+    monkeypatch.setattr(type(backends["brisk"]), "in_transactions", find_after_the_end)
+    with db_lock("stock:7", using="brisk", takeover=False, timeout=30) as hold:
+        assert not hold.takeover
+
+
 @pytest.mark.parametrize(
     "lock", [partial(db_semaphore, permits=1), read_lock], ids=["semaphore", "read"]
 )

@@ -234,6 +234,9 @@ class Acquisition(KeyQueue):
             and row.stale
             and not claim.takeover
             and not self.in_transactions([claim.key])
+            # A transaction that has just ended has renewed its lease.
+            and (row := self._look(claim)) is not None
+            and row.stale
         ):
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.connection.vendor == "sqlite":
