@@ -678,6 +678,11 @@ def test_an_election_can_run_only_once(elections):
             one.start()
     with pytest.raises(RuntimeError, match="has ended"):
         one.start()
+    other = elections()
+    other.stop()
+    other.run()
+    with pytest.raises(RuntimeError, match="has ended"):
+        other.run()
 
 
 def test_a_stop_before_the_start_takes_effect(elections):

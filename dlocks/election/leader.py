@@ -130,7 +130,7 @@ class LeaderElection(ElectionState):
                 raise TypeError(f"{function!r} is a coroutine function, {NOT_AWAITED}")
         runner = runner or threading.current_thread()
         with self._mutex:
-            if self._runner not in {None, runner}:
+            if self._wakeup is not None or self._runner not in {None, runner}:
                 raise RuntimeError(
                     f"The election {self.name!r} is already running, or has ended."
                     " Create a new LeaderElection."
