@@ -9,9 +9,11 @@ import getpass
 import logging
 import os
 import socket
+import unicodedata
 from typing import Any, Literal
 
 from django.db import connections, transaction
+from django.utils.translation import gettext as _
 
 logger = logging.getLogger("dlocks.audit")
 
@@ -19,6 +21,34 @@ What = Literal["clear", "force_release", "take_out", "purge"]
 
 # Reasons that an operator need not enter.
 STALE, UNUSED = "stale", "unused"
+# Characters of a reason, which fills one line of a log.
+REASON_LENGTH = 200
+
+
+def reason_of(text: str) -> str:
+    """Return the reason that a user entered, stripped.
+
+    Raise ValueError if it is empty, too long or not a single line.
+    """
+    reason = text.strip()
+    if not any(
+        character.isprintable() and not character.isspace() for character in reason
+    ):
+        raise ValueError(_("Enter a reason. It is kept in the log."))
+    if len(reason) > REASON_LENGTH:
+        raise ValueError(
+            _("A reason can have at most %(most)d characters, not %(number)d.")
+            % {
+                "most": REASON_LENGTH,
+                "number": len(reason),
+            }
+        )
+    if any(
+        unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
+        for character in reason
+    ):
+        raise ValueError(_("A reason must be one line without control characters."))
+    return reason
 
 
 def taken(
@@ -27,8 +57,7 @@ def taken(
     kind: str,
     key: str,
     number: int,
-    holder: str,
-    owner_ip: str | None,
+    lost: Any,
     reason: str,
     by: str,
     via: str,
@@ -36,14 +65,14 @@ def taken(
 ) -> None:
     """Log that an operator ended a hold or a claim, or deleted a row.
 
-    ``number`` is the token of a hold or the id of a claim. The owner is a secret.
+    ``number`` is the token of a hold or the id of a claim, and ``lost`` its row.
     """
     # With %r a text can neither end the line nor imitate another field.
     _write(
         database,
         f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s),"
         " by %r via %s: %r",
-        (key, number, holder, owner_ip or "-", by, via, reason),
+        (key, number, lost.holder, lost.owner_ip or "-", by, via, reason),
         {
             "audit_action": what,
             "audit_kind": kind,
@@ -52,8 +81,8 @@ def taken(
             "audit_reason": reason,
             "lock_key": key,
             "lock_token": number,
-            "lock_holder": holder,
-            "lock_owner_ip": owner_ip,
+            "lock_holder": lost.holder,
+            "lock_owner_ip": lost.owner_ip,
         },
     )
 
@@ -100,7 +129,7 @@ def _write(
     def write() -> None:
         logger.info(message, *values, extra=facts)
 
-    if connections[database].in_atomic_block:
+    if database and connections[database].in_atomic_block:
         # A change that is rolled back must not be logged.
         transaction.on_commit(write, using=database, robust=True)
     else:

@@ -5,7 +5,7 @@ A change applies only to the version of a lock that the user was shown.
 
 from __future__ import annotations
 
-import unicodedata
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,23 +15,22 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils.translation import gettext as _
 
-from dlocks.backends.base import HEARTBEAT_TIMEOUT
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, Backend
 from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.backends.listing import listed
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
 from dlocks.text import printable, shown_address, shown_duration, shown_holder
 from dlocks.values import UNLIMITED
 
 # A ResourceLock with the annotations of ``by_clock()`` and ``with_queue()``, or a
-# LockClaim with those of ``by_clock()``. The owner is deferred.
+# LockClaim with those of ``by_clock()``. The owner is deferred. Without rows, both are
+# made of a ``Holder``.
 LockRow = Any
 
 # Maximum number of rows in memory.
 PAGE = 500
 # Seconds for which a key must be free before a user may delete its row.
 IDLE_FOR = 86400.0
-
-# Characters of a reason, which fills one line of a log.
-REASON_LENGTH = 200
 
 
 class NotCleared(Exception):  # noqa: N818 (a refusal, not an error)
@@ -45,46 +44,26 @@ class NotCleared(Exception):  # noqa: N818 (a refusal, not an error)
         self.lock = lock
 
 
-def reason_of(text: str) -> str:
-    """Return the reason that a user entered, stripped.
-
-    Raise ValueError if it is empty, too long or not a single line.
-    """
-    reason = text.strip()
-    if not any(
-        character.isprintable() and not character.isspace() for character in reason
-    ):
-        raise ValueError(_("Enter a reason. It is kept in the log."))
-    if len(reason) > REASON_LENGTH:
-        raise ValueError(
-            _("A reason can have at most %(most)d characters, not %(number)d.")
-            % {
-                "most": REASON_LENGTH,
-                "number": len(reason),
-            }
-        )
-    if any(
-        unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
-        for character in reason
-    ):
-        raise ValueError(_("A reason must be one line without control characters."))
-    return reason
-
-
-def shown(backend: DatabaseBackend, key: str) -> LockRow | None:
+def shown(backend: Backend, key: str) -> LockRow | None:
     """Return a lock by its full key, which includes the prefix."""
     if "\0" in key or not key.startswith(backend.prefix):
         return None
+    if not isinstance(backend, DatabaseBackend):
+        return next(listed(backend, [key]), None)
     return _locks(backend, [key]).filter(pk=key).first()
 
 
 def pages(
-    backend: DatabaseBackend, states: Sequence[str], *, waited_for: bool = False
+    backend: Backend, states: Sequence[str], *, waited_for: bool = False
 ) -> Iterator[list[LockRow]]:
     """Yield pages of the locks under the backend's prefix, ordered by key.
 
     With ``waited_for``, include locks in other states that have waiters.
     """
+    if not isinstance(backend, DatabaseBackend):
+        if found := [lock for lock in listed(backend) if lock.state in states]:
+            yield found
+        return
     # Page by ranges of the key. Some database drivers fetch all rows of a result at
     # once.
     wanted = Q(state__in=states)
@@ -125,17 +104,27 @@ def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
     return found.filter(key_resource__in=mine).order_by("key_resource", "id")
 
 
-def shares(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
-    return claims(backend, keys).filter(version__isnull=False)
+def shares(backend: Backend, keys: Sequence[str], token: int | None = None) -> Any:
+    """Return the shared holds of these full keys, or only that with a token."""
+    if not isinstance(backend, DatabaseBackend):
+        found = [share for lock in listed(backend, keys) for share in lock.sharers]
+        return [share for share in found if token in {None, share.version}]
+    rows = claims(backend, keys).filter(version__isnull=False)
+    if token is not None:
+        return rows.filter(version=token) if is_column(token) else rows.none()
+    return rows
 
 
 def with_claims(
-    backend: DatabaseBackend, locks: Sequence[LockRow]
+    backend: Backend, locks: Sequence[LockRow]
 ) -> Iterator[tuple[LockRow, list[LockRow]]]:
     """Yield each lock with the claims on it, read in pages.
 
     The locks must be in the order of their keys.
     """
+    if not isinstance(backend, DatabaseBackend):
+        yield from ((lock, lock.sharers) for lock in locks)
+        return
     found = _by_pages(claims(backend, [lock.pk for lock in locks]))
     claim = next(found, None)
     for lock in locks:
@@ -197,14 +186,14 @@ def _is_claim(lock: LockRow) -> bool:
     return isinstance(lock, LockClaim)
 
 
-def _savepoint(backend: DatabaseBackend) -> AbstractContextManager[None]:
+def _savepoint(backend: Backend) -> AbstractContextManager[None]:
     # It keeps the transaction of a request usable if the database refuses.
     inside = backend.in_transaction()
     return transaction.atomic(using=backend.database) if inside else nullcontext()
 
 
 def clear(
-    backend: DatabaseBackend, key: str, version: int, *, stale_only: bool = False
+    backend: Backend, key: str, version: int, *, stale_only: bool = False
 ) -> LockRow:
     """Clear the lock that a user was shown with this version.
 
@@ -215,6 +204,8 @@ def clear(
         cleared = backend.clear(key, version, stale_only=stale_only)
     if not cleared:
         lock = _unchanged(backend, key, version, stale_only)
+        if not isinstance(backend, DatabaseBackend):
+            raise NotCleared(_("acquired by another holder in the meantime"), lock)
         if stale_only and backend.observations is not None:
             why = _(
                 "expired by the database's clock, but not yet by observation: force its"
@@ -230,7 +221,7 @@ def in_transaction() -> str:
 
 
 def end_share(
-    backend: DatabaseBackend, key: str, token: int, *, stale_only: bool = False
+    backend: Backend, key: str, token: int, *, stale_only: bool = False
 ) -> LockRow:
     """End the shared hold that a user was shown with this token.
 
@@ -238,11 +229,7 @@ def end_share(
     """
 
     def read() -> LockRow:
-        share = (
-            shares(backend, [key]).filter(version=token).first()
-            if is_column(token)
-            else None
-        )
+        share = next(iter(shares(backend, [key], token)), None)
         if share is None:
             raise NotCleared(_("the shared hold with this token has ended"), None)
         if is_kept(share):
@@ -251,9 +238,8 @@ def end_share(
             raise NotCleared(_("not stale"), share)
         return share
 
-    return _delete_claim(
-        backend, read, lambda: backend.end_share(key, token, stale_only=stale_only)
-    )
+    end = backend.end_share if isinstance(backend, DatabaseBackend) else backend.clear
+    return _delete_claim(backend, read, partial(end, key, token, stale_only=stale_only))
 
 
 def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
@@ -306,7 +292,7 @@ def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
 
 
 def _delete_claim(
-    backend: DatabaseBackend,
+    backend: Backend,
     read: Callable[[], LockRow],
     act: Callable[[], bool],
     why: str = "",
@@ -324,13 +310,11 @@ def is_column(number: int) -> bool:
     return -(2**63) <= number < 2**63
 
 
-def _unchanged(
-    backend: DatabaseBackend, key: str, version: int, stale_only: bool
-) -> LockRow:
+def _unchanged(backend: Backend, key: str, version: int, stale_only: bool) -> LockRow:
     lock = shown(backend, key)
-    if lock is None:
+    if lock is None and isinstance(backend, DatabaseBackend):
         raise NotCleared(_("the row no longer exists"), None)
-    if lock.state == LockState.FREE:
+    if lock is None or lock.state == LockState.FREE:
         raise NotCleared(_("already free"), lock)
     if not in_row(lock):
         raise NotCleared(_("shared in the meantime"), lock)
@@ -370,7 +354,7 @@ def describe(lock: LockRow, *, on_page: bool = False) -> str:
         who = text % {"who": who, "age": shown_duration(lock.seconds_held)}
     if is_waiter:
         return who if lock.seconds_left > 0 else f"{who}, {last_seen_of(lock)}"
-    return f"{who}, {time_left(lock)}"
+    return f"{who}, {left}" if (left := time_left(lock)) else who
 
 
 def last_seen_of(claim: LockRow) -> str:
@@ -392,6 +376,8 @@ def mode(claim: LockRow) -> str:
 def time_left(lock: LockRow) -> str:
     if is_kept(lock):
         return _("in a transaction")
+    if lock.seconds_left == math.inf:
+        return ""
     if lock.seconds_left > 0:
         return _("%(duration)s left") % {"duration": shown_duration(lock.seconds_left)}
     return _("expired %(duration)s ago") % {

@@ -218,6 +218,14 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
     return float(value)
 
 
+def check_prefix(prefix: object) -> None:
+    """Raise ValueError if keys cannot start with this prefix."""
+    if not isinstance(prefix, str) or "\0" in prefix or len(prefix) >= KEY_LENGTH:
+        raise ValueError(
+            f"prefix must be a string of fewer than {KEY_LENGTH} characters without NUL"
+        )
+
+
 def check_count(name: str, value: object, kind: str = "an int") -> None:
     """Raise TypeError or ValueError unless a value is an int of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -114,6 +114,7 @@ NAMES = {
     "open_connections": "dlocks.transactions:open_connections",
     "Claim": "dlocks.values:Claim",
     "Grant": "dlocks.values:Grant",
+    "Holder": "dlocks.values:Holder",
     "KEY_LENGTH": "dlocks.values:KEY_LENGTH",
     "Ticket": "dlocks.values:Ticket",
     "UNLIMITED": "dlocks.values:UNLIMITED",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -16,9 +17,11 @@ from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.utils import timezone
 
-from dlocks import LockBackendError, LockLost, db_lock
+from dlocks import LockBackendError, LockLost, db_lock, db_rwlock
 from tests import rows
 from tests.internals import (
+    Claim,
+    Holder,
     ResourceLock,
     backends,
     dlocks_health,
@@ -657,6 +660,109 @@ class TestReapLocks:
         assert rows.now("stale:1").state == "stale"
 
 
+class TestAliasWithoutRows:
+    """Other backends list the locks that they report, in the same form."""
+
+    @pytest.fixture(autouse=True)
+    def aliases(self, db, settings):
+        memory = "dlocks.backends.memory.MemoryBackend"
+        settings.DLOCKS = {
+            **settings.DLOCKS,
+            "memory": {"BACKEND": memory, "OPTIONS": {"prefix": "a:"}},
+        }
+
+    @pytest.fixture
+    def held(self, in_other_thread):
+        """Return a function that holds a lock in another thread."""
+        holds = []
+
+        def hold(lock):
+            holds.append(in_other_thread(lock.acquire))
+            return holds[-1]
+
+        yield hold
+        for one in holds:
+            in_other_thread(one.release)
+
+    def test_its_locks_are_listed_in_the_same_table(self, held):
+        """The key, the holder, the ages, the waiters and the token are listed."""
+        hold = held(db_lock("stock:7", using="memory"))
+        held(db_lock("report", using="memory"))
+        backend = backends["memory"]
+        backend.enqueue(Claim(key="a:stock:7", ttl=30.0))
+        backend.acquire(Claim(key="b:other prefix", ttl=30.0))
+        header, report, stock = run("list_locks", "--using", "memory").splitlines()
+        assert header.split()[0] == "KEY"
+        assert report.split()[:2] == ["report", "held"]
+        assert stock.split()[:2] == ["stock:7", "held"]
+        assert re.search(r" s ago +\d+ s left +1 +1 +\d+$", stock)
+        assert stock.endswith(str(hold.token))
+        assert lines("list_locks", "stock:*", "--using", "memory") == ["stock:7"]
+        assert lines("list_locks", "--sort", "waiting", "--using", "memory") == [
+            "stock:7",
+            "report",
+        ]
+        (lock,) = json.loads(
+            run("list_locks", "report", "--json", "--waiting", "--using", "memory")
+        )
+        assert (lock["key"], lock["state"], lock["waiting"]) == ("report", "held", 0)
+        assert 0 <= lock["seconds_held"] < 30 < lock["seconds_left"] + 30
+        assert lock["queue"] == lock["shared_by"] == lock["holders_wait_for"] == []
+
+    def test_shared_holds_are_listed_with_their_tokens(self, held):
+        holds = [held(db_rwlock("doc", using="memory").read()) for _ in range(2)]
+        table = run("list_locks", "--waiting", "--using", "memory")
+        assert re.search(r"^doc +shared \(2\) +- ", table, re.MULTILINE)
+        for hold in holds:
+            assert f", shared (token {hold.token})" in table
+        (lock,) = json.loads(
+            run("list_locks", "--json", "--waiting", "--using", "memory")
+        )
+        assert [share["token"] for share in lock["shared_by"]] == [
+            hold.token for hold in holds
+        ]
+        assert "Pass --share TOKEN" in refused("clear_lock", "doc", "--using", "memory")
+
+    def test_stale_locks_are_listed_as_stale(self):
+        backend, claim = backends["memory"], Claim(key="a:old", ttl=30.0)
+        backend.acquire(claim)
+        backend.expire(claim, 5.0)
+        assert lines("list_locks", "--stale", "--using", "memory") == ["old"]
+        assert lines("list_locks", "--held", "--using", "memory") == []
+        assert re.search(
+            r" expired \d\S+ s ago ", run("list_locks", "--using", "memory")
+        )
+
+    def test_unknown_values_stay_empty(self, monkeypatch):
+        """A backend need not know the lease or the age of a hold."""
+        holder = Holder(
+            key="a:x", holder="", owner_ip=None, since=None, remaining=math.inf,
+            token=7, count=1, stale=False,
+        )  # fmt: skip
+        backend = backends["memory"]
+        monkeypatch.setattr(backend, "keys", lambda: ["a:x"])
+        monkeypatch.setattr(backend, "holder", lambda key: holder)
+        _, row = run("list_locks", "--using", "memory").splitlines()
+        assert row.split() == ["x", "held", "-", "-", "-", "-", "1", "0", "7"]
+        (lock,) = json.loads(run("list_locks", "--json", "--using", "memory"))
+        for name in ("begin_time", "end_time", "seconds_held", "seconds_left"):
+            assert lock[name] is None
+
+    def test_at_most_a_thousand_keys_are_listed(self, monkeypatch):
+        monkeypatch.setattr("dlocks.backends.listing.LISTED", 2)
+        for key in "cab":
+            backends["memory"].acquire(Claim(key=f"a:{key}", ttl=30.0))
+        assert lines("list_locks", "--using", "memory") == ["a", "b"]
+
+    def test_a_backend_that_cannot_clear_says_so(self, held):
+        held(db_lock("x", using="memory"))
+        command = "clear_lock", "x", "--using", "memory", "--yes"
+        assert "is held. To force its release" in refused(*command)
+        message = refused(*command, "--reason", "tests")
+        assert message == "MemoryBackend cannot clear locks."
+        assert "has no lock 'y'" in refused("clear_lock", "y", "--using", "memory")
+
+
 @pytest.mark.django_db
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 class TestEveryCommand:
@@ -665,13 +771,27 @@ class TestEveryCommand:
         assert "'nope'" in refused(*command, "--using", "nope")
 
     @pytest.mark.parametrize(
-        ("alias", "backend"), [("memory", "MemoryBackend"), ("dummy", "DummyBackend")]
+        ("backend", "why"),
+        [
+            ("dummy.DummyBackend", "It grants every claim"),
+            ("session.SessionBackend", "Call holder() of a lock instead."),
+            ("quorum.QuorumBackend", "List each member instead."),
+        ],
     )
-    def test_an_alias_without_rows_is_an_error(self, command, alias, backend):
-        """An alias without rows is an error that names the alias and its backend."""
-        message = refused(*command, "--using", alias)
-        assert repr(alias) in message
-        assert backend in message
+    def test_an_alias_without_a_list_says_why(self, command, backend, why, settings):
+        """The error names the alias, its backend, the reason and what to do."""
+        members = {"of": ["default", "memory", "insert"]}
+        settings.DLOCKS = {
+            **settings.DLOCKS,
+            "other": {
+                "BACKEND": f"dlocks.backends.{backend}",
+                "OPTIONS": members if "quorum" in backend else {},
+            },
+        }
+        message = refused(*command, "--using", "other")
+        assert "'other'" in message
+        assert backend.partition(".")[2] in message
+        assert ("no rows" if command[0] == "reap_locks" else why) in message
 
     @pytest.mark.parametrize("alias", ["optimistic", "insert", "brisk"])
     def test_database_backends_share_their_rows(self, command, alias):

@@ -27,7 +27,6 @@ from dlocks.operations import (
     in_row,
     is_unused,
     purge,
-    reason_of,
     take_out,
 )
 from dlocks.text import printable
@@ -118,7 +117,7 @@ class LockActions(Confirmation):
             if targets is None:
                 return None
             try:
-                reason = reason_of(request.POST.get("reason", ""))
+                reason = audit.reason_of(request.POST.get("reason", ""))
             except ValueError as error:
                 return self._confirmation(
                     request, self._as_posted(targets), error=str(error)
@@ -260,8 +259,7 @@ class LockActions(Confirmation):
                     kind=target.kind,
                     key=target.key,
                     number=target.number,
-                    holder=lost.holder,
-                    owner_ip=lost.owner_ip,
+                    lost=lost,
                     reason=reason,
                     by=request.user.get_username(),
                     via="admin",

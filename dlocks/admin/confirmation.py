@@ -15,9 +15,9 @@ from django.utils.translation import gettext as _
 from dlocks.admin.columns import LockColumns, key_html
 from dlocks.admin.links import back_to
 from dlocks.admin.target import Target, from_form, to_form
+from dlocks.audit import REASON_LENGTH
 from dlocks.models import ClaimState, LockState, ResourceLock
 from dlocks.operations import (
-    REASON_LENGTH,
     LockRow,
     claims,
     is_column,

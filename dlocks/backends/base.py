@@ -25,17 +25,18 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
+from django.utils.translation import gettext_lazy
+
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.connected import connection_of
 from dlocks.values import (
-    KEY_LENGTH,
-    UNLIMITED,
     Claim,
     Grant,
     Holder,
     Ticket,
     WaitingClaim,
+    check_prefix,
     seconds,
 )
 
@@ -79,11 +80,19 @@ class Inspector:
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
         """Return the holders that share a key, and the number of its waiters."""
-        return (), 0
+        return (), self.backend.waiting(key)
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         """Return the queued claims of all callers that hold other keys."""
         return ()
+
+    def waits_of(self, locks: Sequence[Any]) -> dict[str, list[WaitingClaim]]:
+        """Return the claims of the holders of locks that wait, by key."""
+        waits: dict[str, list[WaitingClaim]] = {lock.pk: [] for lock in locks}
+        for claim in self.waiting_claims():
+            for key in {held.key for held in claim.holding} & waits.keys():
+                waits[key].append(claim)
+        return waits
 
 
 class Runtime:
@@ -155,6 +164,8 @@ class Backend:
     # Whether ``pin()`` can keep a key for a hold until a transaction in ``database``
     # has ended.
     supports_guard: ClassVar[bool] = False
+    # Why ``keys()`` is not possible, as a sentence. Empty if it is.
+    unlisted: ClassVar[Any] = gettext_lazy("This backend cannot list its locks.")
     # The alias of the database that contains the locks, if there is one.
     database: str = ""
     # Whether ``exchange()`` can replace a held claim with another.
@@ -329,6 +340,14 @@ class Backend:
         """
         raise NotImplementedError
 
+    def keys(self) -> Sequence[str]:
+        """Return the keys under the prefix that are held."""
+        raise NotImplementedError
+
+    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
+        """End the hold with this token, and return whether there was one."""
+        raise LockBackendError(f"{type(self).__name__} cannot clear locks.")
+
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
@@ -376,24 +395,3 @@ class Backend:
     def check(self) -> list[Any]:
         """Return Django's check messages about this alias."""
         return []
-
-
-def refusal_without_rows(backend: Backend, claim: Claim) -> str | None:
-    """Return the refusal of a backend that stores no permits and no releases."""
-    kind = type(backend).__name__
-    if claim.shared and claim.permits < UNLIMITED:
-        return f"{kind} does not support semaphores."
-    if not claim.takeover:
-        return (
-            f"{kind} does not support takeover=False, because it does not record"
-            " whether the last holder released the key."
-        )
-    return None
-
-
-def check_prefix(prefix: object) -> None:
-    """Raise ValueError if keys cannot start with this prefix."""
-    if not isinstance(prefix, str) or "\0" in prefix or len(prefix) >= KEY_LENGTH:
-        raise ValueError(
-            f"prefix must be a string of fewer than {KEY_LENGTH} characters without NUL"
-        )

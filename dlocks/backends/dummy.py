@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from django.utils.translation import gettext_lazy
+
 from dlocks.backends.base import Backend
 from dlocks.values import Claim, Grant, Holder
 
@@ -16,6 +18,7 @@ class DummyBackend(Backend):
 
     exclusive: ClassVar[bool] = False
     supports_handover: ClassVar[bool] = True
+    unlisted = gettext_lazy("It grants every claim, so there are no locks.")
 
     def __init__(self, alias: str, **options: Any) -> None:
         super().__init__(alias, **options)

@@ -14,7 +14,7 @@ from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime import clock
 from dlocks.runtime.threads import BackgroundThread
-from dlocks.values import Claim, Holder
+from dlocks.values import UNLIMITED, Claim, Holder
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,19 @@ class LocalClaims(Backend):
         self.contended: RecentKeys = RecentKeys()
         self._maintainer = BackgroundThread(self.maintainer_name, self._maintain)
         self._maintains_at = 0.0
+
+    def refusal(self, claim: Claim) -> str | None:
+        if (why := super().refusal(claim)) is not None:
+            return why
+        kind = type(self).__name__
+        if claim.shared and claim.permits < UNLIMITED:
+            return f"{kind} does not support semaphores."
+        if not claim.takeover:
+            return (
+                f"{kind} does not support takeover=False, because it does not record"
+                " whether the last holder released the key."
+            )
+        return None
 
     # The caller of these methods holds the mutex.
 

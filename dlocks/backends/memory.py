@@ -34,6 +34,7 @@ class MemoryBackend(Backend):
     supports_sharing: ClassVar[bool] = True
     supports_handover: ClassVar[bool] = True
     supports_guard: ClassVar[bool] = True
+    unlisted = ""
 
     def __init__(self, alias: str, **options: Any) -> None:
         super().__init__(alias, **options)
@@ -70,6 +71,10 @@ class MemoryBackend(Backend):
 
     def holder(self, key: str) -> Holder | None:
         return table.holder(self._state(key), key, self._moment())
+
+    def keys(self) -> list[str]:
+        prefix, keys = self.prefix, list(self._states)
+        return [key for key in keys if key.startswith(prefix) and self.holder(key)]
 
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None

@@ -15,6 +15,7 @@ from django.core.management.base import (
 )
 from django.db.utils import Error
 
+from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.connection import is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
@@ -24,6 +25,9 @@ from dlocks.operations import LockRow
 
 class LockCommand(BaseCommand):
     """A command for the locks of one alias."""
+
+    # Whether it works only on the rows of a database.
+    needs_rows = False
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
@@ -50,20 +54,22 @@ class LockCommand(BaseCommand):
                 ) from error
             raise CommandError(str(error)) from error
 
-    def work(self, backend: DatabaseBackend, **options: Any) -> None:
+    def work(self, backend: Any, **options: Any) -> None:
         raise NotImplementedError(
             "subclasses of LockCommand must provide a work() method"
         )
 
-    def _backend(self, alias: str) -> DatabaseBackend:
+    def _backend(self, alias: str) -> Backend:
         try:
             backend = backends[alias]
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
-        if not isinstance(backend, DatabaseBackend):
+        rows = isinstance(backend, DatabaseBackend)
+        why = "It has no rows in a database." if self.needs_rows else backend.unlisted
+        if why and not rows:
             raise CommandError(
-                f"The locks of DLOCKS[{alias!r}] cannot be listed or cleared, because"
-                f" {type(backend).__name__} keeps no rows in a database."
+                f"DLOCKS[{alias!r}], a {type(backend).__name__}, does not support this"
+                f" command. {why}"
             )
         return backend
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
+import json
 import logging
 import re
 import signal
@@ -17,6 +19,7 @@ import weakref
 import pytest
 import redis
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import SimpleTestCase
 
@@ -69,6 +72,100 @@ def backend(server):
 class TestRedis(BackendContract, SimpleTestCase):
     def make_backend(self, **options):
         return RedisBackend("redis", url=url(self.server.port), **options)
+
+
+# The commands.
+
+
+def run(*args):
+    out = io.StringIO()
+    call_command(*args, "--using", "redis", stdout=out, no_color=True)
+    return out.getvalue()
+
+
+@pytest.fixture
+def holder(server, aliases):
+    """Hold ``stock:7`` under a prefix in another process, and return its token."""
+    process = aliases(redis=alias(server.port, prefix="a[*]}:", ttl=1))()
+    process.start(jobs.hold_until_lost, "stock:7", using="redis")
+    process.token = process.hear()
+    return process
+
+
+def test_list_locks_shows_the_holders_of_other_processes(holder, backend):
+    """Odd characters in keys are shown, and keys of other prefixes are not."""
+    odd = claim("a[*]}:%7D {ü}*")
+    backend.acquire(odd)
+    backend.acquire(claim("b:other"))
+    backend.enqueue(claim(odd.key, holder="next"))
+    _, first, stock = run("list_locks").splitlines()
+    assert re.fullmatch(
+        r"%7D \{ü\}\* +held +somebody +- +\S+ s ago +\d+ s left +1 +1 +\d+", first
+    )
+    assert re.search(rf"^stock:7 +held .* s left +1 +0 +{holder.token}$", stock)
+    assert json.loads(run("list_locks", "stock:*", "--json"))[0]["waiting"] == 0
+
+
+def test_a_cleared_lock_is_lost_and_goes_to_the_first_waiter(holder, backend):
+    """Its former holder learns of it at its next renewal. Tokens still grow."""
+    waits = claim("a[*]}:stock:7", holder="next")
+    backend.enqueue(waits)
+    with pytest.raises(CommandError, match="is held. To force its release, pass"):
+        run("clear_lock", "stock:7", "--yes")
+    out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
+    assert re.search(r"'stock:7' was cleared. It is now held by next for .*", out)
+    grant = backend.poll([waits])[waits.owner].grant
+    assert grant.token > holder.token
+    # The loss was reported.
+    assert holder.hear()
+    backend.release(waits)
+    assert backend.acquire(claim(waits.key)).token > grant.token
+
+
+def test_only_the_hold_that_was_shown_is_cleared(backend):
+    first = claim()
+    token = backend.acquire(first).token
+    assert not backend.clear("key", token + 1)
+    assert not backend.clear("free", token)
+    backend.release(first)
+    second = claim()
+    backend.acquire(second)
+    assert not backend.clear("key", token)
+    assert backend.verify([second], 1)
+
+
+def test_stale_and_kept_locks_can_be_cleared(backend):
+    """A key is free although its holder crashed, or keeps it for a while."""
+    crashed = claim("crashed", ttl=0.001)
+    token = backend.acquire(crashed).token
+    while not backend.holder("crashed").stale:
+        pass
+    assert backend.clear("crashed", token)
+    assert backend.holder("crashed") is None
+    kept = claim("kept")
+    token = backend.acquire(kept).token
+    backend.release(kept, keep=60.0)
+    assert backend.keys() == ["kept"]
+    assert backend.clear("kept", token)
+    assert backend.keys() == []
+    assert backend.acquire(claim("kept")).token > token
+
+
+def test_clear_lock_frees_a_stale_key(server, aliases):
+    """Its holder never released it, and no other caller may take it over."""
+    aliases(redis=alias(server.port))
+    backends["redis"].acquire(claim("crashed", ttl=0.001, takeover=False))
+    while not backends["redis"].holder("crashed").stale:
+        pass
+    out = run("clear_lock", "crashed", "--stale-only", "--yes")
+    assert "'crashed' is stale: held by somebody" in out
+    assert "'crashed' was cleared and is free." in out
+
+
+def test_a_server_that_is_away_is_reported_in_one_line(aliases):
+    aliases(redis=alias(1))
+    with pytest.raises(CommandError, match="a request to Redis at .* failed"):
+        run("list_locks")
 
 
 # Processes.

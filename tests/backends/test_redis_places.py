@@ -106,6 +106,19 @@ def test_a_cluster_spreads_keys_and_queues_over_its_nodes(empty, aliases, until)
         assert all(client.dbsize() for client in clients)
 
 
+def test_the_locks_of_all_nodes_of_a_cluster_are_listed(empty):
+    """They can also be cleared."""
+    url = f"redis://127.0.0.1:{empty[0].port}"
+    backend = RedisBackend("cluster", url=url, cluster=True)
+    claims = [Claim(key=f"key {number}", ttl=30.0) for number in range(20)]
+    tokens = [backend.acquire(claim).token for claim in claims]
+    assert sorted(backend.keys()) == sorted(claim.key for claim in claims)
+    for claim, token in zip(claims, tokens, strict=True):
+        assert backend.clear(claim.key, token)
+    assert backend.keys() == []
+    assert backend.renew(claims) == {}
+
+
 def test_a_silent_cluster_node_fails_only_its_own_keys(empty, aliases):
     url = f"redis://127.0.0.1:{empty[0].port}"
     aliases(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import io
 import json
 import math
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -24,6 +26,7 @@ from pathlib import Path
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
 from django.test import SimpleTestCase
 from kazoo.client import KazooClient
 from kazoo.exceptions import ConnectionLoss, NoNodeError
@@ -1260,3 +1263,76 @@ def test_the_examples_on_zookeeper(server, settings, root):
         f"`{option}`" in text
         for option in options_of(ZooKeeperBackend) - options_of(Backend)
     )
+
+
+# The commands.
+
+
+def run(*args):
+    out = io.StringIO()
+    call_command(*args, "--using", "zookeeper", stdout=out, no_color=True)
+    return out.getvalue()
+
+
+def test_list_locks_shows_the_holders_of_other_processes(server, configured):
+    """Keys of other prefixes and keys without a holder are not shown."""
+    process = configured(server.port, prefix="a:")()
+    process.start(jobs.hold_until_lost, "stock:7", using="zookeeper", timeout=20)
+    token = process.hear()
+    backend = backends["zookeeper"]
+    odd = claim("a:%2F / {ü}")
+    backend.acquire(odd)
+    backend.acquire(claim("b:other"))
+    backend.enqueue(claim("a:stock:7", holder="next"))
+    _, first, stock = run("list_locks").splitlines()
+    assert re.fullmatch(
+        r"%2F / \{ü\} +held +somebody +- +\S+ s ago +\d+ s left +1 +0 +\d+", first
+    )
+    assert re.search(rf"^stock:7 +held +\S+ .* - +1 +1 +{token}$", stock)
+    (lock,) = json.loads(run("list_locks", "stock:*", "--json"))
+    assert (lock["token"], lock["seconds_left"], lock["waiting"]) == (token, None, 1)
+    backend.release(odd)
+    assert len(run("list_locks").splitlines()) == 2
+
+
+def test_an_empty_root_has_no_locks(server, configured):
+    configured(server.port)
+    assert run("list_locks") == "No locks.\n"
+
+
+def test_a_cleared_lock_is_lost_and_goes_to_the_first_waiter(server, configured):
+    """Its former holder learns of it at its next renewal. Tokens still grow."""
+    process = configured(server.port)()
+    process.start(jobs.hold_until_lost, "stock:7", using="zookeeper", timeout=20)
+    token = process.hear()
+    backend, waits = backends["zookeeper"], claim("stock:7", holder="next")
+    backend.enqueue(waits)
+    assert not backend.clear("stock:7", token + 1)
+    out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
+    assert re.search(r"'stock:7' was cleared. It is now held by next", out)
+    grant = backend.poll([waits])[waits.owner].grant
+    assert grant.token > token
+    # The loss was reported.
+    assert process.hear()
+    backend.release(waits)
+    assert backend.acquire(claim("stock:7")).token > grant.token
+
+
+def test_one_of_several_shared_holds_can_be_ended(server, configured):
+    configured(server.port)
+    backend = backends["zookeeper"]
+    readers = [claim(shared=True) for _ in range(2)]
+    first, _ = [backend.acquire(reader).token for reader in readers]
+    table = run("list_locks", "--waiting")
+    assert re.search(r"^key +shared \(2\) ", table, re.MULTILINE)
+    assert f"(token {first})" in table
+    with pytest.raises(CommandError, match="Pass --share TOKEN"):
+        run("clear_lock", "key", "--yes", "--reason", "tests")
+    out = run("clear_lock", "key", "--share", f"{first}", "--yes", "--reason", "tests")
+    assert "1 shared hold was ended." in out
+    assert [*backend.renew(readers)] == [*backend.renew(readers[1:])]
+    with pytest.raises(CommandError, match="has no shared hold with token"):
+        run("clear_lock", "key", "--share", f"{first}", "--yes", "--reason", "tests")
+    run("clear_lock", "key", "--all-shares", "--yes", "--reason", "tests")
+    assert backend.keys() == []
+    assert not backend.renew(readers)

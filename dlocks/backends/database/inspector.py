@@ -84,14 +84,6 @@ class DatabaseInspector(Inspector):
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         return read_waiting_claims(self.backend)
 
-    def waits_of(self, locks: Sequence[Any]) -> dict[str, list[WaitingClaim]]:
-        """Return the claims of the holders of locks that wait, by key."""
-        waits: dict[str, list[WaitingClaim]] = {lock.pk: [] for lock in locks}
-        for claim in self.waiting_claims():
-            for key in {held.key for held in claim.holding} & waits.keys():
-                waits[key].append(claim)
-        return waits
-
 
 def holder_of(row: Mapping[str, Any]) -> Holder:
     """Return the holder named by a lock row or by the row of a shared hold."""

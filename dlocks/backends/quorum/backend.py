@@ -24,6 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from django.utils.translation import gettext_lazy
+
 from dlocks.backends.quorum.members import Member
 from dlocks.backends.quorum.votes import Answers, Votes
 from dlocks.exceptions import LockStale
@@ -60,6 +62,7 @@ class QuorumBackend(Votes):
     """
 
     supports_fencing: ClassVar[bool] = False
+    unlisted = gettext_lazy("Its members keep its locks. List each member instead.")
 
     def __init__(
         self,

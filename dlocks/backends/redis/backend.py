@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 try:
     import redis
@@ -34,6 +35,7 @@ from dlocks.backends.redis.requests import (
     OF_A_SLOT,
     RedisRequests,
     milliseconds,
+    name_of,
     redis_backends,
 )
 from dlocks.exceptions import LockBackendError, LockStale
@@ -59,6 +61,7 @@ class RedisBackend(RedisRequests):
     supports_queue: ClassVar[bool] = True
     supports_handover: ClassVar[bool] = True
     supports_fencing: ClassVar[bool] = False
+    unlisted = ""
 
     def __init__(
         self,
@@ -185,6 +188,20 @@ class RedisBackend(RedisRequests):
             count=int(count),
             stale=status == "P" and remaining <= 0,
         )
+
+    def keys(self) -> list[str]:
+        # Only the name of a lock, which exists while it is held, ends with the tag.
+        names = self._request(lambda client: {*client.scan_iter(name_of("*"), 1000)})
+        prefix, keys = self.prefix, (unquote(name[8:-1]) for name in names)
+        return [key for key in keys if key.startswith(prefix)]
+
+    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
+        name, fields = name_of(key), ("token", "owner")
+        owner = self._request(lambda client: client.get(name))
+        token, last = self._request(lambda client: client.hmget(f"{name}:last", fields))
+        # The script releases only the hold of this owner.
+        call = key, last if owner is None else owner, ("F", 0)
+        return token == str(version) and self._run_all(scripts.RELEASE, [call]) == [1]
 
     # The queue.
 

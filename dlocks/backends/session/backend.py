@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext_lazy
 
-from dlocks.backends.base import refusal_without_rows
 from dlocks.backends.session.queue import EngineQueue
 from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
 from dlocks.runtime import clock
@@ -52,6 +52,9 @@ class SessionBackend(EngineQueue):
     supports_queue: ClassVar[bool] = True
     grants_in_queue: ClassVar[bool] = False
     supports_fencing: ClassVar[bool] = False
+    unlisted = gettext_lazy(
+        "The database knows only digests of the keys. Call holder() of a lock instead."
+    )
 
     def __init__(
         self,
@@ -213,7 +216,7 @@ class SessionBackend(EngineQueue):
         why = super().refusal(claim)
         if why is None and claim.shared and claim.scope == "transaction":
             why = "A shared lock does not support scope='transaction'."
-        return why or refusal_without_rows(self, claim)
+        return why
 
     def check(self) -> list[Any]:
         try:

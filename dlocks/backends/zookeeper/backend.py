@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from kazoo.exceptions import NoNodeError
 from kazoo.hosts import collect_hosts
 
-from dlocks.backends.base import refusal_without_rows
+from dlocks.backends.base import Inspector
 from dlocks.backends.zookeeper.claims import all_backends
 from dlocks.backends.zookeeper.ensemble import (
     CERTAIN,
@@ -56,6 +57,7 @@ class ZooKeeperBackend(Waiting):
 
     supports_queue: ClassVar[bool] = True
     supports_sharing: ClassVar[bool] = True
+    unlisted = ""
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class ZooKeeperBackend(Waiting):
             self._session_ended,
         )
         self.nodes = Nodes(self.ensemble, root)
+        self.inspector = ZooKeeperInspector(self)
         self._reset()
         all_backends.add(self)
 
@@ -125,9 +128,6 @@ class ZooKeeperBackend(Waiting):
         return self.ensemble.session_timeout / 8
 
     # The backend interface.
-
-    def refusal(self, claim: Claim) -> str | None:
-        return super().refusal(claim) or refusal_without_rows(self, claim)
 
     def acquire(self, claim: Claim) -> Grant | None:
         entry = self._entries.get(claim.owner)
@@ -210,14 +210,20 @@ class ZooKeeperBackend(Waiting):
         return freed
 
     def holder(self, key: str) -> Holder | None:
+        return next(self.holders(key), None)
+
+    def holders(self, key: str, *, shared: bool = False) -> Iterator[Holder]:
+        """Yield the holders of a key, or those that share it."""
         parent = self.nodes.parent(key)
         granted = self.nodes.queue_of(parent).granted
         with self._mutex:
             own = {entry.ticket: entry for entry in self._all() if entry.token}
         for ticket in granted:
+            if shared and not ticket.shared:
+                continue
             if entry := own.get(ticket):
                 if not entry.kept:
-                    return self._own_holder(entry)
+                    yield self._own_holder(entry)
                 continue
             (answer,) = self.ensemble.ask(("get", f"{parent}/{ticket.name}"))
             if isinstance(answer, NoNodeError):
@@ -227,7 +233,7 @@ class ZooKeeperBackend(Waiting):
             with suppress(ValueError):
                 known = dict(json.loads(data))
             created = datetime.fromtimestamp(stat.ctime / 1000, UTC)
-            return Holder(
+            yield Holder(
                 key=key,
                 holder=str(known.get("holder") or ""),
                 owner_ip=known.get("ip"),
@@ -237,4 +243,29 @@ class ZooKeeperBackend(Waiting):
                 count=1,
                 stale=False,
             )
-        return None
+
+    def keys(self) -> list[str]:
+        (names,) = self.ensemble.ask(("get_children", self.root))
+        if isinstance(names, NoNodeError):
+            return []
+        prefix = self.prefix
+        keys = [key for key in map(unquote, names) if key.startswith(prefix)]
+        queues = self.nodes.queues_of([*map(self.nodes.parent, keys)]).values()
+        return [key for key, one in zip(keys, queues, strict=True) if one.granted]
+
+    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
+        parent = self.nodes.parent(key)
+        for ticket in self.nodes.queue_of(parent).granted:
+            path = f"{parent}/{ticket.name}"
+            (stat,) = self.ensemble.ask(("exists", path))
+            if stat is not None and self.nodes.token(stat.czxid) == version:
+                self.ensemble.ask(("delete", path))
+                return True
+        return False
+
+
+class ZooKeeperInspector(Inspector):
+    backend: ZooKeeperBackend
+
+    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
+        return [*self.backend.holders(key, shared=True)], self.backend.waiting(key)

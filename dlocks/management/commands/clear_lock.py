@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
-from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.backends.base import Backend
 from dlocks.core.policy import check_key
 from dlocks.management.base import LockCommand, matching
 from dlocks.models import ClaimState, LockState
@@ -22,7 +22,6 @@ from dlocks.operations import (
     in_transaction,
     is_kept,
     pages,
-    reason_of,
     shares,
     shown,
     state_of,
@@ -81,14 +80,14 @@ class Command(LockCommand):
             help="The reason, for the log. Required if the lock is held.",
         )
 
-    def work(self, backend: DatabaseBackend, **options: Any) -> None:
+    def work(self, backend: Backend, **options: Any) -> None:
         keys = options["keys"]
         try:
             for key in keys:
                 check_key(key)
                 check_key(backend.prefix + key)
             if options["reason"] is not None:
-                options["reason"] = reason_of(options["reason"])
+                options["reason"] = audit.reason_of(options["reason"])
         except (TypeError, ValueError) as error:
             raise CommandError(str(error)) from error
         locks, patterns = self._chosen(backend, keys, options["stale_only"])
@@ -118,7 +117,7 @@ class Command(LockCommand):
             raise CommandError(f"{failed} of {len(locks)} locks were not cleared.")
 
     def _chosen(
-        self, backend: DatabaseBackend, keys: list[str], stale_only: bool
+        self, backend: Backend, keys: list[str], stale_only: bool
     ) -> tuple[list[LockRow], list[str]]:
         """Return the locks of the keys and patterns, and the patterns."""
         locks: dict[str, LockRow] = {}
@@ -147,7 +146,7 @@ class Command(LockCommand):
         return [locks[key] for key in sorted(locks)], patterns
 
     def _clear(
-        self, backend: DatabaseBackend, lock: LockRow, several: bool, **options: Any
+        self, backend: Backend, lock: LockRow, several: bool, **options: Any
     ) -> None:
         name = _name(backend, lock)
         if options["share"] is not None or options["all_shares"]:
@@ -190,15 +189,15 @@ class Command(LockCommand):
         )
 
     def _end_shares(
-        self, backend: DatabaseBackend, lock: LockRow, name: str, **options: Any
+        self, backend: Backend, lock: LockRow, name: str, **options: Any
     ) -> None:
-        found = shares(backend, [lock.pk])
-        if (token := options["share"]) is not None:
-            found = found.filter(version=token) if abs(token) < 2**63 else found.none()
-        if options["stale_only"]:
-            # Filter by the state that is shown. Only these shared holds are ended.
-            found = found.filter(state=ClaimState.STALE)
-        chosen = list(found)
+        token = options["share"]
+        # Only the shared holds that are shown are ended.
+        chosen = [
+            share
+            for share in shares(backend, [lock.pk], token)
+            if not options["stale_only"] or share.state == ClaimState.STALE
+        ]
         if not chosen:
             which = "stale shared hold" if options["stale_only"] else "shared hold"
             with_token = "" if token is None else f" with token {token}"
@@ -242,7 +241,7 @@ class Command(LockCommand):
 
     def _audit(
         self,
-        backend: DatabaseBackend,
+        backend: Backend,
         kind: str,
         key: str,
         lost: LockRow,
@@ -254,8 +253,7 @@ class Command(LockCommand):
             kind=kind,
             key=key,
             number=lost.version,
-            holder=lost.holder,
-            owner_ip=lost.owner_ip,
+            lost=lost,
             reason=reason or audit.STALE,
             by=audit.operator(),
             via="clear_lock",
@@ -267,7 +265,7 @@ class Command(LockCommand):
         for share in found:
             self.stdout.write(f"    {_held_by(share)}")
 
-    def _now(self, backend: DatabaseBackend, key: str, name: str) -> str:
+    def _now(self, backend: Backend, key: str, name: str) -> str:
         lock = shown(backend, key)
         if lock is None or lock.state == LockState.FREE:
             return self.style.SUCCESS(f"{name} was cleared and is free.")
@@ -290,7 +288,7 @@ class Command(LockCommand):
             raise CommandError("Not confirmed. Nothing was changed.")
 
 
-def _name(backend: DatabaseBackend, lock: LockRow) -> str:
+def _name(backend: Backend, lock: LockRow) -> str:
     return f"'{printable(lock.pk.removeprefix(backend.prefix))}'"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -10,12 +11,13 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from itertools import chain
 from typing import Any
 
 from django.core.management.base import CommandParser
 
-from dlocks.backends.database.backend import DatabaseBackend
+from dlocks.backends.base import Backend
 from dlocks.management.base import LockCommand, matching
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
@@ -117,7 +119,7 @@ class Command(LockCommand):
             help="List again at this interval, 2 seconds by default, until Ctrl-C.",
         )
 
-    def work(self, backend: DatabaseBackend, **options: Any) -> None:
+    def work(self, backend: Backend, **options: Any) -> None:
         if (seconds := options["watch"]) is None:
             self._list(backend, **options)
             return
@@ -130,7 +132,7 @@ class Command(LockCommand):
                 self.stdout.flush()
                 time.sleep(max(0.1, seconds))
 
-    def _list(self, backend: DatabaseBackend, **options: Any) -> None:
+    def _list(self, backend: Backend, **options: Any) -> None:
         states = [LockState.HELD, LockState.SHARED, LockState.STALE]
         if options["held"]:
             states.remove(LockState.STALE)
@@ -164,7 +166,7 @@ class Command(LockCommand):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _write_table(
-        self, backend: DatabaseBackend, locks: Iterable[list[LockRow]], waiting: bool
+        self, backend: Backend, locks: Iterable[list[LockRow]], waiting: bool
     ) -> None:
         widths: list[int] = []
         for page in locks:
@@ -250,14 +252,14 @@ class Command(LockCommand):
                 if not alone or lock.begin_time is None
                 else f"{duration(lock.seconds_held)} ago"
             ),
-            time_left(lock) if taken and not is_kept(lock) else "-",
+            (taken and not is_kept(lock) and time_left(lock)) or "-",
             str(lock.hold_count),
             str(lock.waiting),
             str(lock.version),
         )
 
     def _write_json(
-        self, backend: DatabaseBackend, locks: Iterable[list[LockRow]], waiting: bool
+        self, backend: Backend, locks: Iterable[list[LockRow]], waiting: bool
     ) -> None:
         before = "["
         for page in locks:
@@ -295,17 +297,11 @@ class Command(LockCommand):
             "status": lock.status,
             "holder": lock.holder if alone else "",
             "owner_ip": lock.owner_ip if alone else None,
-            "begin_time": (
-                lock.begin_time.isoformat() if alone and lock.begin_time else None
-            ),
-            "end_time": lock.end_time.isoformat(),
-            "seconds_held": (
-                round(lock.seconds_held, 3)
-                if taken and lock.seconds_held is not None
-                else None
-            ),
+            "begin_time": _iso(lock.begin_time) if alone else None,
+            "end_time": _iso(lock.end_time),
+            "seconds_held": _rounded(lock.seconds_held) if taken else None,
             "seconds_left": (
-                round(lock.seconds_left, 3) if taken and not is_kept(lock) else None
+                _rounded(lock.seconds_left) if taken and not is_kept(lock) else None
             ),
             "hold_count": lock.hold_count,
             "waiting": lock.waiting,
@@ -328,7 +324,7 @@ def _claim_fields(claim: LockRow) -> dict[str, Any]:
         "state": claim.state,
         "holder": claim.holder,
         "owner_ip": claim.owner_ip,
-        "begin_time": claim.begin_time.isoformat(),
+        "begin_time": _iso(claim.begin_time),
         "mode": "shared" if claim.shared else "exclusive",
         "permits": (
             claim.permits if claim.shared and claim.permits != UNLIMITED else None
@@ -339,9 +335,9 @@ def _claim_fields(claim: LockRow) -> dict[str, Any]:
 def _share_fields(share: LockRow) -> dict[str, Any]:
     return {
         **_claim_fields(share),
-        "end_time": share.end_time.isoformat(),
-        "seconds_held": round(share.seconds_held, 3),
-        "seconds_left": None if is_kept(share) else round(share.seconds_left, 3),
+        "end_time": _iso(share.end_time),
+        "seconds_held": _rounded(share.seconds_held),
+        "seconds_left": None if is_kept(share) else _rounded(share.seconds_left),
         "hold_count": share.hold_count,
         "token": share.version,
     }
@@ -354,6 +350,14 @@ def _queue_fields(position: int | None, claim: LockRow, prefix: str) -> dict[str
         "holds": [key.removeprefix(prefix) for key in claim.held_keys],
         "seconds_waited": round(claim.seconds_held, 3),
     }
+
+
+def _iso(value: datetime | None) -> str | None:
+    return value.isoformat() if value else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value in {None, math.inf} else round(value, 3)
 
 
 def _cut(cell: str, width: int) -> str:

@@ -16,6 +16,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Command(LockCommand):
+    needs_rows = True
     help = (
         "Clears stale locks and shared holds. Deletes dead claims, old records of the"
         " history and, with --idle-for, the rows of unused keys."
