@@ -7,6 +7,7 @@ temporary one.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from django.template.loader import render_to_string
 
 from example_project.shop.models import Product
 from tests import rows
+from tests.internals import Claim, backends
 from tests.models import Article, Comment
 from tests.test_admin import LIST, detail, person
 from tests.test_admin_records import RECORDS
@@ -196,6 +198,29 @@ def room_shared(page, settings):
     page.goto(LIVE)
 
 
+def room_listed(page, settings):
+    memory = "dlocks.backends.memory.MemoryBackend"
+    dummy = "dlocks.backends.dummy.DummyBackend"
+    settings.DLOCKS = {
+        **settings.DLOCKS,
+        "redis": {"BACKEND": memory, "OPTIONS": {"prefix": "shop:"}},
+        "off": {"BACKEND": dummy},
+    }
+    backend = backends["redis"]
+    for number, key in enumerate(["stock:7", "report:monthly:" + "x" * 60, "free"]):
+        holder = f"web-{number}.example.com:1412:Thread-{number}"
+        claim = Claim(
+            key=f"shop:{key}", ttl=30.0, holder=holder, owner_ip="2001:db8::7"
+        )
+        backend.acquire(claim)
+        backend.enqueue(replace(claim, owner=f"other {key}"))
+    backend.expire(claim, 60.0)
+    for _ in range(2):
+        backend.acquire(Claim(key="shop:catalogue", ttl=30.0, shared=True))
+    page.goto(f"{LIVE}?alias=redis")
+    page.get_by_text("Aliases that are not listed").click()
+
+
 def room_logged_out(page, settings):
     room_busy(page, settings)
     page.context.clear_cookies()
@@ -247,6 +272,7 @@ STATES = [
     room_busy,
     room_key,
     room_shared,
+    room_listed,
     room_logged_out,
     room_server_away,
     records_empty,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import math
 import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,8 +14,17 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from dlocks import LockBackendError
 from tests import rows
-from tests.internals import After, HoldRecord, LockClaim, ResourceLock, control_room
+from tests.internals import (
+    After,
+    Claim,
+    HoldRecord,
+    LockClaim,
+    ResourceLock,
+    backends,
+    control_room,
+)
 from tests.test_admin import ODD_KEYS, page, person
 
 LIVE = "/admin/dlocks/resourcelock/live/"
@@ -33,6 +44,20 @@ def releaser(db):
 @pytest.fixture
 def with_history(settings):
     settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+
+
+@pytest.fixture
+def in_memory(db, settings, in_other_thread):
+    """Hold a key with a waiter, and share another, in a backend without rows."""
+    memory = "dlocks.backends.memory.MemoryBackend"
+    settings.DLOCKS = {**settings.DLOCKS, "other": {"BACKEND": memory}}
+    backend = backends["other"]
+    facts = {"ttl": 30.0, "holder": "web-1:4711:MainThread", "owner_ip": "192.0.2.7"}
+    backend.acquire(Claim(key=HOSTILE, **facts))
+    backend.enqueue(Claim(key=HOSTILE, ttl=30.0))
+    for _ in range(2):
+        backend.acquire(Claim(key="shared", shared=True, **facts))
+    return backend
 
 
 def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fields):
@@ -504,3 +529,77 @@ class TestRelease:
             viewer.get(reverse("admin:dlocks_resourcelock_change", args=["a&b"]))
         )
         assert f'href="{LIVE}?key=a%26b"' in detail
+
+
+class TestAliasWithoutRows:
+    """An alias whose locks are not rows is shown as well, read-only."""
+
+    def test_its_holds_are_listed(self, releaser, in_memory):
+        """Key, state, holder, IP, age, time left, waiters and token are shown."""
+        text = page(releaser.get(LIVE, {"alias": "other"}))
+        table = text[text.index('class="dlocks-locks') :]
+        first, *shares = [
+            text_of(row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)[1:]
+        ]
+        token = in_memory.holder(HOSTILE).token
+        assert re.fullmatch(
+            rf"{re.escape(HOSTILE)} held exclusive web-1:4711:MainThread 192\.0\.2\.7"
+            rf" \S+ s ago \d+ s 1 {token}",
+            first,
+        )
+        assert [row.split()[:3] for row in shares] == [["shared", "held", "shared"]] * 2
+        assert "Force release" not in text
+        assert "history is off" not in text_of(text)
+        assert "<script>alert" not in text
+
+    def test_its_part_is_refreshed(self, viewer, in_memory):
+        """The script fetches only the table, less often than that of rows."""
+        text = page(viewer.get(LIVE, {"alias": "other"}))
+        assert re.findall('data-part="([^"]*)" data-every="([^"]*)"', text) == [
+            ("?alias=other&amp;part=now", "10")
+        ]
+        part = page(viewer.get(LIVE, {"alias": "other", "part": "now"}))
+        assert "<html" not in part
+        assert "4711" in part
+        for name in ("hour", "past"):
+            part = page(viewer.get(LIVE, {"alias": "other", "part": name}))
+            assert text_of(part) == ""
+
+    def test_an_alias_without_a_hold_is_empty(self, viewer, in_memory, monkeypatch):
+        monkeypatch.setattr(in_memory, "keys", list)
+        text = text_of(page(viewer.get(LIVE, {"alias": "other", "key": "x"})))
+        assert "No lock is held" in text
+
+    def test_a_backend_that_is_away_is_reported(self, viewer, in_memory, monkeypatch):
+        """The page shows the error instead of the table."""
+
+        def fail():
+            raise LockBackendError("Redis is away")
+
+        monkeypatch.setattr(in_memory, "keys", fail)
+        text = text_of(page(viewer.get(LIVE, {"alias": "other"})))
+        assert "Redis is away" in text
+        assert "No lock is held" not in text
+
+    def test_a_hidden_holder_is_not_shown(self, viewer, in_memory, settings):
+        settings.DLOCKS_SHOW_HOLDER = False
+        text = page(viewer.get(LIVE, {"alias": "other"}))
+        assert "4711" not in text
+        assert "192.0.2.7" not in text
+        assert "a hidden holder" in text
+
+    def test_unknown_values_stay_empty(self, viewer, in_memory, monkeypatch):
+        """A backend need not know the lease or the age of a hold."""
+        holder = replace(
+            in_memory.holder(HOSTILE), since=None, remaining=math.inf, owner_ip=None
+        )
+        monkeypatch.setattr(in_memory, "keys", lambda: [HOSTILE])
+        monkeypatch.setattr(in_memory, "holder", lambda key: holder)
+        text = text_of(page(viewer.get(LIVE, {"alias": "other"})))
+        assert f"web-1:4711:MainThread 1 {holder.token} " in text
+
+    def test_the_first_alias_needs_no_choice(self, viewer, in_memory, settings):
+        """A site without locks in its database begins with the other alias."""
+        settings.DLOCKS = {"default": settings.DLOCKS["other"]}
+        backends["default"].acquire(Claim(key="mine", ttl=30.0))
+        assert "mine" in page(viewer.get(LIVE))

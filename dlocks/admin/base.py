@@ -12,6 +12,7 @@ from django.http import HttpRequest, HttpResponse, QueryDict
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
+from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 
@@ -25,26 +26,26 @@ class AliasChangeList(ChangeList):
         return found
 
 
-def _sources() -> tuple[dict[str, DatabaseBackend], list[tuple[str, str]]]:
+def _sources() -> tuple[dict[str, Backend], list[tuple[str, str]]]:
     """Return the aliases with pages of their own, and the others with reasons.
 
     Aliases with the same database and prefix have the same rows. The first one stands
     for them.
     """
-    shown: dict[str, DatabaseBackend] = {}
+    shown: dict[str, Backend] = {}
     hidden = []
-    tables: dict[tuple[str, str], str] = {}
+    tables: dict[Any, str] = {}
     for alias in dict.fromkeys([DEFAULT_ALIAS, *backends]):
         try:
             backend = backends[alias]
         except ImproperlyConfigured:
             hidden.append((alias, _("its settings have an error")))
             continue
-        if not isinstance(backend, DatabaseBackend):
-            hidden.append((alias, _("its locks are not in the table of locks")))
-        elif (same := tables.setdefault((backend.database, backend.prefix), alias)) == (
-            alias
-        ):
+        rows = isinstance(backend, DatabaseBackend)
+        table = (backend.database, backend.prefix) if rows else alias
+        if backend.unlisted and not rows:
+            hidden.append((alias, backend.unlisted))
+        elif (same := tables.setdefault(table, alias)) == alias:
             shown[alias] = backend
         else:
             hidden.append((alias, _("has the same rows as %s") % same))
@@ -77,15 +78,27 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         backend = backends[self.alias]
         return backend if isinstance(backend, DatabaseBackend) else None
 
-    def chosen(self, request: HttpRequest) -> Self:
-        """Return the admin of the alias in the address, or of the first alias."""
+    def chosen(self, request: HttpRequest, *, live: bool = False) -> Self:
+        """Return the admin of the alias in the address, or of the first alias.
+
+        Only the live page shows an alias without rows.
+        """
         # Django keeps the parameters of a list in this one.
         kept = QueryDict(request.GET.get("_changelist_filters", ""))
         alias = request.GET.get("alias", kept.get("alias"))
-        shown, _hidden = _sources()
+        shown = [
+            name
+            for name, backend in _sources()[0].items()
+            if live or isinstance(backend, DatabaseBackend)
+        ]
         chosen = copy.copy(self)
         chosen.alias = alias if alias in shown else next(iter(shown), DEFAULT_ALIAS)
+        if not live:
+            chosen._find_kept(request)
         return chosen
+
+    def _find_kept(self, request: HttpRequest) -> None:
+        """Load the expired leases that transactions keep, for all querysets."""
 
     @property
     def query(self) -> dict[str, str]:

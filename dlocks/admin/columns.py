@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from django.contrib import admin
@@ -178,7 +179,7 @@ def label(shown: LockRow, *, is_long: bool) -> str:
 def short_time_left(lock: LockRow) -> str:
     """Return the time left for a cell whose heading says what it is."""
     left: float = lock.seconds_left
-    return shown_duration(left) if left > 0 else time_left(lock)
+    return shown_duration(left) if 0 < left < math.inf else time_left(lock)
 
 
 def time_html(value: Any, ago: float) -> str:

@@ -21,8 +21,12 @@ from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
 from dlocks.admin.columns import badge, is_long, key_html, label
-from dlocks.admin.links import LockAdmin, lock_url, url
+from dlocks.admin.links import lock_url, url
 from dlocks.admin.live_history import LiveHistory
+from dlocks.backends.base import Backend
+from dlocks.backends.listing import listed
+from dlocks.conf import backends
+from dlocks.exceptions import LockBackendError
 from dlocks.models import ClaimState, LockClaim, LockState
 from dlocks.operations import LockRow, address_of, in_row, mode, name_of, time_left
 from dlocks.text import moment, printable, shown_duration
@@ -36,7 +40,7 @@ EVERY = {"hour": 15, "now": 2, "past": 15}
 ONLY = {"waiting": Q(waiting__gt=0), "stale": Q(state=LockState.STALE)}
 
 
-def view(admin: LockAdmin, request: HttpRequest) -> HttpResponse:
+def view(admin: Any, request: HttpRequest) -> HttpResponse:
     """Return the page.
 
     With ``?part=``, return one part of it, for the page's script. With ``?key=``, show
@@ -46,6 +50,8 @@ def view(admin: LockAdmin, request: HttpRequest) -> HttpResponse:
         raise PermissionDenied
     request.current_app = admin.admin_site.name
     room = Room(admin, request)
+    if not (backend := backends[admin.alias]).unlisted:
+        room.list_holds(backend)
     part = request.GET.get("part")
     if part in EVERY:
         return TemplateResponse(
@@ -71,7 +77,7 @@ class Room(LiveHistory):
     Each part runs only its own queries, whose number does not depend on that of locks.
     """
 
-    def __init__(self, admin: LockAdmin, request: HttpRequest) -> None:
+    def __init__(self, admin: Any, request: HttpRequest) -> None:
         self.admin = admin
         self.request = request
         # PostgreSQL raises an error for a NUL in a query's parameter.
@@ -84,6 +90,19 @@ class Room(LiveHistory):
         self.every = EVERY
         # Loaded only if a lease looks stale.
         self._kept = Kept()
+
+    def list_holds(self, backend: Backend) -> None:
+        """Load the holds in a backend without rows, or the reason of a failure."""
+        self.key, self.is_listed, self.every = "", True, dict.fromkeys(EVERY, 10)
+        self.query = urlencode(self.admin.query)
+        try:
+            self.holds = [
+                {**self.admin._row(hold), "waiting": lock.waiting}
+                for lock in listed(backend)
+                for hold in lock.sharers or [lock]
+            ]
+        except LockBackendError as error:
+            self.trouble = str(error)
 
     @cached_property
     def as_of(self) -> str:

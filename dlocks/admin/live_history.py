@@ -10,7 +10,7 @@ from django.db.models import Count, F, Max, Q
 from django.db.models.functions import Floor
 from django.utils.translation import gettext as _
 
-from dlocks.admin.links import LockAdmin, url
+from dlocks.admin.links import url
 from dlocks.models import HoldRecord, LockState, under
 from dlocks.operations import in_row, name_of, state_of
 from dlocks.text import moment, printable, shown_duration
@@ -26,7 +26,7 @@ WIDTH, HEIGHT, LANE = 1000, 100, 14
 class LiveHistory:
     """The context for ended holds."""
 
-    admin: LockAdmin
+    admin: Any
     key: str
     _busy: Any
     _find_kept: Callable[[], bool]

@@ -85,23 +85,21 @@ class ResourceLockAdmin(LockActions):
     readonly_fields = (*fields, "last_holder", "last_outcome")
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
-        return self.backend() is not None and request.user.has_perm(
-            "dlocks.clear_resourcelock"
-        )
+        return self._may("clear", request)
 
     def has_force_release_permission(self, request: HttpRequest) -> bool:
-        return self.backend() is not None and request.user.has_perm(
-            "dlocks.force_release_resourcelock"
-        )
+        return self._may("force_release", request)
 
     def has_purge_permission(self, request: HttpRequest) -> bool:
-        return self.backend() is not None and request.user.has_perm(
-            "dlocks.purge_resourcelock"
-        )
+        return self._may("purge", request)
+
+    def _may(self, act: str, request: HttpRequest) -> bool:
+        may = request.user.has_perm(f"dlocks.{act}_resourcelock")
+        return may and self.backend() is not None
 
     def get_urls(self) -> list[Any]:
         live = self.admin_site.admin_view(
-            lambda request: control_room.view(self.chosen(request), request)
+            lambda request: control_room.view(self.chosen(request, live=True), request)
         )
         return [
             path("live/", live, name="dlocks_resourcelock_live"),
@@ -127,27 +125,7 @@ class ResourceLockAdmin(LockActions):
         # Neither must the results of a search.
         return self.search_fields if shows_holder() else ("key_resource",)
 
-    def changelist_view(
-        self, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        chosen = self.chosen(request)
-        chosen._find_kept(request)
-        return super(ResourceLockAdmin, chosen).changelist_view(request)
-
-    def changeform_view(
-        self, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        chosen = self.chosen(request)
-        chosen._find_kept(request)
-        return super(ResourceLockAdmin, chosen).changeform_view(
-            request, *args, **kwargs
-        )
-
     def _find_kept(self, request: HttpRequest) -> None:
-        """Load the expired leases that transactions keep.
-
-        This happens once per request, for all its querysets.
-        """
         if (backend := self.backend()) is not None and self.has_view_permission(
             request
         ):
