@@ -698,6 +698,52 @@ def nest(pipe, first, second, *, in_transaction=False, **policy):
             return f"{type(error).__name__}: {error}"
 
 
+def nest_behind(pipe, first, second, **policy):
+    """Nest as ``nest()`` does, while a thread already waits for the second key."""
+    lock = lock_of(second, timeout=60, **policy)
+    thread = threading.Thread(target=lambda: lock.acquire().release())
+
+    class Later:
+        say = staticmethod(pipe.say)
+
+        def hear(self):
+            pipe.hear()
+            backend = backends[policy["using"]]
+            before = backend.waiting(second)
+            thread.start()
+            while backend.waiting(second) == before:
+                time.sleep(0.01)
+
+    outcome = nest(Later(), first, second, **policy)
+    thread.join(60)
+    return outcome
+
+
+def wait_and_release(pipe, first, second, **policy):
+    """Release the first key while its caller waits for the second, and take it again.
+
+    A thread waits for the second key. The main thread then holds the first one.
+    """
+    held, ready = [], threading.Event()
+
+    def wait():
+        held.append(lock_of(first, **policy).acquire())
+        ready.set()
+        lock_of(second, timeout=60, **policy).acquire().release()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ready.wait(60)
+    pipe.say("waits")
+    pipe.hear()
+    held[0].release()
+    with lock_of(first, **policy):
+        pipe.say("taken again")
+        pipe.hear()
+    thread.join(60)
+    return "released"
+
+
 def lock_of(key, **policy):
     """Return the lock of a key, given by its name or by name and mode."""
     name, mode = (key, None) if isinstance(key, str) else key

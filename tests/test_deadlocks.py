@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pickle
 import re
@@ -32,7 +33,13 @@ from tests.timing import in_time
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
-FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+SESSION = pytest.param("session", marks=SERVERS)
+FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert", SESSION])
+BOTH = pytest.mark.parametrize("using", ["default", SESSION])
+READERS = pytest.mark.parametrize(
+    "using",
+    ["default", pytest.param("session", marks=pytest.mark.engine("postgresql"))],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,21 @@ def no_claim_left(transactional_db, has_failed):
     yield
     if not has_failed():
         assert not LockClaim.objects.values_list("key_resource", "holder", "version")
+
+
+@pytest.fixture(autouse=True)
+def sessions_closed(transactional_db):
+    """Close all lock sessions before the next test."""
+    yield
+    if "session" in list(backends):
+        backends["session"].disconnect()
+
+
+def queued(using="default", keys="abcdky"):
+    """Return the number of waiters of all processes."""
+    if using == "session":
+        return sum(map(backends["session"].waiting, keys))
+    return LockClaim.objects.filter(version__isnull=True).count()
 
 
 @pytest.fixture
@@ -54,17 +76,14 @@ def nested(workers, until):
 
     def start(*pairs, **policy):
         started = workers(len(pairs))
+        keys = {key if isinstance(key, str) else key[0] for _, key in pairs}
         for worker, (first, second) in zip(started, pairs, strict=True):
             worker.start(jobs.nest, first, second, **policy)
         for worker in started:
             assert worker.hear() == "first"
         for number, worker in enumerate(started, 1):
             worker.tell()
-            until(
-                lambda number=number: (
-                    LockClaim.objects.filter(version__isnull=True).count() >= number
-                )
-            )
+            until(lambda number=number: queued(policy.get("using"), keys) >= number)
         return started
 
     return start
@@ -103,18 +122,20 @@ def test_two_callers_that_wait_for_each_other_are_told(nested, using):
     assert refused.endswith("or together: db_lock('a', 'b').")
 
 
-def test_a_cycle_of_four_callers_has_one_victim(nested):
+@BOTH
+def test_a_cycle_of_four_callers_has_one_victim(nested, using):
     keys = ["a", "b", "c", "d"]
-    started = nested(*zip(keys, keys[1:] + keys[:1], strict=True))
+    started = nested(*zip(keys, keys[1:] + keys[:1], strict=True), using=using)
     outcomes = results(started)
     assert outcomes[:3] == ["both"] * 3
     assert outcomes[3].startswith("LockDeadlock")
     assert outcomes[3].count("holds") == 4
 
 
-def test_a_caller_behind_a_deadlock_is_never_refused(nested, workers, until):
+@BOTH
+def test_a_caller_behind_a_deadlock_is_never_refused(nested, using):
     """A caller that waits for a member of the cycle is not part of it."""
-    started = nested(("a", "b"), ("c", "a"), ("b", "a"))
+    started = nested(("a", "b"), ("c", "a"), ("b", "a"), using=using)
     outcomes = results(started)
     assert outcomes[:2] == ["both", "both"]
     assert outcomes[2].startswith("LockDeadlock")
@@ -143,18 +164,18 @@ def test_a_transaction_and_a_lease_deadlock(workers):
     assert sorted(one.partition(":")[0] for one in outcomes) == ["LockDeadlock", "both"]
 
 
-def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until):
+@READERS
+def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until, using):
     """It waits for all readers, because the writer ahead of it does."""
     reader, other, writer = workers(3)
-    reader.start(jobs.nest, ("k", "read"), "y")
-    other.start(jobs.nest, "y", ("k", "read"))
+    reader.start(jobs.nest, ("k", "read"), "y", using=using)
+    other.start(jobs.nest, "y", ("k", "read"), using=using)
     for worker in (reader, other):
         assert worker.hear() == "first"
-    writer.start(jobs.hold, "k", timeout=60)
-    queued = LockClaim.objects.filter(version__isnull=True)
-    until(lambda: queued.count() == 1)
+    writer.start(jobs.hold, "k", timeout=60, using=using)
+    until(lambda: queued(using) == 1)
     reader.tell()
-    until(lambda: queued.count() == 2)
+    until(lambda: queued(using) == 2)
     other.tell()
     assert other.hear().startswith("LockDeadlock")
     assert reader.hear() == "both"
@@ -163,10 +184,12 @@ def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until):
     assert writer.hear() == "released"
 
 
-def test_readers_that_wait_for_each_other_s_writes_deadlock(nested):
+@READERS
+def test_readers_that_wait_for_each_other_s_writes_deadlock(nested, using):
     started = nested(
         (("a", "read"), ("b", "write")),
         (("b", "read"), ("a", "write")),
+        using=using,
     )
     outcomes = results(started)
     assert outcomes[0] == "both"
@@ -223,13 +246,14 @@ def test_a_second_permit_of_the_only_one_is_a_deadlock():
     assert pickle.loads(pickle.dumps(caught.value)).members == (member,)
 
 
-async def test_tasks_that_wait_for_each_other_are_told():
+@BOTH
+async def test_tasks_that_wait_for_each_other_are_told(using):
     both = asyncio.Barrier(2)
 
     async def nest(first, second):
-        async with db_lock(first, timeout=30):
+        async with db_lock(first, timeout=30, using=using):
             await both.wait()
-            async with db_lock(second, timeout=30):
+            async with db_lock(second, timeout=30, using=using):
                 return "both"
 
     outcomes = await asyncio.gather(
@@ -240,17 +264,18 @@ async def test_tasks_that_wait_for_each_other_are_told():
     assert isinstance(errors[0], LockDeadlock)
 
 
-def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until):
+@BOTH
+def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until, using):
     """Its key is about to be granted, although its caller still waits."""
     (other,) = workers(1)
-    other.start(jobs.nest, "b", "a")
+    other.start(jobs.nest, "b", "a", using=using)
     other.hear()
 
     def lose():
-        with db_lock("a", ttl=0.7, renew=False):
+        with db_lock("a", ttl=0.7, renew=False, using=using):
             other.tell()
-            until(LockClaim.objects.filter(version__isnull=True).exists)
-            with db_lock("b", timeout=30):
+            until(lambda: queued(using))
+            with db_lock("b", timeout=30, using=using):
                 pass
 
     loser = threads(lose)
@@ -259,16 +284,17 @@ def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until):
         loser.join(30)
 
 
-def test_detection_can_be_switched_off(threads, monkeypatch):
+@BOTH
+def test_detection_can_be_switched_off(threads, monkeypatch, using):
     """The callers then wait for their timeouts."""
-    monkeypatch.setattr(backends["default"], "deadlock_after", None)
+    monkeypatch.setattr(backends[using], "deadlock_after", None)
     both = threading.Barrier(2)
 
     def nest(first, second, timeout):
-        with db_lock(first):
+        with db_lock(first, using=using):
             both.wait(30)
             try:
-                with db_lock(second, timeout=timeout):
+                with db_lock(second, timeout=timeout, using=using):
                     return "both"
             except LockTimeout as error:
                 return type(error)
@@ -282,17 +308,18 @@ def test_detection_can_be_switched_off(threads, monkeypatch):
     assert (older.results, younger.results) == (["both"], [LockTimeout])
 
 
-def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch):
+@BOTH
+def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch, using):
     """The prefix of a tenant is known only in the threads of its callers."""
     tenant, both = threading.local(), threading.Barrier(2)
-    monkeypatch.setattr(backends["default"], "_prefix", lambda: tenant.name)
+    monkeypatch.setattr(backends[using], "_prefix", lambda: tenant.name)
 
     def nest(first, second):
         tenant.name = "acme:"
-        with db_lock(first):
+        with db_lock(first, using=using):
             both.wait(30)
             try:
-                with db_lock(second, timeout=30):
+                with db_lock(second, timeout=30, using=using):
                     return "both"
             except LockDeadlock as error:
                 return sorted(member.waits_for for member in error.members)
@@ -396,6 +423,139 @@ def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
         for held in LockClaim.objects.get(version__isnull=True).holding.split('"'):
             if len(held) == 32:
                 assertNotContains(page, held)
+
+
+# Locks of sessions.
+
+
+@SERVERS
+@pytest.mark.parametrize("jobs_", [("nest_behind", "nest"), ("nest_behind",) * 2])
+def test_waiters_behind_others_of_their_process_deadlock(workers, until, jobs_):
+    """Only the first waiter of a key and process waits in the engine's queue."""
+    started = workers(2)
+    for worker, job, keys in zip(started, jobs_, ["ab", "ba"], strict=True):
+        worker.start(getattr(jobs, job), *keys, using="session")
+    for worker in started:
+        assert worker.hear() == "first"
+    for worker in started:
+        worker.tell()
+    expected = 2 + jobs_.count("nest_behind")
+    until(lambda: queued("session") == expected)
+    began = time.monotonic()
+    outcomes = results(started)
+    in_time(time.monotonic() - began, 3)
+    assert sorted(one.partition(":")[0] for one in outcomes) == ["LockDeadlock", "both"]
+
+
+@SERVERS
+@pytest.mark.parametrize("key", ["*/ DROP %s %(x)s '\"\\ü/*dlocks x*/", "ü" * 255])
+def test_any_key_of_a_session_lock_can_deadlock(nested, key):
+    outcomes = results(nested((key, "b"), ("b", key), using="session"))
+    assert outcomes[0] == "both"
+    assert outcomes[1].startswith("LockDeadlock")
+    assert f"holds {key!r} and has waited for 'b'" in outcomes[1]
+
+
+@SERVERS
+def test_the_newest_of_many_session_locks_deadlocks(threads, workers):
+    """The server shows only the beginning of a long statement."""
+    (other,) = workers(1)
+    other.start(jobs.nest, "b", "a", using="session")
+    other.hear()
+    results_ = []
+
+    def nest():
+        with contextlib.ExitStack() as stack:
+            for number in range(60):
+                stack.enter_context(db_lock(f"a long key {number}", using="session"))
+            stack.enter_context(db_lock("a", using="session"))
+            other.tell()
+            with db_lock("b", using="session", timeout=30):
+                results_.append("both")
+
+    thread = threads(nest)
+    outcome = other.hear()
+    if outcome == "both":
+        with pytest.raises(LockDeadlock):
+            thread.join(30)
+    else:
+        assert outcome.startswith("LockDeadlock")
+        thread.join(30)
+        assert results_ == ["both"]
+
+
+@SERVERS
+@pytest.mark.parametrize("how", ["released", "killed"])
+def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(
+    workers, doomed, until, threads, how
+):
+    """Its caller still waits, but another one that does not wait has the key."""
+    waiter, (other,) = doomed(), workers(1)
+    other.start(jobs.nest, "b", "a", using="session")
+    other.hear()
+    waiter.start(jobs.wait_and_release, "a", "b", using="session")
+    waiter.hear()
+    until(lambda: queued("session", "b") == 1)
+    if how == "released":
+        waiter.tell()
+        waiter.hear()
+        other.tell()
+        until(lambda: queued("session", "a") == 1)
+        assert wait_for_looks(until)
+        assert queued("session", "a") == 1
+        waiter.tell()
+    else:
+        waiter.kill()
+        with db_lock("a", using="session", timeout=5):
+            other.tell()
+            until(lambda: queued("session", "a") == 1)
+            assert wait_for_looks(until)
+            assert queued("session", "a") == 1
+    assert other.hear() == "both"
+
+
+@SERVERS
+def test_waits_without_a_held_key_send_no_more_to_the_server(
+    monkeypatch, threads, until
+):
+    backend, sent = backends["session"], []
+    first_row = backend._kind.first_row
+    monkeypatch.setattr(
+        backend._kind,
+        "first_row",
+        lambda self, sql, values=None: sent.append(sql) or first_row(self, sql, values),
+    )
+    with db_lock("a", using="session"):
+        waiter = threads(lambda: db_lock("a", using="session").acquire().release())
+        until(lambda: backend.waiting("a") == 1)
+        assert wait_for_looks(until)
+    waiter.join(30)
+    assert any("31536000" in sql or "pg_advisory_lock(" in sql for sql in sent)
+    assert not [sql for sql in sent if "/*" in sql]
+
+
+@SERVERS
+def test_a_server_that_shows_no_statements_is_no_obstacle(monkeypatch, threads):
+    """Deadlocks are then not found, and end by timeouts."""
+    kind = backends["session"]._kind
+    refused = {**kind.statements, "comments": "SELECT no_such_column"}
+    monkeypatch.setattr(kind, "statements", refused)
+    monkeypatch.setattr(kind, "begin", lambda self, begin=kind.begin: begin(self))
+    both = threading.Barrier(2)
+
+    def nest(first, second, timeout):
+        with db_lock(first, using="session"):
+            both.wait(30)
+            try:
+                with db_lock(second, using="session", timeout=timeout):
+                    return "both"
+            except LockTimeout as error:
+                return type(error)
+
+    callers = [threads(lambda: nest("a", "b", 30)), threads(lambda: nest("b", "a", 2))]
+    for caller in callers:
+        caller.join(60)
+    assert [caller.results for caller in callers] == [["both"], [LockTimeout]]
 
 
 class Model:

@@ -32,6 +32,7 @@ from django.utils.translation import gettext_lazy
 
 from dlocks.backends.session.queue import EngineQueue
 from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
+from dlocks.backends.session.waiting_claims import SessionInspector
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim, Grant, Holder, seconds
@@ -46,7 +47,8 @@ class SessionBackend(EngineQueue):
     Connections are checked every ``ping`` seconds. This process has at most ``waiting``
     connections for keys with waiters. A connection without claims is closed after
     ``linger`` seconds. ``session_pooling`` states that a pooler in between keeps
-    sessions. Every other pooler is refused.
+    sessions. Every other pooler is refused. ``deadlock_after`` is that of
+    ``DatabaseBackend``.
     """
 
     supports_queue: ClassVar[bool] = True
@@ -65,6 +67,7 @@ class SessionBackend(EngineQueue):
         waiting: int = 8,
         linger: float = 1.0,
         session_pooling: bool = False,
+        deadlock_after: float | None = 1.0,
         **options: Any,
     ) -> None:
         super().__init__(alias, **options)
@@ -83,6 +86,9 @@ class SessionBackend(EngineQueue):
         self.linger = seconds("linger", linger)
         self.places = waiting
         self.session_pooling = session_pooling
+        self.inspector = SessionInspector(self)
+        if deadlock_after is not None:
+            self.deadlock_after = seconds("deadlock_after", deadlock_after)
         self._reset()
         _backends.add(self)
 
@@ -170,6 +176,7 @@ class SessionBackend(EngineQueue):
         if claim.scope == "transaction":
             # The lock ends with the transaction.
             return True
+        self._wait_without(claim)
         with self._mutex:
             entry = self._entries.get(claim.owner)
             if entry is None:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from dlocks.backends.local_claims import LocalClaims
 from dlocks.backends.session.mysql import MySQLSession
 from dlocks.backends.session.postgresql import PostgreSQLSession
 from dlocks.backends.session.sessions import Entry, Row, Session, SessionDiedError
+from dlocks.backends.session.waiting_claims import comment_of
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Claim
@@ -46,6 +48,8 @@ class Claims(Statements, LocalClaims):
         self._for_waiters: set[Session] = set()
         # The waiters by name. Only the first one of a name has a session.
         self._queued: dict[str | int, deque[Entry]] = {}
+        # The waiters whose callers hold other keys, in order.
+        self._nested: dict[Entry, None] = {}
 
     @cached_property
     def _kind(self) -> type[Session]:
@@ -196,7 +200,8 @@ class Claims(Statements, LocalClaims):
             if entry.claim.shared:
                 again = others and not entry.claim.beside
                 statement += " shared again" if again else " shared"
-            row = session.ask(statement, entry.name, partial(self._on_reply, entry))
+            on_reply, comment = partial(self._on_reply, entry), comment_of(self, entry)
+            row = session.ask(statement, entry.name, on_reply, comment)
             if row is not None and (row[0] is not None or not entry.waiting):
                 return
             # The engine may have granted the key before it cancelled the statement.
@@ -212,6 +217,16 @@ class Claims(Statements, LocalClaims):
     def _on_reply(self, entry: Entry, row: Row | None) -> None:
         if row is not None and row[0] is not None:
             with self._mutex:
+                session = entry.session
+                if entry.waiting and not entry.leaving and session is not None:
+                    # An earlier waiter without a session goes first.
+                    session.remove(entry)
+                    entry = next(
+                        one
+                        for one in self._queued[entry.name]
+                        if one is entry or not (one.session or one.leaving)
+                    )
+                    session.add(entry)
                 self._granted(entry, int(row[0]))
                 self._dequeue(entry)
 
@@ -244,6 +259,15 @@ class Claims(Statements, LocalClaims):
         self._advance()
         return had
 
+    def _wait_without(self, claim: Claim) -> None:
+        """Repeat the waits whose comments say that their callers have this hold."""
+        for entry in list(self._nested):
+            if (session := entry.session) and any(
+                held.owner == claim.owner for held in entry.claim.holding
+            ):
+                with suppress(LockBackendError):
+                    self._ask_main("cancel", session.identity)
+
     def _free(self, entry: Entry, session: Session) -> bool:
         """Release the lock of a claim in the engine, if it has one."""
         shared = entry.claim.shared
@@ -265,6 +289,7 @@ class Claims(Statements, LocalClaims):
             entry.session.remove(entry)
 
     def _dequeue(self, entry: Entry) -> None:
+        self._nested.pop(entry, None)
         if entry in (queue := self._queued.get(entry.name, deque())):
             queue.remove(entry)
             if not queue:
@@ -317,6 +342,7 @@ class Claims(Statements, LocalClaims):
         return session.used_at + 1.2 * self.renew_every if carries else math.inf
 
     def _end(self, entry: Entry) -> None:
+        self._wait_without(entry.claim)
         session = entry.session
         try:
             self._release_entry(entry)

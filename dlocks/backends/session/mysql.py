@@ -47,6 +47,11 @@ class MySQLSession(Session):
             "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User"
             " lock' AND info LIKE CONCAT('SELECT IF(GET_LOCK(''', %(value)s, ''', 3%%')"
         ),
+        "comments": (
+            "SELECT JSON_ARRAYAGG(info) FROM information_schema.processlist WHERE"
+            " state = 'User lock' AND info LIKE '%%/*dlocks %%*/'"
+        ),
+        "holders": "SELECT IS_USED_LOCK(%(value)s)",
     }
 
     def identify(self) -> None:

@@ -62,6 +62,14 @@ class PostgreSQLSession(Session):
             " pid LIMIT 1"
         ),
         "waiting": f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {_THIS}",
+        "comments": (
+            "SELECT json_agg(query)::text FROM pg_stat_activity WHERE datname ="
+            " current_database() AND wait_event = 'advisory' AND query LIKE"
+            " '%%/*dlocks %%*/'"
+        ),
+        "holders": (
+            f"SELECT string_agg(pid::text, ' ') FROM pg_locks WHERE granted AND {_THIS}"
+        ),
     }
 
     def options(self) -> dict[str, int]:
@@ -111,7 +119,9 @@ class PostgreSQLSession(Session):
         # are repeated have named values.
         with self.wrapper.wrap_database_errors:
             cursor = Cursor(self.wrapper.connection)
-            cursor.execute(sql, values, prepare=isinstance(values, dict))
+            # Each comment occurs once.
+            prepare = isinstance(values, dict) and "/*" not in sql
+            cursor.execute(sql, values, prepare=prepare)
             return cursor.fetchone() if cursor.description else None
 
     def code(self, error: Error) -> str:

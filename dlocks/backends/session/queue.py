@@ -59,6 +59,9 @@ class EngineQueue(Claims):
             entry = self._entries.get(claim.owner)
             if entry is None:
                 entry = Entry(claim, name=self._name(claim.key), waiting=True)
+                entry.since = time.time()
+                if claim.holding:
+                    self._nested[entry] = None
                 self._entries[claim.owner] = entry
                 self._queued.setdefault(entry.name, deque()).append(entry)
         self._advance()
@@ -117,7 +120,7 @@ class EngineQueue(Claims):
 
     def _next(self) -> tuple[Entry, Session] | None:
         """Return the next waiter and its session; the caller holds the mutex."""
-        waiters = self._without_session()
+        waiters = self._without_session() or self._unseen()
         if not waiters or clock.now() < self._refused_at + REFUSED_FOR:
             return None
         for session in self._for_waiters:
@@ -131,6 +134,22 @@ class EngineQueue(Claims):
         """Return the first waiters of keys that have no session."""
         heads = [entries[0] for entries in self._queued.values()]
         return [entry for entry in heads if entry.session is None]
+
+    def _unseen(self) -> list[Entry]:
+        """Return a waiter behind others whose holds other processes should see.
+
+        The first waiter of its key gets its grant, so their claims have to be alike.
+        """
+        busy = sum(bool(session.at) for session in self._for_waiters)
+        until = time.time() - (self.deadlock_after or 0.0)
+        for entry in self._nested:
+            if entry.since > until or busy * 2 >= self.places:
+                break
+            queued = self._queued[entry.name]
+            kinds = {(one.claim.shared, one.claim.ttl) for one in queued}
+            if entry.session is None and len(kinds) == 1:
+                return [entry]
+        return []
 
     def _serve(self) -> None:
         while True:
@@ -156,6 +175,7 @@ class EngineQueue(Claims):
 
     def _wait(self, entry: Entry, session: Session) -> None:
         try:
+            entry.interrupted = False
             self._request(entry, session, "wait")
         except SessionDiedError as error:
             self._close_session(session, error)
@@ -163,6 +183,9 @@ class EngineQueue(Claims):
             self._refused_at = clock.now()
             self._close_session(session, error)
             logger.warning("A waiter for a lock has no session: %s", error)
+        with self._mutex:
+            # An earlier waiter may have got the grant.
+            entry = session.at.get(entry.name, [entry])[0]
         if entry.token is not None:
             if clock.now() - session.stood_at < QUICK_WAIT:
                 self.contended.discard(entry.claim.key)

@@ -106,6 +106,7 @@ class Session:
         statement: str,
         value: object = 0,
         on_reply: Callable[[Row | None], None] | None = None,
+        comment: str = "",
     ) -> Row | None:
         """Send a statement, and return the first row of its reply.
 
@@ -123,7 +124,7 @@ class Session:
                 if self.dead:
                     raise SessionDiedError("it was closed")
                 sent = clock.now()
-                row = self._reply(self.statements[statement], value, sent)
+                row = self._reply(self.statements[statement] + comment, value, sent)
                 if on_reply is not None:
                     on_reply(row)
                 return row

@@ -1,0 +1,135 @@
+"""The waiting callers that hold keys, as comments in their statements show them.
+
+The server shows running statements to all sessions of the same user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from dlocks.backends.base import Inspector
+from dlocks.backends.session.sessions import Entry
+from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
+from dlocks.values import UNLIMITED, HeldKey, WaitingClaim
+
+# Characters. By default, servers show 1024 bytes of a statement.
+LONGEST_COMMENT = 850
+LONGEST_KEY = 64
+# Added to the position of a waiter that other processes do not see. Only its own
+# process can refuse it, so it is the youngest.
+UNSEEN = 2**60
+
+
+class SessionInspector(Inspector):
+    def waiting_claims(self) -> Sequence[WaitingClaim]:
+        try:
+            return _read(self.backend)
+        except LockBackendError:
+            # The server may not show statements. The waits then time out.
+            return ()
+
+
+def _read(backend: Any) -> list[WaitingClaim]:
+    # Show more waiters of this process to others.
+    backend._advance()
+    (texts,) = backend._ask_main("comments", 0) or ("",)
+    shown = {}
+    for text in json.loads(texts or "[]"):
+        facts = json.loads(text.rpartition("/*dlocks ")[2][:-2])
+        shown[facts[0]] = facts
+    with backend._mutex:
+        own = {_digest(entry): entry for entry in backend._nested}
+        keys = {one.name: one.claim.key for one in backend._entries.values()}
+    for digest, entry in own.items():
+        if entry.session is None or digest in shown:
+            shown[digest] = _facts(backend, entry)
+
+    def named(key: Any) -> tuple[Any, str]:
+        name = key[0] if isinstance(key, list) else backend._name(key)
+        return name, keys.get(name, str(key))
+
+    holds = defaultdict(list)
+    for digest, *_, held in shown.values():
+        for key, session in held:
+            name, _ = named(key)
+            holds[name].append((f"{digest} {name}", str(session)))
+
+    @cache
+    def owners(name: Any) -> tuple[str, ...]:
+        # A process may have died, or lost a hold.
+        (found,) = (holds[name] and backend._ask_main("holders", name)) or ("",)
+        sessions = {"0", *str(found).split()}
+        return tuple(owner for owner, session in holds[name] if session in sessions)
+
+    claims = []
+    for digest, position, holder, ip, key, held in shown.values():
+        name, key = named(key)
+        mine = [named(one) for one, _ in held]
+        claims.append(
+            WaitingClaim(
+                position=position,
+                owner=own[digest].claim.owner if digest in own else digest,
+                holder=holder,
+                owner_ip=ip,
+                key=key,
+                waited=max(0.0, time.time() - position % UNSEEN / 1e6),
+                silent=-1.0,
+                holding=tuple(HeldKey(key, f"{digest} {name}") for name, key in mine),
+                permits=UNLIMITED,
+                needs_all=True,
+                held_by=None,
+                shared_by=owners(name),
+            )
+        )
+    return claims
+
+
+def comment_of(backend: Any, entry: Entry) -> str:
+    """Return the comment of a statement, which is empty without holds to show."""
+    facts = _facts(backend, entry) if entry.waiting and entry.claim.holding else [()]
+    while facts[-1]:
+        text = json.dumps(facts, separators=(",", ":"))
+        # Neither the end of the comment nor a placeholder of the driver.
+        text = text.replace("*", r"\u002a").replace("%", r"\u0025")
+        if len(text) <= LONGEST_COMMENT:
+            return f"/*dlocks {text}*/"
+        # Without its oldest holds, a deadlock may end by a timeout.
+        del facts[-1][0]
+    return ""
+
+
+def _facts(backend: Any, entry: Entry) -> list[Any]:
+    """Return what is shown of a waiter, with its newest hold last.
+
+    A hold is a key and the server's number of its session, or 0 in a transaction.
+    """
+
+    def shown(key: str) -> Any:
+        return key if len(json.dumps(key)) <= LONGEST_KEY else [backend._name(key)]
+
+    claim, held = entry.claim, []
+    for one in claim.holding:
+        if not one.owner:
+            held.append((0, shown(one.key), 0))
+        elif (found := backend._held(one)) and found[0].ends_at > clock.now():
+            held.append((found[0].number, shown(one.key), found[1].pid))
+    return [
+        _digest(entry),
+        round(entry.since * 1e6) + UNSEEN * (entry.session is None),
+        claim.holder,
+        claim.owner_ip,
+        shown(claim.key),
+        [one[1:] for one in sorted(held, key=lambda one: one[0])],
+    ]
+
+
+def _digest(entry: Entry) -> str:
+    # The owner itself is secret.
+    return hashlib.sha256(entry.claim.owner.encode()).hexdigest()[:16]
