@@ -12,6 +12,7 @@ import time
 
 import pytest
 from django.core.management import call_command
+from django.db import connection, transaction
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pytest_django.asserts import assertContains, assertNotContains
@@ -484,8 +485,17 @@ def test_the_newest_of_many_session_locks_deadlocks(threads, workers):
         assert results_ == ["both"]
 
 
+def end_session_with(key):
+    """End the session that holds a key."""
+    backend = backends["session"]
+    (number,) = backend._ask_main("holders", backend._name(key))
+    with connection.cursor() as cursor:
+        end = "SELECT pg_terminate_backend(%s)" if backend._kind.shares else "KILL %s"
+        cursor.execute(end, [int(number)])
+
+
 @SERVERS
-@pytest.mark.parametrize("how", ["released", "killed"])
+@pytest.mark.parametrize("how", ["released", "killed", "lost"])
 def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(
     workers, doomed, until, threads, how
 ):
@@ -505,13 +515,69 @@ def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(
         assert queued("session", "a") == 1
         waiter.tell()
     else:
-        waiter.kill()
+        if how == "killed":
+            waiter.kill()
+        else:
+            end_session_with("a")
         with db_lock("a", using="session", timeout=5):
             other.tell()
             until(lambda: queued("session", "a") == 1)
             assert wait_for_looks(until)
             assert queued("session", "a") == 1
     assert other.hear() == "both"
+
+
+@SERVERS
+def test_a_session_lock_of_a_transaction_can_deadlock(workers, threads):
+    """Its caller waits for a lease."""
+    (other,) = workers(1)
+    other.start(jobs.nest, "b", "a", using="session")
+    other.hear()
+    outcomes = []
+
+    def nest():
+        lease = db_lock("b", using="session", scope="lease", timeout=30)
+        try:
+            with transaction.atomic(), db_lock("a", using="session"):
+                other.tell()
+                with lease:
+                    outcomes.append("both")
+        except LockDeadlock:
+            outcomes.append("LockDeadlock")
+
+    thread = threads(nest)
+    outcomes.append(other.hear().partition(":")[0])
+    thread.join(30)
+    assert sorted(outcomes) == ["LockDeadlock", "both"]
+
+
+@SERVERS
+def test_a_waiter_that_holds_a_key_overtakes_no_other(monkeypatch, threads, until):
+    """It has a session of its own, and its grant goes to an earlier waiter."""
+    backend, order = backends["session"], []
+    monkeypatch.setattr(backend, "deadlock_after", 0.0)
+
+    def take(name):
+        with db_lock("a", using="session", timeout=30):
+            order.append(name)
+            time.sleep(0.05)
+
+    def nest():
+        with db_lock("b", using="session"):
+            take("nested")
+
+    with db_lock("a", using="session"):
+        waiters = []
+        for number, wait in enumerate(
+            [lambda: take("first"), lambda: take("second"), nest, lambda: take("last")]
+        ):
+            waiters.append(threads(wait))
+            until(lambda number=number: backend.waiting("a") > number)
+        # The first one and the nested one.
+        until(lambda: backend._ask_main("waiting", backend._name("a"))[0] == 2)
+    for waiter in waiters:
+        waiter.join(30)
+    assert order == ["first", "second", "nested", "last"]
 
 
 @SERVERS

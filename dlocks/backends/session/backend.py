@@ -176,17 +176,19 @@ class SessionBackend(EngineQueue):
         if claim.scope == "transaction":
             # The lock ends with the transaction.
             return True
-        self._wait_without(claim)
         with self._mutex:
             entry = self._entries.get(claim.owner)
             if entry is None:
                 return False
             if keep and entry.token is not None:
                 self._keep(entry, keep)
-                return True
-            # From here on, no other thread may request the key for it.
-            entry.leaving = True
+            else:
+                # From here on, no other thread may request the key for it.
+                entry.leaving = True
             waits = entry.waiting
+        self._wait_without(claim)
+        if entry.kept:
+            return True
         if waits:
             self._cancel(entry)
             return False

@@ -131,9 +131,15 @@ class EngineQueue(Claims):
         return None
 
     def _without_session(self) -> list[Entry]:
-        """Return the first waiters of keys that have no session."""
+        """Return the first waiters of keys for which no session waits."""
+        waited = {
+            name
+            for session in self._for_waiters
+            for name, at in session.at.items()
+            if any(entry.waiting for entry in at)
+        }
         heads = [entries[0] for entries in self._queued.values()]
-        return [entry for entry in heads if entry.session is None]
+        return [one for one in heads if one.session is None and one.name not in waited]
 
     def _unseen(self) -> list[Entry]:
         """Return a waiter behind others whose holds other processes should see.
@@ -145,9 +151,12 @@ class EngineQueue(Claims):
         for entry in self._nested:
             if entry.since > until or busy * 2 >= self.places:
                 break
-            queued = self._queued[entry.name]
-            kinds = {(one.claim.shared, one.claim.ttl) for one in queued}
-            if entry.session is None and len(kinds) == 1:
+            if all(
+                one.claim.shared == entry.claim.shared
+                and one.claim.ttl == entry.claim.ttl
+                and (one.session is None or one.number < entry.number)
+                for one in self._queued[entry.name]
+            ):
                 return [entry]
         return []
 

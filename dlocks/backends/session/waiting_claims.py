@@ -118,8 +118,10 @@ def _facts(backend: Any, entry: Entry) -> list[Any]:
     for one in claim.holding:
         if not one.owner:
             held.append((0, shown(one.key), 0))
-        elif (found := backend._held(one)) and found[0].ends_at > clock.now():
-            held.append((found[0].number, shown(one.key), found[1].pid))
+        elif found := backend._held(one):
+            hold, session = found
+            if not hold.leaving and hold.ends_at > clock.now():
+                held.append((hold.number, shown(one.key), session.pid))
     return [
         _digest(entry),
         round(entry.since * 1e6) + UNSEEN * (entry.session is None),
