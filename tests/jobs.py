@@ -719,6 +719,30 @@ def nest_behind(pipe, first, second, **policy):
     return outcome
 
 
+def nest_at_random(pipe, seed, *, threads, times, keys, **policy):
+    """Let threads nest random pairs of keys, and return the sorted outcomes."""
+    outcomes = []
+
+    def work(number):
+        choice = random.Random(seed * 100 + number)
+        for _ in range(times):
+            first, second = choice.sample(keys, 2)
+            try:
+                with db_lock(first, **policy):
+                    time.sleep(choice.random() / 50)
+                    with db_lock(second, **policy):
+                        outcomes.append("both")
+            except LockTimeout as error:
+                outcomes.append(type(error).__name__)
+
+    crowd = [threading.Thread(target=work, args=[one]) for one in range(threads)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join()
+    return outcomes
+
+
 def wait_and_release(pipe, first, second, **policy):
     """Release the first key while its caller waits for the second, and take it again.
 

@@ -528,6 +528,26 @@ def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(
 
 
 @SERVERS
+@pytest.mark.timeout(200)
+def test_random_deadlocks_of_session_locks_end_without_timeouts(workers):
+    """Several threads of several processes queue for the same keys."""
+    started = workers(3)
+    for seed, worker in enumerate(started):
+        worker.start(
+            jobs.nest_at_random,
+            seed,
+            threads=4,
+            times=3,
+            keys="abcd",
+            using="session",
+            timeout=30,
+        )
+    outcomes = [one for worker in started for one in worker.hear(150)]
+    assert len(outcomes) == 36
+    assert set(outcomes) == {"both", "LockDeadlock"}
+
+
+@SERVERS
 def test_a_session_lock_of_a_transaction_can_deadlock(workers, threads):
     """Its caller waits for a lease."""
     (other,) = workers(1)

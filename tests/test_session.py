@@ -1309,7 +1309,14 @@ def test_sqlite_has_no_session_locks():
 
 @pytest.mark.engine("sqlite", "postgresql", "mariadb", "mysql")
 @pytest.mark.parametrize(
-    "options", [{"waiting": -1}, {"waiting": True}, {"ping": 0}, {"linger": "1"}]
+    "options",
+    [
+        {"waiting": -1},
+        {"waiting": True},
+        {"ping": 0},
+        {"linger": "1"},
+        {"deadlock_after": -1},
+    ],
 )
 def test_invalid_options_are_refused(options):
     with override_settings(

@@ -219,13 +219,10 @@ class Claims(Statements, LocalClaims):
             with self._mutex:
                 session = entry.session
                 if entry.waiting and not entry.leaving and session is not None:
-                    # An earlier waiter without a session goes first.
                     session.remove(entry)
-                    entry = next(
-                        one
-                        for one in self._queued[entry.name]
-                        if one is entry or not (one.session or one.leaving)
-                    )
+                    # An earlier waiter goes first.
+                    queue = self._queued[entry.name]
+                    entry = next(o for o in queue if not (o.session or o.leaving))
                     session.add(entry)
                 self._granted(entry, int(row[0]))
                 self._dequeue(entry)
@@ -262,9 +259,8 @@ class Claims(Statements, LocalClaims):
     def _wait_without(self, claim: Claim) -> None:
         """Repeat the waits whose comments say that their callers have this hold."""
         for entry in list(self._nested):
-            if (session := entry.session) and any(
-                held.owner == claim.owner for held in entry.claim.holding
-            ):
+            owners = {held.owner for held in entry.claim.holding}
+            if (session := entry.session) and claim.owner in owners:
                 with suppress(LockBackendError):
                     self._ask_main("cancel", session.identity)
 

@@ -149,11 +149,11 @@ class EngineQueue(Claims):
         busy = sum(bool(session.at) for session in self._for_waiters)
         until = time.time() - (self.deadlock_after or 0.0)
         for entry in self._nested:
-            if entry.since > until or busy * 2 >= self.places:
+            if entry.since > until or busy * 4 >= self.places * 3:
                 break
+            claim = entry.claim
             if all(
-                one.claim.shared == entry.claim.shared
-                and one.claim.ttl == entry.claim.ttl
+                (one.claim.shared, one.claim.ttl) == (claim.shared, claim.ttl)
                 and (one.session is None or one.number < entry.number)
                 for one in self._queued[entry.name]
             ):
