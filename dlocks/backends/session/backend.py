@@ -7,7 +7,8 @@ Each process has one private connection for all keys that were free when they we
 acquired. One ping covers all of them. Waiters queue in the engine, each key in a thread
 with a session of its own, which then carries the hold. Their number is limited. A
 waiter without a session waits for the next one, and its key is tried a few times a
-second meanwhile.
+second meanwhile. A waiter whose caller holds other keys has a session of its own too,
+and may be granted the key before other waiters of its process.
 
 The engine does not know keys, only numbers or short names. They are 64 bits of the
 SHA-256 of the key on PostgreSQL, and 192 bits of the SHA-256 of the database's name and

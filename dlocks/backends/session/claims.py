@@ -46,9 +46,9 @@ class Claims(Statements, LocalClaims):
         # The session that never waits for a lock, and the sessions of waiters.
         self._main: Session | None = None
         self._for_waiters: set[Session] = set()
-        # The waiters by name. Only the first one of a name has a session.
+        # The waiters by name, and those whose callers hold other keys. Only the latter
+        # and the first one of a name have sessions.
         self._queued: dict[str | int, deque[Entry]] = {}
-        # The waiters whose callers hold other keys, in order.
         self._nested: dict[Entry, None] = {}
 
     @cached_property
@@ -217,13 +217,6 @@ class Claims(Statements, LocalClaims):
     def _on_reply(self, entry: Entry, row: Row | None) -> None:
         if row is not None and row[0] is not None:
             with self._mutex:
-                session = entry.session
-                if entry.waiting and not entry.leaving and session is not None:
-                    session.remove(entry)
-                    # An earlier waiter goes first.
-                    queue = self._queued[entry.name]
-                    entry = next(o for o in queue if not (o.session or o.leaving))
-                    session.add(entry)
                 self._granted(entry, int(row[0]))
                 self._dequeue(entry)
 

@@ -120,7 +120,11 @@ class EngineQueue(Claims):
 
     def _next(self) -> tuple[Entry, Session] | None:
         """Return the next waiter and its session; the caller holds the mutex."""
-        waiters = self._without_session() or self._unseen()
+        # A waiter whose caller holds other keys waits in the engine in any case. Other
+        # processes look for deadlocks there.
+        waiters = self._without_session() or [
+            entry for entry in self._nested if entry.session is None
+        ]
         if not waiters or clock.now() < self._refused_at + REFUSED_FOR:
             return None
         for session in self._for_waiters:
@@ -131,34 +135,9 @@ class EngineQueue(Claims):
         return None
 
     def _without_session(self) -> list[Entry]:
-        """Return the first waiters of keys for which no session waits."""
-        waited = {
-            name
-            for session in self._for_waiters
-            for name, at in session.at.items()
-            if any(entry.waiting for entry in at)
-        }
+        """Return the first waiters of keys that have no session."""
         heads = [entries[0] for entries in self._queued.values()]
-        return [one for one in heads if one.session is None and one.name not in waited]
-
-    def _unseen(self) -> list[Entry]:
-        """Return a waiter behind others whose holds other processes should see.
-
-        The first waiter of its key gets its grant, so their claims have to be alike.
-        """
-        busy = sum(bool(session.at) for session in self._for_waiters)
-        until = time.time() - (self.deadlock_after or 0.0)
-        for entry in self._nested:
-            if entry.since > until or busy * 4 >= self.places * 3:
-                break
-            claim = entry.claim
-            if all(
-                (one.claim.shared, one.claim.ttl) == (claim.shared, claim.ttl)
-                and (one.session is None or one.number < entry.number)
-                for one in self._queued[entry.name]
-            ):
-                return [entry]
-        return []
+        return [entry for entry in heads if entry.session is None]
 
     def _serve(self) -> None:
         while True:
@@ -192,9 +171,6 @@ class EngineQueue(Claims):
             self._refused_at = clock.now()
             self._close_session(session, error)
             logger.warning("A waiter for a lock has no session: %s", error)
-        with self._mutex:
-            # An earlier waiter may have got the grant.
-            entry = session.at.get(entry.name, [entry])[0]
         if entry.token is not None:
             if clock.now() - session.stood_at < QUICK_WAIT:
                 self.contended.discard(entry.claim.key)

@@ -37,8 +37,6 @@ class SessionInspector(Inspector):
 
 
 def _read(backend: Any) -> list[WaitingClaim]:
-    # Show more waiters of this process to others.
-    backend._advance()
     (texts,) = backend._ask_main("comments", 0) or ("",)
     shown = {}
     for text in json.loads(texts or "[]"):
