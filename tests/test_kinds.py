@@ -9,7 +9,15 @@ from django.db import transaction
 
 from dlocks import LockNotAwaitable, LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests import jobs
-from tests.internals import LockClaim, ResourceLock, backends
+from tests.internals import (
+    Claim,
+    LockClaim,
+    MemoryBackend,
+    PessimisticBackend,
+    ResourceLock,
+    backends,
+    helpers,
+)
 from tests.sync_and_async import sync_and_async
 from tests.timing import in_time
 
@@ -314,6 +322,21 @@ def test_a_permit_whose_holder_died_is_free_after_its_ttl(doomed, until):
     worker.kill()
     with db_semaphore("api", permits=1, timeout=15) as hold:
         in_time(hold.waited, 5)
+
+
+@pytest.mark.parametrize("kind", [PessimisticBackend, MemoryBackend])
+def test_an_expired_reader_excludes_for_the_grace(kind):
+    """A writer waits for the grace of a shared hold, as for that of any other."""
+    for hours, is_free in ((2, False), (0.5, True)):
+        backend = kind("default", grace=hours * 3600)
+        reader = Claim(key=f"catalogue:{hours}", ttl=30.0, shared=True)
+        writer = Claim(key=reader.key, ttl=30.0)
+        assert backend.acquire(reader)
+        # An hour ago.
+        helpers._end_lease(backend, reader)
+        assert (backend.acquire(writer) is not None) == is_free
+        backend.release(reader)
+        backend.release(writer)
 
 
 def test_a_permit_is_renewed(in_other_thread):

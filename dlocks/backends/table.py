@@ -239,7 +239,7 @@ def ticket(state: KeyState, claim: Claim, at: Moment) -> Ticket | None:
     if (waits := _waiting(state, claim)) is None:
         return None
     expires_in = state.expires_in(at)
-    ends = [expires_in, *(share.end - at.now for share in state.shares)]
+    ends = [expires_in, *(share.end + at.grace - at.now for share in state.shares)]
     return Ticket(
         ahead=sum(one.position < waits.position for one in state.live(at)),
         position=waits.position,
@@ -324,6 +324,7 @@ def _without_waiting(state: KeyState, claim: Claim) -> KeyState:
 
 
 def _without_ended_shares(state: KeyState, at: Moment) -> KeyState:
+    since = at.now - at.grace
     return replace(
-        state, shares=tuple(share for share in state.shares if share.end > at.now)
+        state, shares=tuple(share for share in state.shares if share.end > since)
     )
