@@ -21,9 +21,12 @@ from dlocks import LockDeadlock, LockLost, LockTimeout, db_lock, db_semaphore
 from tests import jobs
 from tests.internals import (
     UNLIMITED,
+    Claim,
     HeldKey,
     LockClaim,
     PessimisticBackend,
+    Waiter,
+    Waiters,
     WaitGraph,
     WaitingClaim,
     backends,
@@ -283,6 +286,59 @@ def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until, using
     assert other.hear() == "both"
     with pytest.raises(LockLost):
         loser.join(30)
+
+
+def waits(position, own, wanted, *, waited=3.0, silent=0.1):
+    """Return the claim of a caller that holds one key and waits for another."""
+    return WaitingClaim(
+        position=position,
+        owner=f"{own} waits",
+        holder=f"{own} holds",
+        owner_ip=None,
+        key=wanted,
+        waited=waited,
+        silent=silent,
+        holding=(HeldKey(own, f"{own} holds"),),
+        permits=UNLIMITED,
+        needs_all=True,
+        held_by=f"{wanted} holds",
+        shared_by=(),
+    )
+
+
+def test_the_last_caller_behind_a_deadlock_is_not_refused():
+    """It arrived before the deadlock was noticed, and will be served after it."""
+    claims = [waits(1, "a", "b"), waits(2, "b", "a"), waits(3, "c", "a")]
+    assert set(WaitGraph(claims).victims()) == {"b waits"}
+
+
+def test_a_process_that_died_is_no_part_of_a_deadlock():
+    """It seems to wait, but has sent no heartbeat since the cycle was complete."""
+
+    def victims(silent):
+        first = waits(1, "a", "b", silent=silent)
+        return set(WaitGraph([first, waits(2, "b", "a", waited=1.5)]).victims())
+
+    assert victims(1.0) == {"b waits"}
+    assert victims(2.0) == set()
+
+
+def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
+    """A key may be granted while the queue is read, and the cycle is none then."""
+    backend = PessimisticBackend("default")
+    cycle = [waits(1, "a", "b"), waits(2, "b", "a")]
+    seen = iter([cycle, [], cycle, cycle])
+    monkeypatch.setattr(backend.inspector, "waiting_claims", lambda: next(seen))
+    waiters, woken = Waiters(backend), []
+    waiter = Waiter(Claim(key="a", ttl=30.0, owner="b waits"), lambda: woken.append(1))
+    waiters._waiters[waiter.claim.owner] = waiter
+    reported = []
+    for _ in range(4):
+        waiter.check_at = 0.0
+        waiters._find_deadlocks()
+        reported.append(bool(waiter.deadlock))
+    assert reported == [False, False, False, True]
+    assert woken == [1]
 
 
 @BOTH

@@ -94,6 +94,18 @@ def test_the_next_candidate_leads_when_the_leader_stops(elections, heard):
     assert second.is_leader
 
 
+def test_a_stopped_candidate_leaves_the_queue(elections, heard):
+    """The key is not kept for it when the leader stops."""
+    leader, candidate = elections(**telling(heard, "leader")), elections()
+    leader.start()
+    assert next_of(heard)[0] == "leader elected"
+    candidate.start()
+    backend = backends["memory"]
+    eventually(lambda: backend.waiting(candidate.key) == 1)
+    assert candidate.stop(10)
+    assert backend.waiting(candidate.key) == 0
+
+
 def test_a_leader_is_deposed_once_and_elected_again(elections, heard):
     one = elections(ttl=0.6, **telling(heard, "one"))
     one.start()

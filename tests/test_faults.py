@@ -10,7 +10,9 @@ import threading
 import time
 
 import pytest
+from django.db import connection
 
+from dlocks import db_lock
 from tests import jobs
 from tests.processes import Worker
 from tests.proxy import Proxy
@@ -178,6 +180,24 @@ def test_a_hold_outlives_a_restart_of_the_server(using, how, server, on_server):
     assert holder.call(jobs.check) == "held"
     assert holder.call(jobs.release_all) == ["released"]
     assert other.call(jobs.try_once, key, using=using) > first
+
+
+@pytest.mark.engine("postgresql")
+@FAMILY
+def test_a_grant_is_durable_before_it_is_reported(using):
+    """A crash at any later moment does not make the key free for another caller.
+
+    Other sessions of the server, such as autovacuum, may write at the same moment. So
+    some grants may appear not to be written.
+    """
+    written = []
+    for number in range(10):
+        with db_lock(f"stock:{number}", using=using), connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn()"
+            )
+            written += cursor.fetchone()
+    assert written.count(True) > 5
 
 
 @FAMILY

@@ -186,6 +186,14 @@ def test_a_guard_that_is_rolled_back_extends_no_lease(row, using):
         assert hold.remaining <= on_the_row + 0.001
 
 
+def test_a_guard_extends_no_lease_beyond_max_hold(row, using):
+    """The commit renews the lease, but only until max_hold has passed."""
+    with db_lock("stock", using=using, ttl=5.0, max_hold=5.0) as hold:
+        with hold.atomic():
+            pass
+        assert hold.age + hold.remaining <= 5.0
+
+
 def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(row, using, monkeypatch):
     backend = backends[using]
 

@@ -328,6 +328,42 @@ def test_a_renewal_counts_from_before_it_was_sent(turned_clock):
     hold.release()
 
 
+@pytest.mark.parametrize("by", ["caller", "keeper"])
+def test_a_slow_renewal_counts_from_its_request(by, monkeypatch, turned_clock):
+    """A renewal whose reply takes 4 s is 4 s shorter for its holder."""
+    backend = backends["memory"]
+    renew = backend.renew
+
+    def slowly(claims):
+        left = renew(claims)
+        turned_clock.turn(4)
+        return left
+
+    monkeypatch.setattr(backend, "renew", slowly)
+    hold = db_lock("stock:7", using="memory", ttl=10).acquire()
+    turned_clock.turn(5)
+    if by == "caller":
+        hold.renew()
+    else:
+        keeper._renew([hold._state])
+    assert hold.remaining == pytest.approx(6)
+    hold.release()
+
+
+def test_a_key_is_free_after_max_hold_whatever_its_ttl(turned_clock, in_other_thread):
+    """A holder that hangs keeps its key for max_hold, even if the ttl is longer."""
+
+    def is_free():
+        with db_lock("stock:7", using="memory", timeout=0) as hold:
+            return hold.takeover
+
+    hold = db_lock("stock:7", using="memory", ttl=30, max_hold=2).acquire()
+    turned_clock.turn(2 + backends["memory"].grace)
+    assert in_other_thread(is_free)
+    with pytest.raises(LockLost):
+        hold.release()
+
+
 def test_a_last_try_is_made_exactly_at_the_deadline(monkeypatch, turned_clock):
     tries = []
 

@@ -425,6 +425,25 @@ def test_a_key_released_by_a_timeout_is_signalled(in_other_thread):
     assert heard == [("acquired", "a"), ("released", "a")]
 
 
+def test_a_key_lost_during_the_wait_is_acquired_again(in_other_thread, until, threads):
+    """The caller holds all keys when its wait ends, or it goes on waiting."""
+    release = lend("b", in_other_thread, ttl=20)
+
+    def wait():
+        with db_lock("a", "b", timeout=30) as hold:
+            hold.check()
+            return hold.held
+
+    waiting = threads(wait)
+    until(lambda: backends["default"].waiting("b") == 1)
+    (first,) = (one for one in keeper.holds if one.claim.key == "a")
+    backends["default"].clear("a", first.token)
+    first.lose("an administrator has cleared it")
+    release()
+    waiting.join(60)
+    assert waiting.results == [True]
+
+
 def test_keys_held_during_a_long_wait_are_renewed(in_other_thread, until, threads):
     release = lend("b", in_other_thread, ttl=20)
 

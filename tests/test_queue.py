@@ -598,6 +598,34 @@ def test_a_claim_that_times_out_leaves_the_queue(in_queue, in_other_thread):
         assert not LockClaim.objects.exists()
 
 
+def test_a_late_poll_does_not_queue_a_claim_again(in_other_thread, monkeypatch):
+    """A caller times out while the poll for its claim has no reply yet."""
+    backend = backends["default"]
+    poll, apply = backend.poll, Waiters._apply
+    has_timed_out, is_applied = threading.Event(), threading.Event()
+
+    def poll_late(claims, *, heartbeat=True):
+        # Only the thread that serves the waiters sends heartbeats.
+        if heartbeat:
+            assert has_timed_out.wait(30)
+        return poll(claims, heartbeat=heartbeat)
+
+    def note(waiters, *arguments, **options):
+        ahead = apply(waiters, *arguments, **options)
+        if has_timed_out.is_set():
+            is_applied.set()
+        return ahead
+
+    monkeypatch.setattr(backend, "poll", poll_late)
+    monkeypatch.setattr(Waiters, "_apply", note)
+    with db_lock("stock:7"):
+        with pytest.raises(LockTimeout):
+            in_other_thread(db_lock("stock:7", timeout=2).acquire)
+        has_timed_out.set()
+        assert is_applied.wait(30)
+        assert backend.waiting("stock:7") == 0
+
+
 @pytest.fixture
 def turn_comes_on_the_way(monkeypatch):
     """Return a function that calls another one just after a claim has queued.
@@ -1060,6 +1088,24 @@ def test_processes_are_served_in_the_order_of_arrival(using, workers, in_queue):
     assert tokens == sorted(tokens)
 
 
+@pytest.mark.parametrize("using", ["default", "memory"])
+def test_a_waiter_that_returns_is_ahead_of_later_ones(using):
+    """A process that was stopped is skipped, and gets its old position again."""
+    backend = backends[using]
+    holder, stopped, later = claim(), claim(), claim()
+    assert backend.acquire(holder)
+    position = backend.enqueue(stopped).position
+    backend.enqueue(later)
+    # As if its heartbeat was missing for long enough to be deleted.
+    backend.release(stopped)
+    assert backend.enqueue(stopped, position=position).ahead == 0
+    assert backend.poll([later])[later.owner].ahead == 1
+    for one, following in ((holder, stopped), (stopped, later)):
+        assert backend.release(one)
+        assert backend.poll([following])[following.owner].grant
+    assert backend.release(later)
+
+
 @FAMILY
 def test_only_an_unfair_claim_passes_the_queue(
     using, workers, in_queue, in_other_thread
@@ -1154,6 +1200,37 @@ def test_a_dead_holders_key_is_handed_over_when_its_lease_ends(
     assert other.hear() == "waiting"
     granted, _ = other.hear()
     in_time(granted - victim.killed_at, 1.0 + 0.5 + 0.7)
+
+
+@pytest.fixture
+def notifications():
+    """Return a function that returns the notifications of a channel that have come.
+
+    It waits for the first one. The name of the channel is that of another host.
+    """
+    session = connection.copy()
+    with session.cursor() as cursor:
+        cursor.execute("LISTEN elsewhere")
+    yield lambda: [
+        one.channel for one in session.connection.notifies(timeout=5.0, stop_after=1)
+    ]
+    session.close()
+
+
+@pytest.mark.psycopg3
+@pytest.mark.engine("postgresql")
+@FAMILY
+@pytest.mark.parametrize("end", ["release", "commit"])
+def test_a_waiter_on_another_host_is_notified(
+    using, end, notifications, in_other_thread
+):
+    """Its process is notified by the server, and does not have to poll."""
+    backend, waits = backends[using], claim()
+    scope = transaction.atomic() if end == "commit" else contextlib.nullcontext()
+    with scope, db_lock("stock:7", using=using):
+        assert in_other_thread(backend.enqueue, waits, "elsewhere").position
+    assert notifications() == ["elsewhere"]
+    backend.release(waits)
 
 
 @SERVERS
