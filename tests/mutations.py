@@ -1,0 +1,150 @@
+"""Check that the suite catches mistakes in the package.
+
+    python -m tests.mutations [NAME ...]
+
+tests/mutations.toml is a list of mistakes. Each one is a change of the package's text,
+and names the tests that must fail with it. The checkout is copied to a temporary
+directory. There the tests run without a mistake first, where they must pass, and then
+once with each mistake. The exit status is 1 if a mistake is not caught, or if its text
+does not occur exactly once any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What the tests do not need. The servers are linked, since they are large.
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "site", "build", "dist")
+# Seconds after which a test has failed that waits forever because of a mistake.
+TIMEOUT = 40
+# The line by which tests/run.py reports failed tests. With another status of pytest, no
+# test has failed.
+CAUGHT = re.compile(r"^\w+: FAILED \(1\)$", re.MULTILINE)
+
+# Python reuses compiled code if the size of a file and its second are unchanged.
+_seconds = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake in one file of the package.
+
+    ``name`` says it in words. The names of seeded bugs are those of the nemesis.
+    """
+
+    name: str
+    # Relative to the package.
+    file: str
+    old: str
+    new: str
+    engine: str
+    tests: tuple[str, ...]
+
+    def path(self, root: Path = ROOT) -> Path:
+        return root / "dlocks" / self.file
+
+    def applied(self) -> str:
+        """Return the text of the file with the mistake."""
+        text = self.path().read_text()
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(
+                f"{self.name}: the text occurs {text.count(self.old)} times in"
+                f" {self.path()}. Change the mutation as the code was changed."
+            )
+        return text.replace(self.old, self.new)
+
+
+def read() -> tuple[list[Mutation], dict[str, str]]:
+    """Return the mutations, and the seeded bugs that are none, with the reasons."""
+    data = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())
+    mutations = [
+        Mutation(**{"engine": "sqlite", **each, "tests": tuple(each["tests"])})
+        for each in data["mutation"]
+    ]
+    return mutations, data["not_a_text"]
+
+
+def copy(directory: Path) -> Path:
+    """Copy the checkout, and return the copy."""
+    # Servers run under an account of their own.
+    directory.chmod(0o755)
+    root = Path(shutil.copytree(ROOT, directory / "checkout", ignore=LEFT_OUT))
+    if (ROOT / ".servers").exists():
+        (root / ".servers").symlink_to(ROOT / ".servers")
+    return root
+
+
+def run(root: Path, engine: str, tests: Iterable[str], *options: str) -> str:
+    """Run tests in a copy, and return the output."""
+    command = [sys.executable, "-m", "tests.run", engine, "--", *tests, *options]
+    return subprocess.run(
+        [*command, "-q", "--tb=no", f"--timeout={TIMEOUT}", "-p", "no:randomly"],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    ).stdout
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    os.utime(path, (moment := next(_seconds), moment))
+
+
+def first_failure(output: str) -> str:
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return found[1] if found else f"ended by --timeout={TIMEOUT}"
+
+
+def main(names: list[str]) -> int:
+    known, _reasons = read()
+    if unknown := set(names) - {mutation.name for mutation in known}:
+        print(f"Unknown: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    mutations = [one for one in known if not names or one.name in names]
+    texts = {mutation.name: mutation.applied() for mutation in mutations}
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="dlocks-mutations-") as directory:
+        root = copy(Path(directory))
+        for engine in sorted({mutation.engine for mutation in mutations}):
+            tests = {
+                test for one in mutations if one.engine == engine for test in one.tests
+            }
+            output = run(root, engine, sorted(tests))
+            if f"{engine}: passed" not in output:
+                print(output, "The tests fail without any mistake.", sep="\n")
+                return 1
+        for mutation in mutations:
+            began = time.monotonic()
+            path = mutation.path(root)
+            write(path, texts[mutation.name])
+            output = run(root, mutation.engine, mutation.tests, "-x")
+            write(path, mutation.path().read_text())
+            seconds = f"{time.monotonic() - began:.0f} s"
+            if CAUGHT.search(output):
+                how = f"caught by {first_failure(output)}"
+            else:
+                missed.append(mutation.name)
+                how = "NOT CAUGHT" + (
+                    "" if f"{mutation.engine}: passed" in output else f"\n{output}"
+                )
+            print(f"{mutation.name}: {how} ({mutation.engine}, {seconds})", flush=True)
+    print(f"{len(mutations) - len(missed)} of {len(mutations)} mistakes were caught.")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
