@@ -328,6 +328,17 @@ def test_a_renewal_counts_from_before_it_was_sent(turned_clock):
     hold.release()
 
 
+def test_a_renewal_is_due_after_a_third_of_the_ttl():
+    """Two renewals of a lease may fail, and the next one is still in time."""
+    with db_lock("stock:7", ttl=9) as hold:
+        lease = hold._state.lease
+        assert lease.deadline - lease.renew_at == pytest.approx(6)
+        lease.renew_at = 0.0
+        keeper._renew([hold._state])
+        # The keeper may have renewed it at the same moment.
+        assert lease.deadline - lease.renew_at == pytest.approx(6, abs=0.5)
+
+
 @pytest.mark.parametrize("by", ["caller", "keeper"])
 def test_a_slow_renewal_counts_from_its_request(by, monkeypatch, turned_clock):
     """A renewal whose reply takes 4 s is 4 s shorter for its holder."""
