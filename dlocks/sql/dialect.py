@@ -168,7 +168,8 @@ class Dialect:
 
         It skips rows that another transaction has locked.
         """
-        raise NotImplementedError
+        picked = self._picked(table, where, primary)
+        return f"UPDATE {table} SET {assignments} WHERE {picked}"
 
     def update_these(
         self, table: str, assignments: str, ids: Iterable[str], where: str
@@ -187,7 +188,11 @@ class Dialect:
 
         It skips rows that another transaction has locked.
         """
-        raise NotImplementedError
+        return f"DELETE FROM {table} WHERE {self._picked(table, where, primary)}"
+
+    def _picked(self, table: str, where: str, primary: str) -> str:
+        """Return what finds the rows that a statement writes."""
+        return where
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
         """Return the cheapest statement that writes one row or fails at once.

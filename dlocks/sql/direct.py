@@ -151,7 +151,9 @@ def by_mysqlclient(
 
 @lru_cache(TEXTS_AT_MOST)
 def _as_bytes(sql: str, encoding: str) -> tuple[bytes, list[tuple[bytes, str]]]:
-    return sql.encode(encoding), [(name.encode(encoding), name) for name in _names(sql)]
+    return sql.encode(encoding), [
+        (name.encode(encoding), name) for name in names_in(sql)
+    ]
 
 
 def by_sqlite3(
@@ -174,10 +176,10 @@ def by_sqlite3(
 
 @lru_cache(TEXTS_AT_MOST)
 def _with_colons(sql: str) -> str:
-    return sql % {name: f":{name}" for name in _names(sql)}
+    return sql % {name: f":{name}" for name in names_in(sql)}
 
 
-def _names(sql: str) -> list[str]:
+def names_in(sql: str) -> list[str]:
     """Return the names of a statement's parameters, in the order of first use."""
 
     class Names(dict[str, str]):

@@ -70,7 +70,8 @@ class InnoDB(Dialect):
     def update(
         self, table: str, assignments: str, where: str, primary: str = "key_resource"
     ) -> str:
-        return f"UPDATE {self._picked(table, where, primary)} SET {assignments}"
+        picked = self._picked(table, where, primary)
+        return f"{self.unsafely}UPDATE {picked} SET {assignments}"
 
     def update_these(
         self, table: str, assignments: str, ids: Iterable[str], where: str
@@ -84,7 +85,15 @@ class InnoDB(Dialect):
         )
 
     def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
-        return f"DELETE {table} FROM {self._picked(table, where, primary)}"
+        picked = self._picked(table, where, primary)
+        return f"{self.unsafely}DELETE {table} FROM {picked}"
+
+    def write_or_leave(self, table: str, assignments: str, where: str) -> str:
+        # SKIP LOCKED of MariaDB queues for the row before it gives up. If the row is
+        # unlocked at that moment, the statement gets the lock. It then keeps the lock
+        # until the transaction ends, even if the row does not match (10.11,
+        # row_search_mvcc).
+        return self.compare_and_swap(table, assignments, where.replace(KEY, AS_A_RANGE))
 
     def _picked(self, table: str, where: str, primary: str) -> str:
         # LIMIT keeps the subquery from being merged. A merged statement would write the

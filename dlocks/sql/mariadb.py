@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dlocks.sql.dialect import KEY
-from dlocks.sql.innodb import AS_A_RANGE, InnoDB
+from dlocks.sql.innodb import InnoDB
 
 
 def _compound(statements: str) -> str:
@@ -33,14 +32,6 @@ class MariaDB(InnoDB):
     # step follows that waits for it.
     hand_over = _compound(InnoDB.hand_over.replace("NOWAIT", "SKIP LOCKED"))
 
-    def update(
-        self, table: str, assignments: str, where: str, primary: str = "key_resource"
-    ) -> str:
-        return self.unsafely + super().update(table, assignments, where, primary)
-
-    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
-        return self.unsafely + super().delete(table, where, primary)
-
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
         # This costs half as much as the locking subquery. A locked row is error 1205.
         # The primary key is forced in any case, since a full scan of a small table
@@ -49,9 +40,3 @@ class MariaDB(InnoDB):
             f"{self.at_once}UPDATE {table} FORCE INDEX (PRIMARY) SET {assignments}"
             f" WHERE {where}"
         )
-
-    def write_or_leave(self, table: str, assignments: str, where: str) -> str:
-        # SKIP LOCKED queues for the row before it gives up. If the row is unlocked at
-        # that moment, the statement gets the lock. It then keeps the lock until the
-        # transaction ends, even if the row does not match (10.11, row_search_mvcc).
-        return self.compare_and_swap(table, assignments, where.replace(KEY, AS_A_RANGE))

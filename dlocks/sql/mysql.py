@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlocks.sql.dialect import KEY
-from dlocks.sql.innodb import AS_A_RANGE, InnoDB
+from dlocks.sql.innodb import InnoDB
 
 
 class MySQL(InnoDB):
@@ -24,9 +24,6 @@ class MySQL(InnoDB):
             f" = (SELECT picked FROM (SELECT key_resource AS picked FROM {table} FORCE"
             f" INDEX (PRIMARY) WHERE {where} LIMIT 1 FOR UPDATE SKIP LOCKED) AS picks)"
         )
-
-    def write_or_leave(self, table: str, assignments: str, where: str) -> str:
-        return self.compare_and_swap(table, assignments, where.replace(KEY, AS_A_RANGE))
 
     def release(self, table: str, assignments: str, where: str) -> str:
         # This takes two thirds of the time of the locking subquery. At READ COMMITTED,

@@ -79,17 +79,6 @@ class PostgreSQL(Dialect):
     def typed(self, parameter: str, of: str) -> str:
         return f"{parameter}::{of}"
 
-    def update(
-        self, table: str, assignments: str, where: str, primary: str = "key_resource"
-    ) -> str:
-        return (
-            f"UPDATE {table} SET {assignments} WHERE"
-            f" {self._picked(table, where, primary)}"
-        )
-
-    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
-        return f"DELETE FROM {table} WHERE {self._picked(table, where, primary)}"
-
     def _picked(self, table: str, where: str, primary: str) -> str:
         # An array keeps the plan on the primary key, for one row and for many.
         return (

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dlocks.runtime import clock
 from dlocks.runtime.polling import readable, ready
-from dlocks.sql.direct import TEXT_AT_MOST, Reply
+from dlocks.sql.direct import TEXT_AT_MOST, Reply, names_in
 
 if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
@@ -47,14 +47,6 @@ _TYPES = {str: TEXT, int: BIGINT, bool: BOOLEAN}
 _COLUMN_TYPES = {"owner_ip": INET, "ip": INET, "version": BIGINT, "number": BIGINT}
 
 
-class _Placeholders(dict[str, str]):
-    """A mapping that numbers the parameters of a statement in the order of use."""
-
-    def __missing__(self, name: str) -> str:
-        self[name] = f"${len(self) + 1}"
-        return self[name]
-
-
 class _Statement:
     """A prepared statement.
 
@@ -64,7 +56,7 @@ class _Statement:
 
     __slots__ = ("name", "names", "readers")
 
-    def __init__(self, name: bytes, names: tuple[str, ...]) -> None:
+    def __init__(self, name: bytes, names: Sequence[str]) -> None:
         self.name = name
         self.names = names
         self.readers: list[Callable[[bytes], Any]] | None = None
@@ -126,17 +118,10 @@ class PreparedStatements:
         result = self._ask(self._pgconn.send_query_prepared, statement.name, values)
         if result.status != self._tuples_ok:
             return Reply([], result.command_tuples or 0)
-        number = result.ntuples
-        if not number:
-            return Reply([], 0)
         if (readers := statement.readers) is None:
             readers = statement.readers = _readers(result)
-        rows = (
-            [_row(result, 0, readers)]
-            if number == 1
-            else [_row(result, row, readers) for row in range(number)]
-        )
-        return Reply(rows, number)
+        rows = [_row(result, row, readers) for row in range(result.ntuples)]
+        return Reply(rows, len(rows))
 
     def _prepare(self, sql: str, parameters: Mapping[str, Any]) -> _Statement | None:
         if len(sql) > TEXT_AT_MOST:
@@ -156,10 +141,11 @@ class PreparedStatements:
             self._own = pid == self._backend_pid
             if not self._own:
                 return None
-        places = _Placeholders()
+        names = names_in(sql)
+        places = {name: f"${number}" for number, name in enumerate(names, 1)}
         text = (sql % places).encode()
         types = [
-            _COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in places
+            _COLUMN_TYPES.get(name) or _TYPES[type(parameters[name])] for name in names
         ]
         # The name is a hash of the statement, so it is never the name of another one.
         name = (
@@ -167,7 +153,7 @@ class PreparedStatements:
             + hashlib.sha256(text + repr(types).encode()).hexdigest()[:32].encode()
         )
         self._ask(self._pgconn.send_prepare, name, text, types)
-        statement = self._statements[sql] = _Statement(name, tuple(places))
+        statement = self._statements[sql] = _Statement(name, names)
         return statement
 
     def _ask(self, send: Callable[..., None], *arguments: Any) -> PGresult:

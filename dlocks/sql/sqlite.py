@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlocks.sql.dialect import Dialect
 from dlocks.sql.direct import by_sqlite3
-
-if TYPE_CHECKING:
-    pass
 
 
 class SQLite(Dialect):
@@ -34,14 +29,6 @@ class SQLite(Dialect):
     for_update = for_update_in_turn = for_update_patiently = ""
     one_writer = True
     by_driver = staticmethod(by_sqlite3)
-
-    def update(
-        self, table: str, assignments: str, where: str, primary: str = "key_resource"
-    ) -> str:
-        return f"UPDATE {table} SET {assignments} WHERE {where}"
-
-    def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
-        return f"DELETE FROM {table} WHERE {where}"
 
     def code_of(self, error: BaseException) -> object:
         # sqlite3 has error codes only since Python 3.11.
