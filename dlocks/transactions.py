@@ -60,10 +60,7 @@ class TransactionMarker:
     @classmethod
     def here(cls, connection: BaseDatabaseWrapper) -> Self:
         """Return a marker of this point, until its rollback or the final commit."""
-        savepoints = _savepoints_of(connection)
-        return cls._standing(connection, savepoints, None) or cls(
-            connection, savepoints
-        )
+        return cls._at(connection, _savepoints_of(connection), None)
 
     @classmethod
     def whole(cls, connection: BaseDatabaseWrapper) -> Self:
@@ -71,8 +68,7 @@ class TransactionMarker:
 
         In a TestCase, this is the outermost block that is not the TestCase's own.
         """
-        block = cls._block_of_test(connection)
-        return cls._standing(connection, set(), block) or cls(connection, set(), block)
+        return cls._at(connection, set(), cls._block_of_test(connection))
 
     @classmethod
     def of_lock(cls, connection: BaseDatabaseWrapper) -> Self:
@@ -83,10 +79,7 @@ class TransactionMarker:
         if dialect_of(connection).keeps_locks:
             return cls.whole(connection)
         block = cls._block_of_test(connection)
-        savepoints = _savepoints_of(connection)
-        return cls._standing(connection, savepoints, block) or cls(
-            connection, savepoints, block
-        )
+        return cls._at(connection, _savepoints_of(connection), block)
 
     @classmethod
     def before_callbacks(cls, connection: BaseDatabaseWrapper) -> Self | None:
@@ -124,9 +117,10 @@ class TransactionMarker:
         return own[0] if len(own) < len(connection.atomic_blocks) else None
 
     @classmethod
-    def _standing(
+    def _at(
         cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any
-    ) -> Self | None:
+    ) -> Self:
+        """Return the marker that is there already, or a new one."""
         for found, mark, *_ in reversed(connection.run_on_commit):
             if (
                 isinstance(mark, cls)
@@ -135,7 +129,7 @@ class TransactionMarker:
                 and mark._block is block
             ):
                 return mark
-        return None
+        return cls(connection, savepoints, block)
 
     @property
     def stands(self) -> bool:

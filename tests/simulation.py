@@ -401,7 +401,7 @@ class Simulation:
             return
         state = hold._state
         if state.renewable and state.lease.renew_at <= self.time:
-            keeper._renew([state])
+            keeper._renew(state.backend, [state])
         state.check_expiry()
 
     def look(self, number: int) -> None:

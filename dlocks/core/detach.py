@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import suppress
 from functools import partial
 
 from django.core import signing
 
 from dlocks.core.callers import holds_by_caller, note_acquired
 from dlocks.core.kept_hold import KeptHold
-from dlocks.exceptions import LockBackendError, LockError
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
@@ -48,8 +47,7 @@ def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
     except BaseException:
         if hold.is_over and not was_over:
             # Interrupted, so no process will ever receive the text.
-            with suppress(LockError):
-                hold.release_again()
+            hold.release_again()
         raise
 
 
@@ -80,8 +78,7 @@ def _detached(hold: KeptHold, ttl: float) -> str:
 def release_detached(hold: KeptHold) -> None:
     """Release the key of a detached hold, whose text no process will receive."""
     if hold.lease.lost == HANDED_OVER:
-        with suppress(LockError):
-            hold.release_again()
+        hold.release_again()
 
 
 def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:

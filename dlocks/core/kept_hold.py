@@ -9,7 +9,6 @@ import warnings
 from dlocks.core.callers import has_ended
 from dlocks.core.lease import slow_after
 from dlocks.core.release import Release
-from dlocks.exceptions import LockError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.text import duration, shown_holder
@@ -97,10 +96,7 @@ class KeptHold(Release):
             f" is released now, after {duration(self.lease.age)}."
         )
         logger.warning("%s", message)
-        try:
-            self.release_claim()
-        except LockError as trouble:
-            logger.warning("%s", trouble)
+        self.try_release_claim()
         if self.acquired_at is not None:
             warnings.warn_explicit(message, ResourceWarning, *self.acquired_at)
 
@@ -108,7 +104,4 @@ class KeptHold(Release):
         """Release the key at the end of the process, even while it is in use."""
         if self.held and self.end():
             self.failed = True
-            try:
-                self.release_claim()
-            except LockError as trouble:
-                logger.warning("%s", trouble)
+            self.try_release_claim()

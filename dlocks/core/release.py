@@ -118,8 +118,7 @@ class Release(HoldState):
             if count == 0:
                 if not self.end():
                     self._forget()
-                with suppress(LockError):
-                    self.release_again()
+                self.release_again()
             raise
 
     def _leave(self, count: int) -> None:
@@ -185,11 +184,19 @@ class Release(HoldState):
         send_ended(self.hold, "released")
         self.hold = None
 
+    def try_release_claim(self) -> None:
+        """Release the key of an ended hold, and only log an error."""
+        try:
+            self.release_claim()
+        except LockError as trouble:
+            logger.warning("%s", trouble)
+
     def release_again(self) -> None:
-        """Release the key once more."""
-        self.ask(
-            self.backend.release, self.claim, failed=True, keep=self.lease.kept_for
-        )
+        """Release the key once more, if the backend can be reached."""
+        with suppress(LockError):
+            self.ask(
+                self.backend.release, self.claim, failed=True, keep=self.lease.kept_for
+            )
 
     def end(self) -> bool:
         """End the hold, except for the request to the backend.
@@ -286,13 +293,10 @@ class Release(HoldState):
         try:
             keeper.drop(self)
             forget_acquired(self)
-            self.release_claim()
-        except LockError as trouble:
-            logger.warning("%s", trouble)
+            self.try_release_claim()
         except BaseException:
             # Perhaps the release was not sent yet, and nothing else would send it.
-            with suppress(LockError):
-                self.release_again()
+            self.release_again()
             raise
         finally:
             settled.set()

@@ -148,7 +148,7 @@ class WorkerJobs:
         try:
             with self._mutex:
                 holds = [hold for hold in self.holds if hold.backend is backend]
-            self._renew(holds)
+            self._renew(backend, holds)
             for hold in holds:
                 # The reply is here. The next renewal may already be due, and must not
                 # be waited for.
@@ -157,40 +157,35 @@ class WorkerJobs:
             del worker.renewing[backend]
             self.check_soon()
 
-    def _renew(self, holds: Iterable[WatchedHold]) -> None:
-        renewable = [hold for hold in holds if hold.renewable]
+    def _renew(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
         now = clock.now()
-        for backend in {
-            hold.backend for hold in renewable if hold.lease.renew_at <= now
-        }:
-            # All of the backend's holds, not only those that are due. It is one
-            # statement.
-            by_owner = {
-                hold.claim.owner: hold for hold in renewable if hold.backend is backend
-            }
-            claims = [hold.next_claim() for hold in by_owner.values()]
-            sent = clock.now()
-            try:
-                seconds_left = backend.renew(claims)
-            except Exception as error:  # noqa: BLE001 (it concerns one backend only)
-                # Not lost, but unknown until each deadline. The next try reconnects,
-                # since after a failover the old server may answer but never write.
-                keys = [repr(claim.key) for claim in claims[:EXPLAINED_LIMIT]]
-                keys += ["…"] * (len(claims) > EXPLAINED_LIMIT)
-                logger.warning(
-                    "Could not renew the holds on %s: %s", ", ".join(keys), error
-                )
-                with suppress(Exception):
-                    connections.close_all()
-                for hold in by_owner.values():
-                    hold.lease.put_off_renewal()
-                continue
-            lost = []
-            for owner, hold in by_owner.items():
-                if owner in seconds_left:
-                    hold.lease.note_answer(sent, seconds_left[owner])
-                else:
-                    lost.append(hold)
-            for number, hold in enumerate(lost):
-                # After a long pause there may be many, and other holds wait.
-                hold.lose(hold.why_gone() if number < EXPLAINED_LIMIT else GONE)
+        # All that are renewable, not only those that are due. It is one statement.
+        by_owner = {hold.claim.owner: hold for hold in holds if hold.renewable}
+        if all(hold.lease.renew_at > now for hold in by_owner.values()):
+            return
+        claims = [hold.next_claim() for hold in by_owner.values()]
+        sent = clock.now()
+        try:
+            seconds_left = backend.renew(claims)
+        except Exception as error:  # noqa: BLE001 (it concerns one backend only)
+            # Not lost, but unknown until each deadline. The next try reconnects, since
+            # after a failover the old server may answer but never write.
+            keys = [repr(claim.key) for claim in claims[:EXPLAINED_LIMIT]]
+            keys += ["…"] * (len(claims) > EXPLAINED_LIMIT)
+            logger.warning(
+                "Could not renew the holds on %s: %s", ", ".join(keys), error
+            )
+            with suppress(Exception):
+                connections.close_all()
+            for hold in by_owner.values():
+                hold.lease.put_off_renewal()
+            return
+        lost = []
+        for owner, hold in by_owner.items():
+            if owner in seconds_left:
+                hold.lease.note_answer(sent, seconds_left[owner])
+            else:
+                lost.append(hold)
+        for number, hold in enumerate(lost):
+            # After a long pause there may be many, and other holds wait.
+            hold.lose(hold.why_gone() if number < EXPLAINED_LIMIT else GONE)

@@ -8,8 +8,8 @@ import secrets
 import sys
 import threading
 import time
-import weakref
 from contextlib import suppress
+from typing import cast
 
 from dlocks.backends.base import HANDOVER_LEASE, Backend
 from dlocks.backends.notifiers import Notifier
@@ -23,7 +23,7 @@ from dlocks.runtime.delays import (
     PollSchedule,
 )
 from dlocks.runtime.pools import leave_pools
-from dlocks.runtime.process import in_child
+from dlocks.runtime.process import each_in_child
 from dlocks.runtime.threads import BackgroundThread
 from dlocks.runtime.waiter import Waiter, foremost
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
@@ -362,27 +362,12 @@ def _age_of_grant(
     return sent - granted_at
 
 
-_all_waiters: weakref.WeakSet[Waiters] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    global _create_mutex
-    _create_mutex = threading.Lock()
-    for waiters in list(_all_waiters):
-        waiters._reset()
-
-
-in_child(_forked)
-
-
-_create_mutex = threading.Lock()
+_all_waiters = each_in_child(Waiters._reset)
 
 
 def waiters_of(backend: Backend) -> Waiters:
     """Return the waiters of a backend in this process."""
-    waiters: Waiters | None
-    with _create_mutex:
-        # They have the same lifetime.
-        if (waiters := backend.waiters) is None:
-            waiters = backend.waiters = Waiters(backend)
-        return waiters
+    if backend.waiters is None:
+        # They have the same lifetime. Another thread may create some too.
+        vars(backend).setdefault("waiters", Waiters(backend))
+    return cast("Waiters", backend.waiters)
