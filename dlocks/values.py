@@ -108,6 +108,10 @@ class Grant:
     lease: float | None = None
     takeover: bool = False
 
+    def lasts(self, ttl: float) -> float:
+        """Return the seconds of the lease, at most those of the claim's ttl."""
+        return ttl if self.lease is None else min(self.lease, ttl)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -152,9 +156,7 @@ class Holder:
     in_transaction: bool = False
 
     def __str__(self) -> str:
-        who = shown_holder(self.holder) or "an unknown holder"
-        if ip := shown_address(self.owner_ip):
-            who += f" ({ip})"
+        who = _shown(self)
         if self.since is not None:
             held = datetime.now(self.since.tzinfo) - self.since
             who += f" for {duration(max(0.0, held.total_seconds()))}"
@@ -182,14 +184,17 @@ class WaitingHolder:
     waited: float
 
     def __str__(self) -> str:
-        who = shown_holder(self.holder) or "an unknown holder"
-        if ip := shown_address(self.owner_ip):
-            who += f" ({ip})"
         holds = " and ".join(map(repr, self.holds))
         return (
-            f"{who} holds {holds} and has waited for {self.waits_for!r} for"
+            f"{_shown(self)} holds {holds} and has waited for {self.waits_for!r} for"
             f" {duration(self.waited)}"
         )
+
+
+def _shown(caller: Holder | WaitingHolder) -> str:
+    who = shown_holder(caller.holder) or "an unknown holder"
+    ip = shown_address(caller.owner_ip)
+    return f"{who} ({ip})" if ip else who
 
 
 class Kept(NamedTuple):

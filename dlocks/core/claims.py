@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dlocks.conf import backends
 from dlocks.core.callers import Caller, hold_by
@@ -14,6 +14,7 @@ from dlocks.core.holder import own_holder_name, own_ip
 from dlocks.core.kept_hold import KeptHold
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
@@ -82,11 +83,14 @@ class Claims:
 
     # Internal methods.
 
+    def _entered(self, *, shared: bool) -> KeptHold | None:
+        """Return the caller's shared or exclusive hold of the key, or None."""
+        hold = hold_by((self.caller, self.backend.identity, self.key, shared))
+        return cast("KeptHold | None", hold)
+
     def _own_hold(self) -> KeptHold | None:
         """Return the hold of the same caller to enter, or None."""
-        mine: KeptHold | None = hold_by(
-            (self.caller, self.backend.identity, self.key, self.lock.shared)
-        )
+        mine = self._entered(shared=self.lock.shared)
         if mine is None or not mine.enterable:
             return None
         if (
@@ -97,17 +101,13 @@ class Claims:
             return None
         return mine
 
-    def _kept_for(self) -> float | None:
+    def _kept_for(self) -> float:
         """Return the seconds for which the caller's own left hold keeps the key.
 
-        Return None if the caller has left no hold in a transaction.
+        This is infinite if the caller has left no hold in a transaction.
         """
-        mine: KeptHold | None = hold_by(
-            (self.caller, self.backend.identity, self.key, self.lock.shared)
-        )
-        if mine is None or not mine.is_left:
-            return None
-        return mine.lease.kept_for
+        mine = self._entered(shared=self.lock.shared)
+        return FOREVER if mine is None or not mine.is_left else mine.lease.kept_for
 
     def _enter(self, hold: KeptHold) -> bool:
         if hold.count and not (self.lock.reentrant and hold.lock.reentrant):
@@ -133,9 +133,7 @@ class Claims:
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
-        other: KeptHold | None = hold_by(
-            (self.caller, backend.identity, self.key, not lock.shared)
-        )
+        other = self._entered(shared=not lock.shared)
         if other is not None and not (
             other.is_left or (other.enterable and other.count)
         ):

@@ -134,8 +134,10 @@ class Hold:
         This asks the backend. It is 0 where there is no queue.
         """
         backend = self.backend
-        ask = [partial(backend.waiting, one.claim.key) for one in self._state.parts]
-        return sum(run_outside(one, backend) for one in ask)
+        return sum(
+            run_outside(partial(backend.waiting, part.claim.key), backend)
+            for part in self._state.parts
+        )
 
     def atomic(
         self, *, using: str | None = None, **atomic: Any

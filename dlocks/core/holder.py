@@ -15,22 +15,19 @@ def own_holder_name() -> str:
 
 @functools.lru_cache(1000)
 def _holder_name(process: int, thread: str) -> str:
-    # A thread's name may come from a command line, or from anywhere.
-    return f"{_hostname()}:{process}:{_sayable(thread)}"
+    # A thread's name may come from a command line, or from anywhere. Not every database
+    # can store it.
+    storable = (
+        thread.replace("\0", "\N{REPLACEMENT CHARACTER}")
+        .encode("utf-8", "backslashreplace")
+        .decode()
+    )
+    return f"{_hostname()}:{process}:{storable}"
 
 
 @functools.cache
 def _hostname() -> str:
     return socket.gethostname()
-
-
-def _sayable(name: str) -> str:
-    """Return a name in a form that every database can store."""
-    return (
-        name.replace("\0", "\N{REPLACEMENT CHARACTER}")
-        .encode("utf-8", "backslashreplace")
-        .decode()
-    )
 
 
 @functools.cache

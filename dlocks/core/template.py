@@ -31,7 +31,7 @@ class Template(string.Formatter):
             if field is None:
                 continue
             self._check(field, spec or "", conversion)
-            self.names.append(_first_of(field))
+            self.names.append(re.split(r"[.\[]", field, maxsplit=1)[0])
             if number + 1 < len(self.pieces) and not self.pieces[number + 1][0]:
                 raise ValueError(
                     f"{template!r} needs a separator between {{{field}}} and the next"
@@ -143,10 +143,6 @@ class KeyOfCall:
                     f" call, for the key {self.template.template!r}."
                 )
         return self.template.render(values)
-
-
-def _first_of(field: str) -> str:
-    return re.split(r"[.\[]", field, maxsplit=1)[0]
 
 
 def name_of(function: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from dlocks.core.holder import own_holder_name
 from dlocks.core.policy import shown
 from dlocks.exceptions import LockBackendError, LockDeadlock, LockTimeout
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.deadlocks import described
 from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
@@ -41,8 +41,8 @@ class Wait(Claims):
     asks_again = False
 
     def _next_pause(self) -> float | None:
-        pause, kept = self._pause(), self._kept_for()
-        return pause if kept is None else kept if pause is None else min(pause, kept)
+        pause = min(self._pause(), self._kept_for())
+        return None if pause == FOREVER else pause
 
     def abandon(self) -> None:
         """Let the background thread cancel the claim of a closed coroutine."""
@@ -51,23 +51,20 @@ class Wait(Claims):
 
     # Internal methods.
 
-    def _pause(self) -> float | None:
-        left = None if self.timeout is None else self.began + self.timeout - clock.now()
+    @property
+    def _deadline(self) -> float:
+        return FOREVER if self.timeout is None else self.began + self.timeout
+
+    def _pause(self) -> float:
+        left = self._deadline - clock.now()
         claim = self.claim if self.backend.supports_queue else None
-        if (
-            self.waiter is None
-            and claim is not None
-            and claim.fair
-            and (left is None or left > 0)
-        ):
+        if self.waiter is None and claim is not None and claim.fair and left > 0:
             self.paused = True
             if self._join_queue(claim):
                 return 0.0
         if self.waiter is None:
             if self.delays is None:
-                self.delays = delays(
-                    None if self.timeout is None else self.began + self.timeout
-                )
+                self.delays = delays(self._deadline)
             delay = next(self.delays, None)
             if delay is not None:
                 self.paused = True
@@ -77,12 +74,12 @@ class Wait(Claims):
                 # the key is held.
                 self.paused = True
                 return 0.0
-        elif (left is None or left > 0) and not self.waiter.deadlock:
+        elif left > 0 and not self.waiter.deadlock:
             if self.waiter.woken and not self.asks_again:
                 # Its turn has come, but the row was locked, for example. That is most
                 # likely brief.
                 self.asks_again = True
-                return FIRST_DELAY if left is None else min(FIRST_DELAY, left)
+                return min(FIRST_DELAY, left)
             if not self.waiter.is_queued or self.waiter.woken:
                 # The row is still locked, or the waiter was late. It returns to its
                 # position.
@@ -90,9 +87,7 @@ class Wait(Claims):
                 waiters_of(self.backend).mark_queued(self.waiter)
             self.asks_again = False
             return left
-        elif (left is None or left > -HANDOVER_LEASE) and self._granted_on_last_poll(
-            self.waiter
-        ):
+        elif left > -HANDOVER_LEASE and self._granted_on_last_poll(self.waiter):
             # Retry at once. If the row is locked then, pause first.
             self.waiter.deadlock = ()
             delay, self.asks_again = (FIRST_DELAY if self.asks_again else 0.0), True
@@ -186,7 +181,7 @@ class Wait(Claims):
             holding := holding_of(self.caller, self.backend)
         ):
             self.claim = claim = replace(claim, holding=holding)
-        until = math.inf if self.timeout is None else self.began + self.timeout
+        until = self._deadline
         self.waiter = waiter = Waiter(claim, self.wakeup.wake, self.caller, until)
         waiters.enter(waiter)
         sent = clock.now()

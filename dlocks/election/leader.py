@@ -180,7 +180,7 @@ class LeaderElection(ElectionState):
 
     async def _acquire(self, drive: Any) -> None:
         """Wait for the lead, unless the election is stopped."""
-        for delay in delays(None, *RETRY_DELAYS):
+        for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
                 caller, wakeup = current_caller(), self._wakeup
                 acquisition = Acquisition(self._lock, caller, wakeup, wait=True)

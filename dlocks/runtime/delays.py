@@ -24,7 +24,7 @@ POLLING_SECONDS = 10.0
 
 
 def delays(
-    deadline: float | None, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY
+    deadline: float, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY
 ) -> Iterator[float]:
     """Yield the seconds to sleep before each further try.
 
@@ -37,12 +37,10 @@ def delays(
         # together.
         delay = random.uniform(bound / 2, bound)  # noqa: S311 (jitter)
         bound = min(bound * 2, longest)
-        if deadline is not None:
-            left = deadline - clock.now()
-            if left <= 0:
-                return
-            delay = min(delay, left)
-        yield delay
+        left = deadline - clock.now()
+        if left <= 0:
+            return
+        yield min(delay, left)
 
 
 class PollSchedule:

@@ -105,21 +105,19 @@ class QuorumBackend(Votes):
     # The interface of a backend.
 
     def acquire(self, claim: Claim) -> Grant | None:
-        members = self.members()
         self._forget()
         term = self._terms.setdefault(claim.owner, Term())
         sent = clock.now()
         answers = self._ask(
-            members, lambda member: self._take(member, claim, term), self._suffices
+            lambda member: self._take(member, claim, term), self._suffices
         )
         grants = [grant for grant in answers.said.values() if grant is not None]
         if len(grants) >= self.majority:
             # The lease starts when the request was sent. It lasts for the ttl, or for
             # the time that a majority guarantees if that is shorter. A caller that
             # finds it over cancels the claim.
-            leases = sorted(
-                (self._lease(grant, claim) for grant in grants), reverse=True
-            )
+            ttl = self._longer(claim.ttl)
+            leases = sorted((grant.lasts(ttl) for grant in grants), reverse=True)
             lease = self._shorter(leases[self.majority - 1])
             term.ends = sent + min(lease, claim.ttl)
             # If the last holder had a majority, at least ``enough`` members of it are
@@ -164,7 +162,7 @@ class QuorumBackend(Votes):
                 if one.owner in left
             }
 
-        answers = self._ask(self.members(), extend, self._suffices)
+        answers = self._ask(extend, self._suffices)
         self._enough(answers)
         result: dict[str, float] = {}
         for claim in mine:
@@ -201,9 +199,13 @@ class QuorumBackend(Votes):
         claim = claims[0]
         if count is None or (term := self._terms.get(claim.owner)) is None:
             return False
-        return self._agreed(
-            lambda member: member.backend.verify([self._at(member, claim, term)], count)
+        answers = self._ask(
+            lambda member: member.backend.verify(
+                [self._at(member, claim, term)], count
+            ),
+            self._decided,
         )
+        return self._counted(answers)
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
@@ -213,7 +215,6 @@ class QuorumBackend(Votes):
 
     def holder(self, key: str) -> Holder | None:
         answers = self._ask(
-            self.members(),
             lambda member: member.backend.holder(member.backend.prefix + key),
             self._decided,
         )
@@ -262,11 +263,6 @@ class QuorumBackend(Votes):
     def _longer(self, ttl: float) -> float:
         return ttl * (1 + self.drift) + TICK
 
-    def _lease(self, grant: Grant, claim: Claim) -> float:
-        """Return the seconds that a member guarantees, on its own clock."""
-        ttl = self._longer(claim.ttl)
-        return ttl if grant.lease is None else min(grant.lease, ttl)
-
     def _shorter(self, left: float) -> float:
         return (left - TICK) / (1 + self.drift)
 
@@ -314,7 +310,6 @@ class QuorumBackend(Votes):
         """Release the claim at all members, also at those that did not reply."""
         term.over.set()
         answers = self._ask(
-            self.members(),
             lambda member: self._release_at(
                 member, claim, term, failed=failed, keep=keep
             ),

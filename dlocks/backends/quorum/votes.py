@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +85,6 @@ class Votes(Backend):
 
     def _ask(
         self,
-        members: Sequence[Member],
         question: Callable[[Member], Any],
         decided: Callable[[Answers], bool],
         *,
@@ -96,7 +95,7 @@ class Votes(Backend):
         The wait ends after ``node_timeout`` seconds. Members with an overdue reply are
         not waited for if the other replies decide.
         """
-        futures = {member.ask(question): member for member in members}
+        futures = {member.ask(question): member for member in self.members()}
         pending = set(futures)
         answers = Answers({}, {})
         deadline = clock.real_now() + self.node_timeout
@@ -123,9 +122,6 @@ class Votes(Backend):
             for future in pending:
                 future.cancel()
         return answers
-
-    def _agreed(self, question: Callable[[Member], bool]) -> bool:
-        return self._counted(self._ask(self.members(), question, self._decided))
 
     def _counted(self, answers: Answers) -> bool:
         if not self._decided(answers):

@@ -140,32 +140,22 @@ def client(
         "socket_connect_timeout": timeout,
         "decode_responses": True,
         "protocol": 2,
+        "retry": Retry(NoBackoff(), CLUSTER_TRIES if cluster else 0),
     }
+    if not (cluster or sentinels):
+        return _server(address, common)
+    keywords = dict(address.keywords)
+    # These clients create the connections to their servers themselves.
+    connection_class = keywords.pop("connection_class", redis.Connection)
+    keywords["ssl"] = issubclass(connection_class, redis.SSLConnection)
     if cluster:
-        keywords = {
-            name: value for name, value in address.keywords.items() if name != "db"
-        }
-        # A cluster client creates the connections to its nodes itself.
-        keywords["ssl"] = issubclass(
-            keywords.pop("connection_class", redis.Connection), redis.SSLConnection
-        )
-        return redis.RedisCluster(
-            **keywords, **common, retry=Retry(NoBackoff(), CLUSTER_TRIES)
-        )
-    common["retry"] = Retry(NoBackoff(), 0)
-    if sentinels:
-        keywords = {
-            name: value
-            for name, value in address.keywords.items()
-            if name not in {"host", "port"}
-        }
-        secure = issubclass(
-            keywords.pop("connection_class", redis.Connection), redis.SSLConnection
-        )
-        watch = Sentinel([], **common, **keywords, ssl=secure)  # type: ignore[no-untyped-call]
-        watch.sentinels = [_server(sentinel, common) for sentinel in sentinels]
-        return watch.master_for(address.host)  # type: ignore[no-untyped-call]
-    return _server(address, common)
+        keywords.pop("db", None)
+        return redis.RedisCluster(**keywords, **common)
+    for name in ("host", "port"):
+        keywords.pop(name, None)
+    watch = Sentinel([], **common, **keywords)  # type: ignore[no-untyped-call]
+    watch.sentinels = [_server(sentinel, common) for sentinel in sentinels]
+    return watch.master_for(address.host)  # type: ignore[no-untyped-call]
 
 
 def _server(address: Address, common: dict[str, Any]) -> Any:
