@@ -40,7 +40,7 @@ class TransactionMarker:
         self._first = first
         self.committed = False
         self.at_commit: list[Callable[[], object]] = []
-        # The keys that are locked here, for keeps().
+        # The keys that are locked here, for keys_of().
         self.keys: set[Any] = set()
         # Holds that belong to the transaction and may have no other reference.
         self.holds: list[Any] = []
@@ -172,13 +172,8 @@ class TransactionMarker:
         return connection is None or connection.needs_rollback
 
     @classmethod
-    def keeps(cls, connection: BaseDatabaseWrapper, key: Any) -> bool:
-        """Return whether a key is locked in the transaction, maybe by an ended hold."""
-        return key in cls.keys_of(connection)
-
-    @classmethod
     def keys_of(cls, connection: BaseDatabaseWrapper) -> set[Any]:
-        """Return the keys that are locked in the transaction."""
+        """Return the keys that are locked in the transaction, maybe by ended holds."""
         return {
             key
             for _, mark, *_ in connection.run_on_commit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -93,13 +93,8 @@ class Claims:
         mine = self._entered(shared=self.lock.shared)
         if mine is None or not mine.enterable:
             return None
-        if (
-            self.lock.shared
-            and mine.count
-            and not (self.lock.reentrant and mine.lock.reentrant)
-        ):
-            return None
-        return mine
+        reentrant = self.lock.reentrant and mine.lock.reentrant
+        return None if self.lock.shared and mine.count and not reentrant else mine
 
     def _kept_for(self) -> float:
         """Return the seconds for which the caller's own left hold keeps the key.
@@ -174,9 +169,10 @@ class Claims:
                 raise ValueError(text)
             raise RuntimeError(text)
         if claim.scope == "lease":
-            if in_transaction and TransactionMarker.keeps(
-                connection_of(backend.database), (backend.identity, self.key)
-            ):
+            locked: Collection[Any] = ()
+            if in_transaction:
+                locked = TransactionMarker.keys_of(connection_of(backend.database))
+            if (backend.identity, self.key) in locked:
                 raise RuntimeError(
                     f"{lock.key!r} is kept by the transaction of this thread until it"
                     " ends. A lease or a shared hold would have to wait for that."

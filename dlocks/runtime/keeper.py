@@ -174,11 +174,9 @@ class Keeper(WorkerJobs):
         No transaction of the caller is open there.
         """
         # A worker has no transaction, and two workers must not wait for each other.
-        return (
-            function()
-            if self.is_current
-            else self._worker(backend).run(function, timeout)
-        )
+        if self.is_current:
+            return function()
+        return self._worker(backend).run(function, timeout)
 
     def later(
         self, function: Callable[[], None], seconds: float, backend: Backend

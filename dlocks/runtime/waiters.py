@@ -139,8 +139,9 @@ class Waiters:
                         )
                     if clock.now() - failing_since >= CONNECT_TIMEOUT:
                         self._fail(error)
-                    self._disconnect(notifier, broken=True)
                     notifier = None
+                    self._notify_through(None)
+                    self.backend.close()
                     time.sleep(LONGEST_POLL_DELAY)
         except BaseException as error:
             logger.exception("The thread that serves waiting callers failed")
@@ -149,7 +150,10 @@ class Waiters:
                 ends=True,
             )
         finally:
-            self._disconnect(notifier, broken=False)
+            if notifier is not None:
+                with suppress(LockBackendError):
+                    notifier.close()
+            self.backend.close()
             with self._mutex:
                 if self._thread.is_current:
                     self._thread.end()
@@ -187,14 +191,6 @@ class Waiters:
             waiter.wake()
             # The caller goes on first. Otherwise it waits until this thread sleeps.
             time.sleep(0)
-
-    def _disconnect(self, notifier: Notifier | None, *, broken: bool) -> None:
-        if broken:
-            self._notify_through(None)
-        with suppress(LockBackendError):
-            if notifier is not None and not broken:
-                notifier.close()
-        self.backend.close()
 
     def _notify_through(self, notifier: Notifier | None) -> None:
         with self._mutex:

@@ -111,7 +111,8 @@ class ServerWorker:
         with self._mutex:
             jobs.append(job)
             try:
-                self._wake()
+                self._thread.start()
+                self._changed.notify()
             except BaseException:
                 # No caller waits for it any more. A retry queues a new job.
                 jobs.remove(job)
@@ -121,10 +122,6 @@ class ServerWorker:
         """Make the worker check now whether it is needed, if it has a thread."""
         with self._mutex:
             self._changed.notify()
-
-    def _wake(self) -> None:
-        self._thread.start()
-        self._changed.notify()
 
     def _loop(self) -> None:
         leave_pools()

@@ -75,10 +75,8 @@ class PreparedStatements:
 
         # These are numbers, since a lookup in a set of enum members costs more than the
         # rest of reading a reply.
-        self._tuples_ok, self._command_ok = (
-            int(pq.ExecStatus.TUPLES_OK),
-            int(pq.ExecStatus.COMMAND_OK),
-        )
+        self._tuples_ok = int(pq.ExecStatus.TUPLES_OK)
+        self._command_ok = int(pq.ExecStatus.COMMAND_OK)
         self._pgconn: PGconn = connection.pgconn
         self._await_answer = readable(self._pgconn.socket)
         self._backend_pid: int = connection.info.backend_pid

@@ -272,22 +272,9 @@ class QuorumBackend(Votes):
         grant = member.backend.acquire(self._at(member, claim, term))
         if grant is not None and term.over.is_set():
             # The grant is too late. The release may have reached the member before it.
-            self._release_at(member, claim, term)
+            member.backend.release(self._at(member, claim, term), failed=True)
             return None
         return grant
-
-    def _release_at(
-        self,
-        member: Member,
-        claim: Claim,
-        term: Term,
-        *,
-        failed: bool = True,
-        keep: float = 0.0,
-    ) -> bool:
-        return member.backend.release(
-            self._at(member, claim, term), failed=failed, keep=keep
-        )
 
     def _retry_members(self, claim: Claim, term: Term, aliases: Sequence[str]) -> None:
         """Send the claim to the members that do not hold it.
@@ -310,8 +297,8 @@ class QuorumBackend(Votes):
         """Release the claim at all members, also at those that did not reply."""
         term.over.set()
         answers = self._ask(
-            lambda member: self._release_at(
-                member, claim, term, failed=failed, keep=keep
+            lambda member: member.backend.release(
+                self._at(member, claim, term), failed=failed, keep=keep
             ),
             decided or self._suffices,
             cancel=False,
