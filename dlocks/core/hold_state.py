@@ -201,14 +201,12 @@ class HoldState:
         if self.scope == "transaction" or self.pinned:
             self.check()
             return
-        if self.keeps:
-            sent, lease = clock.now(), self.lease
-            if lease.kept_until:
-                lease.kept_until = max(lease.kept_until, sent + self.claim.ttl)
-            claim = self.next_claim()
-            self.renewed(sent, self.ask(self.backend.renew, [claim]))
-            return
-        raise self.loss(self.lease.why_not())
+        if not self.keeps:
+            raise self.loss(self.lease.why_not())
+        sent, lease = clock.now(), self.lease
+        if lease.kept_until:
+            lease.kept_until = max(lease.kept_until, sent + self.claim.ttl)
+        self.renewed(sent, self.ask(self.backend.renew, [self.next_claim()]))
 
     def renewed(self, sent: float, left: Mapping[str, float]) -> None:
         """Record the reply to the caller's renewal: the seconds left, by owner."""
