@@ -283,8 +283,7 @@ class LockClaim(models.Model):
     hold_count = models.PositiveIntegerField(_("hold count"), default=0)
     shared = models.BooleanField(_("shared"))
     permits = models.PositiveIntegerField(
-        _("permits"),
-        help_text=_("The number of holds that may share the key."),
+        _("permits"), help_text=_("The number of holds that may share the key.")
     )
     scope = models.CharField(
         _("scope"),
@@ -296,8 +295,7 @@ class LockClaim(models.Model):
         _("counted"), help_text=_("Whether the lock row counts it as a waiter.")
     )
     handover_ttl = models.BigIntegerField(
-        _("handover ttl"),
-        help_text=_("Microseconds of the lease after a handover."),
+        _("handover ttl"), help_text=_("Microseconds of the lease after a handover.")
     )
     channel = models.CharField(
         _("channel"),

@@ -166,9 +166,7 @@ class OpenTelemetry(Watcher):
             explicit_bucket_boundaries_advisory=BOUNDARIES,
         )
         self._contentions = meter.create_counter(
-            "dlocks.contentions",
-            "{attempt}",
-            "Attempts that found the key busy.",
+            "dlocks.contentions", "{attempt}", "Attempts that found the key busy."
         )
         self._timeouts = meter.create_counter(
             "dlocks.timeouts", "{attempt}", "Attempts that timed out."
@@ -177,9 +175,7 @@ class OpenTelemetry(Watcher):
             "dlocks.losses", "{hold}", "Holds that were lost."
         )
         self._takeovers = meter.create_counter(
-            "dlocks.takeovers",
-            "{hold}",
-            "Holds that took over an expired lease.",
+            "dlocks.takeovers", "{hold}", "Holds that took over an expired lease."
         )
 
     def acquired(self, hold: ObservedHold) -> None:

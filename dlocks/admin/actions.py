@@ -280,11 +280,7 @@ class LockActions(Confirmation):
             text = DONE[each] % {"count": len(keys), "keys": _named(keys)}
             self.message_user(request, text, messages.SUCCESS)
         for why, keys in refused.items():
-            text = UNCHANGED % {
-                "count": len(keys),
-                "reason": why,
-                "keys": _named(keys),
-            }
+            text = UNCHANGED % {"count": len(keys), "reason": why, "keys": _named(keys)}
             self.message_user(request, text, messages.WARNING)
         if trouble:
             self.message_user(request, trouble, messages.ERROR)
@@ -323,10 +319,7 @@ def _named(keys: list[str]) -> str:
     named = ", ".join(map(printable, keys[:NAMED]))
     return (
         _("%(named)s and %(number)d more")
-        % {
-            "named": named,
-            "number": len(keys) - NAMED,
-        }
+        % {"named": named, "number": len(keys) - NAMED}
         if keys[NAMED:]
         else named
     )

@@ -17,11 +17,7 @@ from dlocks.admin.links import back_to
 from dlocks.admin.target import Target, from_form, to_form
 from dlocks.audit import REASON_LENGTH
 from dlocks.models import ClaimState, LockState, ResourceLock
-from dlocks.operations import (
-    LockRow,
-    claims,
-    is_column,
-)
+from dlocks.operations import LockRow, claims, is_column
 
 # Locks that one action accepts. The form has two fields for each, and their number must
 # stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.

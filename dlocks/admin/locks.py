@@ -22,11 +22,7 @@ from dlocks.models import (
     ResourceLock,
     under,
 )
-from dlocks.operations import (
-    LockRow,
-    claims,
-    in_row,
-)
+from dlocks.operations import LockRow, claims, in_row
 from dlocks.text import printable, shown_duration, shown_holder, shows_holder
 from dlocks.values import Kept
 

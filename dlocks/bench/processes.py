@@ -37,11 +37,7 @@ class Processes(ProcessPoolExecutor):
         super().__init__(size, context, _begin, (self._stop, context.Barrier(size)))
 
     def ask(
-        self,
-        size: int,
-        seconds: float,
-        function: Callable[..., Any],
-        *arguments: Any,
+        self, size: int, seconds: float, function: Callable[..., Any], *arguments: Any
     ) -> list[Any]:
         """Call a function in one process or in all, and return the results.
 

@@ -17,14 +17,8 @@ from django.utils.translation import gettext_lazy as _
 from dlocks.exceptions import StaleVersion
 from dlocks.optimistic.checked import CheckedModel
 from dlocks.optimistic.checks import check_versioned
-from dlocks.optimistic.version_field import (
-    VersionField,
-    note_written,
-    version_field,
-)
-from dlocks.optimistic.versioned_queryset import (
-    VersionedManager,
-)
+from dlocks.optimistic.version_field import VersionField, note_written, version_field
+from dlocks.optimistic.versioned_queryset import VersionedManager
 from dlocks.transactions import TransactionMarker
 
 

@@ -119,9 +119,7 @@ class QueueRules(ContractCase):
         self.assertTrue(self.backend.release(gone))
         self.assertTrue(self.turn(claim))
 
-    def test_a_waiter_without_heartbeats_is_skipped_until_it_returns(
-        self,
-    ) -> None:
+    def test_a_waiter_without_heartbeats_is_skipped_until_it_returns(self) -> None:
         self.needs_positions()
         holder, silent, claim = self.claim(), self.claim(), self.claim()
         self.granted(holder)

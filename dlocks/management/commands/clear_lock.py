@@ -59,9 +59,7 @@ class Command(LockCommand):
             help="End the shared hold that has this token.",
         )
         shares.add_argument(
-            "--all-shares",
-            action="store_true",
-            help="End all current shared holds.",
+            "--all-shares", action="store_true", help="End all current shared holds."
         )
         parser.add_argument(
             "--dry-run",
@@ -240,12 +238,7 @@ class Command(LockCommand):
             )
 
     def _audit(
-        self,
-        backend: Backend,
-        kind: str,
-        key: str,
-        lost: LockRow,
-        reason: str | None,
+        self, backend: Backend, kind: str, key: str, lost: LockRow, reason: str | None
     ) -> None:
         stale = lost.state in {LockState.STALE, ClaimState.STALE}
         audit.taken(

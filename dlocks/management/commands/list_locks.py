@@ -206,10 +206,7 @@ class Command(LockCommand):
         return widths
 
     def _write_row(
-        self,
-        row: tuple[str, ...],
-        widths: list[int],
-        style: Callable[[str], str] = str,
+        self, row: tuple[str, ...], widths: list[int], style: Callable[[str], str] = str
     ) -> None:
         if self._limit is not None:
             row = tuple(map(_cut, row, widths))
