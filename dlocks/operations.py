@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ def shown(backend: Backend, key: str) -> LockRow | None:
         return None
     if not isinstance(backend, DatabaseBackend):
         return next(listed(backend, [key]), None)
-    return _locks(backend, [key]).filter(pk=key).first()
+    return locks_of(backend, [key]).filter(pk=key).first()
 
 
 def pages(
@@ -69,7 +69,7 @@ def pages(
     wanted = Q(state__in=states)
     if waited_for:
         wanted |= Q(waiters__gt=0) | Q(waiting__gt=0)
-    locks = _locks(backend).order_by("pk").filter(wanted)
+    locks = locks_of(backend).order_by("pk").filter(wanted)
     following = locks.filter(pk__gte=backend.prefix)
     while page := list(following[:PAGE]):
         # Keys are ordered by bytes, so the keys with the prefix are adjacent.
@@ -80,7 +80,8 @@ def pages(
         following = locks.filter(pk__gt=page[-1].pk)
 
 
-def _locks(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any:
+def locks_of(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any:
+    """Return the locks. Look for kept leases only of ``keys``, if these are given."""
     kept = backend.kept(keys)
     return (
         ResourceLock.objects.using(backend.database)
@@ -162,16 +163,11 @@ def state_of(lock: LockRow) -> str:
 
     For a shared key, add the number of shared holds.
     """
-    label = str(
-        ClaimState(lock.state).label if _is_claim(lock) else LockState(lock.state).label
-    )
+    states = ClaimState if isinstance(lock, LockClaim) else LockState
+    label = str(states(lock.state).label)
     if is_kept(lock):
         return _("%(state)s, in a transaction") % {"state": label}
-    return (
-        f"{label} ({lock.sharing})"
-        if not _is_claim(lock) and lock.state == LockState.SHARED
-        else label
-    )
+    return f"{label} ({lock.sharing})" if lock.state == LockState.SHARED else label
 
 
 def is_kept(lock: LockRow) -> bool:
@@ -182,16 +178,6 @@ def is_kept(lock: LockRow) -> bool:
     return bool(lock.state == LockState.HELD and lock.seconds_left <= 0)
 
 
-def _is_claim(lock: LockRow) -> bool:
-    return isinstance(lock, LockClaim)
-
-
-def _savepoint(backend: Backend) -> AbstractContextManager[None]:
-    # It keeps the transaction of a request usable if the database refuses.
-    inside = backend.in_transaction()
-    return transaction.atomic(using=backend.database) if inside else nullcontext()
-
-
 def clear(
     backend: Backend, key: str, version: int, *, stale_only: bool = False
 ) -> LockRow:
@@ -199,21 +185,17 @@ def clear(
 
     Return the lock as it was before, or raise NotCleared.
     """
-    lock = _unchanged(backend, key, version, stale_only)
-    with _savepoint(backend):
-        cleared = backend.clear(key, version, stale_only=stale_only)
-    if not cleared:
-        lock = _unchanged(backend, key, version, stale_only)
-        if not isinstance(backend, DatabaseBackend):
-            raise NotCleared(_("acquired by another holder in the meantime"), lock)
-        if stale_only and backend.observations is not None:
-            why = _(
-                "expired by the database's clock, but not yet by observation: force its"
-                " release, with a reason"
-            )
-            raise NotCleared(why, lock)
-        raise NotCleared(in_transaction(), lock)
-    return lock
+    why = ""
+    if not isinstance(backend, DatabaseBackend):
+        why = _("acquired by another holder in the meantime")
+    elif stale_only and backend.observations is not None:
+        why = _(
+            "expired by the database's clock, but not yet by observation: force its"
+            " release, with a reason"
+        )
+    read = partial(_unchanged, backend, key, version, stale_only)
+    act = partial(backend.clear, key, version, stale_only=stale_only)
+    return _change(backend, read, act, why)
 
 
 def in_transaction() -> str:
@@ -239,7 +221,7 @@ def end_share(
         return share
 
     end = backend.end_share if isinstance(backend, DatabaseBackend) else backend.clear
-    return _delete_claim(backend, read, partial(end, key, token, stale_only=stale_only))
+    return _change(backend, read, partial(end, key, token, stale_only=stale_only))
 
 
 def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
@@ -260,7 +242,7 @@ def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
             raise NotCleared(_("its heartbeat has resumed"), claim)
         return claim
 
-    return _delete_claim(backend, read, lambda: backend.take_out(key, number))
+    return _change(backend, read, partial(backend.take_out, key, number))
 
 
 def is_unused(lock: LockRow) -> bool:
@@ -279,7 +261,7 @@ def purge(backend: DatabaseBackend, key: str, version: int) -> LockRow:
         return is_column(version) and backend.purge_one(key, version, IDLE_FOR)
 
     read = partial(_unused, backend, key, version)
-    return _delete_claim(backend, read, act, _("in use"))
+    return _change(backend, read, act, _("in use"))
 
 
 def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
@@ -291,18 +273,20 @@ def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
     return lock
 
 
-def _delete_claim(
+def _change(
     backend: Backend,
     read: Callable[[], LockRow],
     act: Callable[[], bool],
     why: str = "",
 ) -> LockRow:
-    claim = read()
-    with _savepoint(backend):
+    before = read()
+    # A savepoint keeps the transaction of a request usable if the database refuses.
+    inside = backend.in_transaction()
+    with transaction.atomic(using=backend.database) if inside else nullcontext():
         done = act()
     if not done:
         raise NotCleared(why or in_transaction(), read())
-    return claim
+    return before
 
 
 def is_column(number: int) -> bool:
@@ -346,7 +330,7 @@ def describe(lock: LockRow, *, on_page: bool = False) -> str:
     )
     if ip := address_of(lock) if on_page else lock.owner_ip:
         who += f" ({ip})"
-    is_waiter = _is_claim(lock) and lock.version is None
+    is_waiter = isinstance(lock, LockClaim) and lock.version is None
     if lock.begin_time is not None:
         text = (
             _("%(who)s, waiting for %(age)s") if is_waiter else _("%(who)s for %(age)s")

@@ -8,7 +8,6 @@ from typing import Any
 from django.contrib import admin, messages
 from django.contrib.admin import helpers
 from django.http import HttpRequest, HttpResponse
-from django.template.response import TemplateResponse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
@@ -122,7 +121,7 @@ class LockActions(Confirmation):
                 return self._confirmation(
                     request, self._as_posted(targets), error=str(error)
                 )
-            self._clear(request, targets, reason)
+            self._clear(request, targets, reason, stale_only=False)
             return self._back(request)
         selected = self._selected(request, queryset.exclude(state=LockState.FREE))
         if selected is None:
@@ -139,13 +138,14 @@ class LockActions(Confirmation):
         locks = [
             lock
             for lock in selected.values()
-            if lock is not None and lock.state != LockState.FREE
+            if lock is not None and lock.state != LockState.FREE and in_row(lock)
         ]
         shown = sorted(
-            [*filter(in_row, locks), *sharing], key=lambda one: Target.of(one).key
+            ((Target.of(one), one) for one in [*locks, *sharing]),
+            key=lambda one: one[0].key,
         )
         if only:
-            shown = [one for one in shown if Target.of(one).field == only]
+            shown = [one for one in shown if one[0].field == only]
         if not shown:
             self.message_user(
                 request,
@@ -161,9 +161,7 @@ class LockActions(Confirmation):
                 for key, lock in selected.items()
             )
         )
-        return self._confirmation(
-            request, [(Target.of(one), one) for one in shown], left_out
-        )
+        return self._confirmation(request, shown, left_out)
 
     @admin.action(description=gettext_lazy("Delete unused rows"), permissions=["purge"])
     def delete_unused_rows(
@@ -184,20 +182,13 @@ class LockActions(Confirmation):
             text = _("None of the selected keys has been unused for a day.")
             self.message_user(request, text, messages.WARNING)
             return None
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            "title": _("Delete unused rows"),
-            "subtitle": None,
-            "opts": self.opts,
-            **self.alias_context,
-            "media": self.media,
-            "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
-            "left_out": len(selected) - len(unused),
-            "locks": [{**self._row(lock), "end": self.end(lock)} for lock in unused],
-        }
-        return TemplateResponse(
-            request, "admin/dlocks/resourcelock/purge_confirmation.html", context
+        return self.page(
+            request,
+            "purge_confirmation",
+            title=_("Delete unused rows"),
+            action_checkbox_name=helpers.ACTION_CHECKBOX_NAME,
+            left_out=len(selected) - len(unused),
+            locks=[{**self._row(lock), "end": self.end(lock)} for lock in unused],
         )
 
     def _purge(self, request: HttpRequest, targets: Iterable[Target]) -> None:
@@ -215,10 +206,11 @@ class LockActions(Confirmation):
         targets: Iterable[Target],
         reason: str,
         *,
-        stale_only: bool = False,
+        stale_only: bool,
     ) -> None:
         def clear_one(backend: DatabaseBackend, target: Target) -> Change:
-            what, lost, change = self._clear_one(backend, target, stale_only)
+            what, lost, change = _clear_one(backend, target, stale_only)
+            change %= {"holder": describe(lost, on_page=True)}
             why = _("Reason: %(reason)s") % {"reason": printable(reason)}
             return what, lost, f"{change} {why}"
 
@@ -285,34 +277,24 @@ class LockActions(Confirmation):
         if trouble:
             self.message_user(request, trouble, messages.ERROR)
 
-    def _clear_one(
-        self, backend: DatabaseBackend, target: Target, stale_only: bool
-    ) -> Change:
-        """Clear a target that has not changed, or raise NotCleared."""
-        if target.kind == "claim":
-            claim = take_out(backend, target.key, target.number)
-            return (
-                "take_out",
-                claim,
-                _("Removed a dead claim from the queue: %(holder)s.")
-                % {"holder": describe(claim, on_page=True)},
-            )
-        what: audit.What = "clear" if stale_only else "force_release"
-        if target.kind == "share":
-            share = end_share(backend, target.key, target.number, stale_only=stale_only)
-            text = (
-                _("Cleared the stale shared lock held by %(holder)s.")
-                if stale_only
-                else _("Forced the release of the shared lock held by %(holder)s.")
-            )
-            return what, share, text % {"holder": describe(share, on_page=True)}
-        lock = clear(backend, target.key, target.number, stale_only=stale_only)
-        text = (
-            _("Cleared the stale lock held by %(holder)s.")
-            if stale_only
-            else _("Forced the release of the lock held by %(holder)s.")
-        )
-        return what, lock, text % {"holder": describe(lock, on_page=True)}
+
+def _clear_one(backend: DatabaseBackend, target: Target, stale_only: bool) -> Change:
+    """Clear a target that has not changed, or raise NotCleared."""
+    if target.kind == "claim":
+        claim = take_out(backend, target.key, target.number)
+        return "take_out", claim, _("Removed a dead claim from the queue: %(holder)s.")
+    if target.kind == "share":
+        end: Callable[..., LockRow] = end_share
+        cleared = _("Cleared the stale shared lock held by %(holder)s.")
+        forced = _("Forced the release of the shared lock held by %(holder)s.")
+    else:
+        end = clear
+        cleared = _("Cleared the stale lock held by %(holder)s.")
+        forced = _("Forced the release of the lock held by %(holder)s.")
+    lost = end(backend, target.key, target.number, stale_only=stale_only)
+    if stale_only:
+        return "clear", lost, cleared
+    return "force_release", lost, forced
 
 
 def _named(keys: list[str]) -> str:

@@ -9,12 +9,15 @@ from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse, QueryDict
+from django.template.response import TemplateResponse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
+from dlocks.models import under
+from dlocks.text import shows_holder
 
 
 class AliasChangeList(ChangeList):
@@ -123,6 +126,30 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             ],
             "hidden_aliases": hidden,
         }
+
+    def page(self, request: HttpRequest, name: str, **context: Any) -> TemplateResponse:
+        """Return a page from the template with this name."""
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "subtitle": None,
+            "opts": self.opts,
+            "media": self.media,
+            **self.alias_context,
+            **context,
+        }
+        template = f"admin/dlocks/resourcelock/{name}.html"
+        return TemplateResponse(request, template, context)
+
+    def rows_of_alias(self, rows: Any) -> Any:
+        """Return the rows in the database and under the prefix of the alias."""
+        if (backend := self.backend()) is None:
+            return rows
+        return rows.using(backend.database).filter(under(backend.prefix))
+
+    def get_search_fields(self, request: HttpRequest) -> Any:
+        # The results of a search must not reveal a hidden holder.
+        return self.search_fields if shows_holder() else ("key_resource",)
 
     def changelist_view(
         self, request: HttpRequest, *args: Any, **kwargs: Any

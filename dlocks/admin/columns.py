@@ -102,9 +102,8 @@ class LockColumns(ReadOnlyAdmin):
     def action_checkbox(self, obj: ResourceLock) -> Any:
         return super().action_checkbox(ResourceLock(pk=to_form(obj.pk)))
 
-    def form_of(self, shown: LockRow) -> dict[str, str]:
+    def form_of(self, target: Target) -> dict[str, str]:
         """Return the form fields that identify a lock, a shared hold or a claim."""
-        target = Target.of(shown)
         return {
             "field": to_form(target.key),
             "version": target.field,
@@ -123,7 +122,7 @@ class LockColumns(ReadOnlyAdmin):
         else:
             left = short_time_left(shown)
         return {
-            **self.form_of(shown),
+            **self.form_of(target),
             "key": key_html(target.key),
             "state": badge(shown),
             "holder": name_of(shown),

@@ -9,15 +9,14 @@ from django.contrib import messages
 from django.contrib.admin import helpers
 from django.db.models import Q
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.utils.translation import gettext as _
 
 from dlocks.admin.columns import LockColumns, key_html
 from dlocks.admin.links import back_to
-from dlocks.admin.target import Target, from_form, to_form
+from dlocks.admin.target import Target, from_form
 from dlocks.audit import REASON_LENGTH
-from dlocks.models import ClaimState, LockState, ResourceLock
-from dlocks.operations import LockRow, claims, is_column
+from dlocks.models import ClaimState, LockState
+from dlocks.operations import LockRow, claims, is_column, locks_of
 
 # Locks that one action accepts. The form has two fields for each, and their number must
 # stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
@@ -61,18 +60,11 @@ class Confirmation(LockColumns):
         for target in targets:
             if is_column(target.number):
                 numbers[target.kind].append(target.number)
-        kept = backend.kept(keys)
-        locks = (
-            ResourceLock.objects.using(backend.database)
-            .by_clock(kept)
-            .with_queue(kept)
-            .defer("owner")
-        )
         which = Q(version__in=numbers["share"]) | Q(
             version__isnull=True, pk__in=numbers["claim"]
         )
         found = [
-            *locks.filter(pk__in=keys, version__in=numbers["lock"]),
+            *locks_of(backend, keys).filter(pk__in=keys, version__in=numbers["lock"]),
             *claims(backend, keys).filter(which),
         ]
         now = {Target.of(one): one for one in found}
@@ -112,49 +104,36 @@ class Confirmation(LockColumns):
         left_out: int = 0,
         error: str = "",
     ) -> HttpResponse:
-        request.current_app = self.admin_site.name
         kinds = {target.kind for target, _now in shown}
-        context = {
-            **self.admin_site.each_context(request),
-            "title": (
-                _("Force release") if kinds - {"claim"} else _("Remove from the queue")
-            ),
-            "subtitle": None,
-            "opts": self.opts,
-            **self.alias_context,
-            "media": self.media,
-            "action_checkbox_name": helpers.ACTION_CHECKBOX_NAME,
-            "left_out": left_out,
-            "any_held": any(
+        any_hold, live = bool(kinds - {"claim"}), request.POST.get("live")
+        return self.page(
+            request,
+            "force_release_confirmation",
+            title=_("Force release") if any_hold else _("Remove from the queue"),
+            action_checkbox_name=helpers.ACTION_CHECKBOX_NAME,
+            left_out=left_out,
+            any_held=any(
                 now is not None and now.state in {LockState.HELD, ClaimState.HELD}
                 for _target, now in shown
             ),
-            "any_hold": bool(kinds - {"claim"}),
-            "any_share": "share" in kinds,
-            "any_claim": "claim" in kinds,
-            "locks": [
+            any_hold=any_hold,
+            any_share="share" in kinds,
+            any_claim="claim" in kinds,
+            locks=[
                 self._changed(target) if now is None else self._row(now)
                 for target, now in shown
             ],
-            "reason": request.POST.get("reason", ""),
-            "reason_length": REASON_LENGTH,
-            "error": error,
-            "live": request.POST.get("live"),
-            "back": (
-                back_to(self, request.POST["live"]) if "live" in request.POST else None
-            ),
-        }
-        return TemplateResponse(
-            request,
-            "admin/dlocks/resourcelock/force_release_confirmation.html",
-            context,
+            reason=request.POST.get("reason", ""),
+            reason_length=REASON_LENGTH,
+            error=error,
+            live=live,
+            back=None if live is None else back_to(self, live),
         )
 
     def _changed(self, target: Target) -> dict[str, Any]:
         """Return the table row of a target that has changed since it was shown."""
         return {
-            "field": to_form(target.key),
-            "version": target.field,
+            **self.form_of(target),
             "key": key_html(target.key),
             "state": _("changed in the meantime"),
             "token": "" if target.kind == "claim" else str(target.number),

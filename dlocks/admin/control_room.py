@@ -23,6 +23,7 @@ from django.utils.translation import gettext as _
 from dlocks.admin.columns import badge, is_long, key_html, label
 from dlocks.admin.links import lock_url, url
 from dlocks.admin.live_history import LiveHistory
+from dlocks.admin.target import Target
 from dlocks.backends.base import Backend
 from dlocks.backends.listing import listed
 from dlocks.conf import backends
@@ -59,16 +60,11 @@ def view(admin: Any, request: HttpRequest) -> HttpResponse:
             f"admin/dlocks/resourcelock/live_{part}.html",
             {"room": room, **admin.alias_context},
         )
-    context = {
-        **admin.admin_site.each_context(request),
-        "title": _("Control room"),
-        "subtitle": printable(room.key) if room.key else None,
-        "opts": admin.opts,
-        "media": admin.media,
-        "room": room,
-        **admin.alias_context,
-    }
-    return TemplateResponse(request, "admin/dlocks/resourcelock/live.html", context)
+    subtitle = printable(room.key) if room.key else None
+    page: HttpResponse = admin.page(
+        request, "live", title=_("Control room"), subtitle=subtitle, room=room
+    )
+    return page
 
 
 class Room(LiveHistory):
@@ -286,7 +282,7 @@ class Room(LiveHistory):
             "since": moment(held.begin_time) if has_begun else None,
             # No bar: a row does not have the ttl of its lease.
             "left": time_left(held),
-            **(self.admin.form_of(held) if may_force else {}),
+            **(self.admin.form_of(Target.of(held)) if may_force else {}),
         }
 
     @property

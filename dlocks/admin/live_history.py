@@ -11,7 +11,7 @@ from django.db.models.functions import Floor
 from django.utils.translation import gettext as _
 
 from dlocks.admin.links import url
-from dlocks.models import HoldRecord, LockState, under
+from dlocks.models import HoldRecord, LockState
 from dlocks.operations import in_row, name_of, state_of
 from dlocks.text import moment, printable, shown_duration
 
@@ -38,11 +38,8 @@ class LiveHistory:
 
     @cached_property
     def _ended(self) -> Any:
-        backend = self.admin.backend()
-        ended = HoldRecord.objects.using(self._busy.db).filter(
-            under("" if backend is None else backend.prefix)
-        )
-        return ended.filter(key_resource=self.key) if self.key else ended.all()
+        ended = self.admin.rows_of_alias(HoldRecord.objects.all())
+        return ended.filter(key_resource=self.key) if self.key else ended
 
     @cached_property
     def contention(self) -> dict[str, Any]:

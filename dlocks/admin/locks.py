@@ -20,10 +20,9 @@ from dlocks.models import (
     LockQuerySet,
     LockState,
     ResourceLock,
-    under,
 )
-from dlocks.operations import LockRow, claims, in_row
-from dlocks.text import printable, shown_duration, shown_holder, shows_holder
+from dlocks.operations import LockRow, claims, in_row, name_of
+from dlocks.text import shown_duration, shows_holder
 from dlocks.values import Kept
 
 # Shared holds, and queued claims, on the page of a lock.
@@ -117,10 +116,6 @@ class ResourceLockAdmin(LockActions):
             for column in self.list_display
         ]
 
-    def get_search_fields(self, request: HttpRequest) -> Any:
-        # Neither must the results of a search.
-        return self.search_fields if shows_holder() else ("key_resource",)
-
     def _find_kept(self, request: HttpRequest) -> None:
         if (backend := self.backend()) is not None and self.has_view_permission(
             request
@@ -131,10 +126,7 @@ class ResourceLockAdmin(LockActions):
         return self.locks(request, getattr(request, "dlocks_kept", Kept()))
 
     def locks(self, request: HttpRequest, kept: Kept) -> LockQuerySet:
-        locks: Any = super().get_queryset(request)
-        backend = self.backend()
-        if backend is not None:
-            locks = locks.using(backend.database).filter(under(backend.prefix))
+        locks = self.rows_of_alias(super().get_queryset(request))
         return locks.by_clock(kept).with_queue(kept).defer("owner")  # type: ignore[no-any-return]
 
     # The page of a lock.
@@ -164,13 +156,13 @@ class ResourceLockAdmin(LockActions):
                 "more_waiters": max(0, queued.count() - SHOWN),
                 "waits": [
                     {
-                        "holder": printable(shown_holder(claim.holder)),
+                        "holder": name_of(claim),
                         "key": self.link(claim.key),
                         "waited": shown_duration(claim.waited),
                     }
                     for claim in backend.inspector.waits_of([lock])[lock.pk]
                 ],
-                **self.form_of(lock),
+                **self.form_of(Target.of(lock)),
                 "live": url(self, key=lock.pk),
                 "force_lock": (
                     may_force and in_row(lock) and lock.state != LockState.FREE
@@ -213,13 +205,7 @@ class ControlRoomAdmin(ReadOnlyAdmin):
         return request.user.has_perm("dlocks.view_resourcelock")
 
     def get_urls(self) -> list[Any]:
-        def view(request: HttpRequest) -> HttpResponse:
-            return HttpResponseRedirect(url(self))
-
-        return [
-            path(
-                "",
-                self.admin_site.admin_view(view),
-                name="dlocks_controlroom_changelist",
-            )
-        ]
+        live = self.admin_site.admin_view(
+            lambda request: HttpResponseRedirect(url(self))
+        )
+        return [path("", live, name="dlocks_controlroom_changelist")]

@@ -11,9 +11,9 @@ from django.utils.translation import gettext_lazy
 
 from dlocks.admin.base import ReadOnlyAdmin
 from dlocks.admin.columns import key_html, time_html, who_html
-from dlocks.models import HoldRecord, under
+from dlocks.models import HoldRecord
 from dlocks.operations import name_of
-from dlocks.text import shown_duration, shows_holder
+from dlocks.text import shown_duration
 
 
 class EndedFilter(admin.SimpleListFilter):
@@ -65,15 +65,8 @@ class HoldRecordAdmin(ReadOnlyAdmin):
         # ``?holder__startswith=…`` would reveal a hidden holder letter by letter.
         return lookup in {"ending__exact", EndedFilter.parameter_name}
 
-    def get_search_fields(self, request: HttpRequest) -> Any:
-        # Neither must the results of a search reveal it.
-        return self.search_fields if shows_holder() else ("key_resource",)
-
     def get_queryset(self, request: HttpRequest) -> Any:
-        records = HoldRecord.objects.all()
-        if (backend := self.backend()) is not None:
-            records = records.using(backend.database).filter(under(backend.prefix))
-        return records.with_times()
+        return self.rows_of_alias(HoldRecord.objects.all()).with_times()
 
     @admin.display(description=gettext_lazy("key"), ordering="key_resource")
     def key(self, record: Any) -> str:
