@@ -123,14 +123,8 @@ class LockQuerySet(ClockQuerySet):
             ),
             state=models.Case(
                 models.When(~free | ~shared, then=by_row),
-                models.When(
-                    _any_of(live, version__isnull=False),
-                    then=models.Value(LockState.SHARED.value),
-                ),
-                models.When(
-                    _any_of(version__isnull=False),
-                    then=models.Value(LockState.STALE.value),
-                ),
+                _when(_any_of(live, version__isnull=False), LockState.SHARED),
+                _when(_any_of(version__isnull=False), LockState.STALE),
                 default=by_row,
             ),
         )
@@ -140,8 +134,8 @@ class LockQuerySet(ClockQuerySet):
             pk__in=kept.keys
         )
         return models.Case(
-            models.When(live, then=models.Value(LockState.HELD.value)),
-            models.When(self.model.LEFT, then=models.Value(LockState.STALE.value)),
+            _when(live, LockState.HELD),
+            _when(self.model.LEFT, LockState.STALE),
             default=models.Value(LockState.FREE.value),
         )
 
@@ -151,9 +145,9 @@ class ClaimQuerySet(ClockQuerySet):
         live = models.Q(seconds_left__gt=0) | models.Q(pk__in=kept.shares)
         queued = models.Q(version__isnull=True)
         return models.Case(
-            models.When(queued & live, then=models.Value(ClaimState.WAITING.value)),
-            models.When(queued, then=models.Value(ClaimState.DEAD.value)),
-            models.When(live, then=models.Value(ClaimState.HELD.value)),
+            _when(queued & live, ClaimState.WAITING),
+            _when(queued, ClaimState.DEAD),
+            _when(live, ClaimState.HELD),
             default=models.Value(ClaimState.STALE.value),
         )
 
@@ -171,6 +165,10 @@ class RecordQuerySet(SchemaQuerySet):
                 models.F("end_time") - models.F("begin_time"), models.DurationField()
             ),
         )
+
+
+def _when(condition: Any, state: models.TextChoices) -> models.When:
+    return models.When(condition, then=models.Value(state.value))
 
 
 def _claims(*terms: models.Q, **conditions: Any) -> Any:

@@ -74,13 +74,7 @@ class Log(Watcher):
             )
         slow = hold.backend.slow_wait
         if slow is not None and hold.waited >= slow:
-            self._slow_wait(
-                slow,
-                hold.key,
-                hold.waited,
-                f"acquired by {hold.claim.holder}",
-                _fields(hold),
-            )
+            self._slow_wait(slow, f"acquired by {hold.claim.holder}", _fields(hold))
 
     def ended(self, hold: ObservedHold, how: End) -> None:
         slow = hold.backend.slow_hold
@@ -128,15 +122,13 @@ class Log(Watcher):
         )
         slow = backends[lock.using].slow_wait
         if slow is not None and waited >= slow:
-            self._slow_wait(slow, lock.key, waited, f"not acquired, {who}", fields)
+            self._slow_wait(slow, f"not acquired, {who}", fields)
 
-    def _slow_wait(
-        self, slow: float, key: str, waited: float, what: str, fields: Mapping[str, Any]
-    ) -> None:
+    def _slow_wait(self, slow: float, what: str, fields: Mapping[str, Any]) -> None:
         logger.warning(
             "%r: a caller waited %.3f s, longer than slow_wait (%g s): %s",
-            key,
-            waited,
+            fields["lock_key"],
+            fields["lock_waited"],
             slow,
             what,
             extra=fields,

@@ -257,10 +257,13 @@ class TestListLocks:
         monkeypatch.setattr(operations, "PAGE", 3)
         sizes = []
         pages = operations.pages
-        monkeypatch.setattr(
-            "dlocks.management.commands.list_locks.pages",
-            lambda *args: (sizes.append(len(page)) or page for page in pages(*args)),
-        )
+
+        def spied(*args, **options):
+            for page in pages(*args, **options):
+                sizes.append(len(page))
+                yield page
+
+        monkeypatch.setattr("dlocks.management.commands.list_locks.pages", spied)
         keys = [f"k{number}" for number in range(10)]
         for key in keys:
             rows.held(key)

@@ -88,18 +88,17 @@ def alone(crew: Processes, plan: Plan, seconds: float) -> dict[str, float]:
     Times are in microseconds.
     """
     samples, begin, end = _measure(crew, plan, seconds, 1)
-    takes, gives, pairs = (
-        [duration * 1e6 for duration in durations(samples, *moments, begin, end)]
-        for moments in ((ASKED, GRANTED), (LEAVING, RELEASED), (ASKED, RELEASED))
-    )
-    return {
-        "take_p50_us": round(quantile(takes, 0.5), 1),
-        "take_p95_us": round(quantile(takes, 0.95), 1),
-        "give_p50_us": round(quantile(gives, 0.5), 1),
-        "give_p95_us": round(quantile(gives, 0.95), 1),
-        "pair_p50_us": round(quantile(pairs, 0.5), 1),
-        "pair_p95_us": round(quantile(pairs, 0.95), 1),
-    }
+    figures = {}
+    for name, first, last in (
+        ("take", ASKED, GRANTED),
+        ("give", LEAVING, RELEASED),
+        ("pair", ASKED, RELEASED),
+    ):
+        times = durations(samples, first, last, begin, end)
+        for percent in (50, 95):
+            figure = quantile(times, percent / 100) * 1e6
+            figures[f"{name}_p{percent}_us"] = round(figure, 1)
+    return figures
 
 
 def together(crew: Processes, plan: Plan, seconds: float) -> dict[str, float | None]:

@@ -23,6 +23,15 @@ from dlocks.exceptions import LockBackendError
 from dlocks.operations import LockRow
 
 
+def add_using(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--using",
+        default=DEFAULT_ALIAS,
+        metavar="ALIAS",
+        help="An alias of the DLOCKS setting. Default: %(default)s.",
+    )
+
+
 class LockCommand(BaseCommand):
     """A command for the locks of one alias."""
 
@@ -30,12 +39,7 @@ class LockCommand(BaseCommand):
     needs_rows = False
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument(
-            "--using",
-            default=DEFAULT_ALIAS,
-            metavar="ALIAS",
-            help="An alias of the DLOCKS setting. Default: %(default)s.",
-        )
+        add_using(parser)
 
     @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
@@ -72,6 +76,11 @@ class LockCommand(BaseCommand):
                 f" command. {why}"
             )
         return backend
+
+
+def plural(number: int, noun: str) -> str:
+    """Return the number with the noun, in the plural unless it is 1."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def matching(

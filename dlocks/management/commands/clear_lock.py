@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from dlocks import audit
 from dlocks.backends.base import Backend
 from dlocks.core.policy import check_key
-from dlocks.management.base import LockCommand, matching
+from dlocks.management.base import LockCommand, matching, plural
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
     LockRow,
@@ -100,7 +100,7 @@ class Command(LockCommand):
             return
         if several and not options["yes"]:
             held = any(lock.state != LockState.STALE for lock in locks)
-            self._ask(f"Clear {len(locks)} lock{'s'[: len(locks) - 1]}?", held=held)
+            self._ask(f"Clear {plural(len(locks), 'lock')}?", held=held)
             options["yes"] = True
         failed = 0
         for lock in locks:
@@ -208,7 +208,7 @@ class Command(LockCommand):
         )
         self._refuse_without_reason(name, held, options["reason"])
         if not options["yes"]:
-            number = f"{len(chosen)} shared hold{'' if len(chosen) == 1 else 's'}"
+            number = plural(len(chosen), "shared hold")
             self._ask(f"End {number} of {name}?", held=held)
         refused = []
         stale_only = options["stale_only"] or options["reason"] is None
@@ -220,13 +220,12 @@ class Command(LockCommand):
             else:
                 self._audit(backend, "share", lock.pk, lost, options["reason"])
         if ended := len(chosen) - len(refused):
-            number = "1 shared hold was" if ended == 1 else f"{ended} shared holds were"
-            whose = (
-                f"Its former holder {FENCED_OFF}"
-                if ended == 1
-                else "Their former holders are fenced off"
-            )
-            self.stdout.write(self.style.SUCCESS(f"{number} ended.") + f" {whose}.")
+            if ended == 1:
+                done, whose = "1 shared hold was", f"Its former holder {FENCED_OFF}"
+            else:
+                done = f"{ended} shared holds were"
+                whose = "Their former holders are fenced off"
+            self.stdout.write(self.style.SUCCESS(f"{done} ended.") + f" {whose}.")
         if refused:
             raise CommandError(f"{name}: {'; '.join(refused)}.")
 

@@ -148,11 +148,7 @@ class Command(LockCommand):
         )
         write = self._write_json if options["json"] else self._write_table
         chosen = options["held"] or options["stale"]
-        found = (
-            pages(backend, states, waited_for=True)
-            if waiting and not chosen
-            else pages(backend, states)
-        )
+        found = pages(backend, states, waited_for=waiting and not chosen)
         if options["keys"]:
             found = matching(found, options["keys"], backend.prefix)
         if options["sort"]:

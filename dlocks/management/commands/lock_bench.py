@@ -105,7 +105,8 @@ class Command(BaseCommand):
                 "lock_bench starts processes, which find the settings by"
                 f" {ENVIRONMENT_VARIABLE}. Set it, or pass --settings."
             )
-        _check_writable("json", options["json"])
+        if options["json"] is not None:
+            _check_writable(options["json"])
         results: dict[str, dict[str, Any]] = {alias: {} for alias in aliases}
         keys = {alias: f"dlocks-bench:{secrets.token_hex(8)}" for alias in aliases}
         try:
@@ -137,9 +138,8 @@ class Command(BaseCommand):
     ) -> None:
         for alias, result in results.items():
             try:
-                result["backend"] = (
-                    f"{type(backends[alias]).__module__}.{type(backends[alias]).__name__}"
-                )
+                backend = type(backends[alias])
+                result["backend"] = f"{backend.__module__}.{backend.__name__}"
             except ImproperlyConfigured as error:
                 result["error"] = str(error)
         steps = [
@@ -150,11 +150,7 @@ class Command(BaseCommand):
         ]
         if not steps:
             return
-        seconds, processes, hold = (
-            options["seconds"],
-            options["processes"],
-            options["hold_ms"] / 1000,
-        )
+        seconds, processes = options["seconds"], options["processes"]
         self._progress(
             options,
             f"Starting {processes} processes. The measurement takes about"
@@ -169,28 +165,19 @@ class Command(BaseCommand):
                 step = f"[{done + 1}/{len(steps)}] {alias}, {what}"
                 try:
                     if name == "alone":
-                        result[name] = alone(
-                            crew, Plan(alias, keys[alias], 0.0), seconds
-                        )
-                        self._progress(
-                            options,
-                            f"{step}: {number_of(result[name]['pair_p50_us'])} µs",
-                        )
+                        plan = Plan(alias, keys[alias], 0.0)
+                        result[name] = alone(crew, plan, seconds)
+                        text = f"{number_of(result[name]['pair_p50_us'])} µs"
                     elif (why := why_not_together(backends[alias])) is not None:
                         result["note"] = why
-                        self._progress(options, f"{step}: not measured, since it {why}")
+                        text = f"not measured, since it {why}"
                     else:
-                        result[name] = together(
-                            crew, Plan(alias, keys[alias], hold), seconds
-                        )
-                        self._progress(
-                            options,
-                            f"{step}: {number_of(result[name]['grants_per_s'])}"
-                            " grants/s",
-                        )
+                        plan = Plan(alias, keys[alias], options["hold_ms"] / 1000)
+                        result[name] = together(crew, plan, seconds)
+                        text = f"{number_of(result[name]['grants_per_s'])} grants/s"
                 except NotMeasured as error:
-                    result["error"] = str(error)
-                    self._progress(options, f"{step}: {error}")
+                    result["error"] = text = str(error)
+                self._progress(options, f"{step}: {text}")
 
     def _progress(self, options: dict[str, Any], text: str) -> None:
         if options["verbosity"] > 0:
@@ -289,9 +276,7 @@ def _number(
     return number
 
 
-def _check_writable(option: str, name: str | None) -> None:
-    if name is None:
-        return
+def _check_writable(name: str) -> None:
     path = Path(name)
     try:
         # Fail now instead of after minutes of measuring.
@@ -302,5 +287,5 @@ def _check_writable(option: str, name: str | None) -> None:
             path.unlink()
     except OSError as error:
         raise CommandError(
-            f"--{option}: {name!r} cannot be written: {error.strerror}."
+            f"--json: {name!r} cannot be written: {error.strerror}."
         ) from error

@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.management.base import LockCommand
+from dlocks.management.base import LockCommand, plural
 from dlocks.values import seconds
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -58,21 +58,15 @@ class Command(LockCommand):
             if idle is not None:
                 for number in backend.purge(idle, dry_run=dry_run):
                     deleted += number
-                results.append(
-                    f"{deleted} unused row{'' if deleted == 1 else 's'} {will}deleted"
-                )
+                results.append(f"{plural(deleted, 'unused row')} {will}deleted")
             for number in backend.reap(dry_run=dry_run):
                 freed += number
-            results.insert(
-                0, f"{freed} stale lock{'' if freed == 1 else 's'} {will}cleared"
-            )
+            results.insert(0, f"{plural(freed, 'stale lock')} {will}cleared")
             for number in backend.delete_older_than(history_for, dry_run=dry_run):
                 forgotten += number
             if forgotten or backend.history:
-                results.append(
-                    f"{forgotten} record{'' if forgotten == 1 else 's'} of the history"
-                    f" {will}deleted"
-                )
+                records = plural(forgotten, "record")
+                results.append(f"{records} of the history {will}deleted")
         finally:
             # The log also records what was done before an error.
             if (freed or deleted or forgotten) and not dry_run:

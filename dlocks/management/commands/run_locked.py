@@ -16,10 +16,10 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from dlocks.conf import DEFAULT_ALIAS
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockBackendError, LockError, LockTimeout
+from dlocks.management.base import add_using
 from dlocks.schedules import BUSY
 
 # Exit statuses as shells use them.
@@ -54,12 +54,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("key", metavar="KEY", help="The key to lock.")
-        parser.add_argument(
-            "--using",
-            default=DEFAULT_ALIAS,
-            metavar="ALIAS",
-            help="An alias of the DLOCKS setting. Default: %(default)s.",
-        )
+        add_using(parser)
         parser.add_argument(
             "--timeout",
             type=float,
@@ -126,9 +121,7 @@ class Command(BaseCommand):
             # The lock was lost, so the run is no success, whatever the command's own
             # status is.
             raise CommandError(str(error), returncode=status or 1) from error
-        except ImproperlyConfigured as error:
-            raise CommandError(str(error)) from error
-        except (ValueError, RuntimeError) as error:
+        except (ImproperlyConfigured, RuntimeError, TypeError, ValueError) as error:
             # A backend refuses, for example, a key that is too long with its prefix.
             if entered:
                 raise
@@ -149,17 +142,14 @@ class Command(BaseCommand):
         policy = {name: options[name] for name in ("timeout", "max_hold", "min_hold")}
         if options["ttl"] is not None:
             policy["ttl"] = options["ttl"]
-        try:
-            return Lock(
-                key=options["key"],
-                using=options["using"],
-                scope="lease",
-                release_at="exit",
-                on_lost=child.lost,
-                **policy,
-            )
-        except (TypeError, ValueError) as error:
-            raise CommandError(str(error)) from error
+        return Lock(
+            key=options["key"],
+            using=options["using"],
+            scope="lease",
+            release_at="exit",
+            on_lost=child.lost,
+            **policy,
+        )
 
 
 class _Child:
