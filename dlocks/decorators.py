@@ -129,8 +129,7 @@ class LockDecorator(Generic[B]):
                             " after the release of the lock. Make it an 'async def', or"
                             " mark it with asgiref.sync.markcoroutinefunction()."
                         )
-                    hold_until_produced(hold, result)
-                    return _done(function, result)
+                    return _done(function, hold, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 # A LockTimeout from the function itself concerns another lock.
                 if entered or self.busy == "raise":
@@ -156,8 +155,7 @@ class LockDecorator(Generic[B]):
                 async with lock as hold:
                     entered = True
                     result = await function(*args, **kwargs)
-                    hold_until_produced(hold, result)
-                    return _done(function, result)
+                    return _done(function, hold, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":
                     raise
@@ -279,12 +277,13 @@ def refuse_bare(name: str, key: Any) -> None:
         )
 
 
-def _done(function: Any, result: T) -> T:
-    """Return the result of a call.
+def _done(function: Any, hold: Any, result: T) -> T:
+    """Return the result of a call, and extend the hold to a streaming response.
 
     Raise TypeError for a generator or a context manager, which works after the call has
     returned.
     """
+    hold_until_produced(hold, result)
     if isinstance(result, WORKS_LATER):
         raise TypeError(
             f"{name_of(function)} returned a {type(result).__name__}, {TOO_LATE}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,11 +59,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         if self._counted or not kwargs:
             return super().update(**kwargs)
         field = version_field(self.model)
-        if field.name in kwargs:
-            raise ValueError(
-                f"{self.model._meta.label}.{field.name} is incremented by each update,"
-                " and cannot be set to a value."
-            )
+        self._refuse_version(kwargs)
         if field.ignores(self.model, kwargs):
             return super().update(**kwargs)
         self._for_write = True
@@ -79,6 +75,14 @@ class VersionedQuerySet(models.QuerySet[Any]):
         # As in Django, earlier results are outdated.
         self._result_cache = None
         return updated
+
+    def _refuse_version(self, names: Container[str]) -> None:
+        name = version_field(self.model).name
+        if name in names:
+            raise ValueError(
+                f"{self.model._meta.label}.{name} is incremented by each update,"
+                " and cannot be set to a value."
+            )
 
     def _locked(self, owner: Any) -> Any:
         """Return the rows, locked if the write does not check all conditions itself."""
@@ -112,11 +116,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         """
         objs, fields = tuple(objs), tuple(fields)
         field = version_field(self.model)
-        if field.name in fields:
-            raise ValueError(
-                f"{self.model._meta.label}.{field.name} is incremented by each update,"
-                " and cannot be set to a value."
-            )
+        self._refuse_version(fields)
         if (
             not objs
             or not fields

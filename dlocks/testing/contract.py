@@ -37,18 +37,18 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
     """
 
     def test_a_free_key_is_granted(self) -> None:
-        self.granted(self.claim())
+        self.held()
 
     def test_a_held_key_is_refused_without_waiting(self) -> None:
         self.needs("exclusive")
-        self.granted(self.claim())
+        self.held()
         started = time.monotonic()
         self.assertIsNone(self.backend.acquire(self.claim()))
         in_time(time.monotonic() - started, 2.0, "acquire() waited")
 
     def test_keys_are_independent(self) -> None:
-        self.granted(self.claim("contract:1"))
-        self.granted(self.claim("contract:2"))
+        self.held("contract:1")
+        self.held("contract:2")
 
     def test_one_of_many_is_granted_a_new_key(self) -> None:
         self.needs("exclusive")
@@ -58,8 +58,7 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
 
     def test_one_of_many_takes_over_a_stale_key(self) -> None:
         self.needs("exclusive")
-        first = self.claim("contract:stale", ttl=0.05)
-        self.granted(first)
+        first = self.held("contract:stale", ttl=0.05)
         while self.backend.renew([first]):
             time.sleep(0.1)
         self.assertEqual(
@@ -108,13 +107,13 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
         time.sleep(0.01)
         self.assertIsNone(self.backend.acquire_all(self.several()))
         for number in (0, 2):
-            self.granted(self.claim(f"contract:{number}"))
+            self.held(f"contract:{number}")
 
     def test_no_key_is_released_if_one_of_several_is_lost(self) -> None:
         claims = self.several()
         self.granted_together(claims)
         self.assertTrue(self.backend.release(claims[1]))
-        self.granted(self.claim(claims[1].key))
+        self.held(claims[1].key)
         self.assertFalse(self.backend.verify(claims))
         self.assertFalse(self.backend.release_all(claims))
         for claim in (claims[0], claims[2]):
@@ -160,7 +159,7 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
             "'; DROP TABLE x",
         ]
         for key in keys:
-            self.granted(self.claim(key))
+            self.held(key)
         if self.backend.exclusive:
             for key in keys:
                 self.assertIsNone(self.backend.acquire(self.claim(key)))
@@ -189,8 +188,7 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
                 ),
                 roll_back=roll_back,
             )
-        claim = self.claim()
-        self.granted(claim)
+        claim = self.held()
         self.backend.release(claim)
         self.assertLess(tokens[0], tokens[2])
 
@@ -200,7 +198,7 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
         errors: list[BaseException] = []
 
         def hold() -> None:
-            self.granted(self.claim(scope="transaction"))
+            self.held(scope="transaction")
             taken.set()
             done.wait(30)
 

@@ -54,6 +54,12 @@ class ContractCase(TestCase):
         assert grant is not None
         return grant
 
+    def held(self, *args: Any, **options: Any) -> Claim:
+        """Acquire a key, and return the claim."""
+        claim = self.claim(*args, **options)
+        self.granted(claim)
+        return claim
+
     def granted_in_time(self, claim: Claim, seconds: float = 10.0) -> float:
         """Retry until the claim is granted, and return the time of the grant."""
         deadline = time.monotonic() + seconds

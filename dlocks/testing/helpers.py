@@ -136,13 +136,12 @@ def lose(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
     """
     hold = _live(hold, using)
     _end_lease(hold.backend, hold.claim)
-    if hold.claim.shared:
-        # The permit is free. A new holder for it is not needed.
-        hold._state.lose(f"{HOLDER} took it over, for a test")
-        return
-    thief = Claim(key=hold.claim.key, ttl=LONG_AGO, holder=HOLDER, owner_ip=HOLDER_IP)
-    _take(hold.backend, thief)
-    hold.backend.release(thief)
+    # The permit of a shared hold is free. A new holder for it is not needed.
+    if not hold.claim.shared:
+        key = hold.claim.key
+        thief = Claim(key=key, ttl=LONG_AGO, holder=HOLDER, owner_ip=HOLDER_IP)
+        _take(hold.backend, thief)
+        hold.backend.release(thief)
     hold._state.lose(f"{HOLDER} took it over, for a test")
 
 
@@ -214,29 +213,23 @@ def _take(backend: Backend, claim: Claim) -> None:
 def _end_lease(backend: Backend, claim: Claim) -> None:
     if isinstance(backend, MemoryBackend):
         backend.expire(claim, LONG_AGO)
-    elif isinstance(backend, DatabaseBackend) and claim.shared:
+        return
+    if not isinstance(backend, DatabaseBackend):
+        raise NotImplementedError(
+            f"A lease of {type(backend).__name__} cannot be expired for a test."
+        )
+    end = {"idle": -round(LONG_AGO * MICROSECONDS)}
+    if claim.shared:
         sql = (
             "UPDATE {claims} SET end_time = {idle} WHERE owner = %(owner)s AND version"
             " IS NOT NULL"
         )
-        if not backend._count(
-            backend._text(sql),
-            {"owner": claim.owner, "idle": -round(LONG_AGO * MICROSECONDS)},
-        ):
-            raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
-    elif isinstance(backend, DatabaseBackend):
-        ended = backend._write(
-            claim,
-            "end_time = {idle}",
-            f"{KEY} AND owner = %(owner)s",
-            {"idle": -round(LONG_AGO * MICROSECONDS)},
-        )
-        if not ended:
-            raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
+        ended = backend._count(backend._text(sql), {"owner": claim.owner, **end})
     else:
-        raise NotImplementedError(
-            f"A lease of {type(backend).__name__} cannot be expired for a test."
-        )
+        condition = f"{KEY} AND owner = %(owner)s"
+        ended = backend._write(claim, "end_time = {idle}", condition, end)
+    if not ended:
+        raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
 
 
 def _live(hold: Hold | str, using: str) -> Hold:

@@ -55,40 +55,36 @@ class LeaseRules(ContractCase):
         self.assertTrue(self.backend.release(claim))
 
     def test_releasing_twice_is_harmless(self) -> None:
-        claim = self.claim()
-        self.granted(claim)
+        claim = self.held()
         self.assertTrue(self.backend.release(claim))
         self.backend.release(claim)
-        other = self.claim()
-        self.granted(other)
+        other = self.held()
         self.backend.release(claim)
         self.assertIn(other.owner, self.backend.renew([other]))
 
     def test_only_the_owner_releases(self) -> None:
         self.needs("exclusive")
-        self.granted(self.claim())
+        self.held()
         self.assertFalse(self.backend.release(self.claim()))
         self.assertIsNone(self.backend.acquire(self.claim()))
 
     def test_only_the_owner_renews_and_recounts(self) -> None:
         self.needs("exclusive")
-        self.granted(self.claim())
+        self.held()
         stranger = self.claim()
         self.assertEqual(dict(self.backend.renew([stranger])), {})
         self.assertFalse(self.backend.verify([stranger], 2))
 
     def test_a_released_claim_is_not_renewed(self) -> None:
         self.needs("exclusive")
-        claim = self.claim()
-        self.granted(claim)
+        claim = self.held()
         self.backend.release(claim)
         self.assertEqual(dict(self.backend.renew([claim])), {})
         self.assertFalse(self.backend.verify([claim], 2))
 
     def test_a_taken_over_claim_changes_nothing_more(self) -> None:
         self.needs("exclusive")
-        late = self.claim(ttl=self.ttl)
-        self.granted(late)
+        late = self.held(ttl=self.ttl)
         successor = self.claim()
         self.granted_in_time(successor)
         self.assertEqual(dict(self.backend.renew([late])), {})
@@ -140,7 +136,7 @@ class LeaseRules(ContractCase):
 
     def test_of_many_successors_one_is_granted(self) -> None:
         self.needs("supports_handover", "exclusive")
-        self.granted(claim := self.claim("contract:exchange"))
+        claim = self.held("contract:exchange")
         self.assertEqual(
             len(
                 self.race(
@@ -155,7 +151,7 @@ class LeaseRules(ContractCase):
     def test_a_lease_without_renewal_ends_after_its_ttl(self) -> None:
         self.needs("exclusive")
         before = time.monotonic()
-        self.granted(self.claim(ttl=self.ttl))
+        self.held(ttl=self.ttl)
         after = time.monotonic()
         taken = self.granted_in_time(self.claim())
         self.assertGreaterEqual(taken - before, self.ttl - 0.002)
@@ -165,7 +161,7 @@ class LeaseRules(ContractCase):
         self.needs("exclusive")
         self.backend = self.make_backend(grace=0.4)
         before = time.monotonic()
-        self.granted(self.claim(ttl=0.2))
+        self.held(ttl=0.2)
         self.assertGreaterEqual(
             self.granted_in_time(self.claim()) - before, 0.6 - 0.002
         )
@@ -176,14 +172,12 @@ class LeaseRules(ContractCase):
 
     def test_a_released_key_is_free_at_once(self) -> None:
         for _ in range(5):
-            claim = self.claim()
-            self.granted(claim)
+            claim = self.held()
             self.assertTrue(self.backend.release(claim))
 
     def test_a_released_key_can_stay_taken_for_a_while(self) -> None:
         self.needs("exclusive")
-        claim = self.claim()
-        self.granted(claim)
+        claim = self.held()
         before = time.monotonic()
         self.assertTrue(self.backend.release(claim, keep=0.3))
         self.assertGreaterEqual(
@@ -193,7 +187,7 @@ class LeaseRules(ContractCase):
     def test_a_grant_says_whether_it_is_a_takeover(self) -> None:
         self.needs("exclusive")
         self.accepted(takeover=False)
-        self.granted(self.claim(ttl=0.05))
+        self.held(ttl=0.05)
         deadline = time.monotonic() + 10
         while (grant := self.backend.acquire(claim := self.claim())) is None:
             in_time(time.monotonic(), deadline, "the key did not become free")

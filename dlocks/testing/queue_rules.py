@@ -20,6 +20,13 @@ class QueueRules(ContractCase):
         self.assertIsNone(ticket.grant)
         return ticket
 
+    def queued(self, number: int) -> list[Claim]:
+        """Return the claim of a holder, and those of a number of its waiters."""
+        holder, waiting = self.held(), [self.claim() for _ in range(number)]
+        for claim in waiting:
+            self.enqueued(claim)
+        return [holder, *waiting]
+
     def turn(self, claim: Claim, seconds: float = 10.0) -> Grant:
         """Poll until the claim is granted, as its caller does."""
         deadline = time.monotonic() + seconds
@@ -50,7 +57,7 @@ class QueueRules(ContractCase):
         self.assertEqual(tokens, sorted(set(tokens)))
         self.assertEqual(self.backend.waiting(holder.key), 0)
         self.assertTrue(self.backend.release(holder))
-        self.granted(self.claim())
+        self.held()
 
     def test_a_waiter_for_a_free_key_is_granted_at_once(self) -> None:
         self.needs_positions()
@@ -67,10 +74,7 @@ class QueueRules(ContractCase):
 
     def test_no_newcomer_overtakes_the_queue(self) -> None:
         self.needs_positions()
-        holder, first, second = self.claim(), self.claim(), self.claim()
-        self.granted(holder)
-        self.enqueued(first)
-        self.enqueued(second)
+        holder, first, second = self.queued(2)
         self.backend.release(holder)
         self.assertIsNone(self.backend.acquire(self.claim()))
         self.backend.release(first)
@@ -79,8 +83,7 @@ class QueueRules(ContractCase):
 
     def test_queueing_twice_keeps_one_position(self) -> None:
         self.needs_positions()
-        holder, claim = self.claim(), self.claim()
-        self.granted(holder)
+        holder, claim = self.held(), self.claim()
         for _ in range(3):
             self.enqueued(claim)
         self.assertEqual(self.backend.waiting(claim.key), 1)
@@ -93,14 +96,11 @@ class QueueRules(ContractCase):
             )
         self.assertGreaterEqual(self.granted(claim).token, grant.token)
         self.assertTrue(self.backend.release(claim))
-        self.granted(self.claim())
+        self.held()
 
     def test_a_cancelled_claim_leaves_the_queue(self) -> None:
         self.needs("supports_queue")
-        holder, gone, claim = self.claim(), self.claim(), self.claim()
-        self.granted(holder)
-        self.enqueued(gone)
-        self.enqueued(claim)
+        holder, gone, claim = self.queued(2)
         self.assertFalse(self.backend.release(gone))
         self.assertFalse(self.backend.release(gone))
         if not self.engine_queue:
@@ -111,10 +111,7 @@ class QueueRules(ContractCase):
 
     def test_a_cancelled_turn_passes_to_the_next_waiter(self) -> None:
         self.needs_positions()
-        holder, gone, claim = self.claim(), self.claim(), self.claim()
-        self.granted(holder)
-        self.enqueued(gone)
-        self.enqueued(claim)
+        holder, gone, claim = self.queued(2)
         self.backend.release(holder)
         self.assertTrue(self.backend.release(gone))
         self.assertTrue(self.turn(claim))
@@ -155,9 +152,7 @@ class QueueRules(ContractCase):
 
     def test_a_key_kept_after_release_goes_to_the_queue(self) -> None:
         self.needs("supports_queue")
-        holder, claim = self.claim(), self.claim()
-        self.granted(holder)
-        self.enqueued(claim)
+        holder, claim = self.queued(1)
         before = time.monotonic()
         self.backend.release(holder, keep=0.3)
         self.assertTrue(self.turn(claim))

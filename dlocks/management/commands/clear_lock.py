@@ -166,9 +166,7 @@ class Command(LockCommand):
         if options["stale_only"] and lock.state != LockState.STALE:
             raise CommandError(f"{name} is not stale. Nothing was changed.")
         held = lock.state == LockState.HELD
-        self._refuse_without_reason(name, held, options["reason"])
-        if not options["yes"]:
-            self._ask(f"Clear {name}?", held=held)
+        self._confirm(name, f"Clear {name}?", held, **options)
         try:
             # A lock that became held during the confirmation is not cleared without a
             # reason.
@@ -206,10 +204,8 @@ class Command(LockCommand):
         held = any(
             share.state == ClaimState.HELD and not is_kept(share) for share in chosen
         )
-        self._refuse_without_reason(name, held, options["reason"])
-        if not options["yes"]:
-            number = plural(len(chosen), "shared hold")
-            self._ask(f"End {number} of {name}?", held=held)
+        number = plural(len(chosen), "shared hold")
+        self._confirm(name, f"End {number} of {name}?", held, **options)
         refused = []
         stale_only = options["stale_only"] or options["reason"] is None
         for share in chosen:
@@ -229,12 +225,14 @@ class Command(LockCommand):
         if refused:
             raise CommandError(f"{name}: {'; '.join(refused)}.")
 
-    def _refuse_without_reason(self, name: str, held: bool, reason: str | None) -> None:
-        if held and reason is None:
+    def _confirm(self, name: str, question: str, held: bool, **options: Any) -> None:
+        if held and options["reason"] is None:
             raise CommandError(
                 f"{name} is held. To force its release, pass --reason TEXT for the log."
                 " Nothing was changed."
             )
+        if not options["yes"]:
+            self._ask(question, held=held)
 
     def _audit(
         self, backend: Backend, kind: str, key: str, lost: LockRow, reason: str | None
