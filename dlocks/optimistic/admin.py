@@ -5,6 +5,7 @@ If a row has changed since it was read, an edit saves nothing and shows both ver
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from django.contrib import admin, messages
@@ -135,7 +136,10 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
 
         The version is in the address of the page that asks for confirmation.
         """
-        shown = self.get_object(request, unquote(object_id), self._to_field(request))
+        read = partial(
+            self.get_object, request, unquote(object_id), self._to_field(request)
+        )
+        shown = read()
         if shown is None or not self.has_delete_permission(request, shown):
             return super().delete_view(request, object_id, extra_context)
         try:
@@ -160,10 +164,7 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
             )
         query = request.GET.copy()
         # The current version. If the object is gone, Django reports it there.
-        query[TOKEN] = sign_version(
-            self.get_object(request, unquote(object_id), self._to_field(request))
-            or shown
-        )
+        query[TOKEN] = sign_version(read() or shown)
         return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
 
     def save_model(

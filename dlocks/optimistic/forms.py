@@ -35,6 +35,8 @@ from dlocks.optimistic.version_field import version_field
 
 # The name of the hidden field.
 TOKEN = "row_version"  # noqa: S105
+# The types of values of fields with several choices.
+SEVERAL = (list, tuple, set, models.QuerySet)
 
 
 def sign_version(instance: models.Model) -> str:
@@ -267,7 +269,7 @@ def _canonical(field: forms.Field, value: Any) -> str:
         return str(value.serializable_value(key) if key else value.pk)
     if isinstance(field, forms.JSONField):
         return json.dumps(value, sort_keys=True, cls=field.encoder, default=str)
-    if isinstance(value, (list, tuple, set, models.QuerySet)):
+    if isinstance(value, SEVERAL):
         several = [_canonical(field, one) for one in value]
         # The order of chosen values has no meaning.
         chosen = isinstance(
@@ -289,7 +291,7 @@ def shown(field: forms.Field, value: Any) -> str:
         return _("Yes") if value else _("No")
     if isinstance(field, forms.ModelChoiceField):
         return _shown_objects(field, value)
-    if isinstance(value, (list, tuple, set, models.QuerySet)):
+    if isinstance(value, SEVERAL):
         return ", ".join(shown(field, one) for one in value)
     if isinstance(field, forms.ChoiceField):
         choices: Any = field.choices
@@ -302,7 +304,7 @@ def shown(field: forms.Field, value: Any) -> str:
 
 
 def _shown_objects(field: Any, value: Any) -> str:
-    several = isinstance(value, (list, tuple, set, models.QuerySet))
+    several = isinstance(value, SEVERAL)
     texts = []
     for one in value if several else [value]:
         if one in field.empty_values:
