@@ -29,26 +29,9 @@ logger = logging.getLogger("dlocks.access")
 # Histogram boundaries in seconds, from one statement on a nearby server to a job that
 # runs all night.
 BOUNDARIES = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    300,
-    1800,
-    7200,
-    28800,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 28800,
+)  # fmt: skip
 
 
 class Log(Watcher):
