@@ -84,7 +84,7 @@ class FencedModel(CheckedModel):
         rows.filter(pk=self._get_pk_val(model._meta))._fence(token)
         self.refresh_from_db(using=using)
         if self.fence > token:
-            raise StaleToken(type(self), self.pk, token, self.fence)
+            raise self.stale_error(token, self.fence)
         state: Any = self._state
         state.token = token
 

@@ -59,7 +59,7 @@ class VersionedModel(CheckedModel):
         using = using or router.db_for_write(type(self), instance=self)
         found = self._found(using)
         if found != held:
-            raise StaleVersion(type(self), self.pk, held, found)
+            raise self.stale_error(held, found)
 
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
@@ -219,12 +219,8 @@ class VersionedModel(CheckedModel):
         written = getattr(self._state, "written", None)
         if written is not None and written.was_rolled_back:
             # Another transaction may have written the same version since.
-            raise StaleVersion(
-                type(self),
-                self.pk,
-                held,
-                self._found(router.db_for_write(type(self), instance=self)),
-            )
+            using = router.db_for_write(type(self), instance=self)
+            raise self.stale_error(held, self._found(using))
         if self._state.adding and held == field.get_default():
             raise ValueError(
                 f"{self._meta.label} {self.pk!r} was not read from the database and has"

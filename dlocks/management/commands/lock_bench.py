@@ -13,7 +13,6 @@ import secrets
 import sys
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,8 @@ COLUMNS = [
     ("HANDOVER", "p50 ms", "together", "handover_p50_ms"),
     ("", "p99 ms", "together", "handover_p99_ms"),
 ]
+# The figures of each alias, and its note or error.
+Results = dict[str, dict[str, Any]]
 
 
 class Command(BaseCommand):
@@ -107,7 +108,7 @@ class Command(BaseCommand):
             )
         if options["json"] is not None:
             _check_writable(options["json"])
-        results: dict[str, dict[str, Any]] = {alias: {} for alias in aliases}
+        results: Results = {alias: {} for alias in aliases}
         keys = {alias: f"dlocks-bench:{secrets.token_hex(8)}" for alias in aliases}
         try:
             self._measure(results, keys, options)
@@ -131,10 +132,7 @@ class Command(BaseCommand):
         self._tell_what_is_wrong(results)
 
     def _measure(
-        self,
-        results: dict[str, dict[str, Any]],
-        keys: dict[str, str],
-        options: dict[str, Any],
+        self, results: Results, keys: dict[str, str], options: dict[str, Any]
     ) -> None:
         for alias, result in results.items():
             try:
@@ -186,18 +184,18 @@ class Command(BaseCommand):
 
     def _purge(self, keys: dict[str, str]) -> None:
         for alias, key in keys.items():
-            # A misconfigured alias has no rows, and its error has been reported.
-            with suppress(ImproperlyConfigured):
-                backend = backends[alias]
-                try:
-                    purge(backend, key)
-                except (Error, LockBackendError) as error:
-                    self.stderr.write(
-                        f"{alias}: the rows of {key!r} could not be deleted:"
-                        f" {' '.join(str(error).split())}"
-                    )
+            try:
+                purge(backends[alias], key)
+            except ImproperlyConfigured:
+                # A misconfigured alias has no rows, and its error has been reported.
+                pass
+            except (Error, LockBackendError) as error:
+                self.stderr.write(
+                    f"{alias}: the rows of {key!r} could not be deleted:"
+                    f" {' '.join(str(error).split())}"
+                )
 
-    def _write_table(self, results: dict[str, dict[str, Any]]) -> None:
+    def _write_table(self, results: Results) -> None:
         lines = [
             ["ALIAS", *(head for head, *_ in COLUMNS)],
             ["", *(unit for _, unit, *_ in COLUMNS)],
@@ -217,7 +215,7 @@ class Command(BaseCommand):
             self.stdout.write("  ".join([first, *others]).rstrip())
         self.stdout.write()
 
-    def _tell_what_is_wrong(self, results: dict[str, dict[str, Any]]) -> None:
+    def _tell_what_is_wrong(self, results: Results) -> None:
         wrong = 0
         for alias, result in results.items():
             if overlaps := result.get("together", {}).get("overlaps"):
@@ -235,9 +233,7 @@ class Command(BaseCommand):
             raise CommandError(f"{wrong} of {len(results)} aliases failed. See above.")
 
 
-def _described(
-    results: dict[str, dict[str, Any]], options: dict[str, Any]
-) -> dict[str, Any]:
+def _described(results: Results, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "dlocks": dlocks.__version__,
