@@ -1,4 +1,4 @@
-"""The rules of a key as pure functions, and the SQL that follows the same rules.
+"""The rules of a key as pure functions, and the backends that follow them.
 
 The same random history of operations goes through ``dlocks.backends.table``, which the
 memory backend uses, and through a database backend.
@@ -193,6 +193,17 @@ def test_the_database_follows_the_rules_of_the_table(kind, kinds, history, long_
         done.append((operation, caller))
         expected, found = ((run.do(operation, caller), run.state()) for run in runs)
         assert found == expected, done
+
+
+@pytest.mark.parametrize("kind", [MemoryBackend, PessimisticBackend])
+def test_the_grace_applies_to_shared_holds(kind):
+    """A clock that steps by less than the grace admits no writer beside a reader."""
+    backend, key = kind("default", grace=10_000_000), next(keys)
+    reader = Claim(key=key, ttl=LONG, shared=True)
+    assert backend.acquire(reader)
+    helpers._end_lease(backend, reader)
+
+    assert backend.acquire(Claim(key=key, ttl=LONG)) is None
 
 
 @pytest.fixture(scope="module")

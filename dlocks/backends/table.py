@@ -1,8 +1,9 @@
 """The state of one key as a value, and the functions that change it.
 
 These are the rules of leases, shared holds and the queue, without any I/O. The memory
-backend keeps such values in a dict. The database backends do the same in SQL, and tests
-compare them with these functions.
+backend keeps such values in a dict. The database backends read them from rows and save
+the difference. Their fast paths follow the same rules in SQL, and tests compare them
+with these functions.
 
 Each function takes a state and a moment, and returns the new state and a result.
 """
@@ -146,7 +147,7 @@ def admit(state: KeyState, at: Moment) -> KeyState:
     for claim in (waiting.claim for waiting in live):
         if not claim.shared or len(state.shares) >= claim.permits:
             break
-        if claim in willing:
+        if claim.takeover or not stale:
             state, _ = _granted(state, claim, at, _handover_lease(claim))
     return state
 
@@ -176,6 +177,21 @@ def release(
     elif _waiting(state, claim) is None:
         return state, False
     return admit(_without_waiting(state, claim), at), ended
+
+
+def clear(state: KeyState, version: int, at: Moment) -> tuple[KeyState, bool]:
+    """Take the key from its exclusive holder, if the version is current."""
+    if state.version != version:
+        return state, False
+    version = _next_token(state, at)
+    state = replace(state, version=version, held=None, is_released=True)
+    return admit(state, at), True
+
+
+def tidy(state: KeyState, at: Moment) -> tuple[KeyState, int]:
+    """End the expired shared holds. The queue advances."""
+    tidied = _without_ended_shares(state, at)
+    return admit(tidied, at), len(state.shares) - len(tidied.shares)
 
 
 def renew(state: KeyState, claim: Claim, at: Moment) -> tuple[KeyState, bool]:
@@ -320,7 +336,5 @@ def _without_waiting(state: KeyState, claim: Claim) -> KeyState:
 
 
 def _without_ended_shares(state: KeyState, at: Moment) -> KeyState:
-    since = at.now - at.grace
-    return replace(
-        state, shares=tuple(share for share in state.shares if share.end > since)
-    )
+    live = (share for share in state.shares if share.end + at.grace > at.now)
+    return replace(state, shares=tuple(live))

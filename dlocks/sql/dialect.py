@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +85,6 @@ class Dialect:
     # The same for a caller that waits for the end of another statement or step. Where
     # the engine can limit that, it waits for up to a second.
     for_update_patiently = " FOR UPDATE"
-    # The same for a statement that writes: words before it.
-    patiently = ""
     # The words before a statement that joins a table to a subquery.
     unsafely = ""
     # The end of a statement that a crash of the server may lose. Such a statement need
@@ -170,18 +168,6 @@ class Dialect:
         """
         picked = self._picked(table, where, primary)
         return f"UPDATE {table} SET {assignments} WHERE {picked}"
-
-    def update_these(
-        self, table: str, assignments: str, ids: Iterable[str], where: str
-    ) -> str:
-        """Return a statement that writes the rows of ``ids``, and waits for them.
-
-        ``ids`` are names of parameters.
-        """
-        return (
-            f"UPDATE {table} SET {assignments} WHERE id IN"
-            f" ({', '.join(f'%({id})s' for id in ids)}) AND {where}"
-        )
 
     def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
         """Return a statement that deletes the rows that it can lock at once.

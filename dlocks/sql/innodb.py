@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dlocks.sql.dialect import KEY, Dialect, escape_unencodable, statement
@@ -72,17 +72,6 @@ class InnoDB(Dialect):
     ) -> str:
         picked = self._picked(table, where, primary)
         return f"{self.unsafely}UPDATE {picked} SET {assignments}"
-
-    def update_these(
-        self, table: str, assignments: str, ids: Iterable[str], where: str
-    ) -> str:
-        # It is a join, since a small table is read from end to end for a list in WHERE.
-        # The statement would wait for every locked row.
-        picks = " UNION ALL ".join(f"SELECT %({id})s AS picked" for id in ids)
-        return (
-            f"UPDATE ({picks}) AS picks {self._joined(table, 'id')} SET {assignments}"
-            f" WHERE {where}"
-        )
 
     def delete(self, table: str, where: str, primary: str = "key_resource") -> str:
         picked = self._picked(table, where, primary)

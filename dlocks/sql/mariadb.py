@@ -17,7 +17,6 @@ class MariaDB(InnoDB):
     """The SQL of MariaDB."""
 
     for_update_in_turn = for_update_patiently = " FOR UPDATE WAIT 1"
-    patiently = "SET STATEMENT innodb_lock_wait_timeout = 1, sql_safe_updates = 0 FOR "
     # With sql_safe_updates the server refuses to write a table that is joined to a
     # subquery (error 1175). It does so even if the rows are found by the primary key.
     unsafely = "SET STATEMENT sql_safe_updates = 0 FOR "

@@ -274,9 +274,9 @@ def a_stale_notice_believed(task: Task) -> None:
 
 @bug("releases", "stuck", transactions=False)
 def nothing_handed_over(task: Task) -> None:
-    from tests.internals import KeyQueue
+    from tests.internals import KeyQueue, table
 
-    KeyQueue._admit = lambda self, head: []  # type: ignore[method-assign]
+    table.admit = lambda state, at: state
     KeyQueue._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
 
 
@@ -286,17 +286,25 @@ def nothing_handed_over(task: Task) -> None:
 @bug("exclusion", keys=("pages",))
 def a_writer_who_does_not_see_readers(task: Task) -> None:
     _in_sql(lambda sql: sql.replace(" AND shares = 0", ""))
-    from tests.internals import KeyQueue
+    from tests.internals import table
 
-    KeyQueue._shares = lambda self, head: 0  # type: ignore[method-assign]
+    has_room, admit = table._has_room, table.admit
+    table._has_room = lambda state, claim, at: has_room(
+        state if claim.shared else dataclasses.replace(state, shares=()), claim, at
+    )
+    table.admit = lambda state, at: dataclasses.replace(
+        admit(dataclasses.replace(state, shares=()), at), shares=state.shares
+    )
 
 
 @bug("exclusion", keys=("seats",))
 def one_permit_too_many(task: Task) -> None:
-    from tests.internals import KeyQueue
+    from tests.internals import table
 
-    original = KeyQueue._shares
-    KeyQueue._shares = lambda self, head: max(0, original(self, head) - 1)  # type: ignore[method-assign]
+    has_room = table._has_room
+    table._has_room = lambda state, claim, at: has_room(
+        state, dataclasses.replace(claim, permits=claim.permits + 1), at
+    )
 
 
 # Transactions and rows.

@@ -6,11 +6,12 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from django.db import transaction
 from django.db.utils import Error
 
+from dlocks.backends import table
 from dlocks.backends.base import Inspector
 from dlocks.backends.database.fragments import (
     FREE_BY_CLOCK,
@@ -20,8 +21,9 @@ from dlocks.backends.database.fragments import (
     STALE,
     STALE_AFTER_GRACE,
 )
+from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.queue import KeyQueue
-from dlocks.backends.database.rows import Row
+from dlocks.backends.database.rows import LockedRow, Row
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.runtime import clock
 from dlocks.sql.dialect import KEY
@@ -33,8 +35,10 @@ from dlocks.values import UNLIMITED, Claim, Grant
 FREE_TRIES = 3
 
 
-class Acquisition(KeyQueue):
+class Acquisition(KeyQueue, Holders):
     """The part that acquires keys. A strategy decides in ``_take()`` how."""
+
+    supports_sharing: ClassVar[bool] = True
 
     inspector: Inspector
 
@@ -91,6 +95,21 @@ class Acquisition(KeyQueue):
             return Grant(token, takeover=row is not None and row.stale)
         self._refuse(claim, row)
         return None
+
+    def _share(self, claim: Claim) -> Grant | None:
+        """Grant a shared claim if the key permits it and no waiter is ahead."""
+
+        def step(row: LockedRow | None) -> Grant | LockStale | None:
+            try:
+                return self._apply(row, table.acquire, claim)[0] if row else None
+            except LockStale as error:
+                # The step is committed, since it changed nothing.
+                return error
+
+        result = self._step(claim.key, step, busy=lambda: None)
+        if isinstance(result, LockStale):
+            raise LockStale(key=claim.key, holder=self.holder(claim.key)) from None
+        return result
 
     def _take(self, claim: Claim) -> tuple[int | None, Row | None]:
         """Return the token of the grant, or None, and the row if it was read.
@@ -181,7 +200,7 @@ class Acquisition(KeyQueue):
             lambda table, free, stale: (
                 f"SELECT CASE WHEN {free} THEN 1 ELSE 0 END, CASE WHEN {stale} THEN 1"
                 f" ELSE 0 END, version, CASE WHEN {FREE_BY_CLOCK} AND (waiters > 0 OR"
-                f" shares > 0) THEN 1 ELSE 0 END, {self.dialect.ticks_of('end_time')}"
+                f" shares > 0) THEN 1 ELSE 0 END, {{ends}}"
                 f" FROM {table} WHERE {KEY}"
             ),
             self._free(claim, FREE_BY_CLOCK if claim.takeover else RELEASED),

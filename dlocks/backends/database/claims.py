@@ -8,7 +8,6 @@ from typing import Any
 
 from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.database.fragments import FREE_BY_CLOCK, IN_QUEUE, MICROSECONDS
-from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.steps import Steps
 from dlocks.sql.dialect import KEY
 from dlocks.values import Claim, HeldKey
@@ -32,9 +31,8 @@ class ClaimRows(Steps):
 
         Return None if it has none.
         """
-        left = self.dialect.seconds_until("end_time")
         sql = self._text(
-            f"SELECT id, version, {left} FROM {{claims}} WHERE owner = %(owner)s"
+            "SELECT id, version, {left} FROM {claims} WHERE owner = %(owner)s"
         )
         for number, version, seconds in self._rows(sql, {"owner": claim.owner}):
             return number, version, float(seconds)
@@ -53,13 +51,13 @@ class ClaimRows(Steps):
             self._rows(sql, {"key": claim.key, "owner": claim.owner, **self._times()})
         )
 
-    def _insert_waiter(
+    def _insert_claim(
         self,
         claim: Claim,
-        channel: str,
-        number: int | None,
+        channel: str = "",
+        number: int | None = None,
         *,
-        counted: bool,
+        counted: bool = False,
         version: int | None = None,
     ) -> None:
         while True:
@@ -148,36 +146,9 @@ class ClaimRows(Steps):
             self._text(self.dialect.delete("{claims}", where, "id")), parameters
         )
 
-    def _forget(self, head: LockedRow | None, owner: str) -> bool:
-        """Delete a claim, and subtract it from the counts in the lock row.
-
-        If the lock row is not locked here, the next step that locks it counts the
-        remaining claims.
-        """
-        locking = self.dialect.for_update_patiently
-        sql = self._text(
-            "SELECT id, version, counted FROM {claims} WHERE owner ="
-            f" %(owner)s{locking}"
-        )
-        for number, version, counted in self._rows(sql, {"owner": owner}):
-            self._count(
-                self._text("DELETE FROM {claims} WHERE id = %(id)s"), {"id": number}
-            )
-            if head is not None and version is not None:
-                self._change(head, shares=max(0, head.shares - 1))
-            elif head is not None and counted:
-                self._change(head, waiters=max(0, head.waiters - 1))
-            return True
-        return False
-
-    def _recount_waiters(self, head: LockedRow | None) -> None:
+    def _recount_waiters(self, key: str) -> int:
         """Delete waiters that have been silent for long, and count the live ones."""
-        if head is None:
-            return
-        parameters = {
-            "key": head.key,
-            "forgotten": -round(DELETE_AFTER * MICROSECONDS),
-        }
+        parameters = {"key": key, "forgotten": -round(DELETE_AFTER * MICROSECONDS)}
         of_key = f"{KEY} AND {IN_QUEUE}"
         self._delete_claims(
             f"{of_key} AND end_time <= {self.dialect.after('forgotten')}", parameters
@@ -189,20 +160,8 @@ class ClaimRows(Steps):
             "{claims}", f"counted = {heard}", f"{of_key} AND counted <> {heard}", "id"
         )
         self._count(self._text(sql), parameters)
-        count = self._rows(
-            self._text(f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"),
-            parameters,
-        )
-        self._change(head, waiters=int(count[0][0]))
-
-    def _change(self, head: LockedRow, **columns: int) -> None:
-        assignments = ", ".join(f"{name} = %({name})s" for name in columns)
-        self._count(
-            self._text(f"UPDATE {{locks}} SET {assignments} WHERE {KEY}"),
-            {"key": head.key, **columns},
-        )
-        for name, value in columns.items():
-            setattr(head, name, value)
+        sql = f"SELECT COUNT(*) FROM {{claims}} WHERE {of_key} AND counted"
+        return int(self._rows(self._text(sql), parameters)[0][0])
 
 
 def to_text(holding: Sequence[HeldKey]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
 from dataclasses import replace
 
+from dlocks.backends import table
 from dlocks.backends.database.admission import Admission
-from dlocks.backends.database.fragments import IN_QUEUE
-from dlocks.backends.database.rows import MINE, Granted, LockedRow
-from dlocks.exceptions import LockBackendError
+from dlocks.backends.database.rows import MINE, LockedRow
 from dlocks.values import Claim, Grant, Ticket
 
 # Attempts to queue a claim in one round trip while other callers have locked the lock
@@ -93,65 +93,32 @@ class Joining(Admission):
             time.sleep(random.uniform(0, 0.001 * 2**number_of_try))  # noqa: S311 (jitter)
         return self._queue_uncounted(claim, channel)
 
-    def _queue_uncounted(self, claim: Claim, channel: str) -> Ticket | None:
+    def _queue_uncounted(
+        self, claim: Claim, channel: str, number: int | None = None
+    ) -> Ticket | None:
         """Queue a claim without counting it. A later heartbeat counts it."""
-        names, values, parameters = self._columns(claim, channel, None, counted=False)
-        before, after = self.dialect.insert_or_ignore
-        sql = f"{before} INTO {{claims}} ({names}) VALUES ({values}) {after}"
-        self._run(self._by_cursor, self._text(sql), parameters)
-        sql = f"SELECT id FROM {{claims}} WHERE owner = %(owner)s AND {IN_QUEUE}"
-        rows = self._rows(self._text(sql), {"owner": claim.owner})
-        if not rows:
+        self._insert_claim(claim, channel, number)
+        if (row := self._row_of(claim)) is None:
             return None
-        return Ticket(position=rows[0][0], unnotified=not self.dialect.commit_notifies)
+        position, version, left = row
+        if version is not None:
+            return Ticket(grant=Grant(version, left))
+        return Ticket(position=position, unnotified=not self.dialect.commit_notifies)
 
     def _queue(self, claim: Claim, channel: str, number: int | None) -> Ticket | None:
-        def step(head: LockedRow | None) -> tuple[Ticket, list[Granted]]:
-            if head is not None and head.owner == claim.owner and not head.free:
+        def step(row: LockedRow | None) -> Ticket | None:
+            if row.is_held_by(claim) if row else self._holds_key(claim):
                 # The claim was queued, and its turn has come.
-                return MINE, []
-            row = self._row_of(claim)
-            if row is None and head is not None and self._is_first(head, claim):
-                self._contended_keys.discard(claim.key)
-                return Ticket(must_retry=True), []
-            if row is None and head is None and self._holds_key(claim):
-                # The key was granted to the claim while it was joining the queue.
-                return MINE, []
+                return MINE
             if row is None:
-                taken = number is not None and self._rows(
-                    self._text("SELECT 1 FROM {claims} WHERE id = %(number)s"),
-                    {"number": number},
-                )
-                # A crash of the server may lose a position, and assign its number
-                # again.
-                self._insert_waiter(
-                    claim, channel, None if taken else number, counted=head is not None
-                )
-                if head is not None:
-                    self._change(head, waiters=head.waiters + 1)
-                row = self._row_of(claim)
-            if row is None:
-                raise LockBackendError(
-                    f"The claim on {claim.key!r} could not join the queue."
-                )
-            position, version, left = row
-            if version is not None:
-                return Ticket(grant=Grant(version, left)), []
-            if head is None:
-                return Ticket(
-                    position=position, unnotified=not self.dialect.commit_notifies
-                ), []
-            return Ticket(position=position), self._admit(head)
+                return self._queue_uncounted(claim, channel, number)
+            position = number or sys.maxsize
+            ticket, granted = self._apply(
+                row, table.enqueue, claim, position, channel=channel, number=number
+            )
+            if claim.owner in granted:
+                return granted[claim.owner]
+            mine = self._row_of(claim) if ticket.grant is None else None
+            return ticket if mine is None else Ticket(position=mine[0])
 
-        result = self._step(claim.key, step, busy=lambda: None)
-        if result is None:
-            return None
-        ticket, granted = result
-        return next(
-            (
-                replace(one.ticket, position=ticket.position)
-                for one in granted
-                if one.owner == claim.owner
-            ),
-            ticket,
-        )
+        return self._step(claim.key, step, busy=lambda: None)

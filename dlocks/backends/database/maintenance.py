@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from dlocks.backends import table
 from dlocks.backends.database.claims import DELETE_AFTER
 from dlocks.backends.database.fragments import (
     BATCH,
@@ -19,6 +20,7 @@ from dlocks.backends.database.queue import KeyQueue
 from dlocks.backends.database.rows import LockedRow
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.dialect import KEY
+from dlocks.values import Claim
 
 # A row is only deleted once the clock has passed its version. The version of a new row
 # starts at the clock, and must be larger.
@@ -44,24 +46,10 @@ class Maintenance(KeyQueue):
         transaction. With ``stale_only``, also return False if the key is not stale.
         """
 
-        def step(head: LockedRow | None) -> bool:
-            if head is None:
+        def step(row: LockedRow | None) -> bool:
+            if row is None or (stale_only and not row.is_stale):
                 return False
-            where = f"{KEY} AND version = %(version)s" + (
-                f" AND {STALE}" if stale_only else ""
-            )
-            sql = self._text(
-                f"UPDATE {{locks}} SET {CLEAR}, version = %(token)s WHERE {where}"
-            )
-            if (
-                self._count(sql, {"key": key, "version": version, "token": head.token})
-                != 1
-            ):
-                return False
-            head.status, head.owner, head.free, head.version = "F", "", True, head.token
-            head.token += 1
-            self._admit(head)
-            return True
+            return bool(self._apply(row, table.clear, version)[0])
 
         if stale_only and self.observations is not None:
             # No trusted clock shows that the key is stale, and this process has not
@@ -100,27 +88,26 @@ class Maintenance(KeyQueue):
             {"number": number},
         )
 
-    def _delete_claim(self, key: str, where: str, parameters: dict[str, int]) -> bool:
+    def _delete_claim(self, key: str, where: str, parameters: dict[str, Any]) -> bool:
         """Delete the one claim that matches a condition, and advance the queue."""
 
-        def step(head: LockedRow | None) -> bool:
+        def step(row: LockedRow | None) -> bool:
             # Select the claim by its id. With the condition alone, locked rows of other
             # claims would be waited for as well.
             mine = (
                 "SELECT id FROM {claims} WHERE id = %(id)s AND"
                 f" {where}{self.dialect.for_update_patiently}"
             )
-            if head is None or not self._rows(self._text(mine), found):
+            if row is None or not self._rows(self._text(mine), found):
                 return False
-            self._count(self._text("DELETE FROM {claims} WHERE id = %(id)s"), found)
-            self._count_rows(head)
-            self._admit(head)
+            claim = Claim(key=key, ttl=0.0, owner=found["owner"])
+            self._apply(row, table.release, claim, recount=True)
             return True
 
         # Read the claim first, because a step would create a missing lock row.
-        sql = self._text(f"SELECT id FROM {{claims}} WHERE {KEY} AND {where}")
-        for (number,) in self._rows(sql, {"key": key, **parameters}):
-            found = {"id": number, **parameters}
+        sql = self._text(f"SELECT id, owner FROM {{claims}} WHERE {KEY} AND {where}")
+        for number, owner in self._rows(sql, {"key": key, **parameters}):
+            found = {"id": number, "owner": owner, **parameters}
             return self._step(key, step, busy=lambda: False)
         return False
 
@@ -147,30 +134,15 @@ class Maintenance(KeyQueue):
         deleted. Both are zero if the key is locked by a transaction.
         """
 
-        def step(head: LockedRow | None) -> tuple[int, int]:
-            if head is None:
+        def step(row: LockedRow | None) -> tuple[int, int]:
+            if row is None:
                 return 0, 0
-            parameters = {"key": key, **self._ages()}
-            shares = self._delete_claims(f"{KEY} AND {ENDED_SHARE}", parameters)
-            claims = self._delete_claims(
-                f"{KEY} AND {self._old(DEAD_CLAIM)}", parameters
+            dead = self._delete_claims(
+                f"{KEY} AND {self._old(DEAD_CLAIM)}", {"key": key, **self._ages()}
             )
-            self._count_rows(head)
-            self._admit(head)
-            return shares, claims
+            return self._apply(row, table.tidy, recount=True)[0], dead
 
         return self._step(key, step, busy=lambda: (0, 0))
-
-    def _count_rows(self, head: LockedRow) -> None:
-        """Correct the numbers of waiters and shared holds in the lock row.
-
-        The rows of the claims are counted.
-        """
-        sql = self._text(f"SELECT COUNT(*), COUNT(version) FROM {{claims}} WHERE {KEY}")
-        ((rows, shares),) = self._rows(sql, {"key": head.key})
-        if (rows - shares, shares) != (head.waiters, head.shares):
-            self._recount_waiters(head)
-            self._change(head, shares=shares)
 
     def _old(self, condition: str) -> str:
         return condition.replace("{forgotten}", self.dialect.after("forgotten"))

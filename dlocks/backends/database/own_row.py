@@ -39,10 +39,8 @@ class OwnRow(Statements):
 
         ``mine`` is the condition for the row.
         """
-        left = self.dialect.seconds_until("end_time")
-        return self._rows(
-            self._text(f"SELECT {left}, {column} FROM {table} WHERE {mine}"), parameters
-        )
+        sql = self._text(f"SELECT {{left}}, {column} FROM {table} WHERE {mine}")
+        return self._rows(sql, parameters)
 
     def _write(
         self,

@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from dlocks.backends.database.fragments import (
-    CLEAR,
-    FREE_BY_CLOCK,
-    IN_QUEUE,
-)
+from dlocks.backends import table
+from dlocks.backends.database.fragments import FREE_BY_CLOCK, IN_QUEUE
 from dlocks.backends.database.joining import Joining
 from dlocks.backends.database.rows import LockedRow, LockSnapshot
 from dlocks.runtime import clock
@@ -40,14 +37,12 @@ class KeyQueue(Joining):
                 self._count(
                     self.hearing(owners), parameters | self._times(), locked=lambda: 0
                 )
-        left = self.dialect.seconds_until("end_time")
         # Read the claims with rows of their own first. A claim that is granted in
         # between is then found in the lock row.
         numbers: dict[str, int] = {}
         alone: set[str] = set()
-        sql = self._text(
-            f"SELECT owner, id, version, {left}, counted FROM {{claims}} WHERE {owners}"
-        )
+        sql = "SELECT owner, id, version, {left}, counted FROM {claims} WHERE "
+        sql = self._text(sql + owners)
         for owner, number, version, seconds, counted in self._rows(sql, parameters):
             if version is None:
                 numbers[owner] = number
@@ -67,7 +62,12 @@ class KeyQueue(Joining):
         self._advance_free_keys([by_owner[owner] for owner in numbers], heads, tickets)
         self._await_transactions(claims, heads, tickets)
         for key in alone:
-            self._step(key, self._recount_waiters, busy=lambda: None, tries_if_locked=0)
+            self._step(
+                key,
+                lambda row: row and self._apply(row, table.tidy, recount=True),
+                busy=lambda: None,
+                tries_if_locked=0,
+            )
         return tickets
 
     def _poll(self, claims: Sequence[Claim]) -> dict[str, Ticket]:
@@ -95,7 +95,6 @@ class KeyQueue(Joining):
         owners, owner_parameters = self._one_of(
             "owner", [claim.owner for claim in claims]
         )
-        left = self.dialect.seconds_until("end_time")
         # The queue is not read if one of the claims holds the key.
         before = (
             f"CASE WHEN {owners} THEN 0 ELSE (SELECT COUNT(*) FROM {{claims}} AS others"
@@ -105,9 +104,9 @@ class KeyQueue(Joining):
             " {locks}.key_resource)) END"
         )
         sql = self._text(
-            f"SELECT key_resource, owner, status, version, {left}, CASE WHEN"
-            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, {before},"
-            f" {self.dialect.ticks_of('end_time')} FROM {{locks}} WHERE {keys}"
+            "SELECT key_resource, owner, status, version, {left}, CASE WHEN"
+            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, {before}, {{ends}} FROM {{locks}}"
+            f" WHERE {keys}"
         )
         asked_at = clock.now()
         return {
@@ -196,9 +195,9 @@ class KeyQueue(Joining):
                 granted = self._advanced(key, in_passing=True)
                 silent = granted is None
                 tickets |= {
-                    one.owner: one.ticket
-                    for one in granted or ()
-                    if one.owner in tickets
+                    owner: ticket
+                    for owner, ticket in (granted or {}).items()
+                    if owner in tickets
                 }
             if silent and not self.dialect.commit_notifies:
                 owners = [claim.owner for claim in claims if claim.key == key]
@@ -230,26 +229,10 @@ class KeyQueue(Joining):
         Return False if its row has changed since it was observed.
         """
 
-        def step(head: LockedRow | None) -> bool:
-            if head is None:
+        def step(row: LockedRow | None) -> bool:
+            if row is None or row.ends != ends or not row.state.is_held:
                 return False
-            where = (
-                f"{KEY} AND status = 'P' AND version = %(version)s AND"
-                f" {self.dialect.ticks_of('end_time')} = %(ends)s"
-            )
-            sql = f"UPDATE {{locks}} SET {CLEAR}, version = %(token)s WHERE {where}"
-            parameters = {
-                "key": key,
-                "version": version,
-                "ends": ends,
-                "token": head.token,
-            }
-            if self._count(self._text(sql), parameters) != 1:
-                return False
-            head.status, head.owner, head.free, head.version = "F", "", True, head.token
-            head.token += 1
-            self._admit(head)
-            return True
+            return bool(self._apply(row, table.clear, version)[0])
 
         if not self._step(key, step, busy=lambda: False):
             return False

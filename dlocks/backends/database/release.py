@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 
+from dlocks.backends import table
 from dlocks.backends.database.admission import Admission
 from dlocks.backends.database.fragments import MICROSECONDS
 from dlocks.backends.database.own_row import RELEASE_RETRY_LIMIT, ROW_LOCK_LIMIT
@@ -87,42 +89,32 @@ class Release(Admission):
         # Seconds left of its lease if another transaction has locked the lock row. None
         # if the row could not be read.
         left: float | None = None
-        given_back = False
+        released = False
 
-        def step(head: LockedRow | None) -> bool | None:
-            nonlocal left, given_back
-            if (
-                head is not None
-                and head.owner == claim.owner
-                and (head.status == "P" or not head.free)
-            ):
-                given_back = True
-                self._release_row(head, failed=failed, keep=keep)
-                self._admit(head)
-                return True
-            row = self._row_of(claim)
+        def step(row: LockedRow | None) -> bool | None:
+            nonlocal left, released
             if row is not None:
-                # With a single writer, an expired shared hold whose row still exists
-                # belonged to the claim all the time.
-                unclocked = self.observations is not None or self.dialect.one_writer
-                given_back = row[1] is not None and (row[2] > 0 or unclocked)
-                if not self._release_row_lock(head, claim, keep=keep):
-                    # The claim was granted at this moment.
+                end = partial(table.release, keep=keep)
+                status = "F" if failed else "S"
+                ended, _ = self._apply(row, end, claim, status=status)
+                # The claim may have been released before, and the reply was lost.
+                released = released or ended
+                return released
+            # The lock row is locked by another transaction.
+            if (mine := self._row_of(claim)) is not None:
+                number, version, seconds = mine
+                if keep or self._lock_claims([number]):
                     return None
-                if head is not None and not head.waiters:
-                    self._contended_keys.discard(claim.key)
-                return given_back
-            if head is not None:
-                # The key may have been released before, and the reply was lost.
-                return head.owner == claim.owner or given_back
-            # The row is locked by another transaction, and may be this claim's.
-            sql = (
-                f"SELECT {self.dialect.seconds_until('end_time')} FROM {{locks}} WHERE"
-                f" {KEY} AND owner = %(owner)s"
-            )
+                # The next step that locks the lock row counts the remaining claims.
+                self._delete_claims("id = %(id)s", {"id": number})
+                unclocked = self.observations is not None
+                released = version is not None and (seconds > 0 or unclocked)
+                return released
+            # It may be the claim's.
+            sql = f"SELECT {{left}} FROM {{locks}} WHERE {KEY} AND owner = %(owner)s"
             rows = self._rows(self._text(sql), {"key": claim.key, "owner": claim.owner})
             left = float(rows[0][0]) if rows else 0.0
-            return None if rows else given_back
+            return None if rows else released
 
         def busy() -> bool | None:
             # While SQLite's writer is busy, a claim that holds nothing need not leave.
@@ -172,40 +164,3 @@ class Release(Admission):
             row = self._row_of(claim)
             return not self._holds_key(claim) if row is None else row[1] is None
         return False
-
-    def _release_row_lock(
-        self, head: LockedRow | None, claim: Claim, *, keep: float
-    ) -> bool:
-        """Release a claim with a row of its own.
-
-        With ``keep``, the row stays for that many seconds. Return False if the claim
-        has no such row any more.
-        """
-        if keep:
-            keeping = (
-                f"UPDATE {{claims}} SET end_time = {self.dialect.after('keep')} WHERE"
-                " owner = %(owner)s"
-            )
-            self._count(
-                self._text(self.dialect.patiently + keeping),
-                {"owner": claim.owner, "keep": round(keep * MICROSECONDS)},
-            )
-            return True
-        there = self._forget(head, claim.owner)
-        if head is not None:
-            self._admit(head)
-        return there or head is not None
-
-    def _release_row(self, head: LockedRow, *, failed: bool, keep: float) -> None:
-        status = "F" if failed else "S"
-        sql = (
-            "UPDATE {locks} SET status = %(status)s, hold_count = 0, end_time ="
-            f" {self.dialect.after('keep')} WHERE {KEY}"
-        )
-        parameters = {
-            "key": head.key,
-            "status": status,
-            "keep": round(keep * MICROSECONDS),
-        }
-        self._count(self._text(sql), parameters)
-        head.status, head.free = status, not keep

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlocks.values import Grant, Ticket
+from dlocks.backends.table import KeyState, Moment
+from dlocks.values import Claim, Grant, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +23,29 @@ class Row:
 
 @dataclass(slots=True)
 class LockedRow:
-    """A lock row that the current step has locked and read."""
+    """A lock row that the current step has locked, as a state without claims."""
 
     key: str
-    status: str
-    owner: str
-    version: int
+    state: KeyState
+    at: Moment
+    # The numbers of counted waiters and of shared holds.
     waiters: int
     shares: int
-    free: bool
-    token: int
+    # The end of the lease in microseconds since 1970.
+    ends: int
+
+    @property
+    def is_free(self) -> bool:
+        return self.state.expires_in(self.at) <= 0
+
+    @property
+    def is_stale(self) -> bool:
+        return self.state.is_held and self.state.expires_in(self.at) <= self.at.grace
+
+    def is_held_by(self, claim: Claim) -> bool:
+        """Return whether the key is held by a claim, or reserved for it."""
+        held = self.state.held
+        return bool(held and held.claim.owner == claim.owner and not self.is_free)
 
 
 # The ticket of a claim whose turn has come.
@@ -73,22 +87,4 @@ class LockSnapshot:
             Ticket(grant=Grant(self.version, self.left))
             if self.status == "P"
             else Ticket(must_retry=True, next_check=0.1)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """A queued claim that a step has granted.
-
-    Without a token, the key is reserved for the claim until it retries.
-    """
-
-    owner: str
-    token: int | None
-    lease: float
-
-    @property
-    def ticket(self) -> Ticket:
-        return (
-            MINE if self.token is None else Ticket(grant=Grant(self.token, self.lease))
         )

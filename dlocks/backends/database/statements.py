@@ -134,6 +134,7 @@ class Statements(Sender, SQLiteLimits):
             "{idle}": dialect.after("idle"),
             "{heard}": dialect.after("heard"),
             "{ends}": dialect.ticks_of("end_time"),
+            "{left}": dialect.seconds_until("end_time"),
         }
         text = sql
         for name, fragment in fragments.items():

@@ -7,20 +7,23 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from django.db import transaction
 from django.db.utils import DatabaseError, Error, InterfaceError, OperationalError
 
 from dlocks.backends.base import TableLockedError
-from dlocks.backends.database.fragments import FREE_BY_CLOCK
 from dlocks.backends.database.in_transaction import TransactionLocks
 from dlocks.backends.database.rows import LockedRow
 from dlocks.backends.database.sending import CONTENTION_TRIES, T
+from dlocks.backends.database.statements import NEVER
+from dlocks.backends.table import Held, KeyState, Moment
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.pools import close_lost
 from dlocks.sql.dialect import KEY
 from dlocks.sql.prepared import is_in_progress
+from dlocks.values import Claim
 
 
 class Steps(TransactionLocks):
@@ -77,7 +80,7 @@ class Steps(TransactionLocks):
             except _LockedError:
                 lock_tries += 2
                 time.sleep(random.uniform(0, 0.0005 * lock_tries**2))  # noqa: S311 (jitter)
-            except (TableLockedError, StepError):
+            except TableLockedError:
                 raise
             except (Error, LockBackendError) as trouble:
                 error = (
@@ -165,7 +168,7 @@ class Steps(TransactionLocks):
         self, key: str, locking: str, *, patiently: bool, bounded: bool
     ) -> LockedRow | None:
         dialect = self.dialect
-        parameters = {"key": key, **self._times()}
+        parameters = {"key": key}
         if dialect.one_writer:
             # The first statement writes, because a transaction that has only read
             # cannot always continue with a write.
@@ -177,9 +180,8 @@ class Steps(TransactionLocks):
         # long. Neither must a process that waits for the row.
         bound = f", {dialect.bound}" if bounded and dialect.bound else ""
         sql = (
-            f"SELECT status, owner, version, waiters, shares, CASE WHEN {FREE_BY_CLOCK}"
-            f" THEN 1 ELSE 0 END, {dialect.next_version()}{bound} FROM"
-            f" {{locks}} WHERE {KEY}{locking}"
+            "SELECT status, owner, version, waiters, shares, {left}, {ticks},"
+            f" {{ends}}{bound} FROM {{locks}} WHERE {KEY}{locking}"
         )
         for (
             status,
@@ -187,20 +189,16 @@ class Steps(TransactionLocks):
             version,
             waiters,
             shares,
-            free,
-            token,
+            left,
+            ticks,
+            ends,
             *_,
         ) in self._rows(self._text(sql), parameters):
-            return LockedRow(
-                key,
-                status,
-                owner,
-                version,
-                waiters,
-                shares,
-                bool(free),
-                int(token),
-            )
+            grace = self.grace if self.observations is None else NEVER
+            at = Moment(0.0, grace, int(ticks), datetime.now(UTC))
+            held = Held(Claim(key=key, ttl=0.0, owner=owner), version, at.date, left)
+            state = KeyState(version, held, status != "P")
+            return LockedRow(key, state, at, waiters, shares, int(ends))
         if not self._rows(
             self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters
         ):
@@ -238,10 +236,6 @@ class Steps(TransactionLocks):
             f"{before} INTO {table} (key_resource, status, owner, holder, owner_ip,"
             f" begin_time, end_time, hold_count, version) VALUES ({values}) {after}"
         )
-
-
-class StepError(Exception):
-    """An exception by which a step ends itself. Its transaction is rolled back."""
 
 
 class _LockedError(Exception):
