@@ -295,7 +295,7 @@ def _granted(
     takeover = (
         state.is_held and state.hold_of(claim) is None and state.expires_in(at) <= 0
     )
-    token, end = max(state.version + 1, at.ticks), at.now + lease
+    token, end = _next_token(state, at), at.now + lease
     held = Held(claim, token, at.date, end, takeover=takeover)
     state = replace(_without_waiting(state, claim), version=held.token)
     if not claim.shared:
@@ -312,6 +312,10 @@ def _has_room(state: KeyState, claim: Claim, at: Moment) -> bool:
     return state.expires_in(at) <= 0 and len(state.shares) < (
         claim.permits if claim.shared else 1
     )
+
+
+def _next_token(state: KeyState, at: Moment) -> int:
+    return max(state.version + 1, at.ticks)
 
 
 def _handover_lease(claim: Claim) -> float:
