@@ -51,20 +51,39 @@ def _open_new_pools(*, setting, **_):
 def pytest_addoption(parser):
     parser.addoption(
         "--shard",
-        default="1/1",
-        help="run only one part of the tests; 2/3 is the second of three",
+        default="",
+        help="run only one part of the whole suite; 2/3 is the second of three",
     )
+
+
+ENGINES = frozenset({"sqlite", "postgresql", "mariadb", "mysql"})
+
+
+def engines_of(item, shard):
+    """Return the engines of a test. The closest marker says which.
+
+    A test without a marker runs on every engine. So does a test of the front, or of a
+    driver, if it is asked for by the arguments of tests/run.py.
+    """
+    for marker in item.iter_markers():
+        if marker.name == "engine":
+            return frozenset(marker.args)
+        if marker.name == "front" and shard:
+            return frozenset({"sqlite"})
+        if marker.name == "driver" and shard:
+            return ENGINES - {"mysql"}
+        if marker.name in {"front", "driver", "storage"}:
+            break
+    return ENGINES
 
 
 def pytest_collection_modifyitems(config, items):
     """Deselect tests of another engine, driver or shard, and report them."""
-    shard, shards = map(int, config.getoption("shard").split("/"))
+    part = config.getoption("shard")
+    shard, shards = map(int, (part or "1/1").split("/"))
     keep, leave = [], []
     for item in items:
-        marker = item.get_closest_marker("engine")
-        engines = (
-            set(marker.args) if marker else {"sqlite", "postgresql", "mariadb", "mysql"}
-        )
+        engines = engines_of(item, part)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(
             isinstance(value, str) and value in ("memory", "dummy")
@@ -75,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("psycopg3") and find_spec("psycopg") is None:
             engines = engines - {"postgresql"}
         here = zlib.crc32(item.nodeid.encode()) % shards == shard - 1
-        if shards > 1 and item.get_closest_marker("alone"):
+        if part and item.get_closest_marker("alone"):
             # tests/run.py runs it after all shards.
             here = False
         (keep if here and ENGINE in engines else leave).append(item)

@@ -17,12 +17,12 @@ and DLOCKS_TEST_WITHOUT_MYSQL is not 1. Otherwise MySQL is skipped, and a line s
 Databases are kept in /dev/shm if it is large enough and TMPDIR is not set. On one disk,
 each flush of a server would delay all others.
 
-The suite waits more than it computes. Without arguments for pytest it is therefore
-split into nine shards (DLOCKS_TEST_SHARDS), shared among the engines. Each shard has
-its own server, and all of them run side by side. Tests that are marked ``alone`` run
-after them, one engine at a time. A shard that takes longer than 40 minutes is aborted
-and prints the stacks of its threads. A driver's call that no signal interrupts can
-cause this.
+Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
+The suite waits more than it computes. It is therefore split into nine shards
+(DLOCKS_TEST_SHARDS), shared among the engines. Each shard has its own server, and all
+of them run side by side. Tests that are marked ``alone`` run after them, one engine at
+a time. A shard that takes longer than 40 minutes is aborted and prints the stacks of
+its threads. A driver's call that no signal interrupts can cause this.
 """
 
 from __future__ import annotations

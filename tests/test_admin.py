@@ -27,6 +27,8 @@ from tests.internals import (
     to_form,
 )
 
+pytestmark = pytest.mark.front
+
 LIST = "/admin/dlocks/resourcelock/"
 CLEAR, FORCE = "clear_stale_locks", "force_release"
 ODD_KEYS = [
@@ -264,6 +266,7 @@ class TestPermissions:
 
 @pytest.mark.django_db
 class TestPages:
+    @pytest.mark.storage
     def test_the_list_shows_holders_and_times(self, viewer):
         """The list shows who holds which key, since when and for how long.
 
@@ -343,6 +346,7 @@ class TestPages:
             assert f'<span class="dlocks-state dlocks-{state}">{state}</span>' in text
         assert "dlocks/admin.css" in text
 
+    @pytest.mark.storage
     @pytest.mark.parametrize("state", ["held", "stale", "free"])
     def test_the_list_can_be_filtered_by_state(self, viewer, state):
         """The list can be filtered by held, stale or free."""
@@ -359,6 +363,7 @@ class TestPages:
             == 3
         )
 
+    @pytest.mark.storage
     @pytest.mark.parametrize(
         "words", ["stock", "web-9", "198.51.100", "stock web-9", "🔒", "50%"]
     )
@@ -393,6 +398,7 @@ class TestPages:
         rows.held("a")
         assert boss.get(LIST, {lookup: "0\0"}).status_code == 400
 
+    @pytest.mark.storage
     def test_the_list_is_paginated(self, viewer):
         """A long list is split into pages."""
         for number in range(150):
@@ -441,6 +447,7 @@ class TestPages:
         page(boss.get("/admin/"))
         assert rows.OWNER[:8] not in str(log())
 
+    @pytest.mark.storage
     @pytest.mark.parametrize("use_tz", [True, False])
     def test_times_are_in_the_current_time_zone(self, settings, boss, use_tz):
         """Times are in the current time zone whatever ``USE_TZ`` is."""
@@ -513,6 +520,7 @@ class TestClear:
         )
         assert rows.now("a").status == rows.F
 
+    @pytest.mark.storage
     def test_stale_locks_are_cleared_and_logged(self, clearer):
         """Stale locks become free; the message names them, the log names the user."""
         rows.stale("a")
@@ -529,6 +537,7 @@ class TestClear:
         entry = LogEntry.objects.get(object_id="a")
         assert (entry.is_change(), str(entry.get_edited_object())) == (True, "a")
 
+    @pytest.mark.storage
     def test_live_locks_are_never_cleared(self, clearer):
         """A held lock is never cleared, and the message says that it is not stale.
 
@@ -543,6 +552,7 @@ class TestClear:
         assert (rows.now("alive").version, rows.now("free").version) == (1000, 1000)
         assert not log()
 
+    @pytest.mark.storage
     @pytest.mark.parametrize("version", [1000, 1001])
     def test_a_lock_that_is_renewed_before_the_write_is_not_cleared(
         self, clearer, monkeypatch, version
@@ -570,6 +580,7 @@ class TestClear:
             act(clearer, CLEAR, "a", query="?state=stale")
         )
 
+    @pytest.mark.storage
     def test_select_all_clears_every_stale_lock_of_the_list(self, clearer, monkeypatch):
         """ "Select all" clears every stale lock of the list, up to a limit."""
         monkeypatch.setattr(confirmation, "ROWS_PER_STATEMENT", 3)
@@ -668,6 +679,7 @@ class TestForceRelease:
         assert [rows.now(key).version for key in "abc"] == [1000, 1000, 1000]
         assert not log()
 
+    @pytest.mark.storage
     def test_a_confirmed_release_frees_the_locks_and_is_logged(self, releaser):
         """After confirmation the locks are free and their holders are fenced off.
 
@@ -705,6 +717,7 @@ class TestForceRelease:
         assert (rows.now("a").state, rows.now("a").version) == ("held", 1001)
         assert [entry[1] for entry in log()] == ["b"]
 
+    @pytest.mark.storage
     def test_a_lock_that_changes_hands_before_the_write_is_kept(
         self, releaser, monkeypatch
     ):
@@ -786,6 +799,7 @@ class TestForceRelease:
         assert (rows.now(key).state, rows.now("ab").state) == ("free", "held")
 
 
+@pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("address", ["list", "live"])
 def test_a_hold_of_ten_ttls_is_shown_in_amber(viewer, address):
@@ -807,6 +821,7 @@ def test_a_hold_is_lost_by_a_forced_release(releaser):
         hold.renew()
 
 
+@pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 def test_atomic_requests_commit_the_release_with_its_log(releaser, settings):
     """With ``ATOMIC_REQUESTS`` the release and its log entry commit together."""
@@ -861,6 +876,7 @@ class TestPrefix:
             "default": {**settings.DLOCKS["default"], "OPTIONS": {"prefix": "shop:"}}
         }
 
+    @pytest.mark.storage
     def test_keys_of_other_prefixes_are_not_shown(self, boss):
         for key in ("shop:1", "SHOP:2", "bank:3"):
             rows.held(key)
@@ -872,6 +888,7 @@ class TestPrefix:
         assert boss.get(detail("bank:3")).status_code == 302
         assert page(boss.get(detail("shop:1")))
 
+    @pytest.mark.storage
     def test_keys_of_other_prefixes_are_not_released(self, boss):
         rows.held("bank:3")
         rows.claim("bank:3", rows.FUTURE, version=1000)

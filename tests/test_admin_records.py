@@ -12,6 +12,8 @@ from tests.internals import HoldRecord
 from tests.test_admin import ODD_KEYS, page, person
 from tests.test_control_room import HOSTILE, LIVE, ended
 
+pytestmark = pytest.mark.front
+
 RECORDS = "/admin/dlocks/holdrecord/"
 
 
@@ -55,6 +57,7 @@ class TestRecords:
             assert boss.post(address, {"post": "yes"}).status_code == 403
         assert HoldRecord.objects.count() == 1
 
+    @pytest.mark.storage
     def test_the_list_shows_the_last_holds_first(self, viewer):
         """It shows how each hold ended, its holder, its times."""
         ended("old", ago=7200, held=90, waited=3.5, token=7, ending="L")
@@ -66,6 +69,7 @@ class TestRecords:
             r"old lost web-1:4711:MainThread 192.0.2.7 2 hours ago 90 s 3.5 s ", shown
         )
 
+    @pytest.mark.storage
     @pytest.mark.parametrize(
         ("query", "shown"),
         [
@@ -109,6 +113,7 @@ class TestRecords:
             assert "<script>alert" not in text
             assert "\u202e" not in text
 
+    @pytest.mark.storage
     def test_records_of_other_prefixes_are_not_shown(self, viewer, settings):
         settings.DLOCKS = {
             "default": {**settings.DLOCKS["default"], "OPTIONS": {"prefix": "shop:"}}
@@ -118,6 +123,7 @@ class TestRecords:
         assert keys(page(viewer.get(RECORDS))) == ["shop:1"]
         assert viewer.get(detail(other)).status_code == 302
 
+    @pytest.mark.storage
     @pytest.mark.parametrize("use_tz", [True, False])
     def test_the_list_works_with_and_without_use_tz(self, viewer, settings, use_tz):
         settings.USE_TZ = use_tz

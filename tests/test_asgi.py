@@ -19,7 +19,7 @@ from tests import jobs
 from tests.internals import LockClaim, ResourceLock
 from tests.servers import free_port, release_port
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 HOST = "127.0.0.1"
 START_SECONDS = 60.0

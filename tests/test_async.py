@@ -31,7 +31,10 @@ from tests.internals import (
 )
 from tests.models import Counter
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.driver,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 FAMILY = ["default", "optimistic", "insert"]
 SESSION = ["session"] if "session" in settings.DLOCKS else []
@@ -44,6 +47,7 @@ def made():
         backends[alias]
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("using", ["default", "memory"])
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
 async def test_a_sync_acquire_in_an_event_loop_is_refused_with_a_hint(keys, using):
@@ -384,6 +388,7 @@ def in_queue():
     return wait
 
 
+@pytest.mark.front
 async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
     in_queue,
 ):
@@ -409,6 +414,7 @@ async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
 
 
 # The request needs all apps of the test project.
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 async def test_tasks_and_sync_code_of_a_request_do_not_deadlock():
     """An async view gathers two coroutines and two sync calls on one key.
@@ -496,6 +502,7 @@ async def leave_tasks_behind():
     return tasks
 
 
+@pytest.mark.front
 async def test_an_abandoned_async_generator_releases():
     """The end of the generator runs in a task that asyncio creates."""
 
@@ -515,6 +522,7 @@ async def test_an_abandoned_async_generator_releases():
     assert not await db_lock("stock:7", using="memory").alocked()
 
 
+@pytest.mark.front
 async def test_an_abandoned_generator_releases_next_to_other_blocks():
     permits = db_semaphore("downloads", 2, timeout=5)
     entered, go = asyncio.Event(), asyncio.Event()
@@ -544,6 +552,7 @@ async def test_an_abandoned_generator_releases_next_to_other_blocks():
     await task
 
 
+@pytest.mark.front
 async def test_two_generators_of_a_task_leave_no_permit():
     """Each end releases one permit, and the task may close them in any order."""
     permits = db_semaphore("downloads", 5, reentrant=False)
@@ -560,6 +569,7 @@ async def test_two_generators_of_a_task_leave_no_permit():
     assert not any(hold.held for hold in holds)
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("using", ["default", "memory"])
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
 async def test_sync_methods_are_refused_in_a_coroutine(using, keys):
@@ -581,6 +591,7 @@ async def test_sync_methods_are_refused_in_a_coroutine(using, keys):
     assert not await db_lock("stock:7", using=using).alocked()
 
 
+@pytest.mark.front
 def test_a_generator_closed_by_another_thread_releases(in_other_thread):
     def rows():
         with db_lock("stock:7", using="memory"):
@@ -593,6 +604,7 @@ def test_a_generator_closed_by_another_thread_releases(in_other_thread):
     assert not db_lock("stock:7", using="memory").locked()
 
 
+@pytest.mark.front
 @pytest.mark.usefixtures("own_thread")
 @pytest.mark.parametrize(
     "run",
@@ -616,6 +628,7 @@ def test_the_end_of_an_event_loop_releases_its_holds(run, caplog):
     connection.close()
 
 
+@pytest.mark.front
 def test_a_task_that_outlives_its_request_releases():
     """Django's thread for the request has ended before the task checks its hold."""
     over = asyncio.Event()

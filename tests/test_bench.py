@@ -70,7 +70,6 @@ def keys_left():
 # Measurements.
 
 
-@pytest.mark.engine("sqlite", "postgresql", "mariadb", "mysql")
 def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     """The command compares several aliases and leaves no rows in the tables.
 

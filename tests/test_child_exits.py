@@ -17,7 +17,10 @@ from dlocks import LeaderElection, db_lock
 from tests.celery_app import application
 from tests.internals import HoldRecord, ResourceLock
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 ROOT = Path(__file__).parent.parent
 

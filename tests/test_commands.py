@@ -30,6 +30,8 @@ from tests.internals import (
     operations,
 )
 
+pytestmark = pytest.mark.front
+
 COMMANDS = [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
 
 
@@ -81,6 +83,7 @@ def nobody_there(monkeypatch):
 
 @pytest.mark.django_db
 class TestListLocks:
+    @pytest.mark.storage
     def test_held_and_stale_locks_are_listed_with_their_holders(self):
         """The list shows who holds which lock, since when and for how long."""
         rows.held("stock:7", begin_time=rows.PAST)
@@ -113,6 +116,7 @@ class TestListLocks:
             == 1
         )
 
+    @pytest.mark.storage
     @pytest.mark.parametrize(
         ("flags", "keys"),
         [
@@ -135,6 +139,7 @@ class TestListLocks:
             lock["key"] for lock in json.loads(run("list_locks", "--json", *flags))
         ] == keys
 
+    @pytest.mark.storage
     def test_keys_and_patterns_filter_the_list(self):
         for key in ("stock:7", "stock:8", "report", "stock"):
             rows.held(key)
@@ -144,6 +149,7 @@ class TestListLocks:
         (lock,) = json.loads(run("list_locks", "--json", "*8"))
         assert lock["key"] == "stock:8"
 
+    @pytest.mark.storage
     def test_the_list_is_sorted_by_age_or_waiters(self):
         """``--sort`` puts the longest hold, or the longest queue, first."""
         rows.held("a", begin_time=rows.PAST)
@@ -191,6 +197,7 @@ class TestListLocks:
         assert run("list_locks") == "No locks.\n"
         assert json.loads(run("list_locks", "--json")) == []
 
+    @pytest.mark.storage
     def test_json_has_stable_names(self):
         """Monitoring can read every field by its name."""
         rows.held("a\nb")
@@ -224,6 +231,7 @@ class TestListLocks:
         )
         assert never["seconds_held"] is never["seconds_left"] is None
 
+    @pytest.mark.storage
     @pytest.mark.parametrize("use_tz", [True, False])
     def test_times_are_right_with_and_without_time_zones(self, settings, use_tz):
         """Times are ages in the table, and in UTC in JSON.
@@ -250,6 +258,7 @@ class TestListLocks:
         for flags in ((), ("--json",)):
             assert rows.OWNER[:8] not in run("list_locks", "--all", *flags)
 
+    @pytest.mark.storage
     def test_many_locks_are_read_by_pages(
         self, monkeypatch, django_assert_max_num_queries
     ):
@@ -271,6 +280,7 @@ class TestListLocks:
             assert lines("list_locks") == keys
         assert sizes == [3, 3, 3, 1]
 
+    @pytest.mark.storage
     def test_an_alias_lists_its_own_keys_without_the_prefix(self, monkeypatch):
         """With a prefix, ``--using`` lists the keys of that prefix, without it.
 
@@ -315,6 +325,7 @@ class TestListLocks:
 
 @pytest.mark.django_db
 class TestClearLock:
+    @pytest.mark.storage
     def test_clear_lock_names_the_holder_and_clears_the_lock(self):
         """``clear_lock --yes`` names the holder and frees the key.
 
@@ -375,6 +386,7 @@ class TestClearLock:
         """The prefix counts towards the length of the key."""
         assert "255" in refused("clear_lock", "x" * 253, "--yes", "--using", "prefixed")
 
+    @pytest.mark.storage
     def test_stale_only_keeps_live_holds(self):
         """``--stale-only`` never clears a live hold."""
         rows.held("a")
@@ -420,6 +432,7 @@ class TestClearLock:
             "clear_lock", "b", "--reason", "tests"
         )
 
+    @pytest.mark.storage
     def test_a_change_before_the_write_is_detected(self, monkeypatch):
         """A change between the last read and the write is detected by the version."""
         rows.stale("a")
@@ -448,6 +461,7 @@ class TestClearLock:
         run("clear_lock", "a", "--yes", "--using", "prefixed", "--reason", "tests")
         assert (rows.now("a").state, rows.now("shop:a").state) == ("held", "free")
 
+    @pytest.mark.storage
     def test_a_pattern_clears_all_locks_that_match(self):
         """``clear_lock 'stock:*'`` clears the held and the stale locks that match."""
         for key in ("stock:7", "stock:8"):
@@ -512,6 +526,7 @@ class TestClearLock:
         run("clear_lock", "a*", "--yes")
         assert (rows.now("a*").state, rows.now("ab").state) == ("free", "stale")
 
+    @pytest.mark.storage
     def test_a_shared_hold_is_ended_of_one_key_only(self):
         """A token belongs to one key, so ``--share`` refuses a pattern."""
         rows.stale("a")
@@ -519,6 +534,7 @@ class TestClearLock:
         assert "one key" in message
         assert rows.now("a").version == 1000
 
+    @pytest.mark.storage
     def test_odd_keys_are_cleared_and_printed_with_escapes(self):
         """Quotes, line breaks and emoji are allowed in a key."""
         for key in ("'; DROP TABLE x; --", "a\n\x1b[31m", "🔒", "100%", "a/b"):
@@ -527,6 +543,7 @@ class TestClearLock:
             assert rows.now(key).state == "free"
 
 
+@pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 def test_the_former_holder_is_fenced_off(in_other_thread):
     """The former holder can neither renew nor release, and raises ``LockLost``."""
@@ -574,6 +591,7 @@ class TestReapLocks:
         rows.free("old")
         rows.write("recent", rows.S, timezone.now())
 
+    @pytest.mark.storage
     def test_stale_locks_become_free(self):
         """Without options stale locks become free and failed; no other row changes."""
         assert run("reap_locks") == "2 stale locks cleared.\n"
@@ -589,6 +607,7 @@ class TestReapLocks:
         }
         assert run("reap_locks") == "0 stale locks cleared.\n"
 
+    @pytest.mark.storage
     def test_unused_rows_are_deleted(self):
         """``--idle-for`` also deletes rows that were unused for that long.
 
@@ -605,6 +624,7 @@ class TestReapLocks:
             "stale:2",
         ]
 
+    @pytest.mark.storage
     def test_reap_locks_changes_only_keys_under_the_prefix(self):
         """With a prefix, ``--using`` changes nothing of another project.
 
@@ -628,6 +648,7 @@ class TestReapLocks:
         ]
         assert ResourceLock.objects.filter(pk="old").exists()
 
+    @pytest.mark.storage
     def test_dry_run_counts_what_a_run_would_do(self):
         """``--dry-run`` changes nothing and reports the numbers of the next run."""
         before = list(ResourceLock.objects.order_by("pk").values())
@@ -822,6 +843,7 @@ class TestEveryCommand:
         assert refused(*command, *yes) == "the database is away"
 
 
+@pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_missing_table_is_an_error(command):
@@ -880,6 +902,7 @@ def test_a_duration_is_shown_in_its_largest_unit(seconds, text):
 
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 class TestHealth:
+    @pytest.mark.storage
     def test_a_working_alias_is_healthy(self):
         """A probe gets exit status 0, and figures as JSON."""
         rows.held("stock:7")
@@ -905,6 +928,7 @@ class TestHealth:
         run("dlocks_health", "--using", "default")
         in_other_thread(held.release)
 
+    @pytest.mark.storage
     @pytest.mark.parametrize(
         ("option", "problem"),
         [
@@ -945,6 +969,7 @@ class TestHealth:
         with pytest.raises(CommandError, match="Not healthy: nonsense"):
             run("dlocks_health", "--using", "nonsense")
 
+    @pytest.mark.storage
     def test_a_database_without_tables_is_not_healthy(self):
         """The report says what to run."""
         table, renamed = ResourceLock._meta.db_table, "dlocks_elsewhere"

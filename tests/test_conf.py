@@ -26,6 +26,8 @@ from tests.internals import (
 )
 from tests.settings import ENGINE
 
+pytestmark = pytest.mark.front
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -151,6 +153,7 @@ def ids(messages):
     return {message.id for message in messages}
 
 
+@pytest.mark.storage
 def test_correct_settings_pass_the_checks():
     assert check_settings() == []
     call_command("check", "--fail-level", "WARNING")
@@ -395,6 +398,7 @@ def test_a_collation_that_confuses_keys_is_an_error_with_a_fix(table, column, ki
         assert check_tables(databases=["default"]) == []
 
 
+@pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("model", [LockClaim, HoldRecord])
 def test_missing_tables_cause_a_warning(model, monkeypatch):
@@ -435,11 +439,13 @@ def test_missing_tables_cause_a_warning(model, monkeypatch):
     assert check_tables(databases=["default"]) == []
 
 
+@pytest.mark.storage
 @pytest.mark.django_db
 def test_migrations_are_complete():
     call_command("makemigrations", "dlocks", "--check", "--dry-run", verbosity=0)
 
 
+@pytest.mark.storage
 @pytest.mark.django_db
 def test_the_key_is_the_primary_key_and_the_only_index():
     with connection.cursor() as cursor:

@@ -9,7 +9,7 @@ from django.db import connections, transaction
 
 from tests.internals import connected, connection_of, in_atomic_blocks, open_connections
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
 class Kept(threading.local):

@@ -27,6 +27,8 @@ from tests.internals import (
 )
 from tests.test_admin import ODD_KEYS, page, person
 
+pytestmark = pytest.mark.front
+
 LIVE = "/admin/dlocks/resourcelock/live/"
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 
@@ -114,6 +116,7 @@ class TestPage:
         assert blind.get(LIVE).status_code == 403
         assert blind.get(LIVE, {"part": "now"}).status_code == 403
 
+    @pytest.mark.storage
     def test_held_keys_are_shown(self, viewer):
         """The page shows holders, ages, time left, queues and totals."""
         now = datetime.now(UTC)
@@ -147,6 +150,7 @@ class TestPage:
         assert "free" not in re.findall(r'<bdi class="dlocks-key">(.*?)</bdi>', text)
         assert "1 held 1 shared 1 stale 5 waiting" in text_of(text)
 
+    @pytest.mark.storage
     def test_shared_holds_are_shown_below_their_key(self, viewer):
         """Each shared hold has its holder, its age and its time left."""
         now = datetime.now(UTC)
@@ -186,6 +190,7 @@ class TestPage:
         )
         assert "dlocks-bar" not in page(viewer.get(LIVE, {"part": "now"}))
 
+    @pytest.mark.storage
     def test_queues_come_first_and_then_stale_locks(self, viewer):
         """A stale lock is not hidden between the holds of its age."""
         now = datetime.now(UTC)
@@ -196,6 +201,7 @@ class TestPage:
         rows.waits("a")
         assert keys(page(viewer.get(LIVE))) == ["a", "c", "b", "d"]
 
+    @pytest.mark.storage
     @pytest.mark.parametrize(
         ("query", "shown"),
         [
@@ -233,6 +239,7 @@ class TestPage:
         part = page(viewer.get(LIVE, {"q": "a&2", "only": "stale", "part": "now"}))
         assert keys(part) == ["a&amp;2"]
 
+    @pytest.mark.storage
     def test_a_free_key_with_waiters_is_shown(self, viewer):
         """A free key with waiters is shown.
 
@@ -358,6 +365,7 @@ class TestPast:
         assert '"OPTIONS": {"history": True}' in html.unescape(text)
         assert "dlocks-chart" not in text
 
+    @pytest.mark.storage
     @pytest.mark.usefixtures("with_history")
     def test_the_chart_shows_the_contention_of_the_last_hour(self, viewer):
         """The chart counts holds and waits per minute, for the last hour only."""
@@ -378,6 +386,7 @@ class TestPast:
         ]
         assert "released per minute (highest: 4)" in text
 
+    @pytest.mark.storage
     @pytest.mark.usefixtures("with_history")
     def test_the_longest_holds_come_first(self, viewer):
         """The longest holds of the last hour come first, with links to their keys."""
@@ -394,6 +403,7 @@ class TestPast:
         about = page(viewer.get(shown[0][0]))
         assert "Locks released: 1, all acquired without a wait." in text_of(about)
 
+    @pytest.mark.storage
     @pytest.mark.usefixtures("with_history")
     def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
         """The timeline shows every hold of a key.
@@ -431,6 +441,7 @@ class TestPast:
             ["released", "1"],
         ]
 
+    @pytest.mark.storage
     @pytest.mark.usefixtures("with_history")
     def test_a_key_without_a_row_is_shown_with_its_history(self, viewer):
         """A key without a row is shown with its history.
@@ -442,6 +453,7 @@ class TestPast:
         assert "This key is free and has no waiters." in text
         assert "Timeline of this key" in text
 
+    @pytest.mark.storage
     @pytest.mark.usefixtures("with_history")
     def test_the_history_needs_few_queries(self, viewer):
         """The page shows recorded holds with at most 8 queries."""
@@ -462,6 +474,7 @@ class TestRelease:
         assert "Force release" not in page(viewer.get(LIVE))
         assert page(releaser.get(LIVE)).count("Force release</button>") == 2
 
+    @pytest.mark.storage
     def test_shared_holds_can_be_released(self, viewer, releaser):
         """Each has the button that it has on the page of its lock."""
         rows.free("a", version=1)

@@ -306,12 +306,14 @@ def waits(position, own, wanted, *, waited=3.0, silent=0.1):
     )
 
 
+@pytest.mark.front
 def test_the_last_caller_behind_a_deadlock_is_not_refused():
     """It arrived before the deadlock was noticed, and will be served after it."""
     claims = [waits(1, "a", "b"), waits(2, "b", "a"), waits(3, "c", "a")]
     assert set(WaitGraph(claims).victims()) == {"b waits"}
 
 
+@pytest.mark.front
 def test_a_process_that_died_is_no_part_of_a_deadlock():
     """It seems to wait, but has sent no heartbeat since the cycle was complete."""
 
@@ -323,6 +325,7 @@ def test_a_process_that_died_is_no_part_of_a_deadlock():
     assert victims(2.0) == set()
 
 
+@pytest.mark.front
 def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
     """A key may be granted while the queue is read, and the cycle is none then."""
     backend = PessimisticBackend("default")
@@ -390,12 +393,14 @@ def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch, usi
     ]
 
 
+@pytest.mark.front
 @pytest.mark.parametrize(("value", "kind"), [("soon", TypeError), (-1, ValueError)])
 def test_a_wrong_deadlock_after_is_refused(value, kind):
     with pytest.raises(kind, match="deadlock_after"):
         PessimisticBackend("default", deadlock_after=value)
 
 
+@pytest.mark.front
 def test_an_impatient_process_does_not_look_all_the_time(
     looks, in_queue, threads, until
 ):
@@ -413,6 +418,7 @@ def test_an_impatient_process_does_not_look_all_the_time(
     waiter.join(30)
 
 
+@pytest.mark.front
 def test_waits_without_a_held_key_cost_nothing(looks, in_queue, threads, until):
     """No statement looks for deadlocks while only such callers wait."""
     with db_lock("stock:7"):
@@ -464,6 +470,7 @@ def test_list_locks_shows_who_waits_for_whom(chain, capsys):
     assert second["queue"][0]["holds"] == ["a"]
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
     pages = {
@@ -798,6 +805,7 @@ class Model:
                 )
 
 
+@pytest.mark.front
 @pytest.mark.once
 @settings(max_examples=1500, deadline=None)
 @given(st.data())

@@ -52,7 +52,7 @@ def key_of(template, function, *args, **kwargs):
     return seen[0]
 
 
-pytestmark = pytest.mark.usefixtures("memory_locks")
+pytestmark = [pytest.mark.front, pytest.mark.usefixtures("memory_locks")]
 
 
 # The key.

@@ -47,6 +47,8 @@ from tests.internals import (
     options_of,
 )
 
+pytestmark = pytest.mark.front
+
 ROOT = pages.DOCS.parent
 
 database = pytest.mark.django_db(transaction=True)
@@ -346,7 +348,7 @@ def test_the_examples_on_leader_election():
     assert rest == ["start", "shutdown"]
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 @database
 def test_the_examples_on_session_locks():
     page = pages.run("how-to/session-locks")

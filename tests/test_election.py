@@ -25,6 +25,8 @@ from tests.internals import KeyState, backends, election
 from tests.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.timing import eventually, in_time
 
+pytestmark = pytest.mark.front
+
 TTL = 1.5
 ROOT = Path(__file__).parent.parent
 
@@ -945,7 +947,7 @@ def next_elected(crowd):
 
 
 @DATABASE
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 def test_a_crash_of_the_server_deposes_the_leader(server, on_server):  # noqa: F811
     worker = on_server()
     campaigns(worker)

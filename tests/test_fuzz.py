@@ -31,6 +31,8 @@ from tests.internals import (
     options_of,
 )
 
+pytestmark = pytest.mark.front
+
 FUZZ = settings(
     max_examples=200,
     deadline=None,
@@ -290,6 +292,7 @@ def exclude(backend: Backend, one: str, other: str) -> bool:
         assert backend.release(mine)
 
 
+@pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("alias", ["default", "optimistic", "insert", "memory"])
 def test_only_equal_keys_exclude_each_other(alias):

@@ -15,7 +15,7 @@ from tests.internals import LockClaim, ResourceLock, backends, own_row
 from tests.models import Counter
 from tests.timing import in_time
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 
 @pytest.fixture(params=["default", "optimistic", "insert"])

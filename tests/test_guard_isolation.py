@@ -19,7 +19,7 @@ from tests.models import Counter
 from tests.timing import in_time
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
 ]
 

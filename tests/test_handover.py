@@ -29,7 +29,10 @@ from tests.internals import (
     keeper,
 )
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 EVERY = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
@@ -42,6 +45,7 @@ def left(key):
 # Handover to another process.
 
 
+@pytest.mark.storage
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert", "prefixed"])
 def test_a_detached_hold_is_busy_until_it_is_resumed(using, workers, is_busy):
     (worker,) = workers(1)
@@ -57,6 +61,7 @@ def test_a_detached_hold_is_busy_until_it_is_resumed(using, workers, is_busy):
     assert not is_busy("export:7", using)
 
 
+@pytest.mark.storage
 @FAMILY
 def test_only_one_process_resumes_a_hold(using, workers):
     team = workers(4)
@@ -68,6 +73,7 @@ def test_only_one_process_resumes_a_hold(using, workers):
     assert isinstance(min(answers, key=str), int)
 
 
+@pytest.mark.storage
 def test_a_hold_of_a_dead_process_can_be_resumed(doomed, is_busy):
     first = doomed()
     text = first.call(jobs.detach, "export:7")
@@ -160,6 +166,7 @@ def test_a_detached_hold_is_not_renewed(until):
         resume_hold(text)
 
 
+@pytest.mark.storage
 @FAMILY
 def test_a_detached_hold_lasts_for_the_given_time(using):
     hold = db_lock("export:7", using=using, ttl=50).acquire()
@@ -171,6 +178,7 @@ def test_a_detached_hold_lasts_for_the_given_time(using):
         assert 40 < resumed.remaining <= 50
 
 
+@pytest.mark.storage
 def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
     """The keeper has sent the renewal before the hold is detached."""
     backend = backends["default"]
@@ -266,6 +274,7 @@ def test_a_text_can_be_resumed_only_once(using):
         resume_hold(text)
 
 
+@pytest.mark.storage
 @FAMILY
 def test_a_cleared_hold_cannot_be_resumed(using):
     text = db_lock("export:7", using=using).acquire().detach()
@@ -311,6 +320,7 @@ def test_a_resumed_hold_keeps_the_rest_of_its_policy():
     assert left("export:7") > 250
 
 
+@pytest.mark.storage
 @FAMILY
 def test_the_row_shows_the_holder_that_resumed_it(using, workers):
     (worker,) = workers(1)
@@ -337,6 +347,7 @@ async def test_coroutines_detach_and_resume(using):
 # The backend interface.
 
 
+@pytest.mark.storage
 @EVERY
 def test_an_exchange_can_be_repeated_after_a_lost_reply(using):
     backend = backends[using]
@@ -351,6 +362,7 @@ def test_an_exchange_can_be_repeated_after_a_lost_reply(using):
     assert backend.exchange(successor, claim) is None
 
 
+@pytest.mark.storage
 @FAMILY
 def test_a_resumption_with_unknown_outcome_leaves_the_key_free(
     using, monkeypatch, is_busy

@@ -32,7 +32,10 @@ from tests.internals import (
     keeper,
 )
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +67,7 @@ def records(**conditions):
 # Records.
 
 
+@pytest.mark.storage
 def test_an_ended_hold_has_a_record(in_other_thread):
     """A record has the key, the holder, both times and the wait.
 
@@ -95,6 +99,7 @@ def test_an_ended_hold_has_a_record(in_other_thread):
     )
 
 
+@pytest.mark.storage
 def test_a_long_holder_name_is_recorded_as_in_the_row(monkeypatch):
     """The thread of a command is named after the command."""
     monkeypatch.setattr(threading.current_thread(), "name", "x" * 300)
@@ -105,6 +110,7 @@ def test_a_long_holder_name_is_recorded_as_in_the_row(monkeypatch):
     assert len(record.holder) == 255
 
 
+@pytest.mark.storage
 def test_a_record_says_how_the_hold_ended():
     """A hold is released, failed with an error, lost, or handed over."""
     with pytest.raises(ZeroDivisionError):
@@ -130,6 +136,7 @@ def test_a_record_says_how_the_hold_ended():
     backends["recorded"].clear("given", rows.now("given").version)
 
 
+@pytest.mark.storage
 def test_shared_holds_several_keys_and_waits_are_recorded(workers, until):
     """Each shared hold and each of several keys has its own record.
 
@@ -204,6 +211,7 @@ def test_the_history_costs_the_caller_no_statement():
     assert len(records()) == 3
 
 
+@pytest.mark.storage
 def test_many_records_are_written_in_one_statement(
     monkeypatch, django_assert_num_queries
 ):
@@ -268,6 +276,7 @@ class Down:
         monkeypatch.setattr(HistoryTable, "remember", fail)
 
 
+@pytest.mark.storage
 def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
     """Locks work, one warning is logged, and the records are written later."""
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
@@ -306,6 +315,7 @@ def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
     assert len(records()) == 2
 
 
+@pytest.mark.storage
 def test_refused_records_are_not_retried(monkeypatch):
     """A permanent error loses its batch and no other."""
     down = Down(monkeypatch, DataError("refused"))
@@ -431,6 +441,7 @@ def reap(*arguments):
     return out.getvalue().strip()
 
 
+@pytest.mark.storage
 def test_old_records_are_deleted():
     """``reap_locks`` deletes records after 30 days, or after a given time."""
     ended("old", days=31)
@@ -448,6 +459,7 @@ def test_old_records_are_deleted():
         reap("--history-for", "long")
 
 
+@pytest.mark.storage
 def test_old_records_are_deleted_in_batches(monkeypatch):
     """One statement deletes at most one batch."""
     monkeypatch.setattr("dlocks.backends.database.history.BATCH", 2)
@@ -456,6 +468,7 @@ def test_old_records_are_deleted_in_batches(monkeypatch):
     assert list(backends["recorded"].delete_older_than(86400)) == [2, 2, 1]
 
 
+@pytest.mark.storage
 @pytest.mark.parametrize(
     "look",
     [

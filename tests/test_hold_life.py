@@ -20,7 +20,10 @@ from tests import jobs
 from tests.internals import backends, callers, keeper
 from tests.settings import ENGINE
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 # Seconds for which a lease lasts without a renewal.
 TTL = 2.0
@@ -120,7 +123,7 @@ def test_release_of_a_lost_hold_raises():
         lock.release()
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 def test_a_hold_in_a_transaction_ends_with_it(is_busy):
     """Nothing of it remains in a thread that lives on."""
     lock = db_lock("stock:7")
@@ -170,7 +173,7 @@ def test_a_hold_ends_with_its_event_loop(until, is_busy):
     assert not callers._leases
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 def test_callers_that_ended_are_not_remembered(monkeypatch):
     """Threads that let a transaction end their holds, and tasks, leave nothing."""
     monkeypatch.setattr(callers, "CALLS_PER_CLEANUP", 5)
@@ -237,7 +240,7 @@ def test_a_resource_warning_names_the_line(tmp_path):
     )
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 def test_a_forgotten_hold_does_not_keep_a_connection_open(doomed):
     """So DROP DATABASE succeeds after tests that have forgotten a hold."""
     assert doomed().call(jobs.forget_a_hold, "stock:7") == "held, and not connected"

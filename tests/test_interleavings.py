@@ -58,6 +58,7 @@ def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
     assert not is_busy()
 
 
+@pytest.mark.front
 def test_each_call_of_an_atomic_function_has_its_own_hold():
     """The decorator is a single object for all calls."""
     lock, holds = db_lock("stock:7"), []
@@ -74,6 +75,7 @@ def test_each_call_of_an_atomic_function_has_its_own_hold():
     assert holds[1].token > holds[0].token
 
 
+@pytest.mark.front
 def test_a_hold_ends_with_the_rollback_of_a_recursive_call():
     lock, holds = db_lock("stock:7"), []
 
@@ -90,6 +92,7 @@ def test_a_hold_ends_with_the_rollback_of_a_recursive_call():
     work(1)
 
 
+@pytest.mark.front
 def test_a_hold_of_an_inner_block_lasts_until_the_outer_commit(is_busy):
     @transaction.atomic
     def helper():
@@ -105,6 +108,7 @@ def test_a_hold_of_an_inner_block_lasts_until_the_outer_commit(is_busy):
     assert not is_busy()
 
 
+@pytest.mark.driver
 def test_a_closed_connection_ends_its_holds():
     with contextlib.suppress(Exception), transaction.atomic():
         hold = db_lock("stock:7").acquire()
@@ -112,6 +116,7 @@ def test_a_closed_connection_ends_its_holds():
         assert not hold.held
 
 
+@pytest.mark.front
 def test_entering_during_a_release_by_the_keeper_holds_the_key(
     monkeypatch, in_other_thread, until
 ):
@@ -225,6 +230,7 @@ def test_a_lease_taken_first_in_a_transaction_takes_no_snapshot():
         cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
 
 
+@pytest.mark.front
 def test_two_aliases_on_one_database_are_one_lock_to_a_caller(in_other_thread):
     for block in (contextlib.nullcontext, transaction.atomic):
         with (
@@ -236,6 +242,7 @@ def test_two_aliases_on_one_database_are_one_lock_to_a_caller(in_other_thread):
             assert hold.count == 2
 
 
+@pytest.mark.front
 def test_reentrant_false_allows_consecutive_holds():
     lock = db_lock("stock:7", reentrant=False)
     with transaction.atomic():
@@ -347,6 +354,7 @@ def test_a_busy_key_is_refused_at_once_in_a_sqlite_transaction(shared, workers, 
 # The keeper.
 
 
+@pytest.mark.front
 def test_a_slow_on_lost_callback_does_not_delay_other_renewals(until):
     entered, leave = threading.Event(), threading.Event()
 
@@ -365,6 +373,7 @@ def test_a_slow_on_lost_callback_does_not_delay_other_renewals(until):
     assert not first.held
 
 
+@pytest.mark.front
 def test_an_error_of_one_backend_does_not_stop_other_renewals(
     monkeypatch, until, caplog
 ):
@@ -384,6 +393,7 @@ def test_an_error_of_one_backend_does_not_stop_other_renewals(
     assert len(tries) < 20
 
 
+@pytest.mark.front
 def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
     monkeypatch.setattr(keeper._thread, "thread", None)
     start = threading.Thread.start
@@ -431,6 +441,7 @@ def desks_fail(monkeypatch, until):
     left = 0
 
 
+@pytest.mark.front
 def test_starting_a_worker_thread_of_the_keeper_is_retried(desks_fail, until):
     with db_lock("stock:7", using="memory", ttl=2.4) as hold:
         failed, deadline = desks_fail(1), hold._state.lease.deadline
@@ -438,6 +449,7 @@ def test_starting_a_worker_thread_of_the_keeper_is_retried(desks_fail, until):
         until(lambda: hold._state.lease.deadline > deadline)
 
 
+@pytest.mark.front
 def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, settings):
     memory = settings.DLOCKS["memory"]
     settings.DLOCKS = {f"memory {number}": memory for number in range(6)}
@@ -459,6 +471,7 @@ def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, se
         hold.release()
 
 
+@pytest.mark.front
 def test_a_call_whose_worker_could_not_start_is_not_run_later(desks_fail):
     """Otherwise a key would be acquired for a caller that received an error."""
     taken, failed = [], desks_fail(1)
@@ -469,6 +482,7 @@ def test_a_call_whose_worker_could_not_start_is_not_run_later(desks_fail):
     assert not taken
 
 
+@pytest.mark.front
 def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
     done, failed = [], desks_fail(1)
 
@@ -482,6 +496,7 @@ def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
     assert done == [1]
 
 
+@pytest.mark.front
 async def test_holds_acquired_together_are_renewed(until):
     """``gather()`` wraps each coroutine in a task, which ends after acquiring."""
 

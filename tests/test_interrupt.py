@@ -22,7 +22,10 @@ from tests.internals import (
     waiters_of,
 )
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.driver,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 
 @pytest.fixture(autouse=True)

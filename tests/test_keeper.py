@@ -29,7 +29,10 @@ from tests.internals import (
 )
 from tests.timing import in_time
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +74,7 @@ def turned_clock(monkeypatch):
 # Renewal.
 
 
+@pytest.mark.storage
 def test_a_lease_is_renewed_while_the_block_runs(until, in_other_thread):
     with db_lock("stock:7", using="brisk") as hold:
         first = ResourceLock.objects.get(pk="stock:7").end_time
@@ -98,6 +102,7 @@ def test_a_lease_with_renew_false_expires(until):
     assert lost == [hold]
 
 
+@pytest.mark.storage
 def test_100_holds_of_a_process_are_renewed_in_one_statement(
     monkeypatch, until, django_assert_num_queries
 ):
@@ -127,6 +132,7 @@ def test_100_holds_of_a_process_are_renewed_in_one_statement(
             hold.release()
 
 
+@pytest.mark.driver
 def test_the_keeper_closes_its_connection_when_unused(until):
     def opened():
         return keeper.run(
@@ -145,6 +151,7 @@ def test_the_keeper_closes_its_connection_when_unused(until):
     until(lambda: not keeper._connected)
 
 
+@pytest.mark.storage
 def test_renewal_stops_at_max_hold(until, monkeypatch):
     """A caller in an endless loop must not hold a lock forever."""
     lost, began, took = [], [], [0.0]
@@ -517,6 +524,7 @@ def test_a_shutdown_on_sigterm_releases():
     assert state() == LockState.FREE
 
 
+@pytest.mark.driver
 def test_a_forked_child_renews_only_its_own_holds(until):
     script = """
         import os, sys, time
@@ -613,6 +621,7 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
         assert cursor.fetchone() == (0,)
 
 
+@pytest.mark.storage
 def test_a_paused_holder_knows_its_loss_when_it_continues(
     doomed, workers, in_other_thread
 ):

@@ -21,7 +21,7 @@ from tests.internals import (
 from tests.sync_and_async import sync_and_async
 from tests.timing import in_time
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 
 @pytest.fixture(params=["default", "optimistic", "insert"])
@@ -52,6 +52,7 @@ def test_readers_and_writers_exclude_each_other(using, in_other_thread):
         assert later.token > mine.token
 
 
+@pytest.mark.front
 def test_a_read_write_lock_needs_read_or_write():
     message = r"{}db_rwlock\(key\)\.read\(\).* or '{}db_rwlock\(key\)\.write\(\)"
     with (
@@ -187,6 +188,7 @@ async def test_a_full_semaphore_names_all_of_its_holders(
         in_other_thread(thread.results[0].release)
 
 
+@pytest.mark.front
 def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread):
     """The message for one permit says "only", and at most ten holders are named."""
     with db_semaphore("api", permits=1, timeout=0) as hold:
@@ -216,6 +218,7 @@ def test_a_semaphore_names_its_exclusive_holder(in_other_thread):
             in_other_thread(db_semaphore("api", permits=2, timeout=0).acquire)
 
 
+@pytest.mark.front
 def test_a_hidden_holder_of_a_permit_is_not_named(in_other_thread, settings):
     """``DLOCKS_SHOW_HOLDER`` applies to every holder."""
     settings.DLOCKS_SHOW_HOLDER = False
@@ -242,6 +245,7 @@ def test_a_full_semaphore_in_a_transaction_names_its_holders(in_other_thread):
         in_other_thread(hold.release)
 
 
+@pytest.mark.front
 def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
     """The holders are read only for an error.
 
@@ -308,6 +312,7 @@ def test_a_permit_can_be_reentered_next_to_another_one(in_other_thread):
         assert again is hold
 
 
+@pytest.mark.front
 def test_permits_must_be_a_number_above_zero():
     for wrong in (0, -1, True, 2.5, "3", 2**31):
         with pytest.raises((ValueError, TypeError)):

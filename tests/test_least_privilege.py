@@ -10,7 +10,10 @@ from django.db import connection
 from tests import jobs, pages, rows
 from tests.internals import HoldRecord, ResourceLock
 
-pytestmark = [pytest.mark.engine("postgresql"), pytest.mark.django_db(transaction=True)]
+pytestmark = [
+    pytest.mark.engine("postgresql"),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 TABLES = ("dlocks_resourcelock", "dlocks_lockclaim", "dlocks_holdrecord")
 APPLICATION, INSERTING = "The application", "The application, with `InsertBackend`"

@@ -29,7 +29,7 @@ from dlocks.optimistic import retry_on_conflict
 from dlocks.testing import frozen_clock, held_elsewhere, override_locks
 from tests.internals import BackendHandler, LockDecorator, MemoryBackend
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.front, pytest.mark.once]
 
 
 @pytest.fixture(autouse=True)

@@ -61,12 +61,14 @@ def expire(key):
 # Keys.
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("key", ["", "x" * (KEY_LENGTH + 1), "a\0b", "\ud800"])
 def test_an_invalid_key_is_refused_before_any_query(key, django_assert_num_queries):
     with django_assert_num_queries(0), pytest.raises(ValueError, match=r"[Kk]ey"):
         db_lock(key)
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("key", [None, 7, b"stock:7", ("stock", 7)])
 def test_a_key_that_is_not_a_string_is_a_type_error(key, django_assert_num_queries):
     with (
@@ -94,6 +96,7 @@ def test_any_text_is_a_key_and_never_changes_the_sql(key, using, in_other_thread
         assert db_lock(key, using=using).holder().key == key
 
 
+@pytest.mark.front
 def test_the_prefix_counts_towards_the_length_of_the_key(django_assert_num_queries):
     with db_lock("7", using="prefixed") as hold:
         assert hold.key == "7"
@@ -119,6 +122,7 @@ def prefix(settings):
     return found
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("using", ["default", "memory"])
 def test_a_prefix_can_depend_on_the_caller(using, prefix):
     """A lock uses the current tenant's key. A hold keeps its own key."""
@@ -144,6 +148,7 @@ def test_a_prefix_can_depend_on_the_caller(using, prefix):
     assert not lock.locked()
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("wrong", [None, 7, b"acme:", "a\0b", "x" * KEY_LENGTH])
 def test_the_result_of_a_prefix_function_is_checked(
     wrong, prefix, django_assert_num_queries
@@ -156,6 +161,7 @@ def test_the_result_of_a_prefix_function_is_checked(
         db_lock("7").acquire()
 
 
+@pytest.mark.front
 async def test_a_prefix_function_is_called_in_djangos_thread(settings):
     """Synchronous middleware sets the tenant there, on Django's connection."""
     threads = []
@@ -171,6 +177,7 @@ async def test_a_prefix_function_is_called_in_djangos_thread(settings):
     assert len(threads) == 3
 
 
+@pytest.mark.front
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
@@ -200,6 +207,7 @@ def test_an_invalid_policy_is_refused_before_any_query(
         db_lock("stock:7", **policy)
 
 
+@pytest.mark.front
 def test_a_lock_holds_nothing_and_can_be_shared():
     lock = db_lock("stock:7")
     assert lock == db_lock("stock:7")
@@ -211,6 +219,7 @@ def test_a_lock_holds_nothing_and_can_be_shared():
         assert not hold.held
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
 def test_checking_a_lock_instead_of_its_hold_is_explained(keys):
     lock = db_lock(*keys)
@@ -262,6 +271,7 @@ def test_each_hold_has_an_owner_and_a_larger_token_of_its_own():
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.front
 def test_the_owner_is_never_shown(caplog, in_other_thread):
     caplog.set_level("DEBUG", "dlocks")
     with db_lock("stock:7") as hold:
@@ -372,6 +382,7 @@ def test_a_waiter_acquires_the_key_when_it_is_released(using, workers):
     assert later > token
 
 
+@pytest.mark.front
 def test_a_hold_has_the_duration_of_its_wait(workers, until):
     (worker,) = workers(1)
     assert db_lock("other").acquire().release() is None
@@ -403,6 +414,7 @@ def test_locked_and_holder_do_not_acquire(in_other_thread):
     assert not lock.locked()
 
 
+@pytest.mark.front
 def test_a_hold_of_try_acquire_ends_with_a_block_or_by_hand(in_other_thread):
     with db_lock("stock:7").try_acquire() as hold:
         assert in_other_thread(db_lock("stock:7").try_acquire) is None
@@ -445,6 +457,7 @@ def test_reentering_a_lost_lease_raises_lock_lost(using):
     ResourceLock.objects.all().delete()
 
 
+@pytest.mark.front
 def test_not_reentrant_refuses_a_second_entry_at_once(django_assert_num_queries):
     with db_lock("stock:7", reentrant=False) as hold:
         with (
@@ -457,6 +470,7 @@ def test_not_reentrant_refuses_a_second_entry_at_once(django_assert_num_queries)
         db_lock("stock:7", reentrant=False).acquire()
 
 
+@pytest.mark.front
 def test_another_thread_and_a_pool_thread_are_not_the_holder(in_other_thread):
     with db_lock("stock:7"):
         assert in_other_thread(db_lock("stock:7").try_acquire) is None
@@ -471,6 +485,7 @@ def test_another_thread_and_a_pool_thread_are_not_the_holder(in_other_thread):
             assert pool.submit(attempt).result() is None
 
 
+@pytest.mark.front
 async def test_another_task_and_a_child_task_are_not_the_holder():
     lock = db_lock("stock:7")
 
@@ -489,6 +504,7 @@ async def test_another_task_and_a_child_task_are_not_the_holder():
     await other.arelease()
 
 
+@pytest.mark.driver
 async def test_tasks_exclude_each_other_and_none_blocks_the_loop():
     inside, worst, beats = 0, 0, 0
 
@@ -513,6 +529,7 @@ async def test_tasks_exclude_each_other_and_none_blocks_the_loop():
     assert beats > 10
 
 
+@pytest.mark.driver
 async def test_a_cancelled_waiter_leaves_nothing():
     async with db_lock("stock:7"):
         waiter = asyncio.create_task(db_lock("stock:7").aacquire())
@@ -528,6 +545,7 @@ async def test_a_cancelled_waiter_leaves_nothing():
     assert await db_lock("stock:7").aholder() is None
 
 
+@pytest.mark.driver
 async def test_a_cancelled_holder_releases_the_key():
     entered = asyncio.Event()
 
@@ -544,6 +562,7 @@ async def test_a_cancelled_holder_releases_the_key():
     assert (await sync_to_async(row)("stock:7")).state == LockState.FREE
 
 
+@pytest.mark.driver
 def test_a_forked_child_holds_nothing(in_other_thread):
     """It does not hold the lock, does not renew it, and cannot release it."""
     connection.ensure_connection()
@@ -577,6 +596,7 @@ def test_a_forked_child_holds_nothing(in_other_thread):
         hold.check()
 
 
+@pytest.mark.front
 def test_a_block_that_ends_in_another_thread_releases(in_other_thread, is_busy):
     """The block of a generator ends where the generator is closed or collected."""
     lock = db_lock("stock:7")
@@ -586,6 +606,7 @@ def test_a_block_that_ends_in_another_thread_releases(in_other_thread, is_busy):
     assert not is_busy()
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("in_block", [False, True])
 def test_a_block_never_releases_another_caller_s_hold(in_block, threads):
     """The block has released its own hold early, and another thread has the next one.
@@ -611,6 +632,7 @@ def test_a_block_never_releases_another_caller_s_hold(in_block, threads):
     assert other.results == [True]
 
 
+@pytest.mark.front
 def test_an_ambiguous_exit_in_another_thread_raises(
     in_other_thread,
 ):
@@ -707,6 +729,7 @@ def test_clearing_fences_off_and_notifies_the_holder():
 # Signals.
 
 
+@pytest.mark.front
 def test_signals_report_each_event(in_other_thread):
     told = []
 
@@ -743,6 +766,7 @@ def test_signals_report_each_event(in_other_thread):
     ]
 
 
+@pytest.mark.front
 def test_a_failing_receiver_does_not_reach_the_caller():
     def fail(**kwargs):
         raise ValueError("receiver")
@@ -794,6 +818,7 @@ def test_keys_are_sent_only_as_parameters(using):
     )
 
 
+@pytest.mark.front
 def test_errors_can_be_sent_between_processes():
     """Task queues and process pools pickle errors with their attributes."""
     import pickle
@@ -818,6 +843,7 @@ def test_errors_can_be_sent_between_processes():
 # Mistakes.
 
 
+@pytest.mark.front
 def test_a_released_hold_cannot_be_entered():
     hold = db_lock("stock:7").acquire()
     with hold:
@@ -832,6 +858,7 @@ def test_a_released_hold_cannot_be_entered():
         pytest.fail("the block was entered")
 
 
+@pytest.mark.front
 def test_a_hold_can_be_entered_once_for_each_acquire():
     hold = db_lock("stock:7").acquire()
     with hold:
@@ -855,6 +882,7 @@ def test_a_released_lease_can_be_reentered_in_its_transaction():
                 assert again.held
 
 
+@pytest.mark.front
 async def test_a_coroutine_cannot_enter_a_released_hold():
     async with db_lock("stock:7") as hold:
         assert hold.held
@@ -863,6 +891,7 @@ async def test_a_coroutine_cannot_enter_a_released_hold():
             pytest.fail("the block was entered")
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("ask", ["check", "renew"])
 def test_checking_a_released_hold_raises_lock_lost(ask):
     with db_lock("stock:7") as hold:
@@ -899,6 +928,7 @@ def test_a_timeout_shows_an_age_in_any_time_zone(doomed, settings, use_tz):
     assert holder.hear() == "released"
 
 
+@pytest.mark.front
 @pytest.mark.parametrize(
     ("values", "text"),
     [

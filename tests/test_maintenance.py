@@ -135,6 +135,7 @@ class TestListLocks:
             share,
         )
 
+    @pytest.mark.front
     def test_the_json_of_the_queue_has_stable_names(self):
         """Monitoring reads the queue and the shared holds by name."""
         rows.free("catalogue")
@@ -184,6 +185,7 @@ class TestListLocks:
         assert list(listed("--waiting")) == ["stuck"]
         assert listed() == {}
 
+    @pytest.mark.front
     def test_the_owners_in_a_queue_are_in_no_output(self):
         """The secret owner of a shared hold or a claim is in no output."""
         rows.held("a")
@@ -217,6 +219,7 @@ class TestListLocks:
 
 @pytest.mark.django_db
 class TestClearLock:
+    @pytest.mark.front
     def test_clearing_a_shared_key_is_refused_with_a_hint(self):
         """``clear_lock`` shows the shared holds, and how to end one or all."""
         rows.free("catalogue")
@@ -294,6 +297,7 @@ class TestClearLock:
         )
         assert list(LockClaim.objects.values_list("version", flat=True)) == [1001]
 
+    @pytest.mark.front
     def test_a_shared_hold_that_has_ended_is_reported(self, answer):
         """A shared hold that has ended meanwhile is reported, as an error."""
         rows.free("catalogue")
@@ -303,6 +307,7 @@ class TestClearLock:
             "clear_lock", "catalogue", "--share", "1001", "--reason", "tests"
         )
 
+    @pytest.mark.front
     def test_the_options_share_and_all_shares_exclude_each_other(self):
         assert "not allowed with" in refused(
             "clear_lock", "a", "--share", "1", "--all-shares"
@@ -464,6 +469,7 @@ class TestAdmin:
         assert FORCE not in text
         assert CLEAR not in text
 
+    @pytest.mark.front
     def test_a_long_queue_is_truncated_on_the_page(self, viewer, monkeypatch):
         """The page stays short with any number of waiters."""
         monkeypatch.setattr("dlocks.admin.locks.SHOWN", 2)
@@ -510,6 +516,7 @@ class TestAdmin:
         )
         assert len(log()) == 1
 
+    @pytest.mark.front
     def test_a_selected_shared_key_is_force_released_completely(self, releaser):
         """Force release of a shared key ends the shared holds that it listed."""
         rows.free("catalogue")
@@ -554,6 +561,7 @@ class TestAdmin:
         )
         assert counters("busy") == (1, 0)
 
+    @pytest.mark.front
     @pytest.mark.parametrize(
         "version", ["share:x", "lock:1000", "share:", "x:1", "share:1:2"]
     )
@@ -564,6 +572,7 @@ class TestAdmin:
         assert "Nothing was changed" in told(act(releaser, FORCE, "a", version=version))
         assert LockClaim.objects.exists()
 
+    @pytest.mark.front
     @pytest.mark.parametrize(
         "version", ["share:1000", "claim:1001", "share:" + "9" * 40, "claim:-1", "1000"]
     )
@@ -578,6 +587,7 @@ class TestAdmin:
         assert LockClaim.objects.exists()
         assert not log()
 
+    @pytest.mark.front
     @pytest.mark.parametrize("name", ["viewer", "clearer"])
     def test_ending_a_shared_hold_needs_the_permission(self, request, name):
         """Without the permission, neither a button nor a forged request works."""
@@ -809,6 +819,7 @@ class TestRaces:
         assert run("reap_locks") == "1 stale lock cleared.\n"
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_a_shared_key_shows_a_live_holder():
     """The holder of a shared key is a live one rather than a dead one."""

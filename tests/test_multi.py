@@ -55,6 +55,7 @@ def lend(key, in_other_thread, **policy):
 # The lock object.
 
 
+@pytest.mark.front
 def test_one_key_is_a_lock_and_several_are_a_multi_lock():
     assert type(db_lock("a")) is Lock
     lock = db_lock("b", "a", "b")
@@ -64,11 +65,13 @@ def test_one_key_is_a_lock_and_several_are_a_multi_lock():
     assert db_lock("a").keys == ("a",)
 
 
+@pytest.mark.front
 def test_keys_are_acquired_in_the_order_of_their_bytes():
     keys = ["\U0001f600", "ß", "a", "Z", "z", "é", "\uffff"]
     assert list(db_lock(*keys).keys) == sorted(keys, key=str.encode)
 
 
+@pytest.mark.front
 @pytest.mark.parametrize(
     ("keys", "error"),
     [
@@ -85,11 +88,13 @@ def test_wrong_keys_are_refused_before_any_query(
         db_lock(*keys)
 
 
+@pytest.mark.front
 def test_a_wrong_policy_is_refused_before_any_query(django_assert_num_queries):
     with django_assert_num_queries(0), pytest.raises(ValueError, match="ttl"):
         db_lock("a", "b", ttl=0)
 
 
+@pytest.mark.front
 def test_a_hold_of_several_keys_has_a_repr_and_can_be_released():
     with db_lock("a", "b") as hold:
         assert repr(hold) == "<MultiHold 'a', 'b' count=1 held>"
@@ -176,6 +181,7 @@ def test_after_a_timeout_no_key_is_held(using, in_other_thread):
     in_time(took, 2.0)
 
 
+@pytest.mark.front
 def test_the_timeout_is_for_all_keys_together(in_other_thread, monkeypatch):
     """Without a queue, the caller waits for each key separately."""
     with override_locks("memory"), frozen_clock():
@@ -295,6 +301,7 @@ def test_a_key_that_is_already_held_is_reentered(using, is_busy):
     assert not is_busy("b", using)
 
 
+@pytest.mark.front
 def test_a_second_release_does_not_end_an_outer_hold():
     with db_lock("b") as outer:
         hold = db_lock("a", "b").acquire()
@@ -305,6 +312,7 @@ def test_a_second_release_does_not_end_an_outer_hold():
         outer.check()
 
 
+@pytest.mark.front
 def test_reentrant_false_refuses_and_leaves_nothing(is_busy):
     with db_lock("b") as outer:
         with pytest.raises(RuntimeError, match="reentrant=False"):
@@ -331,6 +339,7 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using, is_busy):
     assert not is_busy("c", using)
 
 
+@pytest.mark.front
 def test_a_failed_release_does_not_affect_an_outer_hold(monkeypatch, is_busy):
     backend = backends["default"]
     with db_lock("b") as outer:
@@ -348,6 +357,7 @@ def test_a_failed_release_does_not_affect_an_outer_hold(monkeypatch, is_busy):
     assert not is_busy("b")
 
 
+@pytest.mark.front
 def test_on_lost_is_called_once_for_several_lost_keys(until):
     told = []
     lock = db_lock("a", "b", "c", ttl=0.6, on_lost=told.append)
@@ -378,6 +388,7 @@ def test_min_hold_keeps_each_key(in_other_thread):
         assert hold.waited > 0.1
 
 
+@pytest.mark.front
 def test_every_key_is_signalled():
     heard = []
 
@@ -403,6 +414,7 @@ def test_every_key_is_signalled():
     ]
 
 
+@pytest.mark.front
 def test_a_key_released_by_a_timeout_is_signalled(in_other_thread):
     heard = []
 
@@ -425,6 +437,7 @@ def test_a_key_released_by_a_timeout_is_signalled(in_other_thread):
     assert heard == [("acquired", "a"), ("released", "a")]
 
 
+@pytest.mark.front
 def test_a_key_lost_during_the_wait_is_acquired_again(in_other_thread, until, threads):
     """The caller holds all keys when its wait ends, or it goes on waiting."""
     release = lend("b", in_other_thread, ttl=20)
@@ -444,6 +457,7 @@ def test_a_key_lost_during_the_wait_is_acquired_again(in_other_thread, until, th
     assert waiting.results == [True]
 
 
+@pytest.mark.front
 def test_keys_held_during_a_long_wait_are_renewed(in_other_thread, until, threads):
     release = lend("b", in_other_thread, ttl=20)
 
@@ -495,6 +509,7 @@ async def test_coroutines_can_hold_several_keys(using):
     assert not await lock.alocked()
 
 
+@pytest.mark.front
 async def test_a_cancelled_wait_for_several_keys_leaves_nothing():
     holding, waiting = db_lock("b"), db_lock("a", "b", timeout=20)
 

@@ -132,18 +132,22 @@ def violations(*turns, **history):
     return set(check(History(turns=list(turns), **history)).violations)
 
 
+@pytest.mark.front
 def test_the_checker_accepts_holds_without_overlap():
     assert violations(turn(1, 10, 11, 5), turn(2, 11.01, 12, 6)) == set()
 
 
+@pytest.mark.front
 def test_the_checker_detects_overlapping_holds():
     assert "exclusion" in violations(turn(1, 10, 11, 5), turn(2, 10.9, 12, 6))
 
 
+@pytest.mark.front
 def test_the_checker_lets_a_hold_end_when_its_release_is_invoked():
     assert violations(turn(1, 10, 11, 5), turn(2, 11.0001, 12, 6)) == set()
 
 
+@pytest.mark.front
 def test_the_checker_detects_overlapping_shared_holds():
     share = {"mode": "s", "permits": 2}
     assert (
@@ -165,24 +169,29 @@ def nested(pid, first, second, refusal="LockDeadlock", lasts=1.2):
     return hold, wait
 
 
+@pytest.mark.front
 def test_the_checker_accepts_a_reported_deadlock():
     assert not violations(*nested(1, "a", "b", ""), *nested(2, "b", "a"))
 
 
+@pytest.mark.front
 def test_the_checker_detects_a_refusal_without_a_deadlock():
     assert "refused" in violations(*nested(1, "a", "b"), *nested(2, "b", "c"))
 
 
+@pytest.mark.front
 def test_the_checker_detects_a_deadlock_that_is_not_reported():
     found = nested(1, "a", "b", "", lasts=6), nested(2, "b", "a", "", lasts=6)
     assert violations(*found[0], *found[1]) == {"deadlocks"}
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("token", [5, 4])
 def test_the_checker_detects_a_token_that_does_not_grow(token):
     assert "tokens" in violations(turn(1, 10, 11, 5), turn(2, 11.5, 12, token))
 
 
+@pytest.mark.front
 def test_the_checker_detects_lost_updates():
     puts = [Put("fenced k", 10.0 + number, 7, "", str(number)) for number in (1, 2)]
     assert violations(puts=puts) == {"updates"}
@@ -190,6 +199,7 @@ def test_the_checker_detects_lost_updates():
     assert violations(puts=puts[:1], registers={"fenced k": 8}) == set()
 
 
+@pytest.mark.front
 def test_the_checker_detects_a_key_that_is_not_granted():
     late = turn(2, 20, 21, 6)
     late.asked = 10.5
@@ -205,6 +215,7 @@ def test_the_checker_detects_a_key_that_is_not_granted():
     assert violations(killed, soon, events=[["kill", 11, 1, "holding", "k"]]) == set()
 
 
+@pytest.mark.front
 def test_the_checker_detects_a_key_stuck_after_a_partition():
     cut_off = turn(1, 10, 11, 5)
     cut_off.end, cut_off.gone, cut_off.answer = 1e6, 1e6, None
@@ -222,6 +233,7 @@ def test_the_checker_detects_a_key_stuck_after_a_partition():
     assert violations(turn(2, 10, 10.4, 5), other, events=events) == {"stuck"}
 
 
+@pytest.mark.front
 def test_the_checker_detects_a_grant_unknown_to_the_database():
     assert violations(turn(1, 10, 11, 5), granted={("k", 4)}) == {"phantoms"}
     assert violations(turn(1, 10, 11, 5), granted={("k", 5)}) == set()

@@ -103,6 +103,7 @@ def test_a_single_attempt_cannot_observe_and_finds_the_key_busy(doomed):
         assert hold.takeover
 
 
+@pytest.mark.front
 def test_a_ttl_longer_than_the_observation_is_refused(
     django_assert_num_queries,
 ):
@@ -112,6 +113,7 @@ def test_a_ttl_longer_than_the_observation_is_refused(
         pass
 
 
+@pytest.mark.front
 def test_a_handover_longer_than_the_observation_is_refused(django_assert_num_queries):
     with watched() as hold:
         with (
@@ -122,6 +124,7 @@ def test_a_handover_longer_than_the_observation_is_refused(django_assert_num_que
         assert hold.held
 
 
+@pytest.mark.front
 def test_a_quorum_refuses_a_ttl_longer_than_the_observation(django_assert_num_queries):
     quorum = {
         "BACKEND": "dlocks.backends.quorum.QuorumBackend",
@@ -138,6 +141,7 @@ def test_a_quorum_refuses_a_ttl_longer_than_the_observation(django_assert_num_qu
             watched(using="quorum", ttl=TTL + 0.001).acquire()
 
 
+@pytest.mark.front
 def test_an_unknown_expiry_option_is_refused():
     settings = {
         **DLOCKS,

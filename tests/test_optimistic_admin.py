@@ -36,7 +36,7 @@ from dlocks.optimistic.forms import (
 )
 from tests.models import Article, Comment, Counter
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 LIST = "/admin/tests/article/"
 
@@ -442,6 +442,7 @@ def test_a_formset_does_not_write_untouched_rows(
 # The admin's page of one row
 
 
+@pytest.mark.storage
 def test_the_admin_saves_and_logs_as_usual(boss, article):
     url = f"{LIST}{article.pk}/change/"
     response = boss.post(url, sent(page(boss.get(url)), title="second"))
@@ -481,6 +482,7 @@ def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
     )
 
 
+@pytest.mark.storage
 @pytest.mark.parametrize("place", ["page", "inline", "list"])
 def test_changes_of_different_fields_are_kept_together(boss, article, place):
     """The page tells who changed what, and one more click saves all changes.
@@ -535,6 +537,7 @@ def test_conflicts_come_before_changes_of_one_side(boss, article):
     assert "No field was changed on both sides." not in text
 
 
+@pytest.mark.storage
 @pytest.mark.parametrize("place", ["page", "inline", "list"])
 def test_the_page_says_who_changed_the_object_and_when(boss, article, place, settings):
     """The admin's log knows. The name of a user is shown as in the history."""
@@ -648,6 +651,7 @@ def test_an_inline_row_that_changed_is_refused_and_shown(boss, article):
     )
 
 
+@pytest.mark.storage
 def test_an_inline_row_that_changed_is_not_deleted(boss, article):
     Comment.objects.create(article=article, text="old")
     url = f"{LIST}{article.pk}/change/"

@@ -12,7 +12,7 @@ from django.urls import path
 from dlocks.optimistic.http import StaleVersionMiddleware, etag, precondition
 from tests.models import Article, Comment
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 
 def view(request, pk):

@@ -219,6 +219,7 @@ def test_an_old_snapshot_is_retried_on_sqlite(in_other_thread):
     assert (len(runs), Counter.objects.get().value) == (2, 11)
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_the_whole_transaction_is_retried(sleeps):
     runs = []
@@ -240,6 +241,7 @@ def test_the_whole_transaction_is_retried(sleeps):
     assert (work.__name__, work.__doc__) == ("work", "Make a row, then lose.")
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 def test_retries_work_in_a_testcase(sleeps):
     function, calls = failing(2)
@@ -247,6 +249,7 @@ def test_retries_work_in_a_testcase(sleeps):
     assert calls == [((7,), {"by": "name"})] * 3
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 def test_the_last_error_is_raised_with_a_note(sleeps):
     function, calls = failing(10)
@@ -260,6 +263,7 @@ def test_the_last_error_is_raised_with_a_note(sleeps):
     assert (len(calls), sleeps[2:]) == (1, [])
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 def test_the_backoff_doubles_up_to_its_limit_with_full_jitter(sleeps, monkeypatch):
     bounds = []
@@ -277,6 +281,7 @@ def test_the_backoff_doubles_up_to_its_limit_with_full_jitter(sleeps, monkeypatc
     assert sleeps[5:] == [0.1, 0.2, 0.4]
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 @pytest.mark.parametrize(
     "error",
@@ -289,6 +294,7 @@ def test_other_errors_are_not_retried(error, sleeps):
     assert (len(calls), sleeps) == (1, [])
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_a_retry_inside_a_transaction_is_refused():
     """A further attempt could not see the write of the other transaction."""
@@ -309,6 +315,7 @@ def test_a_retry_inside_a_transaction_is_refused():
     assert calls == []
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_nested_retries_are_refused():
     inner, calls = failing(0)
@@ -320,6 +327,7 @@ def test_nested_retries_are_refused():
 # Coroutines
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 async def test_a_whole_coroutine_is_retried(sleeps):
     runs = []
@@ -340,6 +348,7 @@ async def test_a_whole_coroutine_is_retried(sleeps):
     assert len(sleeps) == 1
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 async def test_the_last_error_of_a_coroutine_is_raised_with_a_note(sleeps):
     @retry_on_conflict(attempts=2)
@@ -351,6 +360,7 @@ async def test_the_last_error_of_a_coroutine_is_raised_with_a_note(sleeps):
     assert "failed in all 2 attempts" in caught.value.__notes__[0]
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_a_coroutine_retry_inside_a_transaction_is_refused():
     @retry_on_conflict()
@@ -369,6 +379,7 @@ def test_a_coroutine_retry_inside_a_transaction_is_refused():
 # Invalid options
 
 
+@pytest.mark.front
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -385,6 +396,7 @@ def test_invalid_retry_options_are_refused(options, error):
         retry_on_conflict(**options)
 
 
+@pytest.mark.front
 def test_missing_parentheses_and_generators_are_refused():
     with pytest.raises(TypeError, match="parentheses"):
         retry_on_conflict(lambda: None)
@@ -400,6 +412,7 @@ def test_missing_parentheses_and_generators_are_refused():
             retry_on_conflict()(function)
 
 
+@pytest.mark.front
 def test_retries_sleep_between_attempts():
     slept = time.monotonic()
     delays = retry_on_conflict(2, backoff=0.05, jitter=False)
@@ -422,6 +435,7 @@ def test_only_lost_races_are_conflicts():
     assert is_conflict(OperationalError(1020, "Record has changed since last read"))
 
 
+@pytest.mark.front
 @pytest.mark.django_db(transaction=True)
 def test_a_failing_callback_does_not_repeat_a_commit(sleeps):
     """Everything is committed. Another run would write it again."""
@@ -442,6 +456,7 @@ def test_a_failing_callback_does_not_repeat_a_commit(sleeps):
     assert article.views == 2
 
 
+@pytest.mark.front
 @pytest.mark.django_db
 def test_a_testcase_sees_only_the_functions_own_callbacks(
     django_capture_on_commit_callbacks,

@@ -20,7 +20,7 @@ from tests.models import Counter
 from tests.servers import free_port, release_port
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
 ]
 

@@ -27,6 +27,8 @@ from dlocks import LockLost, db_lock, locked_view
 from dlocks.testing import held_elsewhere, lose
 from tests.internals import keeper
 
+pytestmark = pytest.mark.front
+
 KEY = "order:7"
 REQUEST = RequestFactory().get("/")
 PAGE = engines["django"].from_string("{{ look }}")
@@ -340,7 +342,7 @@ class TestOnTheDatabase:
         assert response.render().content == b"done"
 
     # On SQLite a lease cannot be acquired inside a transaction.
-    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    @pytest.mark.engine("postgresql")
     def test_a_lease_outlasts_the_transaction_of_the_view(self, is_busy):
         """With ATOMIC_REQUESTS and ``scope="lease"``, the lock covers rendering."""
         view = locked_view(KEY, scope="lease")(template.__wrapped__)

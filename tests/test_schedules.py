@@ -30,9 +30,9 @@ from tests.processes import state_of, states_of
 ROOT = Path(__file__).parent.parent
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
     # Jobs and commands have no SQL of their own.
-    pytest.mark.engine("sqlite", "postgresql"),
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
 
 
@@ -68,7 +68,7 @@ def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(skew, frozen_lock_
     assert len(runs) == 2
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
     @run_once("nightly", min_hold=60)
     def job():
@@ -81,7 +81,7 @@ def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
     keeper.catch_up()
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql")
 def test_a_coroutine_job_in_a_transaction_keeps_min_hold():
     """The transaction belongs to the thread that starts the coroutine."""
     runs = []

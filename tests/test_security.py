@@ -54,6 +54,8 @@ from tests.test_admin import (
 from tests.test_commands import answer, nobody_there, refused, run
 from tests.test_control_room import ended
 
+pytestmark = pytest.mark.front
+
 __all__ = ["answer", "boss", "clearer", "nobody_there", "releaser", "viewer"]
 
 ROOT = Path(__file__).parent.parent
@@ -472,6 +474,7 @@ class TestPurge:
     def purger(self, transactional_db):
         return person("purger", "view_resourcelock", "purge_resourcelock")
 
+    @pytest.mark.storage
     def test_unused_rows_are_deleted_after_a_confirmation(self, purger, audited):
         """Only rows that have been free for a day are deleted.
 
@@ -501,6 +504,7 @@ class TestPurge:
             page(purger.post(LIST, form, follow=True))
         )
 
+    @pytest.mark.storage
     @pytest.mark.parametrize(
         "change",
         ["version", "taken", "waited for", "shared", "just used", "a claim uncounted"],
@@ -638,6 +642,7 @@ class TestHolders:
         assert without - unshown <= known
         assert len(topology(str(log()))) == 4
 
+    @pytest.mark.storage
     @pytest.mark.usefixtures("hides")
     def test_hidden_holders_cannot_be_searched_or_sorted(self, boss):
         """Neither a search nor the order of the rows reveals a hidden holder."""

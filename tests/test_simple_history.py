@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.front
+
 ROOT = Path(__file__).parent.parent
 
 CODE = """

@@ -21,8 +21,8 @@ from tests import jobs
 from tests.internals import clock
 
 pytestmark = [
+    pytest.mark.driver,
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    # A loop that uses a stopped clock does not end by itself.
     pytest.mark.timeout(30),
 ]
 
@@ -112,6 +112,7 @@ def test_a_waiter_is_served_while_the_clock_is_stopped(using, threads):
     assert thread.results == [True]
 
 
+@pytest.mark.front
 @pytest.mark.parametrize("using", ["brisk", "memory"])
 def test_leases_are_renewed_and_expire_by_the_real_clock(using):
     """A lease is counted and renewed by the real clock."""
@@ -127,6 +128,7 @@ def test_leases_are_renewed_and_expire_by_the_real_clock(using):
             hold.check()
 
 
+@pytest.mark.front
 def test_a_hold_can_be_handed_over_to_real_time():
     """The remaining ``max_hold`` does not depend on the date of the test."""
     with freeze():
@@ -135,6 +137,7 @@ def test_a_hold_can_be_handed_over_to_real_time():
         assert hold.lock.max_hold > 500
 
 
+@pytest.mark.front
 async def test_a_coroutine_is_retried_while_the_clock_is_stopped():
     """The pause between attempts ends although the loop's clock is stopped."""
     attempts = []
@@ -150,6 +153,7 @@ async def test_a_coroutine_is_retried_while_the_clock_is_stopped():
     assert len(attempts) == 3
 
 
+@pytest.mark.front
 async def test_a_timer_of_a_stopped_loop_can_be_cancelled():
     """A wait that ends early leaves no thread behind."""
     event = asyncio.Event()
@@ -160,6 +164,7 @@ async def test_a_timer_of_a_stopped_loop_can_be_cancelled():
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.front
 def test_no_code_uses_a_clock_that_a_test_can_stop():
     """All code of the package measures time with ``dlocks.runtime.clock``."""
     stoppable = re.compile(

@@ -18,6 +18,8 @@ from dlocks.testing import expire
 from tests.internals import backends, keeper
 from tests.sync_and_async import sync_and_async
 
+pytestmark = pytest.mark.front
+
 LIST = "/admin/dlocks/resourcelock/"
 FORCE = {"action": "force_release", "reason": "deploy hung"}
 
@@ -69,6 +71,7 @@ def test_a_renewal_and_a_block_explain_a_forced_release_too(anna, caplog, until)
     assert "anna wrote in the admin" in caplog.text
 
 
+@pytest.mark.storage
 def test_a_forced_release_in_a_transaction_is_explained(anna):
     """A guarded transaction raises the same error.
 
@@ -125,6 +128,7 @@ def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
         hold.check()
 
 
+@pytest.mark.storage
 @sync_and_async
 async def test_the_present_holder_is_named(do, using, in_other_thread, until):
     """The error names the present holder of the key, or the last one."""
@@ -166,6 +170,7 @@ def test_the_holder_is_named_by_other_backends_too(memory_locks, in_other_thread
         hold.check()
 
 
+@pytest.mark.storage
 def test_a_lost_permit_names_no_other_holder(transactional_db, in_other_thread):
     """Other holders of a semaphore have not taken this permit."""
     hold, other = (

@@ -27,6 +27,8 @@ from dlocks.testing import abandoned, held_elsewhere, lose
 from tests import pages
 from tests.internals import signals, telemetry
 
+pytestmark = pytest.mark.front
+
 ROOT = Path(__file__).parent.parent
 CONTRIB = ROOT / "contrib"
 
@@ -249,6 +251,7 @@ def test_contention_timeouts_losses_and_takeovers_are_counted(
     }
 
 
+@pytest.mark.storage
 @database
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
 def test_only_takeovers_are_counted_as_takeovers(using, measured):

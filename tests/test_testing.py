@@ -40,6 +40,8 @@ from tests.internals import (
 )
 from tests.timing import in_time
 
+pytestmark = pytest.mark.front
+
 ROOT = Path(__file__).parent.parent
 
 database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -58,6 +60,7 @@ def test_the_contract_can_be_imported_from_dlocks_testing():
 # Keys held by another holder.
 
 
+@pytest.mark.storage
 @database
 @EVERY
 def test_held_elsewhere_makes_a_key_busy_during_the_block(using):
@@ -82,6 +85,7 @@ def test_held_elsewhere_refuses_a_held_key(using):
             raise AssertionError
 
 
+@pytest.mark.storage
 @database
 @EVERY
 def test_an_abandoned_key_is_stale_and_taken_over(using):
@@ -116,6 +120,7 @@ def test_an_expired_lease_is_only_detected_on_use(using):
     assert told == [hold]
 
 
+@pytest.mark.storage
 @database
 @pytest.mark.parametrize("end", [expire, lose])
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def test_the_rollback_of_an_inner_block_ends_its_lock(using, in_other_thread):
             assert in_other_thread(lock.try_acquire) is None
 
 
+@pytest.mark.front
 def test_reentering_a_rolled_back_lock_raises_lock_lost():
     with db_lock("stock:7"):
         pass
@@ -591,6 +592,7 @@ def test_a_lease_survives_the_rollback_of_its_transaction(is_busy):
     assert not is_busy()
 
 
+@pytest.mark.front
 def test_a_backend_without_transactions_releases_at_the_commit():
     lock = db_lock("stock:7", using="memory")
 
@@ -696,6 +698,7 @@ def test_on_sqlite_a_decorator_treats_a_lease_as_busy(workers):
     holder.hear()
 
 
+@pytest.mark.front
 def test_transaction_scope_under_an_own_lease_is_refused():
     with db_lock("stock:7") as hold:
         with transaction.atomic():
@@ -762,6 +765,7 @@ def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
     keeper.catch_up()
 
 
+@pytest.mark.front
 def test_a_nested_block_may_end_in_a_doomed_transaction(is_busy):
     with transaction.atomic():
         with db_lock("stock:7"):
@@ -918,6 +922,7 @@ class TestInsideATransactionTestCase(TransactionTestCase):
             assert hold.scope == "transaction"
 
 
+@pytest.mark.front
 def test_backends_know_whether_the_caller_is_in_a_transaction():
     backend = backends["default"]
     assert not backend.in_transaction()
