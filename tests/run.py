@@ -88,6 +88,8 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     _keep_databases_in_memory()
+    # Hundreds of processes import the same modules.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # The servers must also be stopped after a plain kill. A process that was started in
     # the background may ignore SIGINT, and the processes of the tests would inherit
     # that.
