@@ -12,6 +12,8 @@ import pytest
 
 from tests import pages
 
+pytestmark = pytest.mark.front
+
 ROOT = pages.DOCS.parent
 
 SETTINGS = """
@@ -53,7 +55,7 @@ class Sale(models.Model):
 # Run the blocks of one page as a module of the app. Names that the page takes for
 # granted, such as ``amount``, stand for any object.
 RUN = """
-import builtins, json, sys, types
+import builtins, json, os, sys, types
 from unittest.mock import MagicMock
 
 import django
@@ -67,7 +69,17 @@ class Names(dict):
     def __missing__(self, name):
         return self.setdefault(name, MagicMock(name=name))
 
-page, blocks = json.load(sys.stdin)
+# Each page runs in a process of its own.
+connection.close()
+failed = []
+for page, blocks in json.load(sys.stdin):
+    if not (pid := os.fork()):
+        break
+    if os.waitpid(pid, 0)[1]:
+        failed.append(page)
+else:
+    sys.exit(", ".join(failed) or None)
+
 module = types.ModuleType("shop.page")
 sys.modules[module.__name__] = module
 names = vars(module)
@@ -118,8 +130,7 @@ PAGES = [
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.once
-@pytest.mark.parametrize("page", PAGES)
-def test_the_examples_of_a_page_run_in_a_project(project: Path, page: str) -> None:
+def test_the_examples_of_a_page_run_in_a_project(project: Path) -> None:
     """A reader can copy each block of a page, one after the other."""
     done = subprocess.run(
         [sys.executable, "-W", "error::SyntaxWarning", "run.py"],
@@ -129,10 +140,10 @@ def test_the_examples_of_a_page_run_in_a_project(project: Path, page: str) -> No
             "PYTHONPATH": str(ROOT),
             "DJANGO_SETTINGS_MODULE": "settings",
         },
-        input=json.dumps([page, pages.blocks(page)]),
+        input=json.dumps([[page, pages.blocks(page)] for page in PAGES]),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
