@@ -724,6 +724,26 @@ def test_a_busy_key_is_no_error_when_the_server_then_leaves(
     assert backend.release(holder)
 
 
+def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatch):
+    """Another caller may have the key before this process has forgotten its claim."""
+    mine, send = claim(ttl=0.2), backend.ensemble.send
+    deleted, forgets = threading.Event(), threading.Event()
+
+    def send_and_wait(*requests, **options):
+        answers = send(*requests, **options)
+        if requests[0][0] == "delete" and not deleted.is_set():
+            deleted.set()
+            assert forgets.wait(30)
+        return answers
+
+    assert backend.acquire(mine)
+    monkeypatch.setattr(backend.ensemble, "send", send_and_wait)
+    assert deleted.wait(30)
+    released = backend.release(mine)
+    forgets.set()
+    assert not released
+
+
 def test_a_waiter_that_times_out_leaves_the_queue(process, backend, person, root):
     holder = process()
     holder.start(jobs.hold, "key", using="zookeeper")
