@@ -108,10 +108,6 @@ class Grant:
     lease: float | None = None
     takeover: bool = False
 
-    def lasts(self, ttl: float) -> float:
-        """Return the seconds of the lease, at most those of the claim's ttl."""
-        return ttl if self.lease is None else min(self.lease, ttl)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:

@@ -341,7 +341,7 @@ def test_a_renewal_is_due_after_a_third_of_the_ttl():
         lease = hold._state.lease
         assert lease.deadline - lease.renew_at == pytest.approx(6)
         lease.renew_at = 0.0
-        keeper._renew([hold._state])
+        keeper._renew(hold._state.backend, [hold._state])
         # The keeper may have renewed it at the same moment.
         assert lease.deadline - lease.renew_at == pytest.approx(6, abs=0.5)
 
@@ -363,7 +363,7 @@ def test_a_slow_renewal_counts_from_its_request(by, monkeypatch, turned_clock):
     if by == "caller":
         hold.renew()
     else:
-        keeper._renew([hold._state])
+        keeper._renew(hold._state.backend, [hold._state])
     assert hold.remaining == pytest.approx(6)
     hold.release()
 

@@ -123,7 +123,8 @@ class Acquisition(Wait):
     def accept(self, grant: Grant, sent: float) -> Hold | None:
         """Return the granted hold, or None if it expired before the reply came."""
         claim = self.claim or self._claim()
-        if claim.scope == "lease" and clock.now() >= sent + grant.lasts(claim.ttl):
+        lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
+        if claim.scope == "lease" and clock.now() >= sent + lease:
             self.cancel()
             self.claim = self._claim()
             return None

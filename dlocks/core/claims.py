@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from dlocks.conf import backends
 from dlocks.core.callers import Caller, hold_by
@@ -83,14 +83,11 @@ class Claims:
 
     # Internal methods.
 
-    def _entered(self, *, shared: bool) -> KeptHold | None:
-        """Return the caller's shared or exclusive hold of the key, or None."""
-        hold = hold_by((self.caller, self.backend.identity, self.key, shared))
-        return cast("KeptHold | None", hold)
-
     def _own_hold(self) -> KeptHold | None:
         """Return the hold of the same caller to enter, or None."""
-        mine = self._entered(shared=self.lock.shared)
+        mine: KeptHold | None = hold_by(
+            (self.caller, self.backend.identity, self.key, self.lock.shared)
+        )
         if mine is None or not mine.enterable:
             return None
         reentrant = self.lock.reentrant and mine.lock.reentrant
@@ -101,7 +98,9 @@ class Claims:
 
         This is infinite if the caller has left no hold in a transaction.
         """
-        mine = self._entered(shared=self.lock.shared)
+        mine: KeptHold | None = hold_by(
+            (self.caller, self.backend.identity, self.key, self.lock.shared)
+        )
         return FOREVER if mine is None or not mine.is_left else mine.lease.kept_for
 
     def _enter(self, hold: KeptHold) -> bool:
@@ -128,7 +127,9 @@ class Claims:
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend
-        other = self._entered(shared=not lock.shared)
+        other: KeptHold | None = hold_by(
+            (self.caller, backend.identity, self.key, not lock.shared)
+        )
         if other is not None and not (
             other.is_left or (other.enterable and other.count)
         ):

@@ -42,7 +42,7 @@ class Lease:
     def __init__(
         self, lock: Policy, backend: Backend, claim: Claim, grant: Grant, sent: float
     ) -> None:
-        ttl = grant.lasts(claim.ttl)
+        ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.claim = claim
         self.min_hold, self.max_hold = lock.min_hold, lock.max_hold
         self._renew_every = backend.renew_every

@@ -117,7 +117,13 @@ class QuorumBackend(Votes):
             # the time that a majority guarantees if that is shorter. A caller that
             # finds it over cancels the claim.
             ttl = self._longer(claim.ttl)
-            leases = sorted((grant.lasts(ttl) for grant in grants), reverse=True)
+            leases = sorted(
+                (
+                    ttl if grant.lease is None else min(grant.lease, ttl)
+                    for grant in grants
+                ),
+                reverse=True,
+            )
             lease = self._shorter(leases[self.majority - 1])
             term.ends = sent + min(lease, claim.ttl)
             # If the last holder had a majority, at least ``enough`` members of it are
