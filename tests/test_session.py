@@ -453,6 +453,27 @@ def test_a_free_key_is_not_busy_after_a_slow_request(backend, threads, until):
         assert until(lambda: trying.results)[0] is not None
 
 
+def test_an_expired_hold_that_is_being_released_is_shown(backend, monkeypatch, until):
+    """A caller that times out at that moment gets an error that names the holder."""
+    ending, ends, end = threading.Event(), threading.Event(), backend._end
+
+    def end_later(entry):
+        ending.set()
+        assert ends.wait(30)
+        end(entry)
+
+    monkeypatch.setattr(backend, "_end", end_later)
+    mine = claim(ttl=0.1)
+    assert backend.acquire(mine)
+    assert ending.wait(30)
+    try:
+        assert "its lease expired" in str(backend.holder(mine.key))
+        assert dict(backend.renew([mine])) == {}
+    finally:
+        ends.set()
+    until(lambda: backend.holder(mine.key) is None)
+
+
 def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
     monkeypatch, backend, in_other_thread, in_queue
 ):

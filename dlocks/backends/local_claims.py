@@ -33,6 +33,9 @@ class LocalEntry:
     kept: bool = False
     # Being released or cancelled. No later reply revives it.
     leaving: bool = False
+    # Being ended because its lease has expired. Neither a renewal nor a release by its
+    # holder counts from here on, since the key may have the next holder already.
+    expired: bool = False
     # Removed from all tables.
     gone: bool = False
 

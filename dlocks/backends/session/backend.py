@@ -152,7 +152,7 @@ class SessionBackend(EngineQueue):
         left = {}
         with self._mutex:
             for entry, session in held:
-                if not entry.gone and entry.ends_at > sent:
+                if not (entry.gone or entry.expired) and entry.ends_at > sent:
                     sure_for = self._extend(entry, session) - sent
                     left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
                     self._maintain_from(entry.ends_at)
@@ -193,9 +193,7 @@ class SessionBackend(EngineQueue):
         if waits:
             self._cancel(entry)
             return False
-        # The maintenance thread releases an expired lease. The key may then already
-        # have the next holder, so this call does not count as the release.
-        return self._release_entry(entry) and entry.ends_at != -math.inf
+        return self._release_entry(entry) and not entry.expired
 
     def holder(self, key: str) -> Holder | None:
         name = self._name(key)

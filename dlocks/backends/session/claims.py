@@ -308,8 +308,7 @@ class Claims(Statements, LocalClaims):
                     now = clock.now()
                 over = [entry for entry in held if self._ends_at(entry) <= now]
                 for entry in over:
-                    # From here on, it is not renewed any more.
-                    entry.ends_at = -math.inf
+                    entry.expired = True
                 silent = [one for one in sessions if self._ping_at(one) <= now]
             for entry in over:
                 self._end(entry)

@@ -207,9 +207,7 @@ class ZooKeeperBackend(Waiting):
         timeout = SOON if entry.token is None else None
         freed = self._release_entry(entry, timeout=timeout)
         self._close_at_exit()
-        # The maintenance thread releases an expired lease. The key may then already
-        # have the next holder, so this call does not count as the release.
-        return freed and entry.ends_at != -math.inf
+        return freed and not entry.expired
 
     def holder(self, key: str) -> Holder | None:
         return next(self.holders(key), None)

@@ -183,7 +183,7 @@ class Claims(LocalClaims):
             if entry.gone or self._ends(entry) > clock.now():
                 # It was renewed or granted meanwhile.
                 return
-            entry.leaving, entry.ends_at = True, -math.inf
+            entry.leaving = entry.expired = True
         try:
             self._release_entry(entry, timeout=SOON)
         except LockBackendError as error:
