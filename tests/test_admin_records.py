@@ -129,7 +129,7 @@ class TestRecords:
         settings.USE_TZ = use_tz
         record = ended("a", ago=60)
         assert keys(page(viewer.get(RECORDS, {"ended": "3600"}))) == ["a"]
-        assert "60 s ago" in page(viewer.get(detail(record)))
+        assert re.search(r"\b6\d s ago", page(viewer.get(detail(record))))
 
     def test_the_control_room_links_to_the_records(self, viewer, settings):
         """Users who may not view the records do not get the link."""

@@ -210,6 +210,9 @@ class Store(ClaimRows, Notifications):
                 waiters += 1
         left = [one for one in (*gone, *written) if one.version is None]
         waiters = max(0, waiters - sum(bool(one.counted) for one in left))
+        if waiters and not queued:
+            # A commit has counted claims whose rows do not say so.
+            waiters = self._recount_waiters(row.key)
         self._write_lock(row, before, after, waiters, status)
         holder = after.held.claim.owner if after.held else ""
         for channel in {
