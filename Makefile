@@ -67,8 +67,8 @@ PSYCOPG2 := .venv-psycopg2
 
 test-psycopg2:
 	@$(MAKE) --no-print-directory VENV=$(PSYCOPG2) $(PSYCOPG2)/.test-psycopg2
-	@$(PSYCOPG2)/bin/python -m tests.run postgresql -- $(or $(ARGS),tests/test_locks.py tests/test_queue.py \
-	    tests/test_transactions.py tests/test_races.py)
+	@$(PSYCOPG2)/bin/python -m tests.run postgresql -- $(or $(ARGS),tests/core/test_locks.py tests/core/test_races.py \
+	    tests/database/test_queue.py tests/test_transactions.py)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -85,8 +85,8 @@ docs: $(VENV)/.docs
 	@echo 'The documentation is in site/index.html'
 
 images: servers $(VENV)/.test
-	@DLOCKS_TEST_IMAGES=docs/images $(BIN)/python -m tests.run sqlite -- tests/test_control_room_browser.py \
-	    tests/test_shop_browser.py -k 'screenshots or numbers_move'
+	@DLOCKS_TEST_IMAGES=docs/images $(BIN)/python -m tests.run sqlite -- tests/admin/test_control_room_browser.py \
+	    tests/project/test_shop_browser.py -k 'screenshots or numbers_move'
 
 package: $(VENV)/.lint
 	@$(BIN)/python scripts/check_package.py

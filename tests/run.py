@@ -47,19 +47,16 @@ BACKENDS = "backends"
 NEWEST = "newest"
 NEWEST_ENGINES = ("postgresql", "mariadb")
 NEWEST_TESTS = [
-    f"tests/test_{name}.py"
-    for name in (
-        "contract",
-        "locks",
-        "kinds",
-        "transactions",
-        "queue",
-        "queue_faults",
-        "faults",
-        "guard",
-        "guard_isolation",
-        "races",
-    )
+    "tests/testing/test_contract.py",
+    "tests/core/test_locks.py",
+    "tests/core/test_kinds.py",
+    "tests/test_transactions.py",
+    "tests/database/test_queue.py",
+    "tests/database/test_queue_faults.py",
+    "tests/database/test_faults.py",
+    "tests/core/test_guard.py",
+    "tests/core/test_guard_isolation.py",
+    "tests/core/test_races.py",
 ]
 SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "9"))
 # The part of the shards that each engine gets.
@@ -178,7 +175,9 @@ def _side_by_side(engines: list[str]) -> dict[str, int]:
         for engine in ENGINES[1:]:
             if engine in engines:
                 name = f"{engine} alone"
-                start(name, [engine, "--", "tests/test_queue.py", "-m", "alone"])
+                start(
+                    name, [engine, "--", "tests/database/test_queue.py", "-m", "alone"]
+                )
                 statuses |= wait([name])
     finally:
         for reader in readers:

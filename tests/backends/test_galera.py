@@ -97,7 +97,7 @@ def test_database_backends_keep_the_contract_on_a_galera_node(cluster, tmp_path)
         "DLOCKS_TEST_DIRECTORY": str(tmp_path),
     }
     suite = [
-        "tests/test_contract.py",
+        "tests/testing/test_contract.py",
         "-k",
         "TestPessimistic or TestOptimistic or TestInsert",
         "-p",

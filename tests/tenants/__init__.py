@@ -1,4 +1,4 @@
 """A Django project with django-tenants in its own process.
 
-tests/test_tenants.py uses it.
+tests/sql/test_tenants.py uses it.
 """

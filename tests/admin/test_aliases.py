@@ -1,0 +1,183 @@
+"""The admin of several aliases: each database and prefix can be chosen."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import pytest
+
+from tests import rows
+from tests.admin.test_admin import CLEAR, FORCE, LIST, fields, page, person, told
+from tests.admin.test_control_room import LIVE, ended
+from tests.admin.test_records import RECORDS
+from tests.internals import LockClaim
+from tests.settings import PESSIMISTIC
+
+pytestmark = pytest.mark.front
+
+HISTORY = {"history": True}
+
+
+@pytest.fixture
+def boss(db, settings):
+    def alias(**options):
+        return {"BACKEND": PESSIMISTIC, "OPTIONS": {**HISTORY, **options}}
+
+    settings.DLOCKS = {
+        "default": alias(prefix="a:"),
+        "same": alias(prefix="a:", ttl=7),
+        "b & c": alias(prefix="b:"),
+        "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
+        "dummy": {"BACKEND": "dlocks.backends.dummy.DummyBackend"},
+        "broken": {"BACKEND": "nowhere.Backend"},
+    }
+    return person("boss", is_superuser=True)
+
+
+def keys(text: str) -> set[str]:
+    return set(re.findall(r'<bdi class="dlocks-key">([ab]:[^<]*)</bdi>', text))
+
+
+def links(text: str) -> list[str]:
+    """Return the addresses of all links and forms in the content of a page."""
+    content = text[text.index('id="content"') :]
+    return [
+        html.unescape(address)
+        for address in re.findall(r'(?:href|action)="([^"#]*)"', content)
+    ]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("address", [LIST, LIVE, RECORDS])
+class TestAliases:
+    def test_each_alias_with_a_list_is_offered_once(self, boss, address):
+        """Other aliases are named with the reason why they are not listed.
+
+        Only the control room shows locks that are not rows.
+        """
+        text = page(boss.get(address))
+        assert re.findall(r'href="([^"]*)\?alias=([^"]*)"', text) == [
+            ("", "default"),
+            ("", "b+%26+c"),
+            (LIVE, "memory"),
+        ]
+        told = " ".join(re.sub("<[^>]*>", " ", text).split())
+        for reason in (
+            "same : has the same rows as default",
+            "dummy : It grants every claim, so there are no locks.",
+            "broken : its settings have an error",
+        ):
+            assert reason in told
+
+    @pytest.mark.parametrize(
+        ("query", "shown"),
+        [
+            ({}, {"a:1"}),
+            ({"alias": "default"}, {"a:1"}),
+            ({"alias": "b & c"}, {"b:1"}),
+            ({"alias": "dummy"}, {"a:1"}),
+            ({"alias": "nul\0"}, {"a:1"}),
+            ({"alias": "b & c", "q": "1"}, {"b:1"}),
+        ],
+    )
+    def test_the_address_chooses_the_alias(self, boss, address, query, shown):
+        for key in ("a:1", "b:1"):
+            rows.held(key)
+            ended(key)
+        assert keys(page(boss.get(address, query))) == shown
+
+    def test_every_link_of_a_page_keeps_the_alias(self, boss, address):
+        """No link or form leads to the rows of another alias by surprise."""
+        rows.held("b:1")
+        ended("b:1")
+        todo, seen = [f"{address}?alias=b+%26+c"], set()
+        while todo:
+            here = todo.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            text = page(boss.get(here, follow=True))
+            assert not {key for key in keys(text) if key.startswith("a:")}
+            for link in links(text):
+                if re.fullmatch(r"\?(_facets.*)?", link):
+                    # Django's links that reset all parameters of a list.
+                    continue
+                if link.startswith("?"):
+                    link = here.partition("?")[0] + link
+                if not link.startswith("/admin/dlocks/") or link in (LIST, RECORDS):
+                    # Breadcrumbs lead to the first alias.
+                    continue
+                if "alias=default" not in link and "alias=memory" not in link:
+                    assert "b+%26+c" in link or "b%2B%2526%2Bc" in link, (here, link)
+                    if link not in seen and len(seen) < 40:
+                        todo.append(link)
+
+    @pytest.mark.storage
+    def test_every_column_sorts_the_rows_of_the_alias(self, boss, address):
+        """This also holds for a search, and with the counts of the filters."""
+        rows.held("b:1")
+        ended("b:1")
+        query = {"alias": "b & c", "q": "1", "_facets": "True"}
+        for column in range(1, 8):
+            shown = page(boss.get(address, {**query, "o": f"-{column}"}, follow=True))
+            assert keys(shown) == {"b:1"}
+
+    def test_a_single_alias_needs_no_choice(self, boss, address, settings):
+        settings.DLOCKS = {"default": settings.DLOCKS["default"]}
+        assert "dlocks-aliases" not in page(boss.get(address))
+
+
+@pytest.mark.django_db
+class TestActions:
+    def test_an_action_applies_to_the_chosen_alias(self, boss):
+        """Its confirmation names the alias, and its end returns to it."""
+        rows.held("a:1")
+        rows.held("b:1")
+        address = f"{LIST}?alias=b+%26+c"
+        form = {"action": FORCE, "_selected_action": ["b:1"]}
+        text = page(boss.post(address, form))
+        assert "<strong>b &amp; c</strong>" in text
+        text = page(boss.post(address, fields(text), follow=True))
+        assert "The release of 1 lock was forced: b:1" in told(text)
+        assert keys(text) == {"b:1"}
+        assert rows.now("b:1").state == "free"
+        boss.post(LIST, {**form, "version": ["1000"], "reason": "tests"})
+        assert rows.now("a:1").state == "held"
+
+    @pytest.mark.storage
+    def test_the_keys_of_another_alias_are_not_changed(self, boss):
+        """A forged form cannot name the key of another alias."""
+        rows.held("a:1")
+        rows.claim("a:1", rows.FUTURE, version=7)
+        for version in ("1000", "share:7"):
+            form = {"_selected_action": ["a:1"], "version": [version], "reason": "x"}
+            boss.post(f"{LIST}?alias=b+%26+c", {**form, "action": FORCE})
+        assert rows.now("a:1").version == 1000
+        assert LockClaim.objects.count() == 1
+
+    def test_the_page_of_a_lock_clears_the_lock_of_its_alias(self, boss):
+        rows.stale("b:1")
+        text = page(boss.get(f"{LIVE}?alias=b+%26+c&key=b:1"))
+        (address,) = {link for link in links(text) if "/change/" in link}
+        text = page(boss.get(address))
+        assert "<strong>b &amp; c</strong>" in text
+        (action,) = {link for link in links(text) if link.startswith(f"{LIST}?alias")}
+        shown = html.unescape(re.search(r'name="shown" value="([^"]*)"', text)[1])
+        form = {"action": CLEAR, "_selected_action": ["b:1"], "shown": [shown]}
+        assert "1 stale lock was cleared: b:1" in told(
+            page(boss.post(action, form, follow=True))
+        )
+
+    def test_a_release_returns_to_the_control_room_of_the_alias(self, boss):
+        rows.held("b:1")
+        live = "alias=b+%26+c&page=1"
+        text = page(boss.get(f"{LIVE}?{live}"))
+        form = {**fields(text), "_selected_action": ["b:1"]}
+        form.pop("reason", None)
+        address = f"{LIST}?alias=b+%26+c"
+        assert address in links(text)
+        text = page(boss.post(address, form))
+        assert f"{LIVE}?{live}" in links(text)
+        response = boss.post(address, fields(text))
+        assert response.url == f"{LIVE}?{live}"

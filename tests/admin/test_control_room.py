@@ -1,0 +1,618 @@
+"""The control room: a live page of current holds and of the last hour."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from dlocks import LockBackendError
+from tests import rows
+from tests.admin.test_admin import ODD_KEYS, page, person
+from tests.internals import (
+    After,
+    Claim,
+    HoldRecord,
+    LockClaim,
+    ResourceLock,
+    backends,
+    control_room,
+)
+
+pytestmark = pytest.mark.front
+
+LIVE = "/admin/dlocks/resourcelock/live/"
+HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
+
+
+@pytest.fixture
+def viewer(db):
+    return person("viewer", "view_resourcelock")
+
+
+@pytest.fixture
+def releaser(db):
+    return person("releaser", "view_resourcelock", "force_release_resourcelock")
+
+
+@pytest.fixture
+def with_history(settings):
+    settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+
+
+@pytest.fixture
+def in_memory(db, settings, in_other_thread):
+    """Hold a key with a waiter, and share another, in a backend without rows."""
+    memory = "dlocks.backends.memory.MemoryBackend"
+    settings.DLOCKS = {**settings.DLOCKS, "other": {"BACKEND": memory}}
+    backend = backends["other"]
+    facts = {"ttl": 30.0, "holder": "web-1:4711:MainThread", "owner_ip": "192.0.2.7"}
+    backend.acquire(Claim(key=HOSTILE, **facts))
+    backend.enqueue(Claim(key=HOSTILE, ttl=30.0))
+    for _ in range(2):
+        backend.acquire(Claim(key="shared", shared=True, **facts))
+    return backend
+
+
+def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fields):
+    """Write the record of a hold that ended ``ago`` seconds ago."""
+    values = {
+        "holder": "web-1:4711:MainThread",
+        "owner_ip": "192.0.2.7",
+        "scope": "L",
+        "shared": False,
+        **fields,
+    }
+    token = HoldRecord.objects.count() + 1 if token is None else token
+    times = {"begin_time": After(-ago - held), "end_time": After(-ago)}
+    return HoldRecord.objects.create(
+        key_resource=key, token=token, waited=waited, ending=ending, **times, **values
+    )
+
+
+def analyze_tables() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE TABLE dlocks_resourcelock, dlocks_lockclaim")
+        cursor.fetchall()
+
+
+def text_of(markup: str) -> str:
+    """Return the text of a page without its markup."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
+
+
+def keys(markup: str) -> list[str]:
+    """Return the keys of the table."""
+    return re.findall(
+        r'<tr id="lock-[^>]*>\s*<th scope="row"><a [^>]*><bdi [^>]*>([^<]*)', markup
+    )
+
+
+def row_of(markup: str, key: str) -> str:
+    """Return the text of the table row of a key."""
+    found = [
+        row
+        for row in re.findall(r'<tr id="lock-.*?</tr>', markup, re.DOTALL)
+        if text_of(row).startswith(key)
+    ]
+    assert len(found) == 1, found
+    return text_of(found[0])
+
+
+@pytest.mark.django_db
+class TestPage:
+    def test_the_control_room_needs_the_view_permission(self, client):
+        """The view permission is required and sufficient."""
+        assert client.get(LIVE).status_code == 302
+        blind = person("blind", "clear_resourcelock", "force_release_resourcelock")
+        assert blind.get(LIVE).status_code == 403
+        assert blind.get(LIVE, {"part": "now"}).status_code == 403
+
+    @pytest.mark.storage
+    def test_held_keys_are_shown(self, viewer):
+        """The page shows holders, ages, time left, queues and totals."""
+        now = datetime.now(UTC)
+        rows.write(
+            "busy",
+            rows.P,
+            now + timedelta(seconds=15),
+            begin_time=now - timedelta(seconds=75),
+        )
+        for number in range(5):
+            rows.waits(
+                "busy",
+                holder=f"worker-{number}:1:t",
+                begin_time=now - timedelta(seconds=60 - number),
+            )
+        rows.stale("left")
+        rows.free("free")
+        rows.free("shared", version=1)
+        rows.shares("shared", 2)
+        text = page(viewer.get(LIVE))
+        assert re.search(
+            r"busy held web-1:4711:MainThread 192.0.2.7 7[5-9] s 1[0-5] s left 5"
+            r" worker-0:1:t .* and 2 more",
+            row_of(text, "busy"),
+        )
+        assert "worker-2:1:t" in text
+        assert "worker-3:1:t" not in text
+        assert "stale" in row_of(text, "left")
+        assert row_of(text, "shared") == "shared shared (1)"
+        assert 'id="lock-' in text
+        assert "free" not in re.findall(r'<bdi class="dlocks-key">(.*?)</bdi>', text)
+        assert "1 held 1 shared 1 stale 5 waiting" in text_of(text)
+
+    @pytest.mark.storage
+    def test_shared_holds_are_shown_below_their_key(self, viewer):
+        """Each shared hold has its holder, its age and its time left."""
+        now = datetime.now(UTC)
+        rows.free("shared", version=1)
+        for number in range(4):
+            rows.claim(
+                "shared",
+                now + timedelta(seconds=15),
+                version=100 + number,
+                holder=f"web-{number}:1:t",
+                begin_time=now - timedelta(seconds=75),
+                permits=10,
+            )
+        rows.stale_share("shared", 200, holder="gone:1:t")
+        rows.waits("shared")
+        text = page(viewer.get(LIVE))
+        assert row_of(text, "shared").startswith("shared shared (4) 1 worker-1")
+        below = text_of(text[text.index('<tr id="share-') :])
+        for number in range(3):
+            assert re.search(
+                rf"held shared by up to 10 web-{number}:1:t 198.51.100.8 7[5-9] s"
+                r" 1[0-5] s left",
+                below,
+            )
+        assert "web-3:1:t" not in below
+        assert re.search(
+            r"stale shared gone:1:t \S+ \d+ days expired \d+ days ago", below
+        )
+        assert "and 1 more" in below
+
+    def test_the_time_left_does_not_depend_on_the_ttl(self, viewer):
+        """The page does not know the ttl of a lock, so it draws no share of it."""
+        now = datetime.now(UTC)
+        rows.write("long", rows.P, now + timedelta(seconds=500), begin_time=now)
+        assert re.search(
+            r"\d\.\d s 8 minutes left", row_of(page(viewer.get(LIVE)), "long")
+        )
+        assert "dlocks-bar" not in page(viewer.get(LIVE, {"part": "now"}))
+
+    @pytest.mark.storage
+    def test_queues_come_first_and_then_stale_locks(self, viewer):
+        """A stale lock is not hidden between the holds of its age."""
+        now = datetime.now(UTC)
+        for age, (make, key) in enumerate(
+            [(rows.held, "b"), (rows.stale, "c"), (rows.held, "d"), (rows.held, "a")]
+        ):
+            make(key, begin_time=now - timedelta(minutes=9 - age))
+        rows.waits("a")
+        assert keys(page(viewer.get(LIVE))) == ["a", "c", "b", "d"]
+
+    @pytest.mark.storage
+    @pytest.mark.parametrize(
+        ("query", "shown"),
+        [
+            ({"q": "stock"}, ["stock:1", "stock:2"]),
+            ({"only": "waiting"}, ["stock:1"]),
+            ({"only": "stale"}, ["report"]),
+            ({"only": "stale", "q": "stock"}, []),
+            ({"only": "nonsense", "q": " "}, ["stock:1", "report", "stock:2"]),
+            ({"q": "nul\0"}, ["stock:1", "report", "stock:2"]),
+        ],
+    )
+    def test_the_table_can_be_searched_and_filtered(self, viewer, query, shown):
+        """The totals are still those of all locks."""
+        rows.held("stock:1")
+        rows.waits("stock:1")
+        rows.held("stock:2")
+        rows.stale("report")
+        text = page(viewer.get(LIVE, query))
+        assert keys(text) == shown
+        assert "2 held 0 shared 1 stale 1 waiting" in text_of(text)
+        assert ("No lock matches" in text) == (not shown)
+
+    def test_the_links_of_the_page_keep_search_and_filter(self, viewer, monkeypatch):
+        """This includes the addresses from which the script refreshes the page."""
+        monkeypatch.setattr(control_room, "LOCKS", 1)
+        for key in ("a&1", "a&2", "b"):
+            rows.stale(key)
+        text = page(viewer.get(LIVE, {"q": "a&", "only": "stale"}))
+        kept = "q=a%26&amp;only=stale&amp;page="
+        assert f'data-part="?{kept}1&amp;part=now"' in text
+        assert f'href="{LIVE}?{kept}2"' in text
+        assert "1 to 1 of 2" in text_of(text)
+        assert f'href="{LIVE}?q=a%26&amp;only=waiting"' in text
+        assert '<input type="hidden" name="only" value="stale">' in text
+        part = page(viewer.get(LIVE, {"q": "a&2", "only": "stale", "part": "now"}))
+        assert keys(part) == ["a&amp;2"]
+
+    @pytest.mark.storage
+    def test_a_free_key_with_waiters_is_shown(self, viewer):
+        """A free key with waiters is shown.
+
+        This happens while a transaction has the row locked, which the page cannot see.
+        """
+        rows.free("inside")
+        rows.waits("inside")
+        assert row_of(page(viewer.get(LIVE)), "inside").startswith(
+            "inside free 1 worker-1:815:MainThread"
+        )
+
+    def test_an_empty_control_room_says_so(self, viewer):
+        assert "No lock is held, and none has waiters." in page(viewer.get(LIVE))
+
+    @pytest.mark.parametrize("key", [*ODD_KEYS, HOSTILE], ids=ascii)
+    @pytest.mark.usefixtures("with_history")
+    def test_odd_keys_and_holders_are_text(self, releaser, key):
+        """Any key and any holder are shown as text.
+
+        The page of a key shows only that key.
+        """
+        rows.held(key, holder=HOSTILE[:255], begin_time=datetime.now(UTC))
+        rows.held("another")
+        rows.waits(key, holder=HOSTILE)
+        ended(key, holder=HOSTILE)
+        ended("another")
+        text = page(releaser.get(LIVE, {"key": key}))
+        assert "<img" not in text
+        assert "<script>alert" not in text
+        assert text.count('<tr id="lock-') == 1
+        assert HOSTILE in html.unescape(text)
+        (field,) = re.findall(r'name="_selected_action" value="([^"]*)"', text)
+        assert not set("\r\n") & set(html.unescape(field))
+        for address in re.findall(r'href="([^"]*live/[^"]*)"', text):
+            assert releaser.get(html.unescape(address)).status_code == 200
+
+    def test_an_invalid_key_in_the_query_is_ignored(self, viewer):
+        """An invalid key or page number in the query is ignored."""
+        rows.held("a")
+        for key in ("nul\0", "x" * 256):
+            assert row_of(page(viewer.get(LIVE, {"key": key})), "a")
+        for number in ("0", "-1", "x", "99999999999999999999"):
+            assert row_of(page(viewer.get(LIVE, {"page": number})), "a")
+
+    def test_ten_thousand_locks_are_shown_by_pages(self, viewer, in_other_thread):
+        """The number of queries does not depend on the number of locks and waiters.
+
+        Each query uses an index, although MySQL knows only that the tables were empty.
+        """
+        if connection.vendor == "mysql":
+            in_other_thread(analyze_tables)
+        rows.held("first")
+        rows.waits("first")
+        with CaptureQueriesContext(connection) as few:
+            viewer.get(LIVE)
+        sample = rows.held("lock-0")
+        many = [
+            ResourceLock(**{**values(sample), "key_resource": f"lock-{number:05}"})
+            for number in range(1, 10_000)
+        ]
+        ResourceLock.objects.bulk_create(many, batch_size=1000)
+        claim = rows.waits("lock-0")
+        lines = [
+            LockClaim(
+                **{
+                    **values(claim),
+                    "id": None,
+                    "owner": f"{number:032}",
+                    "key_resource": f"lock-{number:05}",
+                }
+            )
+            for number in range(1, 10_000)
+        ]
+        LockClaim.objects.bulk_create(lines, batch_size=1000)
+        with CaptureQueriesContext(connection) as queries:
+            text = page(viewer.get(LIVE))
+        assert len(queries) == len(few)
+        assert text.count('<tr id="lock-') == control_room.LOCKS
+        assert "1 to 50 of 10001" in text_of(text)
+        for part in control_room.EVERY:
+            with CaptureQueriesContext(connection) as queries:
+                page(viewer.get(LIVE, {"part": part}))
+            assert len(queries) <= 8
+        last = page(viewer.get(LIVE, {"page": 201}))
+        assert last.count('<tr id="lock-') == 1
+        assert "Next" not in text_of(last)
+        assert 'href="/admin/dlocks/resourcelock/live/?page=200"' in last
+
+    def test_a_part_of_the_page_is_rendered_alone(self, viewer):
+        """The script fetches only the part that it refreshes."""
+        rows.held("a")
+        part = page(viewer.get(LIVE, {"part": "now"}))
+        assert row_of(part, "a")
+        assert "<html" not in part
+        assert "history is off" in page(viewer.get(LIVE, {"part": "past"}))
+
+    def test_the_page_has_no_inline_or_foreign_code(self, releaser, with_history):
+        """The page has no inline script or style.
+
+        So the strictest content security policy can forbid them.
+        """
+        rows.held("a")
+        ended("a")
+        text = page(releaser.get(LIVE, {"key": "a"}))
+        assert not re.search(
+            r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=|javascript:", text
+        )
+        assert not re.search(r"\s(src|href)=\"(https?:)?//", text)
+
+
+def values(row):
+    return {
+        field.attname: getattr(row, field.attname)
+        for field in row._meta.concrete_fields
+    }
+
+
+@pytest.mark.django_db
+class TestPast:
+    def test_without_the_history_the_page_says_how_to_enable_it(self, viewer):
+        text = page(viewer.get(LIVE))
+        assert "The history is off" in text
+        assert '"OPTIONS": {"history": True}' in html.unescape(text)
+        assert "dlocks-chart" not in text
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("with_history")
+    def test_the_chart_shows_the_contention_of_the_last_hour(self, viewer):
+        """The chart counts holds and waits per minute, for the last hour only."""
+        for _ in range(3):
+            ended("a", ago=90)
+        ended("a", ago=90, waited=2.5)
+        ended("b", ago=3500)
+        ended("b", ago=3700, waited=9)
+        text = page(viewer.get(LIVE))
+        assert text.index("dlocks-chart") < text.index("dlocks-counts")
+        assert (
+            "Locks released: 5. Acquired after a wait: 1 (20 %). Longest wait: 2.5 s."
+        ) in text_of(text)
+        titles = re.findall(r"<g><title>(.*?)</title>", text)
+        assert titles == [
+            "1 min ago: 4 (1 had waited)",
+            "58 min ago: 1 (0 had waited)",
+        ]
+        assert "released per minute (highest: 4)" in text
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("with_history")
+    def test_the_longest_holds_come_first(self, viewer):
+        """The longest holds of the last hour come first, with links to their keys."""
+        for number in range(10):
+            ended(f"key-{number}", held=number + 1)
+        ended("old", ago=4000, held=100)
+        text = page(viewer.get(LIVE))
+        shown = re.findall(
+            r'<li>\s*<a href="([^"]*)"><bdi class="dlocks-key">([^<]*)', text
+        )
+        assert [key for _, key in shown] == [
+            f"key-{number}" for number in range(9, 3, -1)
+        ]
+        about = page(viewer.get(shown[0][0]))
+        assert "Locks released: 1, all acquired without a wait." in text_of(about)
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("with_history")
+    def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
+        """The timeline shows every hold of a key.
+
+        Simultaneous holds are drawn in lanes. A current hold extends to the end.
+        """
+        ended("a", ago=90, held=10, token=1)
+        ended("a", ago=50, held=30, token=2, shared=True, ending="F")
+        ended("a", ago=40, held=30, token=3, shared=True, ending="L")
+        ended("b", ago=5, held=1)
+        rows.held("a", begin_time=datetime.now(UTC) - timedelta(seconds=20))
+        text = page(viewer.get(LIVE, {"key": "a"}))
+        bars = re.findall(
+            r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)"'
+            r' width="([\d.]+)"',
+            text.split("dlocks-timeline")[1],
+        )
+        assert [ending for ending, *_ in bars] == ["R", "F", "L", "now"]
+        assert [float(y) for _, _, y, _ in bars] == [2, 2, 16, 2]
+        starts = [float(x) for _, x, _, _ in bars]
+        assert starts == sorted(starts)
+        assert starts[0] == 0
+        assert float(bars[-1][1]) + float(bars[-1][3]) == pytest.approx(1000, abs=1)
+        # The hold began 80 seconds ago and ended 50 seconds ago, on a scale of 100
+        # seconds.
+        assert starts[1] == pytest.approx(200, abs=20)
+        cells = [
+            text_of(row)
+            for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL)
+            if "web-1" in row
+        ]
+        assert [cell.split()[-2:] for cell in cells] == [
+            ["lost", "3"],
+            ["failed", "2"],
+            ["released", "1"],
+        ]
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("with_history")
+    def test_a_key_without_a_row_is_shown_with_its_history(self, viewer):
+        """A key without a row is shown with its history.
+
+        Its row was purged, or its backend deletes the row at the release.
+        """
+        ended("gone")
+        text = text_of(page(viewer.get(LIVE, {"key": "gone"})))
+        assert "This key is free and has no waiters." in text
+        assert "Timeline of this key" in text
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("with_history")
+    def test_the_history_needs_few_queries(self, viewer):
+        """The page shows recorded holds with at most 8 queries."""
+        ended("x")
+        with CaptureQueriesContext(connection) as queries:
+            page(viewer.get(LIVE, {"part": "past", "key": "x"}))
+        assert len(queries) <= 8
+
+
+@pytest.mark.django_db
+class TestRelease:
+    def test_the_release_button_needs_its_permission(self, viewer, releaser):
+        """The view permission does not include the release of locks."""
+        rows.held("a")
+        rows.stale("b")
+        rows.free("c")
+        rows.waits("c")
+        assert "Force release" not in page(viewer.get(LIVE))
+        assert page(releaser.get(LIVE)).count("Force release</button>") == 2
+
+    @pytest.mark.storage
+    def test_shared_holds_can_be_released(self, viewer, releaser):
+        """Each has the button that it has on the page of its lock."""
+        rows.free("a", version=1)
+        rows.shares("a", 7)
+        rows.shares("a", 8)
+        assert "<button" not in page(viewer.get(LIVE, {"part": "now"}))
+        text = page(releaser.get(LIVE))
+        assert re.findall(r'name="only" value="(share:\d)"', text) == [
+            "share:7",
+            "share:8",
+        ]
+        sent = {"action": "force_release", "_selected_action": ["a"], "live": ""}
+        assert "shared" in page(
+            releaser.post("/admin/dlocks/resourcelock/", {**sent, "only": "share:8"})
+        )
+        confirmed = {**sent, "version": ["share:8"], "reason": "tests"}
+        releaser.post("/admin/dlocks/resourcelock/", confirmed)
+        assert [claim.version for claim in LockClaim.objects.all()] == [7]
+
+    def test_a_release_returns_to_the_control_room(self, releaser):
+        """After a confirmation the control room is shown again, with the message.
+
+        This also applies if the lock was no longer held.
+        """
+        rows.held("a")
+        sent = {
+            "action": "force_release",
+            "_selected_action": ["a"],
+            "only": "1000",
+            "live": "key=a&page=1&next=//evil",
+        }
+        asked = page(releaser.post("/admin/dlocks/resourcelock/", sent))
+        assert 'href="/admin/dlocks/resourcelock/live/?key=a&amp;page=1"' in asked
+        confirmed = {
+            "action": "force_release",
+            "_selected_action": ["a"],
+            "version": ["1000"],
+            "live": sent["live"],
+        }
+        confirmed["reason"] = "tests"
+        response = releaser.post("/admin/dlocks/resourcelock/", confirmed)
+        assert (response.status_code, response.url) == (302, LIVE + "?key=a&page=1")
+        assert "The release of 1 lock was forced: a" in page(releaser.get(response.url))
+        assert rows.now("a").state == "free"
+        assert LogEntry.objects.get().object_id == "a"
+        late = releaser.post("/admin/dlocks/resourcelock/", sent)
+        assert (late.status_code, late.url) == (302, LIVE + "?key=a&page=1")
+
+    def test_the_index_and_the_sidebar_link_to_the_control_room(self, viewer):
+        """The link leads to the page, and there is no other page at its address."""
+        entry = "/admin/dlocks/controlroom/"
+        for address in ("/admin/", "/admin/dlocks/", "/admin/dlocks/resourcelock/"):
+            assert f'<a href="{entry}"' in page(viewer.get(address))
+        assert "Control room" in page(viewer.get(entry, follow=True))
+        rows.held("a")
+        for address in ("add/", "a/change/", "a/history/", "a/delete/"):
+            assert viewer.get(entry + address).status_code == 404
+        assert entry not in page(person("other", "clear_resourcelock").get("/admin/"))
+
+    def test_the_admin_links_to_the_control_room(self, viewer):
+        """The list and the page of a lock link to the control room."""
+        rows.held("a&b")
+        assert f'href="{LIVE}"' in page(viewer.get("/admin/dlocks/resourcelock/"))
+        detail = page(
+            viewer.get(reverse("admin:dlocks_resourcelock_change", args=["a&b"]))
+        )
+        assert f'href="{LIVE}?key=a%26b"' in detail
+
+
+class TestAliasWithoutRows:
+    """An alias whose locks are not rows is shown as well, read-only."""
+
+    def test_its_holds_are_listed(self, releaser, in_memory):
+        """Key, state, holder, IP, age, time left, waiters and token are shown."""
+        text = page(releaser.get(LIVE, {"alias": "other"}))
+        table = text[text.index('class="dlocks-locks') :]
+        first, *shares = [
+            text_of(row) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)[1:]
+        ]
+        token = in_memory.holder(HOSTILE).token
+        assert re.fullmatch(
+            rf"{re.escape(HOSTILE)} held exclusive web-1:4711:MainThread 192\.0\.2\.7"
+            rf" \S+ s ago \d+ s 1 {token}",
+            first,
+        )
+        assert [row.split()[:3] for row in shares] == [["shared", "held", "shared"]] * 2
+        assert "Force release" not in text
+        assert "history is off" not in text_of(text)
+        assert "<script>alert" not in text
+
+    def test_its_part_is_refreshed(self, viewer, in_memory):
+        """The script fetches only the table, less often than that of rows."""
+        text = page(viewer.get(LIVE, {"alias": "other"}))
+        assert re.findall('data-part="([^"]*)" data-every="([^"]*)"', text) == [
+            ("?alias=other&amp;part=now", "10")
+        ]
+        part = page(viewer.get(LIVE, {"alias": "other", "part": "now"}))
+        assert "<html" not in part
+        assert "4711" in part
+        for name in ("hour", "past"):
+            part = page(viewer.get(LIVE, {"alias": "other", "part": name}))
+            assert text_of(part) == ""
+
+    def test_an_alias_without_a_hold_is_empty(self, viewer, in_memory, monkeypatch):
+        monkeypatch.setattr(in_memory, "keys", list)
+        text = text_of(page(viewer.get(LIVE, {"alias": "other", "key": "x"})))
+        assert "No lock is held" in text
+
+    def test_a_backend_that_is_away_is_reported(self, viewer, in_memory, monkeypatch):
+        """The page shows the error instead of the table."""
+
+        def fail():
+            raise LockBackendError("Redis is away")
+
+        monkeypatch.setattr(in_memory, "keys", fail)
+        text = text_of(page(viewer.get(LIVE, {"alias": "other"})))
+        assert "Redis is away" in text
+        assert "No lock is held" not in text
+
+    def test_a_hidden_holder_is_not_shown(self, viewer, in_memory, settings):
+        settings.DLOCKS_SHOW_HOLDER = False
+        text = page(viewer.get(LIVE, {"alias": "other"}))
+        assert "4711" not in text
+        assert "192.0.2.7" not in text
+        assert "a hidden holder" in text
+
+    def test_unknown_values_stay_empty(self, viewer, in_memory, monkeypatch):
+        """A backend need not know the lease or the age of a hold."""
+        holder = replace(
+            in_memory.holder(HOSTILE), since=None, remaining=math.inf, owner_ip=None
+        )
+        monkeypatch.setattr(in_memory, "keys", lambda: [HOSTILE])
+        monkeypatch.setattr(in_memory, "holder", lambda key: holder)
+        text = text_of(page(viewer.get(LIVE, {"alias": "other"})))
+        assert f"web-1:4711:MainThread 1 {holder.token} " in text
+
+    def test_the_first_alias_needs_no_choice(self, viewer, in_memory, settings):
+        """A site without locks in its database begins with the other alias."""
+        settings.DLOCKS = {"default": settings.DLOCKS["other"]}
+        backends["default"].acquire(Claim(key="mine", ttl=30.0))
+        assert "mine" in page(viewer.get(LIVE))

@@ -1,0 +1,413 @@
+"""The control room in a real browser.
+
+It is used by mouse, by keyboard, and without scripts.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from django.test import Client
+
+from dlocks import db_lock
+from tests import jobs, rows
+from tests.admin.test_admin import person
+from tests.admin.test_control_room import HOSTILE, LIVE, ended
+from tests.internals import ResourceLock
+
+# The directory of the documentation's images, of which ``make images`` replaces the
+# existing ones.
+IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
+# The page behaves the same on every engine. test_control_room.py tests its content on
+# each.
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
+
+PHONE, DESK = {"width": 360, "height": 740}, {"width": 1120, "height": 700}
+
+
+@pytest.fixture
+def boss(transactional_db) -> Client:
+    return person("boss", is_superuser=True)
+
+
+@pytest.fixture
+def with_history(settings):
+    settings.DLOCKS = {"default": settings.DLOCKS["recorded"]}
+
+
+def row(page, key):
+    return page.get_by_role("row").filter(
+        has=page.get_by_role("link", name=key, exact=True)
+    )
+
+
+def busy_hour():
+    """Write the locks and the history of a busy shop."""
+    now = datetime.now(UTC)
+    kinds = [
+        ("report:monthly", "jobs-1:2210:MainThread", "10.0.0.21", 812, 21.4, 4),
+        ("stock:lamp-17", "web-3:1412:Thread-9", "10.0.0.13", 0.8, 29.2, 9),
+        ("search-index", "jobs-2:978:MainThread", "10.0.0.22", 141, 12.8, 1),
+        ("import:tenant/42", "jobs-1:2214:MainThread", "10.0.0.21", 38, 25.1, 0),
+        ("payment:8812", "web-1:1398:Thread-4", "10.0.0.11", 3.1, 27.6, 0),
+        ("newsletter", "jobs-2:981:MainThread", "10.0.0.22", 96, -14.0, 0),
+    ]
+    for key, holder, ip, age, left, waiting in kinds:
+        times = {"begin_time": now - timedelta(seconds=age)}
+        rows.write(
+            key,
+            rows.P,
+            now + timedelta(seconds=left),
+            holder=holder,
+            owner_ip=ip,
+            **times,
+        )
+        for number in range(waiting):
+            since = now - timedelta(seconds=0.7 * (waiting - number))
+            rows.waits(
+                key,
+                holder=f"web-{number % 4 + 1}:14{number:02}:Thread-{number + 2}",
+                begin_time=since,
+            )
+    rows.free("catalogue", version=1)
+    for number in range(2):
+        rows.claim(
+            "catalogue",
+            now + timedelta(seconds=26 - 7 * number),
+            version=100 + number,
+            holder=f"web-{number + 2}:1405:Thread-{number + 3}",
+            begin_time=now - timedelta(seconds=4 + 5 * number),
+        )
+    for minute in range(60):
+        for number in range(2 + (minute * 7) % 5 + (9 if 20 < minute < 31 else 0)):
+            waited = 0.4 * number if number > 3 else 0.0
+            ended(
+                f"stock:lamp-{number}",
+                ago=minute * 60 + number * 3 + 1,
+                held=0.3 + number / 9,
+                waited=waited,
+            )
+    for number, (key, held) in enumerate(
+        [("invoices", 740), ("search-index", 515), ("import:tenant/9", 262)]
+    ):
+        ended(
+            key,
+            ago=500 * (number + 1),
+            held=held,
+            holder="jobs-1:2210:MainThread",
+            ending="RFL"[number],
+        )
+    for number in range(9):
+        times = {
+            "ago": 900 + number * 1300,
+            "held": 600 + 160 * (number % 3),
+            "waited": 47.0 * (number % 4),
+        }
+        token = 1795258813170301 - number * 1_307_219_433
+        ended(
+            "report:monthly",
+            **times,
+            ending="RRRRFRRLR"[number],
+            token=token,
+            holder="jobs-1:2210:MainThread",
+        )
+
+
+def shows(page):
+    """Check that nothing is wider than the page."""
+    wide = page.evaluate(
+        "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
+    assert wide <= 0, f"the page scrolls sideways by {wide}"
+
+
+def picture(page, name, **options):
+    """Take a screenshot, and save it if it is an image of the documentation."""
+    taken = page.screenshot(**options)
+    if IMAGES and (kept := Path(IMAGES) / name).exists():
+        kept.write_bytes(taken)
+    assert len(taken) < 150_000
+    return taken
+
+
+def test_locks_appear_and_disappear_without_a_reload(browser, boss, workers):
+    """An open page shows what is acquired and released."""
+    page = browser.page(boss)
+    page.goto(LIVE)
+    browser.expect(page.get_by_text("No lock is held")).to_be_visible()
+    page.evaluate("window.stayed = true")
+    (worker,) = workers(1)
+    worker.start(jobs.hold, "stock:7")
+    worker.hear()
+    browser.expect(row(page, "stock:7")).to_contain_text("MainThread")
+    worker.tell()
+    worker.hear()
+    browser.expect(row(page, "stock:7")).to_have_count(0)
+    assert page.evaluate("window.stayed")
+
+
+def test_a_waiter_acquires_after_a_forced_release(browser, boss, workers):
+    """After a forced release the first waiter acquires the key at once.
+
+    The holder is fenced off, and the page shows the new holder. It takes two clicks.
+    """
+    holder, waiter = workers(2)
+    holder.start(jobs.hold, "stock:7", ttl=600)
+    token = holder.hear()
+    page = browser.page(boss)
+    page.goto(LIVE)
+    waiter.start(jobs.hold, "stock:7", timeout=60)
+    browser.expect(row(page, "stock:7").get_by_role("listitem")).to_have_count(1)
+    row(page, "stock:7").get_by_role("button", name="Force release").click()
+    browser.expect(page.get_by_role("heading", name="Force release")).to_be_visible()
+    page.get_by_label("Reason:").fill("tests")
+    page.get_by_role("button", name="Force release").click()
+    assert waiter.hear() > token
+    browser.expect(page).to_have_title("Control room | Django site admin")
+    browser.expect(
+        page.get_by_text("The release of 1 lock was forced: stock:7")
+    ).to_be_visible()
+    browser.expect(row(page, "stock:7").get_by_role("listitem")).to_have_count(0)
+    browser.expect(row(page, "stock:7").get_by_role("cell").nth(0)).to_contain_text(
+        f":{waiter.process.pid}:"
+    )
+    waiter.tell()
+    assert waiter.hear() == "released"
+    holder.tell()
+    with pytest.raises(RuntimeError, match="LockLost"):
+        holder.hear()
+
+
+def test_the_page_works_without_scripts(browser, boss):
+    """Without scripts the page refreshes itself, and a lock can be released."""
+    rows.held("stock:7")
+    page = browser.page(boss, java_script_enabled=False)
+    page.goto(LIVE)
+    browser.expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+    assert page.locator("meta[http-equiv=refresh]").get_attribute("content") == "10"
+    rows.held("stock:8")
+    page.get_by_role("link", name="Refresh").click()
+    browser.expect(row(page, "stock:8")).to_be_visible()
+    row(page, "stock:7").get_by_role("button", name="Force release").click()
+    page.get_by_label("Reason:").fill("tests")
+    page.get_by_role("button", name="Force release").click()
+    browser.expect(
+        page.get_by_text("The release of 1 lock was forced: stock:7")
+    ).to_be_visible()
+    browser.expect(row(page, "stock:7")).to_have_count(0)
+    browser.expect(row(page, "stock:8")).to_be_visible()
+
+
+def test_the_focus_stays_in_place_during_a_refresh(browser, boss):
+    """The focus stays in place while the page refreshes itself.
+
+    If its lock disappears, the focus moves to the section of current locks.
+    """
+    for key in ("a", "b", "c"):
+        rows.held(key)
+    page = browser.page(boss)
+    page.goto(LIVE)
+    page.get_by_role("link", name="Refresh").focus()
+    pressed = []
+    while not pressed or pressed[-1] != "c Force release":
+        page.keyboard.press("Tab")
+        where = (
+            "e => (e.getAttribute('aria-describedby') ?"
+            " e.closest('tr').querySelector('a').textContent + ' ' : '')"
+        )
+        pressed.append(
+            page.evaluate(
+                f"(({where})(document.activeElement)) +"
+                " document.activeElement.textContent.trim()"
+            )
+        )
+        assert len(pressed) < 10, pressed
+    assert pressed == [
+        "a",
+        "a Force release",
+        "b",
+        "b Force release",
+        "c",
+        "c Force release",
+    ]
+    # Rows appear and disappear before it. It is still the same button.
+    page.evaluate("window.mine = document.activeElement")
+    rows.held("0")
+    ResourceLock.objects.filter(pk="a").delete()
+    browser.expect(row(page, "0")).to_be_visible()
+    browser.expect(row(page, "a")).to_have_count(0)
+    assert page.evaluate("window.mine === document.activeElement")
+    ResourceLock.objects.filter(pk="c").delete()
+    browser.expect(row(page, "c")).to_have_count(0)
+    assert page.evaluate("document.activeElement.id") == "dlocks-now"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    browser.expect(page.get_by_role("heading", name="Force release")).to_be_visible()
+    page.get_by_label("Reason:").fill("tests")
+    page.get_by_role("button", name="Force release").focus()
+    page.keyboard.press("Enter")
+    browser.expect(
+        page.get_by_text("The release of 1 lock was forced: 0")
+    ).to_be_visible()
+
+
+def test_the_refresh_can_be_paused(browser, boss):
+    """The automatic refresh can be paused and resumed."""
+    page = browser.page(boss)
+    # The test controls the clock of the page.
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)
+    page.goto(LIVE)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    rows.held("stock:7")
+    page.get_by_role("button", name="Pause").click()
+    browser.expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+    page.clock.run_for(60_000)
+    # A page sends its events in order. An automatic request would come before this one.
+    page.evaluate("fetch('?mine').then(() => null)")
+    assert [url.partition("?")[2] for url in asked] == ["mine"]
+    browser.expect(row(page, "stock:7")).to_have_count(0)
+    page.get_by_role("button", name="Resume").click()
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(page.get_by_role("button", name="Pause")).to_be_visible()
+
+
+def test_an_outdated_page_says_so(browser, boss):
+    """After a logout the page says that it is outdated, and offers to log in."""
+    rows.held("stock:7")
+    page = browser.page(boss)
+    page.goto(f"{LIVE}?q=stock")
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(page.locator("#dlocks-trouble p:visible")).to_have_count(0)
+    page.context.clear_cookies()
+    shown = page.get_by_role("status").locator("p:visible")
+    browser.expect(shown).to_contain_text("your session has ended")
+    browser.expect(shown).to_have_count(1)
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    page.get_by_role("link", name="Log in").click()
+    page.get_by_label("Username:").fill("boss")
+    page.get_by_label("Password:").fill("x")
+    page.get_by_role("button", name="Log in").click()
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    assert page.url.endswith(f"{LIVE}?q=stock")
+
+
+def test_a_server_that_does_not_respond_is_reported(browser, boss):
+    """The message disappears when the server responds again."""
+    page = browser.page(boss)
+    page.goto(LIVE)
+    page.evaluate(
+        "() => { window.real = window.fetch;"
+        " window.fetch = () => Promise.reject(new Error()); }"
+    )
+    shown = page.get_by_role("status").locator("p:visible")
+    browser.expect(shown).to_contain_text("the server does not respond")
+    page.evaluate("() => { window.fetch = window.real; }")
+    page.get_by_role("link", name="Refresh").click()
+    browser.expect(shown).to_have_count(0)
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "plain"])
+def test_search_and_filter_work_with_and_without_scripts(browser, boss, scripts):
+    """They still apply after the page has refreshed itself."""
+    rows.held("stock:7")
+    rows.held("report")
+    page = browser.page(boss, java_script_enabled=scripts)
+    page.goto(LIVE)
+    page.get_by_label("Search keys").fill("stock")
+    page.get_by_label("Search keys").press("Enter")
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(row(page, "report")).to_have_count(0)
+    page.get_by_role("link", name="With waiters").click()
+    browser.expect(page.get_by_text("No lock matches")).to_be_visible()
+    rows.waits("stock:7")
+    rows.waits("report")
+    if not scripts:
+        page.get_by_role("link", name="Refresh").click()
+    browser.expect(row(page, "stock:7")).to_be_visible()
+    browser.expect(row(page, "report")).to_have_count(0)
+
+
+@pytest.mark.usefixtures("with_history")
+def test_hostile_names_are_only_text(browser, boss):
+    """Markup in a key or a holder is not executed.
+
+    This holds for the first page and for each refresh.
+    """
+    page = browser.page(boss)
+    ran = []
+    page.on("dialog", lambda dialog: ran.append(dialog.message) or dialog.dismiss())
+    page.goto(LIVE)
+    rows.held(HOSTILE, holder=HOSTILE)
+    rows.waits(HOSTILE, holder=HOSTILE)
+    ended(HOSTILE, holder=HOSTILE)
+    browser.expect(row(page, HOSTILE)).to_be_visible()
+    page.goto(f"{LIVE}?key={HOSTILE.replace('&', '%26')}")
+    browser.expect(
+        page.get_by_role("heading", name="Timeline of this key")
+    ).to_be_visible()
+    browser.expect(page.locator(".dlocks-room img, .dlocks-room script")).to_have_count(
+        0
+    )
+    assert not ran
+
+
+@pytest.mark.usefixtures("with_history")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_screenshots_on_desktop_and_phone_in_both_themes(browser, boss, theme):
+    """Nothing scrolls sideways, and the text is readable in both themes."""
+    busy_hour()
+    page = browser.page(boss, viewport=DESK, color_scheme=theme)
+    page.goto(LIVE)
+    shows(page)
+    # The sidebar is closed to leave more space for the page.
+    page.get_by_role("button", name="Toggle navigation").click()
+    page.evaluate("scrollTo(0, 0)")
+    assert contrast(page, ".dlocks-holder") > 4.5
+    assert contrast(page, ".dlocks-locks small") > 4.5
+    picture(page, f"control-room-{theme}.png", full_page=True)
+    page.goto(f"{LIVE}?key=report:monthly")
+    shows(page)
+    picture(page.locator("#dlocks-hour"), f"timeline-{theme}.png")
+    phone = browser.page(boss, viewport=PHONE, color_scheme=theme)
+    for query in ("", "?key=report:monthly", f"?key={'x' * 255}"):
+        phone.goto(LIVE + query)
+        shows(phone)
+        if not query:
+            picture(phone, f"control-room-phone-{theme}.png")
+
+
+def contrast(page, selector):
+    """Return the WCAG contrast of an element's text with the page background."""
+    colours = page.evaluate(
+        """selector => [getComputedStyle(document.querySelector(selector)).color,
+                        getComputedStyle(document.body).backgroundColor]""",
+        selector,
+    )
+    lights = sorted(luminance(colour) for colour in colours)
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def luminance(colour):
+    parts = [
+        int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]
+    ]
+    red, green, blue = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+        for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_list_links_to_the_control_room(browser, boss):
+    """The control room is one click away from the list of locks."""
+    with db_lock("stock:7"):
+        page = browser.page(boss)
+        page.goto("/admin/dlocks/resourcelock/")
+        page.get_by_role("main").get_by_role("link", name="Control room").click()
+        browser.expect(row(page, "stock:7")).to_be_visible()

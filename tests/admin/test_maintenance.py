@@ -1,0 +1,831 @@
+"""Queues and shared holds in commands and the admin: display and actions."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.db import connections, transaction
+
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
+from tests import jobs, rows
+from tests.admin.test_admin import (
+    CLEAR,
+    FORCE,
+    LIST,
+    act,
+    boss,
+    clearer,
+    detail,
+    fields,
+    log,
+    page,
+    releaser,
+    told,
+    viewer,
+)
+from tests.internals import LockClaim, ResourceLock, Ticket, backends, operations
+from tests.management.test_commands import answer, lines, nobody_there, refused, run
+
+__all__ = ["answer", "boss", "clearer", "nobody_there", "releaser", "viewer"]
+
+
+def counters(key):
+    lock = ResourceLock.objects.get(pk=key)
+    return lock.waiters, lock.shares
+
+
+def listed(*flags):
+    return {
+        lock["key"]: lock for lock in json.loads(run("list_locks", "--json", *flags))
+    }
+
+
+def take_and_give_back(key, **policy):
+    try:
+        with db_lock(key, **policy) as hold:
+            return hold
+    finally:
+        connections.close_all()
+
+
+@pytest.mark.django_db
+class TestListLocks:
+    def test_a_shared_key_is_listed_as_shared(self):
+        """A shared key is listed with the number of its shared holds.
+
+        Its last exclusive holder is not shown.
+        """
+        rows.free("catalogue", holder="writer:1:t")
+        rows.shares("catalogue", 1001)
+        rows.shares("catalogue", 1002)
+        rows.stale_share("catalogue", 900)
+        line = run("list_locks").splitlines()[1]
+        assert "shared (2)" in line
+        assert "writer:1:t" not in line
+        lock = listed("--held")["catalogue"]
+        assert (
+            lock["state"],
+            lock["sharing"],
+            lock["holder"],
+            lock["seconds_left"],
+        ) == ("shared", 2, "", None)
+        assert lines("list_locks", "--stale") == []
+
+    def test_a_shared_hold_of_a_dead_holder_is_stale(self):
+        """A shared key is stale if none of its holders is alive."""
+        rows.free("catalogue")
+        rows.stale_share("catalogue", 1001)
+        assert listed("--stale")["catalogue"]["state"] == "stale"
+
+    def test_the_number_of_waiters_is_a_column(self):
+        """The list shows the number of waiters.
+
+        A claim without a heartbeat does not count.
+        """
+        rows.held("busy")
+        rows.waits("busy")
+        rows.waits("busy")
+        rows.dead("busy")
+        header, line = run("list_locks").splitlines()
+        assert line[: header.index("WAITING") + len("WAITING")].split()[-1] == "2"
+        assert listed()["busy"]["waiting"] == 2
+        assert "queue" not in listed()["busy"]
+
+    def test_the_waiting_option_shows_the_queue(self):
+        """``--waiting`` shows the position, holder, start and mode of each claim."""
+        rows.held("stock:7")
+        rows.waits("stock:7", holder="web-2:1:t", owner_ip=None)
+        rows.dead("stock:7", holder="web-3:1:t")
+        rows.waits("stock:7", holder="web-4:1:\x1b[31m", shared=True, permits=5)
+        rows.held("zoo")
+        _, lock, first, silent, second, zoo = run(
+            "list_locks", "--waiting"
+        ).splitlines()
+        assert lock.startswith("stock:7")
+        assert re.fullmatch(
+            r"    1\. web-2:1:t, waiting for \d+ days, exclusive", first
+        )
+        assert re.fullmatch(
+            r"    -\. web-3:1:t \(198\.51\.100\.8\), waiting for \d+ days, no"
+            r" heartbeat for \d+ days, exclusive",
+            silent,
+        )
+        assert re.fullmatch(
+            r"    2\. web-4:1:\\x1b\[31m \(198\.51\.100\.8\), waiting for \d+ days,"
+            r" shared by up to 5",
+            second,
+        )
+        assert zoo.startswith("zoo")
+
+    def test_the_waiting_option_shows_shared_holds(self):
+        """``--waiting`` shows the shared holds.
+
+        Each has its holder, start, remaining time and token.
+        """
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001, permits=3)
+        _, lock, share = run("list_locks", "--waiting").splitlines()
+        assert lock.startswith("catalogue  shared (1)")
+        assert re.fullmatch(
+            r"    held by worker-1:815:MainThread \(198\.51\.100\.8\) for \d+ days,"
+            r" \d+ days left, shared by up to 3 \(token 1001\)",
+            share,
+        )
+
+    @pytest.mark.front
+    def test_the_json_of_the_queue_has_stable_names(self):
+        """Monitoring reads the queue and the shared holds by name."""
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        rows.waits("catalogue")
+        rows.dead("catalogue", shared=True, permits=2)
+        lock = listed("--waiting")["catalogue"]
+        (share,) = lock["shared_by"]
+        assert share.pop("seconds_held") > 0
+        assert share.pop("seconds_left") > 0
+        common = {
+            "holder": "worker-1:815:MainThread",
+            "owner_ip": "198.51.100.8",
+            "begin_time": "2020-01-02T03:04:05+00:00",
+        }
+        assert share == {
+            **common,
+            "state": "held",
+            "mode": "shared",
+            "permits": None,
+            "end_time": "2190-01-02T03:04:05+00:00",
+            "hold_count": 1,
+            "token": 1001,
+        }
+        first, dead = lock["queue"]
+        assert first.pop("seconds_waited") > 0
+        assert first == {
+            **common,
+            "position": 1,
+            "state": "waiting",
+            "mode": "exclusive",
+            "permits": None,
+            "holds": [],
+        }
+        assert (dead["position"], dead["state"], dead["mode"], dead["permits"]) == (
+            None,
+            "dead",
+            "shared",
+            2,
+        )
+
+    def test_a_free_key_with_waiters_is_listed(self):
+        """``--waiting`` shows a queue that does not move, although its key is free."""
+        rows.free("stuck")
+        rows.waits("stuck")
+        rows.free("unused")
+        assert list(listed("--waiting")) == ["stuck"]
+        assert listed() == {}
+
+    @pytest.mark.front
+    def test_the_owners_in_a_queue_are_in_no_output(self):
+        """The secret owner of a shared hold or a claim is in no output."""
+        rows.held("a")
+        rows.waits("a")
+        rows.shares("a", 1001)
+        for flags in (("--waiting",), ("--waiting", "--json")):
+            assert rows.OWNER[:8] not in run("list_locks", *flags)
+
+    def test_many_locks_and_long_queues_are_read_in_pages(
+        self, monkeypatch, django_assert_max_num_queries
+    ):
+        """Ten thousand rows are read in pages, with any keys.
+
+        A page of locks is followed by the claims for them.
+        """
+        monkeypatch.setattr(operations, "PAGE", 4)
+        keys = ["B", "a", "a b", "b", "b:1", "ä", "🔒"]
+        for number, key in enumerate(keys):
+            rows.held(key)
+            for _ in range(number * 2):
+                rows.waits(key)
+        with django_assert_max_num_queries(2 + 2 * 14):
+            found = listed("--waiting")
+        assert {key: len(found[key]["queue"]) for key in keys} == {
+            key: 2 * n for n, key in enumerate(keys)
+        }
+        assert [claim["position"] for claim in found["🔒"]["queue"]] == list(
+            range(1, 13)
+        )
+
+
+@pytest.mark.django_db
+class TestClearLock:
+    @pytest.mark.front
+    def test_clearing_a_shared_key_is_refused_with_a_hint(self):
+        """``clear_lock`` shows the shared holds, and how to end one or all."""
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        message = refused("clear_lock", "catalogue", "--yes")
+        assert "--share TOKEN" in message
+        assert "--all-shares" in message
+        assert LockClaim.objects.count() == 1
+
+    def test_one_shared_hold_is_ended_by_its_token(self):
+        """``--share`` ends one shared hold and names its holder.
+
+        The other shared holds are unchanged.
+        """
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001, holder="web-1:1:t")
+        rows.shares("catalogue", 1002, holder="web-2:1:t")
+        out = run(
+            "clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests"
+        )
+        assert re.search(r"held by web-1:1:t \(198\.51\.100\.8\) for \d+ days, ", out)
+        assert "1 shared hold was ended." in out
+        assert "fenced off" in out
+        assert list(LockClaim.objects.values_list("version", flat=True)) == [1002]
+        assert counters("catalogue") == (0, 1)
+        assert "with token 1001" in refused(
+            "clear_lock", "catalogue", "--share", "1001", "--yes", "--reason", "tests"
+        )
+        assert "with token" in refused(
+            "clear_lock", "catalogue", "--share", str(10**30), "--yes"
+        )
+
+    def test_all_shared_holds_are_ended(self, answer):
+        """``--all-shares`` needs a confirmation and ends the holds that it showed."""
+        rows.free("catalogue")
+        for token in (1001, 1002):
+            rows.shares("catalogue", token)
+        asked = answer("y", before=lambda: rows.shares("catalogue", 1003))
+        assert "2 shared holds were ended." in run(
+            "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
+        )
+        assert asked == [
+            "A holder may still be working. End 2 shared holds of 'catalogue'? [y/N] "
+        ]
+        assert list(LockClaim.objects.values_list("version", flat=True)) == [1003]
+        answer("n")
+        assert "Nothing was changed" in refused(
+            "clear_lock", "catalogue", "--all-shares", "--reason", "tests"
+        )
+        assert counters("catalogue") == (0, 1)
+
+    def test_stale_only_ends_only_stale_shared_holds(self):
+        """``--stale-only`` never ends the shared hold of a live holder."""
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        rows.stale_share("catalogue", 1002)
+        assert "stale share" in refused(
+            "clear_lock",
+            "catalogue",
+            "--share",
+            "1001",
+            "--stale-only",
+            "--yes",
+            "--reason",
+            "tests",
+        )
+        assert "1 shared hold was ended." in run(
+            "clear_lock",
+            "catalogue",
+            "--all-shares",
+            "--stale-only",
+            "--yes",
+            "--reason",
+            "tests",
+        )
+        assert list(LockClaim.objects.values_list("version", flat=True)) == [1001]
+
+    @pytest.mark.front
+    def test_a_shared_hold_that_has_ended_is_reported(self, answer):
+        """A shared hold that has ended meanwhile is reported, as an error."""
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        answer("y", before=LockClaim.objects.all().delete)
+        assert "the shared hold with this token has ended" in refused(
+            "clear_lock", "catalogue", "--share", "1001", "--reason", "tests"
+        )
+
+    @pytest.mark.front
+    def test_the_options_share_and_all_shares_exclude_each_other(self):
+        assert "not allowed with" in refused(
+            "clear_lock", "a", "--share", "1", "--all-shares"
+        )
+
+    def test_a_cleared_key_names_its_next_holder(self):
+        """A cleared key with waiters goes to the first of them.
+
+        The output names this holder.
+        """
+        rows.held("stock:7")
+        rows.dead("stock:7", holder="gone:1:t")
+        rows.waits("stock:7", holder="web-2:1:t")
+        out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
+        assert "'stock:7' was cleared. It is now held by web-2:1:t" in out
+        lock = rows.now("stock:7")
+        assert (lock.state, lock.holder, lock.version > 1001, lock.waiters) == (
+            "held",
+            "web-2:1:t",
+            True,
+            1,
+        )
+
+
+@pytest.mark.django_db
+class TestReap:
+    def test_stale_shared_holds_are_reaped_and_counted(self):
+        """``reap_locks`` ends stale shared holds and reports their number.
+
+        Live ones are unchanged.
+        """
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        rows.stale_share("catalogue", 1002)
+        rows.stale("stock:7")
+        assert run("reap_locks", "--dry-run") == "2 stale locks would be cleared.\n"
+        assert counters("catalogue") == (0, 2)
+        assert run("reap_locks") == "2 stale locks cleared.\n"
+        assert counters("catalogue") == (0, 1)
+        assert run("reap_locks") == "0 stale locks cleared.\n"
+
+    def test_dead_claims_are_reaped_and_the_counters_corrected(self):
+        """Claims of dead processes leave the queue.
+
+        The row is as if they never existed.
+        """
+        rows.held("stock:7")
+        for _ in range(3):
+            rows.dead("stock:7")
+        rows.waits("stock:7", counted=False)
+        ResourceLock.objects.filter(pk="stock:7").update(waiters=17, shares=4)
+        run("reap_locks", "--dry-run")
+        assert LockClaim.objects.count() == 4
+        run("reap_locks")
+        (claim,) = LockClaim.objects.all()
+        assert claim.counted
+        assert counters("stock:7") == (1, 0)
+
+    def test_a_reaped_lock_goes_to_its_first_waiter(self):
+        """A reaped lock with waiters goes to the first of them."""
+        rows.stale("stock:7")
+        rows.waits("stock:7", holder="web-2:1:t")
+        assert run("reap_locks") == "1 stale lock cleared.\n"
+        lock = rows.now("stock:7")
+        assert (lock.state, lock.holder) == ("held", "web-2:1:t")
+        assert counters("stock:7") == (0, 0)
+
+    def test_claims_without_a_lock_row_are_reaped(self):
+        """The reaper also handles claims whose lock row is gone."""
+        rows.dead("gone")
+        rows.stale_share("gone", 1001)
+        rows.shares("alive", 1002)
+        rows.dead("alive", counted=False)
+        assert run("reap_locks") == "1 stale lock cleared.\n"
+        assert list(LockClaim.objects.values_list("key_resource", flat=True)) == [
+            "alive"
+        ]
+        assert counters("alive") == (0, 1)
+
+    def test_rows_with_claims_are_not_purged(self):
+        """``--idle-for`` deletes no row with shared holds or waiters.
+
+        It makes no difference whether they are counted.
+        """
+        for key in ("shared", "waited", "uncounted", "unused"):
+            rows.free(key)
+        rows.shares("shared", 1001)
+        # A shared claim that only a free permit would admit. The key itself has long
+        # been free.
+        rows.shares("waited", 1002, permits=1)
+        rows.waits("waited", shared=True, permits=1)
+        rows.waits("uncounted", counted=False)
+        ResourceLock.objects.filter(pk="uncounted").update(waiters=0)
+        dry = run("reap_locks", "--idle-for", "1d", "--dry-run")
+        assert "1 unused row would be deleted" in dry
+        assert "1 unused row deleted" in run("reap_locks", "--idle-for", "1d")
+        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
+            "shared",
+            "uncounted",
+            "waited",
+        ]
+
+
+@pytest.mark.django_db
+class TestAdmin:
+    def test_the_list_shows_waiters_and_shared_holds(self, viewer):
+        """A shared key has a badge with a number.
+
+        The waiters are a column, and the list has a filter for shared keys.
+        """
+        rows.held("busy")
+        rows.waits("busy")
+        rows.free("catalogue", holder="writer:1:t")
+        rows.shares("catalogue", 1001)
+        rows.shares("catalogue", 1002)
+        text = page(viewer.get(LIST))
+        assert '<span class="dlocks-state dlocks-shared">shared (2)</span>' in text
+        assert '<td class="field-waiting">1</td>' in text
+        assert "writer:1:t" not in text
+        assert re.findall(
+            r">(busy|catalogue)</bdi>", page(viewer.get(LIST, {"state": "shared"}))
+        ) == ["catalogue"]
+        assert not re.findall(
+            r">(busy|catalogue)</bdi>", page(viewer.get(LIST, {"state": "free"}))
+        )
+        page(viewer.get(LIST, {"o": "-6"}))
+
+    def test_the_page_of_a_lock_shows_its_queue_and_shared_holds(self, viewer):
+        """The page shows shared holds and waiters in order, and never an owner.
+
+        It includes host, IP, start and mode.
+        """
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001, holder="web-1:<b>:t", permits=3)
+        rows.stale_share("catalogue", 1002, holder="web-2:1:t")
+        rows.waits("catalogue", holder="web-3:1:t")
+        rows.dead("catalogue", holder="web-4:1:t", shared=True)
+        text = page(viewer.get(detail("catalogue")))
+        shared, line = text.split('id="dlocks-queue"')
+        for told_of in (
+            "web-1:&lt;b&gt;:t",
+            "198.51.100.8",
+            "shared by up to 3",
+            "1001",
+            "dlocks-stale",
+            "expired",
+        ):
+            assert told_of in shared
+        for told_of in (
+            "web-3:1:t",
+            "waiting",
+            "exclusive",
+            "web-4:1:t",
+            "no heartbeat for",
+            'title="2020-01-01 22:04:05"',
+        ):
+            assert told_of in line
+        assert 'data-label="Position">1</td>' in line
+        assert FORCE not in text
+        assert CLEAR not in text
+
+    @pytest.mark.front
+    def test_a_long_queue_is_truncated_on_the_page(self, viewer, monkeypatch):
+        """The page stays short with any number of waiters."""
+        monkeypatch.setattr("dlocks.admin.locks.SHOWN", 2)
+        rows.held("busy")
+        for _ in range(5):
+            rows.waits("busy")
+        text = page(viewer.get(detail("busy")))
+        assert "And 3 more." in text
+        assert text.count("worker-1:815:MainThread") == 2
+
+    def buttons(self, text):
+        return [
+            fields(form)
+            for form in re.findall(r"<form.*?</form>", text, re.DOTALL)
+            if 'name="only"' in form
+        ]
+
+    def test_one_shared_hold_can_be_force_released(self, releaser):
+        """The button requires a confirmation and ends one shared hold.
+
+        The log names the user.
+        """
+        rows.free("cat\nalogue")
+        rows.shares("cat\nalogue", 1001, holder="web-1:1:t")
+        rows.shares("cat\nalogue", 1002)
+        first, _ = self.buttons(page(releaser.get(detail("cat\nalogue"))))
+        text = page(releaser.post(LIST, first))
+        assert "web-1:1:t" in text
+        assert "is not stopped" in text
+        assert "Other shared holds of the key are not affected" in text
+        assert LockClaim.objects.count() == 2
+        form = fields(text)
+        assert form["version"] == ["share:1001"]
+        assert "The release of 1 lock was forced" in told(
+            page(releaser.post(LIST, form, follow=True))
+        )
+        assert list(LockClaim.objects.values_list("version", flat=True)) == [1002]
+        assert log()[0][2].startswith(
+            "Forced the release of the shared lock held by web-1:1:t (198.51.100.8) for"
+            " "
+        )
+        assert "the shared hold with this token has ended" in told(
+            page(releaser.post(LIST, form, follow=True))
+        )
+        assert len(log()) == 1
+
+    @pytest.mark.front
+    def test_a_selected_shared_key_is_force_released_completely(self, releaser):
+        """Force release of a shared key ends the shared holds that it listed."""
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        rows.shares("catalogue", 1002)
+        rows.held("stock:7")
+        rows.free("unused")
+        text = act(releaser, FORCE, "catalogue", "stock:7", "unused")
+        assert "One selected lock is already free and is left out." in text
+        form = fields(text)
+        assert form["version"] == ["share:1001", "share:1002", "1000"]
+        rows.shares("catalogue", 1003)
+        page(releaser.post(LIST, form, follow=True))
+        assert list(LockClaim.objects.values_list("version", flat=True)) == [1003]
+        assert rows.now("stock:7").state == "free"
+        assert len(log()) == 3
+
+    def test_a_dead_claim_can_be_removed_from_the_queue(self, releaser):
+        """The button next to a claim without a heartbeat removes the claim.
+
+        A live claim has no button and stays.
+        """
+        rows.held("busy")
+        live = rows.waits("busy")
+        dead = rows.dead("busy", holder="web-9:1:t")
+        (button,) = [
+            one
+            for one in self.buttons(page(releaser.get(detail("busy"))))
+            if one["only"][0] != "1000"
+        ]
+        form = fields(page(releaser.post(LIST, button)))
+        assert form["version"] == [f"claim:{dead.pk}"]
+        page(releaser.post(LIST, form, follow=True))
+        assert list(LockClaim.objects.values_list("pk", flat=True)) == [live.pk]
+        assert counters("busy") == (1, 0)
+        assert log()[0][2].startswith(
+            "Removed a dead claim from the queue: web-9:1:t (198.51.100.8), waiting"
+            " for "
+        )
+        assert "its heartbeat has resumed" in told(
+            act(releaser, FORCE, "busy", version=f"claim:{live.pk}")
+        )
+        assert counters("busy") == (1, 0)
+
+    @pytest.mark.front
+    @pytest.mark.parametrize(
+        "version", ["share:x", "lock:1000", "share:", "x:1", "share:1:2"]
+    )
+    def test_an_inconsistent_confirmation_ends_no_hold(self, releaser, version):
+        """An inconsistent confirmation changes nothing."""
+        rows.free("a")
+        rows.shares("a", 1001)
+        assert "Nothing was changed" in told(act(releaser, FORCE, "a", version=version))
+        assert LockClaim.objects.exists()
+
+    @pytest.mark.front
+    @pytest.mark.parametrize(
+        "version", ["share:1000", "claim:1001", "share:" + "9" * 40, "claim:-1", "1000"]
+    )
+    def test_a_guessed_token_releases_nothing(self, releaser, version):
+        """Without the token there is no release.
+
+        The version of a shared key does not release it as a whole.
+        """
+        rows.free("a")
+        rows.shares("a", 1001)
+        act(releaser, FORCE, "a", version=version)
+        assert LockClaim.objects.exists()
+        assert not log()
+
+    @pytest.mark.front
+    @pytest.mark.parametrize("name", ["viewer", "clearer"])
+    def test_ending_a_shared_hold_needs_the_permission(self, request, name):
+        """Without the permission, neither a button nor a forged request works."""
+        rows.free("a")
+        rows.shares("a", 1001)
+        client = request.getfixturevalue(name)
+        assert not self.buttons(page(client.get(detail("a"))))
+        act(client, FORCE, "a", version="share:1001")
+        act(client, FORCE, "a", only="share:1001")
+        assert LockClaim.objects.exists()
+
+    def test_the_stale_action_ends_stale_holds_and_dead_claims(self, clearer):
+        """'Clear stale locks' ends everything stale on the selected keys.
+
+        Live holds and claims are unchanged.
+        """
+        rows.free("catalogue")
+        rows.shares("catalogue", 1001)
+        rows.stale_share("catalogue", 1002)
+        rows.held("busy")
+        rows.dead("busy")
+        rows.stale("stale")
+        rows.stale_share("other", 1003)
+        text = told(act(clearer, CLEAR, "catalogue", "busy", "stale"))
+        assert "2 stale locks were cleared: catalogue, stale" in text
+        assert "1 dead claim was removed from the queue: busy" in text
+        assert "left unchanged" not in text
+        assert sorted(LockClaim.objects.values_list("version", flat=True)) == [
+            1001,
+            1003,
+        ]
+        assert (counters("catalogue"), counters("busy")) == ((0, 1), (0, 0))
+        assert rows.now("busy").version == 1000
+        assert {
+            entry[1]: entry[2].split(" held by ")[0].split(": ")[0] for entry in log()
+        } == {
+            "catalogue": "Cleared the stale shared lock",
+            "busy": "Removed a dead claim from the queue",
+            "stale": "Cleared the stale lock",
+        }
+
+    def test_the_page_of_a_stale_lock_has_a_clear_button(self, clearer):
+        """The page of a stale lock has a button to clear it."""
+        rows.free("a")
+        assert CLEAR not in page(clearer.get(detail("a")))
+        rows.stale_share("a", 1001)
+        text = page(clearer.get(detail("a")))
+        (form,) = [
+            fields(form)
+            for form in re.findall(r"<form.*?</form>", text, re.DOTALL)
+            if CLEAR in form
+        ]
+        assert "1 stale lock was cleared: a" in told(
+            page(clearer.post(LIST, form, follow=True))
+        )
+        assert rows.now("a").state == "free"
+
+
+@pytest.mark.django_db(transaction=True)
+class TestTheLineMovesOn:
+    @pytest.fixture(params=["default", "optimistic", "insert"])
+    def using(self, request):
+        return request.param
+
+    def test_a_forced_release_notifies_the_first_waiter(
+        self, using, releaser, workers, until
+    ):
+        """A waiter acquires the key as soon as its release is forced.
+
+        It does not wait for the end of the lease.
+        """
+        (waiter,) = workers(1)
+        mine = db_lock("stock:7", using=using, renew=False, ttl=600).acquire()
+        waiter.start(jobs.hold, "stock:7", using=using, timeout=60)
+        until(lambda: mine.queue_length() == 1)
+        page(releaser.post(LIST, fields(act(releaser, FORCE, "stock:7")), follow=True))
+        assert waiter.hear(10) > mine.token
+        with pytest.raises(LockLost):
+            mine.release()
+        waiter.tell()
+        assert waiter.hear() == "released"
+
+    def test_an_ended_shared_hold_admits_the_next_waiter(
+        self, using, releaser, workers, until
+    ):
+        """A waiter acquires a permit as soon as a shared hold is ended.
+
+        The previous holder gets an error.
+        """
+        (waiter,) = workers(1)
+        lock = db_semaphore("api", permits=1, using=using, renew=False, ttl=600)
+        mine = lock.acquire()
+        waiter.start(jobs.hold_permit, "api", using=using, timeout=60, permits=1)
+        until(lambda: mine.queue_length() == 1)
+        act(releaser, FORCE, "api", version=f"share:{mine.token}")
+        assert waiter.hear(10) > mine.token
+        assert (counters("api"), len(log())) == ((0, 1), 1)
+        with pytest.raises(LockLost):
+            mine.release()
+        waiter.tell()
+        assert waiter.hear() == "released"
+
+    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    def test_a_waiter_is_notified_when_the_request_commits(self, workers, until):
+        """With ATOMIC_REQUESTS, the first waiter acquires the key at the commit."""
+        (waiter,) = workers(1)
+        mine = db_lock("stock:7", renew=False, ttl=600).acquire()
+        waiter.start(jobs.hold, "stock:7", timeout=60)
+        until(lambda: mine.queue_length() == 1)
+        with transaction.atomic():
+            assert backends["default"].clear("stock:7", mine.token)
+            assert not waiter.pipe.poll(0.5)
+        assert waiter.hear(10) > mine.token
+        with pytest.raises(LockLost):
+            mine.release()
+        waiter.tell()
+        assert waiter.hear() == "released"
+
+    def test_a_removed_claim_admits_the_next_waiter(self, doomed, workers, until):
+        """The claim of a stopped process is removed.
+
+        When the process continues, it queues again and waits for its turn.
+        """
+        (second,) = workers(1)
+        first = doomed()
+        with db_lock("stock:7") as mine:
+            first.start(jobs.hold, "stock:7", timeout=60)
+            until(lambda: mine.queue_length() == 1)
+            second.start(jobs.hold, "stock:7", timeout=60)
+            until(lambda: mine.queue_length() == 2)
+            first.stop()
+            until(lambda: mine.queue_length() == 1)
+            (dead,) = LockClaim.objects.by_clock().filter(state="dead")
+            operations.take_out(backends["default"], "stock:7", dead.pk)
+            assert counters("stock:7") == (1, 0)
+            first.resume()
+            until(lambda: mine.queue_length() == 2)
+            assert {claim.pk for claim in LockClaim.objects.all()} >= {dead.pk}
+        token = first.hear()
+        first.tell()
+        assert second.hear() > token
+        second.tell()
+        assert (first.hear(), second.hear()) == ("released", "released")
+        until(lambda: counters("stock:7") == (0, 0))
+
+
+@pytest.mark.django_db(transaction=True)
+class TestRaces:
+    def test_the_reaper_ends_no_renewed_shared_hold(self, workers):
+        """A shared hold that is renewed in time is never lost.
+
+        It makes no difference how often the reaper runs.
+        """
+        holders, reaper = workers(3)[:2], workers(3)[2]
+        for holder in holders:
+            holder.start(jobs.hold_permit, "api", using="brisk", permits=2, ttl=6.0)
+            holder.hear()
+        reaper.start(jobs.reap, seconds=5.0, using="brisk")
+        assert reaper.hear() == 0
+        assert counters("api") == (0, 2)
+        for holder in holders:
+            holder.tell()
+            assert holder.hear() == "released"
+
+    def test_the_reaper_removes_no_live_waiter(self, workers, tmp_path):
+        """Reaping and purging lose no position, no counter and no lock.
+
+        Other processes queue and share keys meanwhile.
+        """
+        path = tmp_path / "counter"
+        path.write_text("0 0")
+        *counting, reaper = workers(4)
+        reaper.start(jobs.reap, seconds=4.0, idle_for=0.0)
+        for worker in counting:
+            worker.start(
+                jobs.count, str(path), "stock:7", times=60, scope="lease", timeout=60
+            )
+        tokens = [token for worker in counting for token in worker.hear()]
+        reaper.hear()
+        assert len(set(tokens)) == 180
+        assert path.read_text().split()[0] == "180"
+        assert not LockClaim.objects.exists()
+
+    def test_a_refused_turn_does_not_end_the_wait(self, monkeypatch, workers, until):
+        """A notified caller is refused, because the reaper has the row just then.
+
+        It still waits for its turn in the queue.
+        """
+        (holder,) = workers(1)
+        backend = backends["default"]
+        queue = backend.enqueue
+        monkeypatch.setattr(
+            backend, "enqueue", lambda *args: queue(*args) and Ticket(must_retry=True)
+        )
+        holder.start(jobs.hold, "stock:7")
+        token = holder.hear()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(take_and_give_back, "stock:7", timeout=50)
+            until(lambda: counters("stock:7") == (1, 0))
+            holder.tell()
+            hold = waiting.result(60)
+        assert hold.token > token
+        assert hold.waited < 20
+        assert holder.hear() == "released"
+
+    @pytest.mark.engine("postgresql", "mariadb", "mysql")
+    def test_maintenance_does_not_wait_for_a_transaction(
+        self, in_other_thread, releaser
+    ):
+        """Commands and the admin do not wait for a transaction.
+
+        They report it and change nothing.
+        """
+        rows.free("api")
+        rows.stale_share("api", 1001)
+        dead = rows.dead("api")
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="api")
+            assert in_other_thread(run, "reap_locks") == "0 stale locks cleared.\n"
+            for version in ("share:1001", f"claim:{dead.pk}"):
+                assert "held by an open transaction" in told(
+                    in_other_thread(act, releaser, FORCE, "api", version=version)
+                )
+            message = in_other_thread(
+                refused, "clear_lock", "api", "--all-shares", "--yes"
+            )
+            assert "held by an open transaction" in message
+        assert LockClaim.objects.count() == 2
+        assert run("reap_locks") == "1 stale lock cleared.\n"
+
+
+@pytest.mark.front
+@pytest.mark.django_db(transaction=True)
+def test_a_shared_key_shows_a_live_holder():
+    """The holder of a shared key is a live one rather than a dead one."""
+    with db_rwlock("catalogue", timeout=0).read() as hold:
+        rows.stale_share("catalogue", 900, holder="gone:1:t", id=-1)
+        holder = db_lock("catalogue").holder()
+        assert (holder.token, holder.stale) == (hold.token, False)
+    LockClaim.objects.filter(version=900).delete()
+    assert db_lock("catalogue").holder() is None

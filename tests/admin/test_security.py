@@ -1,0 +1,855 @@
+"""Permissions, the audit log, and data that must stay hidden."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import AnonymousUser, User
+from django.core.checks import run_checks
+from django.test import Client
+from django.urls import reverse
+from django.utils import timezone
+
+from dlocks import (
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockStale,
+    LockTimeout,
+    db_lock,
+    user_key,
+)
+from dlocks.testing import lose
+from tests import rows
+from tests.admin.test_admin import (
+    CLEAR,
+    FORCE,
+    LIST,
+    act,
+    actions,
+    boss,
+    clearer,
+    detail,
+    fields,
+    log,
+    page,
+    person,
+    releaser,
+    told,
+    viewer,
+)
+from tests.admin.test_control_room import ended
+from tests.internals import LockClaim, ResourceLock, audit, backends, shown_holder
+from tests.management.test_commands import answer, nobody_there, refused, run
+
+pytestmark = pytest.mark.front
+
+__all__ = ["answer", "boss", "clearer", "nobody_there", "releaser", "viewer"]
+
+ROOT = Path(__file__).parent.parent.parent
+
+# Characters that would end a line of a log, colour it, or reverse it.
+HOSTILE = "x\r\nINFO forged\x1b[31m\x85\u2028\u202e'\""
+
+database = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def audited(caplog):
+    """Return a function that returns the audit records so far."""
+    caplog.set_level(logging.INFO, logger="dlocks.audit")
+    return lambda: [
+        record for record in caplog.records if record.name == "dlocks.audit"
+    ]
+
+
+def facts(record) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if name.startswith(("audit_", "lock_"))
+    }
+
+
+@database
+class TestReason:
+    def test_a_forced_release_is_in_both_logs_with_its_reason(self, releaser, audited):
+        """The admin log and one audit line record the release.
+
+        The line names the user, the action, the lock, its token, its holder and the
+        reason.
+        """
+        rows.held("stock:7")
+        form = {**fields(act(releaser, FORCE, "stock:7")), "reason": "  deploy hung  "}
+        page(releaser.post(LIST, form, follow=True))
+        (entry,) = log()
+        assert entry[:2] == ("releaser", "stock:7")
+        assert entry[2].endswith("Reason: deploy hung")
+        (record,) = audited()
+        assert record.levelno == logging.INFO
+        assert (
+            record.getMessage()
+            == "force_release lock 'stock:7', token 1000, of 'web-1:4711:MainThread'"
+            " (192.0.2.7), by 'releaser' via admin: 'deploy hung'"
+        )
+        assert facts(record) == {
+            "audit_action": "force_release",
+            "audit_kind": "lock",
+            "audit_by": "releaser",
+            "audit_via": "admin",
+            "audit_reason": "deploy hung",
+            "lock_key": "stock:7",
+            "lock_token": 1000,
+            "lock_holder": "web-1:4711:MainThread",
+            "lock_owner_ip": "192.0.2.7",
+        }
+
+    @pytest.mark.parametrize(
+        ("reason", "error"),
+        [(None, "Enter a reason"), ("", "Enter a reason"),
+         (" \t\u00a0\u3000", "Enter a reason"),
+        ("\u200b\u2060", "Enter a reason"),
+         ("x" * 201, "at most 200"), ("a\nb", "one line"), ("a\u2028b", "one line"),
+         ("a\x00b", "one line")],
+    )  # fmt: skip
+    def test_a_missing_reason_shows_the_page_again(
+        self, releaser, audited, reason, error
+    ):
+        """The page keeps its targets and input, with the error next to the field."""
+        rows.held("a")
+        rows.free("b")
+        rows.shares("b", 1001)
+        rows.held("c")
+        dead = rows.dead("c")
+        form = fields(act(releaser, FORCE, "a", "b"))
+        form["_selected_action"].append("c")
+        form["version"].append(f"claim:{dead.pk}")
+        del form["reason"]
+        text = page(
+            releaser.post(LIST, form if reason is None else {**form, "reason": reason})
+        )
+        assert re.search(
+            rf'<ul class="errorlist" id="id_reason_error"><li>[^<]*{error}', text
+        )
+        assert 'aria-describedby="id_reason_error id_reason_help"' in text
+        again = fields(text)
+        assert again["_selected_action"] == ["a", "b", "c"]
+        assert again["version"] == ["1000", "share:1001", f"claim:{dead.pk}"]
+        assert (rows.now("a").version, LockClaim.objects.count()) == (1000, 2)
+        assert (log(), audited()) == ([], [])
+        told_of = told(page(releaser.post(LIST, again, follow=True)))
+        assert "The release of 2 locks was forced: a, b" in told_of
+        assert "1 dead claim was removed from the queue: c" in told_of
+        assert [facts(record)["audit_action"] for record in audited()] == [
+            "force_release", "force_release", "take_out",
+        ]  # fmt: skip
+
+    def test_the_page_shown_again_keeps_its_targets(self, releaser):
+        """A second confirmation does not release a lock that has changed hands."""
+        rows.held("a")
+        form = {**fields(act(releaser, FORCE, "a")), "reason": ""}
+        ResourceLock.objects.filter(pk="a").update(version=1001)
+        text = page(releaser.post(LIST, form))
+        assert "changed in the meantime" in text
+        assert fields(text)["version"] == ["1000"]
+        assert "acquired by another holder in the meantime" in told(
+            page(releaser.post(LIST, fields(text), follow=True))
+        )
+        assert rows.now("a").version == 1001
+
+    @pytest.mark.parametrize(
+        "version", ["9" * 40, "-1", "share:" + "9" * 40, "claim:0"]
+    )
+    def test_a_forged_target_is_shown_as_changed(self, releaser, version):
+        rows.held("a")
+        for key in ("a", "gone", "\0"):
+            text = page(
+                releaser.post(
+                    LIST,
+                    {"action": FORCE, "_selected_action": [key], "version": [version]},
+                )
+            )
+            assert "changed in the meantime" in text
+
+    def test_an_entered_reason_is_escaped(self, releaser):
+        rows.held("a")
+        text = page(
+            releaser.post(
+                LIST,
+                {
+                    **fields(act(releaser, FORCE, "a")),
+                    "reason": '"><script>' + "x" * 200,
+                },
+            )
+        )
+        assert "<script>x" not in text
+        assert "&quot;&gt;&lt;script&gt;x" in text
+
+    def test_clearing_a_stale_lock_needs_no_reason(self, clearer, audited):
+        """Clearing a stale lock requires no reason."""
+        rows.stale("a")
+        act(clearer, CLEAR, "a")
+        assert log()[0][2].endswith("Reason: stale")
+        assert facts(audited()[0])["audit_action"] == "clear"
+        assert facts(audited()[0])["audit_reason"] == "stale"
+
+    def test_a_refused_clearing_is_not_audited(self, releaser, clearer, audited):
+        rows.held("a")
+        act(releaser, FORCE, "a", version="999")
+        act(clearer, CLEAR, "a")
+        assert audited() == []
+
+    def test_the_command_requires_a_reason_for_live_holds(self, audited):
+        """It refuses before it asks for a confirmation or changes anything."""
+        rows.held("a")
+        rows.free("b")
+        rows.shares("b", 1001)
+        assert "--reason TEXT" in refused("clear_lock", "a", "--yes")
+        assert "--reason TEXT" in refused("clear_lock", "b", "--all-shares", "--yes")
+        for reason in ("", " ", "a\nb", "x" * 201):
+            assert "eason" in refused("clear_lock", "a", "--yes", "--reason", reason)
+        assert (rows.now("a").version, LockClaim.objects.count(), audited()) == (
+            1000,
+            1,
+            [],
+        )
+        run("clear_lock", "a", "--yes", "--reason", "deploy hung")
+        run("clear_lock", "b", "--all-shares", "--yes", "--reason", "its host is gone")
+        lock, share = map(facts, audited())
+        assert (lock["audit_action"], lock["audit_kind"], lock["lock_token"]) == (
+            "force_release",
+            "lock",
+            1000,
+        )
+        assert (share["audit_kind"], share["lock_token"]) == ("share", 1001)
+        assert (lock["audit_reason"], share["audit_reason"]) == (
+            "deploy hung",
+            "its host is gone",
+        )
+        assert lock["audit_by"] == audit.operator()
+        assert lock["audit_via"] == "clear_lock"
+
+    def test_the_command_clears_stale_locks_without_a_reason(self, audited):
+        rows.stale("a")
+        rows.stale("b")
+        run("clear_lock", "a", "--yes")
+        run("clear_lock", "b", "--yes", "--reason", "seen to by hand")
+        assert [facts(record)["audit_reason"] for record in audited()] == [
+            "stale",
+            "seen to by hand",
+        ]
+
+    def test_a_stale_lock_that_is_renewed_meanwhile_needs_a_reason(self, answer):
+        """Its holder has renewed it. The version is the same, but it is held."""
+        rows.stale("a")
+        answer(
+            "y",
+            before=lambda: ResourceLock.objects.filter(pk="a").update(
+                end_time=rows.FUTURE
+            ),
+        )
+        assert "not stale" in refused("clear_lock", "a")
+        assert rows.now("a").version == 1000
+
+    def test_the_reaper_audits_only_a_run_with_changes(self, audited):
+        rows.stale("a")
+        rows.stale("b")
+        rows.free("old")
+        run("reap_locks", "--idle-for", "1d", "--dry-run")
+        assert audited() == []
+        run("reap_locks", "--idle-for", "1d")
+        run("reap_locks", "--idle-for", "1d")
+        (record,) = audited()
+        known = facts(record)
+        assert (known["audit_action"], known["audit_freed"], known["audit_deleted"],
+            known["audit_forgotten"]) == (
+            "reap", 2, 1, 0,
+        )  # fmt: skip
+        assert record.getMessage().startswith(
+            "reap of 'default': 2 cleared, 1 unused rows deleted, 0 records deleted"
+        )
+
+    def test_the_reaper_audits_its_changes_before_a_failure(self, audited, monkeypatch):
+        rows.stale("a")
+
+        def fail(*arguments, **options):
+            raise LockBackendError("permission denied for table dlocks_holdrecord")
+            yield
+
+        monkeypatch.setattr(backends["default"], "delete_older_than", fail)
+        assert "permission denied" in refused("reap_locks")
+        (record,) = audited()
+        assert facts(record)["audit_freed"] == 1
+
+    def test_hostile_values_cannot_forge_an_audit_line(self, audited):
+        """Any key, holder or user name leaves the audit on one line.
+
+        The owner is not in the line.
+        """
+        rows.held(HOSTILE, holder=HOSTILE, owner=rows.OWNER)
+        user = User.objects.create_superuser(HOSTILE, password="x")
+        client = Client()
+        client.force_login(user)
+        form = {
+            **fields(act(client, FORCE, HOSTILE)),
+            "reason": "why\u202e' via admin: 'x",
+        }
+        assert "The release of 1 lock was forced" in told(
+            page(client.post(LIST, form, follow=True))
+        )
+        (record,) = audited()
+        line = record.getMessage()
+        assert line.isprintable()
+        assert len(line.splitlines()) == 1
+        assert "\\r\\nINFO forged\\x1b" in line
+        assert rows.OWNER[:8] not in line + str(facts(record))
+        assert log()[0][2].isprintable()
+
+    def test_a_clearing_that_is_rolled_back_is_not_audited(
+        self, clearer, audited, monkeypatch
+    ):
+        """If each request is a transaction, only committed actions are audited."""
+        from django.db import connection
+
+        from tests.internals import ResourceLockAdmin
+
+        def fail(*args, **kwargs):
+            raise ZeroDivisionError
+
+        rows.stale("a")
+        monkeypatch.setitem(connection.settings_dict, "ATOMIC_REQUESTS", True)
+        with monkeypatch.context() as patch:
+            patch.setattr(ResourceLockAdmin, "message_user", fail)
+            with pytest.raises(ZeroDivisionError):
+                act(clearer, CLEAR, "a")
+        assert (rows.now("a").version, log(), audited()) == (1000, [], [])
+        act(clearer, CLEAR, "a")
+        assert len(audited()) == len(log()) == 1
+
+
+PURGE = "delete_unused_rows"
+
+ROLES = {
+    "nobody": None,
+    "staff": (),
+    "blind": ("clear_resourcelock", "force_release_resourcelock", "purge_resourcelock"),
+    "viewer": ("view_resourcelock",),
+    "clearer": ("view_resourcelock", "clear_resourcelock"),
+    "releaser": ("view_resourcelock", "force_release_resourcelock"),
+    "purger": ("view_resourcelock", "purge_resourcelock"),
+}
+MAY = {"clearer": {CLEAR}, "releaser": {FORCE}, "purger": {PURGE}}
+LIVE = LIST + "live/"
+
+
+def somebody(role):
+    return Client() if ROLES[role] is None else person(role, *ROLES[role])
+
+
+@pytest.mark.django_db
+class TestRoles:
+    @pytest.fixture(autouse=True)
+    def table(self):
+        rows.held("held")
+        rows.stale("stale")
+        rows.free("unused")
+
+    def untouched(self):
+        return {
+            lock.pk: lock.version for lock in ResourceLock.objects.all()
+        } == dict.fromkeys(("held", "stale", "unused"), 1000)
+
+    @pytest.mark.parametrize("role", ROLES)
+    def test_each_role_sees_only_permitted_pages(self, role):
+        """The view permission is required to see locks.
+
+        An action is offered only to users with its permission.
+        """
+        client = somebody(role)
+        sees = "view_resourcelock" in (ROLES[role] or ())
+        for address in (
+            LIST,
+            detail("held"),
+            LIVE,
+            LIVE + "?part=now",
+            LIVE + "?part=past",
+        ):
+            response = client.get(address)
+            if ROLES[role] is None:
+                assert (response.status_code, "/login/" in response.url) == (302, True)
+            else:
+                assert response.status_code == (200 if sees else 403)
+        if sees:
+            assert actions(page(client.get(LIST))) == MAY.get(role, set())
+            text = page(client.get(detail("held"))) + page(client.get(LIVE))
+            assert ("Force release" in text) is (role == "releaser")
+            assert ("Clear stale locks" in page(client.get(detail("stale")))) is (
+                role == "clearer"
+            )
+
+    @pytest.mark.parametrize("role", ROLES)
+    @pytest.mark.parametrize("action", [CLEAR, FORCE, PURGE])
+    def test_a_forged_request_needs_the_permission(self, role, action):
+        """A forged form changes nothing for a user without the permission."""
+        client = somebody(role)
+        allowed = action in MAY.get(role, set())
+        target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
+        form = {
+            "action": action,
+            "_selected_action": [target],
+            "version": ["1000"],
+            "reason": "why",
+        }
+        client.post(LIST, form)
+        for address in (
+            detail("held"),
+            LIST + "add/",
+            LIVE,
+            detail("held").replace("/change/", "/delete/"),
+        ):
+            client.post(address, form)
+        assert self.untouched() is not allowed
+        assert len(log()) == allowed
+
+    @pytest.mark.parametrize("role", [role for role in ROLES if role in MAY])
+    def test_a_form_without_a_csrf_token_does_nothing(self, role):
+        """Every request that changes something needs the site's CSRF token."""
+        client = somebody(role)
+        strict = Client(
+            enforce_csrf_checks=True, headers={"referer": "http://testserver/"}
+        )
+        strict.cookies = client.cookies
+        (action,) = MAY[role]
+        target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
+        form = {
+            "action": action,
+            "_selected_action": [target],
+            "version": ["1000"],
+            "reason": "why",
+        }
+        assert strict.post(LIST, form).status_code == 403
+        assert (
+            strict.post(LIST, {**form, "csrfmiddlewaretoken": "x" * 64}).status_code
+            == 403
+        )
+        assert self.untouched()
+        token = fields(page(strict.get(LIST)))["csrfmiddlewaretoken"][0]
+        assert (
+            strict.post(LIST, {**form, "csrfmiddlewaretoken": token}).status_code == 302
+        )
+        assert not self.untouched()
+
+    @pytest.mark.parametrize("action", [CLEAR, FORCE, PURGE])
+    def test_get_requests_change_nothing(self, boss, action):
+        """A GET request changes nothing, even with all form fields in the address."""
+        target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
+        form = {
+            "action": action,
+            "_selected_action": target,
+            "version": "1000",
+            "reason": "why",
+        }
+        for address in (LIST, detail(target), LIVE):
+            for method in (boss.get, boss.head):
+                method(address, form)
+        assert self.untouched()
+        assert log() == []
+
+
+@database
+class TestPurge:
+    @pytest.fixture
+    def purger(self, transactional_db):
+        return person("purger", "view_resourcelock", "purge_resourcelock")
+
+    @pytest.mark.storage
+    def test_unused_rows_are_deleted_after_a_confirmation(self, purger, audited):
+        """Only rows that have been free for a day are deleted.
+
+        The deletion is in both logs.
+        """
+        rows.free("old")
+        rows.write("recent", rows.S, timezone.now())
+        rows.held("held")
+        rows.stale("stale")
+        text = act(purger, PURGE, "old", "recent", "held", "stale", "gone")
+        assert "4 selected locks are in use" in text
+        form = fields(text)
+        assert (form["_selected_action"], form["version"]) == (["old"], ["1000"])
+        assert ResourceLock.objects.count() == 4
+        assert "1 row was deleted: old" in told(
+            page(purger.post(LIST, form, follow=True))
+        )
+        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
+            "held",
+            "recent",
+            "stale",
+        ]
+        assert log() == [("purger", "old", "Deleted the row of the unused key.")]
+        assert facts(audited()[0])["audit_action"] == "purge"
+        assert facts(audited()[0])["audit_reason"] == "unused"
+        assert "the row no longer exists" in told(
+            page(purger.post(LIST, form, follow=True))
+        )
+
+    @pytest.mark.storage
+    @pytest.mark.parametrize(
+        "change",
+        ["version", "taken", "waited for", "shared", "just used", "a claim uncounted"],
+    )
+    def test_a_row_in_use_is_not_deleted(self, purger, change):
+        """Any change since the page was shown counts, also with a forged form."""
+        rows.free("a")
+        form = fields(act(purger, PURGE, "a"))
+        if change == "waited for":
+            rows.dead("a")
+        elif change == "shared":
+            rows.shares("a", 1001)
+        elif change == "a claim uncounted":
+            rows.dead("a")
+            ResourceLock.objects.update(waiters=0)
+        else:
+            changed = {
+                "version": {"version": 1001},
+                "taken": {"status": "P"},
+                "just used": {"end_time": timezone.now()},
+            }
+            ResourceLock.objects.update(**changed[change])
+        text = told(page(purger.post(LIST, form, follow=True)))
+        assert "1 lock was left unchanged (" in text
+        assert ResourceLock.objects.exists()
+        assert not log()
+
+    @pytest.mark.parametrize(
+        "version", ["x", "", "share:1000", "claim:1", "9" * 40, "-1"]
+    )
+    def test_a_forged_version_deletes_nothing(self, purger, version):
+        rows.free("a")
+        for key in ("a", "\0", "gone"):
+            act(purger, PURGE, key, version=version)
+        assert ResourceLock.objects.exists()
+
+    def test_the_token_after_a_purge_is_larger(self, purger, in_other_thread):
+        """A key whose row was deleted is still the same key."""
+        rows.free("a", version=10**15)
+        page(purger.post(LIST, fields(act(purger, PURGE, "a")), follow=True))
+        assert not ResourceLock.objects.exists()
+        with db_lock("a") as hold:
+            assert hold.token > 10**15
+
+    def test_a_row_with_a_version_in_the_future_is_kept(self, purger):
+        rows.free("a", version=2**62)
+        act(purger, PURGE, "a", version=str(2**62))
+        assert ResourceLock.objects.exists()
+
+    def test_a_purge_of_used_keys_deletes_nothing(self, purger):
+        rows.held("a")
+        assert "None of the selected keys has been unused" in told(
+            act(purger, PURGE, "a", "\0")
+        )
+
+
+# Values that are unlike anything else on a page.
+HOST, ADDRESS = "qx7host", "203.0.113.77"
+HOLDER = f"{HOST}:48151:Qx7Thread"
+
+
+@pytest.fixture
+def hides(settings):
+    settings.DLOCKS_SHOW_HOLDER = False
+    settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+
+
+def topology(text) -> list[str]:
+    return [part for part in (HOST, "48151", "Qx7Thread", ADDRESS) if part in text]
+
+
+def every_page(client) -> dict[str, str]:
+    """Return all admin pages about locks, and the result of each action."""
+    who = {"holder": HOLDER, "owner_ip": ADDRESS}
+    for key in ("held", "held too", "waited for"):
+        rows.held(key, **who)
+    rows.stale("stale", **who)
+    rows.free("free", **who)
+    for key in ("shared", "shared too"):
+        rows.free(key, **who)
+    tokens = {"shared": 1001, "shared too": 1002}
+    for key, token in tokens.items():
+        rows.shares(key, token, **who)
+    rows.stale_share("shared", 1003, **who)
+    rows.waits("waited for", **who)
+    dead = rows.dead("waited for", **who)
+    ended("held", **who)
+    pages = {
+        address: page(client.get(address))
+        for address in (LIST, LIVE, LIVE + "?part=now", LIVE + "?part=past")
+    }
+    for key in ("held", "stale", "free", "shared", "waited for"):
+        pages[key] = page(client.get(detail(key)))
+        pages[f"room of {key}"] = page(client.get(LIVE, {"key": key}))
+    pages["purge"] = act(client, PURGE, "free")
+    pages["clear"] = act(client, CLEAR, "stale", "held too", "shared")
+    asked = pages["confirm"] = act(client, FORCE, "held", "held too", "shared too")
+    pages["without a reason"] = page(client.post(LIST, {**fields(asked), "reason": ""}))
+    pages["released"] = page(client.post(LIST, fields(asked), follow=True))
+    pages["taken out"] = act(client, FORCE, "waited for", version=f"claim:{dead.pk}")
+    for key in ("held", "stale", "waited for", "shared"):
+        pages[f"history of {key}"] = page(
+            client.get(reverse("admin:dlocks_resourcelock_history", args=[quote(key)]))
+        )
+    pages["index"] = page(client.get("/admin/"))
+    return pages
+
+
+@pytest.mark.django_db
+class TestHolders:
+    @pytest.mark.usefixtures("hides")
+    @pytest.mark.parametrize("shown", [False, "hash", None, "True", 1])
+    def test_hidden_holders_are_on_no_page_and_in_no_log(self, boss, settings, shown):
+        """Host, process, thread and IP are on no page and in no message.
+
+        The admin's log does not contain them either.
+        """
+        settings.DLOCKS_SHOW_HOLDER = shown
+        pages = every_page(boss)
+        assert {
+            name: found for name, text in pages.items() if (found := topology(text))
+        } == {}
+        assert topology(str(log())) == []
+        assert len(log()) == 6
+        assert ("holder " if shown == "hash" else "a hidden holder") in pages["confirm"]
+
+    def test_holders_are_shown_by_default(self, boss, settings):
+        """This proves that the previous test checks the right places."""
+        settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+        pages = every_page(boss)
+        unshown = {"index", "purge", "clear", "released", "taken out"}
+        without = {name for name, text in pages.items() if not topology(text)}
+        known = {"shared", "room of stale", "room of free", "room of shared"}
+        known |= {name for name in pages if name.startswith("history of shared")}
+        assert without - unshown <= known
+        assert len(topology(str(log()))) == 4
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("hides")
+    def test_hidden_holders_cannot_be_searched_or_sorted(self, boss):
+        """Neither a search nor the order of the rows reveals a hidden holder."""
+        rows.held("a", holder="z" + HOLDER, owner_ip=ADDRESS)
+        rows.held("b", holder="a" + HOLDER, owner_ip=ADDRESS)
+        for words in (HOST, ADDRESS, "Qx7"):
+            assert "0 results" in page(boss.get(LIST, {"q": words}))
+        for order in ("3", "-3"):
+            text = page(boss.get(LIST, {"o": order}))
+            assert text.index(">a</bdi>") < text.index(">b</bdi>")
+
+    def test_holder_hashes_are_distinct_and_keyed(self, settings):
+        """The same holder has the same hash. Another secret gives another hash."""
+        settings.DLOCKS_SHOW_HOLDER = "hash"
+        one = shown_holder(HOLDER)
+        assert one == shown_holder(HOLDER) != shown_holder(HOLDER + "2")
+        settings.SECRET_KEY = "another"
+        assert shown_holder(HOLDER) != one
+
+    @pytest.mark.parametrize("shown", [True, False, "hash"])
+    def test_valid_show_holder_settings_pass_the_checks(self, settings, shown):
+        settings.DLOCKS_SHOW_HOLDER = shown
+        assert not [message for message in run_checks() if message.id == "dlocks.E008"]
+
+    @pytest.mark.parametrize("shown", [None, "True", 1, [], "name"])
+    def test_invalid_show_holder_settings_fail_the_checks(self, settings, shown):
+        settings.DLOCKS_SHOW_HOLDER = shown
+        assert [
+            repr(shown) in message.msg
+            for message in run_checks()
+            if message.id == "dlocks.E008"
+        ] == [True]
+
+    @pytest.mark.usefixtures("hides")
+    def test_commands_and_the_audit_show_hidden_holders(
+        self, audited, django_capture_on_commit_callbacks
+    ):
+        """Commands and the audit log are for operators of the site."""
+        rows.held("a", holder=HOLDER, owner_ip=ADDRESS)
+        assert len(topology(run("list_locks"))) == 4
+        with django_capture_on_commit_callbacks(execute=True):
+            assert (
+                len(topology(run("clear_lock", "a", "--yes", "--reason", "why"))) == 4
+            )
+        assert len(topology(audited()[0].getMessage())) == 4
+
+
+@database
+class TestErrors:
+    @pytest.mark.parametrize("shown", [True, False, "hash"])
+    def test_error_messages_hide_holders(self, settings, in_other_thread, shown):
+        """The text of an error has no more than the setting allows.
+
+        Its attributes have all values.
+        """
+        settings.DLOCKS_SHOW_HOLDER = shown
+        with db_lock("a") as mine:
+            with pytest.raises(LockTimeout) as busy:
+                in_other_thread(db_lock("a", timeout=0).acquire)
+            with pytest.raises(LockLost) as lost:
+                lose("a")
+                mine.check()
+            me = mine.claim.holder
+            rows.stale("left", holder=me)
+            with pytest.raises(LockStale) as stale:
+                db_lock("left", timeout=0, takeover=False).acquire()
+            with suppress(LockError):
+                mine.release()
+        assert busy.value.holder.holder == stale.value.holder.holder == me
+        assert busy.value.holder.owner_ip
+        for error in (busy.value, lost.value, stale.value, busy.value.holder):
+            assert (me in str(error)) is (shown is True)
+            assert (socket.gethostname() in str(error)) is (shown is True)
+            if isinstance(error, Exception):
+                assert (me in repr(error)) is (shown is True)
+                assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert str(busy.value.holder.owner_ip) not in str(busy.value) or shown is True
+
+
+class TestUserKey:
+    def test_a_user_key_is_readable(self):
+        assert user_key("export", 7, "monthly report") == "export:7:monthly%20report"
+        assert (
+            user_key("export", UUID(int=7))
+            == "export:00000000-0000-0000-0000-000000000007"
+        )
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (("a", "b"), ("a:b",)),
+            (("a", ""), ("a",)),
+            (("", "a"), ("a", "")),
+            (("a%3Ab",), ("a:b",)),
+            (("é",), ("e\u0301",)),
+            (("A",), ("a",)),
+            (("a ",), ("a",)),
+            (("x" * 1000,), ("x" * 999 + "y",)),
+            (("x" * 500, "x" * 500), ("x" * 501, "x" * 499)),
+        ],
+    )
+    def test_different_parts_have_different_keys(self, one, other):
+        assert user_key("n", *one) != user_key("n", *other)
+
+    def test_user_input_cannot_leave_the_namespace(self):
+        """Every key begins with the namespace and a colon.
+
+        User input adds no other colon.
+        """
+        assert user_key("export", "x:../../admin:7\r\n\0").startswith(
+            "export:x%3A..%2F..%2Fadmin%3A7%0D%0A%00"
+        )
+
+    def test_user_input_cannot_imitate_a_shortened_key(self):
+        """The short form of a long key cannot be written as a part."""
+        long = user_key("n", "x" * 1000)
+        assert user_key("n", long.partition(":")[2]) != long
+        assert len(long) == 200
+
+    def test_a_number_and_its_text_have_the_same_key(self):
+        """An id is a number in the row and a string in the address."""
+        assert user_key("n", 7) == user_key("n", "7")
+
+    @pytest.mark.parametrize(
+        "namespace", ["", "a b", "a:b", "7a", "é", "x" * 101, "a\n", "{pk}"],
+    )  # fmt: skip
+    def test_an_invalid_namespace_is_refused(self, namespace):
+        with pytest.raises(ValueError, match="identifier"):
+            user_key(namespace, 7)
+
+    @pytest.mark.parametrize("part", [None, True, 1.5, b"a", ["a"], AnonymousUser()])
+    def test_a_part_of_another_type_is_refused(self, part):
+        """The pk of an anonymous user is not a part either."""
+        with pytest.raises(TypeError, match="part 2 of a key"):
+            user_key("n", 1, part)
+        with pytest.raises(TypeError, match="at least one part"):
+            user_key("n")
+        with pytest.raises(TypeError, match="namespace"):
+            user_key(7, 7)
+
+    @pytest.mark.parametrize(
+        "part", ["x" * 1025, "é" * 513, "\ud800", 10**1025, 10**5000], ids=range(5)
+    )
+    def test_an_invalid_part_is_refused(self, part):
+        with pytest.raises(ValueError):
+            user_key("n", part)
+        assert user_key("n", "é" * 512)
+
+
+@pytest.mark.engine("sqlite")
+class TestAudit:
+    """The output of ``make audit`` for each result of pip-audit."""
+
+    def audit(self, tmp_path, program):
+        (tmp_path / "pip_audit.py").write_text(program)
+        return subprocess.run(
+            [sys.executable, str(ROOT / "scripts/audit.py")],
+            env={"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def report(self, *dependencies):
+        text = json.dumps({"dependencies": dependencies, "fixes": []})
+        return f"import sys\nprint({json.dumps(text)})\n"
+
+    def test_an_audit_without_findings_succeeds(self, tmp_path):
+        done = self.audit(
+            tmp_path, self.report({"name": "django", "version": "5.2", "vulns": []})
+        )
+        assert (done.returncode, done.stdout) == (
+            0,
+            "1 packages, 0 known vulnerabilities.\n",
+        )
+
+    def test_an_audit_with_findings_fails(self, tmp_path):
+        hole = {"id": "CVE-0000-1", "fix_versions": ["5.2.1"]}
+        dependencies = [
+            {"name": "django", "version": "5.2", "vulns": [hole]},
+            {"name": "dlocks", "skip_reason": "distribution marked as editable"},
+        ]
+        done = self.audit(tmp_path, self.report(*dependencies) + "sys.exit(1)")
+        assert done.returncode == 1
+        assert done.stdout.splitlines() == [
+            "django 5.2: CVE-0000-1, fixed in 5.2.1",
+            "1 packages, 1 known vulnerabilities.",
+        ]  # fmt: skip
+
+    def test_an_audit_of_unknown_packages_fails(self, tmp_path):
+        """An index without advisories gives this result."""
+        skipped = {
+            "name": "django",
+            "skip_reason": (
+                "Dependency not found on PyPI and could not be audited: django"
+            ),
+        }
+        done = self.audit(tmp_path, self.report(skipped))
+        assert (done.returncode, done.stdout) == (
+            2,
+            "0 packages, 0 known vulnerabilities.\n",
+        )
+        assert "has no data about: django" in done.stderr
+
+    def test_an_unreachable_advisory_database_fails_the_audit(self, tmp_path):
+        """The failure is not reported as a vulnerability either."""
+        done = self.audit(tmp_path, "import sys\nsys.exit('no route to host')")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "could not be queried" in done.stderr
+        assert "no route to host" in done.stderr

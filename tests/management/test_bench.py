@@ -1,0 +1,298 @@
+"""The command lock_bench: its figures, its cleanup and its error messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from concurrent.futures import BrokenExecutor
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import ProgrammingError
+
+from tests.internals import (
+    HoldRecord,
+    LockClaim,
+    Processes,
+    ResourceLock,
+    lock_bench,
+    samples,
+)
+from tests.processes import living
+
+# The command measures through the common interface and has no SQL of its own.
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+
+ROOT = Path(__file__).parent.parent.parent
+
+BRIEF = ("--seconds", "2", "--processes", "2")
+
+FIGURES = {
+    "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us",
+    "pair_p95_us"},
+    "together": {
+        "grants_per_s", "wait_p50_ms", "wait_p99_ms", "wait_max_ms", "jain",
+        "handover_p50_ms", "handover_p99_ms",
+        "overlaps",
+    },
+}  # fmt: skip
+
+
+def command(*args):
+    return [sys.executable, "-m", "django", "lock_bench", *args]
+
+
+def bench(*args, **environment):
+    """Run the command in its own process, on the database of this test."""
+    return subprocess.run(
+        command(*args),
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+            timeout=100, check=False,
+    )  # fmt: skip
+
+
+def keys_left():
+    return [
+        row
+        for model in (ResourceLock, LockClaim, HoldRecord)
+        for row in model.objects.filter(key_resource__contains="dlocks-bench:")
+    ]
+
+
+# Measurements.
+
+
+def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
+    """The command compares several aliases and leaves no rows in the tables.
+
+    The result is shown on the terminal, and written as JSON.
+    """
+    out = StringIO()
+    aliases = ["default", "insert", "recorded"]
+    file = tmp_path / "bench.json"
+    call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
+    run = json.loads(file.read_text())
+    assert list(run["aliases"]) == aliases
+    assert (run["seconds"], run["processes"], run["hold_ms"]) == (2.0, 2, 1.0)
+    for result in run["aliases"].values():
+        for part, figures in FIGURES.items():
+            assert result[part].keys() == figures
+        assert result["alone"]["take_p50_us"] <= result["alone"]["take_p95_us"]
+        assert result["together"]["grants_per_s"] > 0
+        assert 0.5 <= result["together"]["jain"] <= 1
+        assert result["together"]["overlaps"] == 0
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert [row[0] for row in rows if len(row) == 12] == aliases
+    assert keys_left() == []
+
+
+def test_progress_is_shown_unless_verbosity_is_zero(transactional_db):
+    out = StringIO()
+    call_command("lock_bench", *BRIEF, using=["default"], stdout=out)
+    assert "[1/2] default, one process: " in out.getvalue()
+    assert "[2/2] default, 2 processes: " in out.getvalue()
+    out = StringIO()
+    call_command("lock_bench", *BRIEF, using=["default"], stdout=out, verbosity=0)
+    assert out.getvalue().split()[0] == "ALIAS"
+
+
+def test_backends_for_tests_are_not_compared_across_processes(
+    transactional_db,
+):
+    finished = bench("--using", "memory", "dummy", *BRIEF)
+    assert finished.returncode == 0, finished.stderr
+    assert "memory: excludes callers in the same process only." in finished.stdout
+    assert "dummy: excludes no other caller." in finished.stdout
+
+
+def test_figures_are_computed_from_samples():
+    # Each group of four times is requested, granted, release begins, released. The
+    # second waiter waits for the first one, which returns to the queue. Then nothing
+    # happens for a while.
+    one = array("d", [0, 1, 3, 4, 4, 7, 8, 9])
+    other = array("d", [2, 5, 6, 7, 20, 21, 22, 23])
+    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 0, 30) == [
+        1,
+        1,
+        3,
+        3,
+    ]
+    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 6, 15) == [3]
+    assert samples.grants([one, other], 0, 10) == [2, 1]
+    # The handovers are from 3 to 5 and from 6 to 7. The claim at 20 waits for no other
+    # holder.
+    assert samples.handovers([one, other], 0, 30) == [1, 2]
+    assert samples.overlaps([one, other]) == 0
+
+
+def test_a_lock_that_does_not_exclude_is_detected():
+    long, within, after = (
+        array("d", [0, 1, 9, 9]),
+        array("d", [0, 2, 3, 3]),
+        array("d", [0, 4, 5, 5]),
+    )
+    assert samples.overlaps([long]) == 0
+    assert samples.overlaps([long, within, after]) == 2
+
+
+def test_the_fairness_index_of_known_counts():
+    assert samples.jain([5, 5, 5, 5]) == 1
+    assert samples.jain([20, 0, 0, 0]) == 0.25
+    assert samples.jain([0, 0]) == 0
+
+
+def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path):
+    """One unreachable server does not spoil the comparison of the others."""
+    databases = {
+        "gone": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": str(tmp_path / "no" / "such.sqlite3"),
+        }
+    }
+    pessimistic = "dlocks.backends.database.PessimisticBackend"
+    aliases = {
+        "away": {"BACKEND": pessimistic, "OPTIONS": {"database": "gone"}},
+        "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
+    }
+    finished = bench(
+        "--using", "away", "wrong", "default", *BRIEF,
+        DLOCKS_TEST_DATABASES=json.dumps(databases),
+            DLOCKS_TEST_ALIASES=json.dumps(aliases),
+    )  # fmt: skip
+    assert finished.returncode == 1
+    errors = finished.stderr.splitlines()
+    assert [line.partition(":")[0] for line in errors[-3:]] == [
+        "away",
+        "wrong",
+        "CommandError",
+    ]
+    assert "unable to open database file" in errors[-3]
+    assert "unknown option 'speed'" in errors[-2]
+    assert errors[-1] == "CommandError: 2 of 3 aliases failed. See above."
+    assert "default, 2 processes: " in finished.stdout
+    assert "Traceback" not in finished.stderr
+    assert keys_left() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["--using", "default", "nope"],
+            "DLOCKS has no alias 'nope'. It has 'default', ",
+        ),
+        (["--seconds", "0"], "0 is not between 0.1 and 3600"),
+        (["--seconds", "nan"], "nan is not between"),
+        (["--seconds", "soon"], "'soon' is not a number"),
+        (["--processes", "1"], "1 is not between 2 and 256"),
+        (["--processes", "2.5"], "'2.5' is not a whole number"),
+        (["--hold-ms", "-1"], "-1 is not between 0 and 60000"),
+        (
+            ["--json", "/no/such/place"],
+            "'/no/such/place' cannot be written: No such file",
+        ),
+        (["--json", "/"], "'/' cannot be written: Is a directory"),
+    ],
+)
+def test_an_invalid_argument_is_reported_before_the_benchmark(arguments, complaint):
+    out = StringIO()
+    with pytest.raises(CommandError) as caught:
+        call_command("lock_bench", *arguments, stdout=out)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value).strip()
+    assert out.getvalue() == ""
+
+
+def test_a_missing_settings_module_is_an_error(monkeypatch):
+    monkeypatch.delenv("DJANGO_SETTINGS_MODULE")
+    with pytest.raises(CommandError, match="Set it, or pass --settings"):
+        call_command("lock_bench")
+
+
+def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
+    running = subprocess.Popen(
+        command("--using", "default", "--seconds", "300", "--processes", "2"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # The signal reaches all processes of the command, as Ctrl-C does, but none of
+        # the tests. The default handler is restored, because the tests may ignore the
+        # signal.
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        until(keys_left, 60)
+        os.killpg(running.pid, signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    assert running.returncode == 130, errors
+    assert "Interrupted" in errors
+    assert "Traceback" not in errors
+    until(lambda: not living(running.pid))
+    assert keys_left() == []
+
+
+def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch):
+    """A database role without the right to delete can still run the benchmark."""
+
+    def purge(backend, key):
+        raise ProgrammingError("permission denied for table dlocks_resourcelock\n")
+
+    monkeypatch.setattr(lock_bench, "purge", purge)
+    out, errors = StringIO(), StringIO()
+    call_command("lock_bench", *BRIEF, using=["default"], stdout=out, stderr=errors)
+    assert re.fullmatch(
+        r"default: the rows of 'dlocks-bench:\w+' could not be deleted: permission"
+        r" denied .*\n",
+        errors.getvalue(),
+    )
+    assert "GRANTS" in out.getvalue()
+    ResourceLock.objects.all().delete()
+
+
+# Processes.
+
+
+def has_ended(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_each_process_makes_one_call_and_ends_with_the_block(until):
+    with Processes(2) as processes:
+        numbers = processes.ask(2, 60, os.getpid)
+        assert len(set(numbers)) == 2
+        assert processes.ask(1, 60, os.getpid)[0] in numbers
+    until(lambda: all(map(has_ended, numbers)))
+
+
+def test_a_killed_process_aborts_the_measurement():
+    with Processes(2) as processes:
+        number, _ = processes.ask(2, 60, os.getpid)
+        os.kill(number, signal.SIGKILL)
+        with pytest.raises(BrokenExecutor, match="terminated abruptly"):
+            processes.ask(2, 60, os.getpid)
+
+
+def test_a_process_without_a_reply_times_out_and_ends(until):
+    with Processes(1) as processes:
+        (number,) = processes.ask(1, 60, os.getpid)
+        with pytest.raises(TimeoutError):
+            processes.ask(1, 0.1, time.sleep, 1)
+    until(lambda: has_ended(number))

@@ -1,0 +1,254 @@
+"""The page of an optimistic conflict in a real browser, with and without scripts."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import datetime
+
+import pytest
+from django import forms
+from django.contrib import admin
+from django.contrib.admin.widgets import AdminSplitDateTime, FilteredSelectMultiple
+from django.utils.timezone import get_current_timezone
+
+from dlocks.optimistic.forms import VersionedModelForm
+from tests.admin.test_admin import person
+from tests.models import Article, Comment, Counter
+
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
+
+LIST = "/admin/tests/article/"
+
+
+@pytest.fixture
+def article(transactional_db):
+    return Article.objects.create(title="first", body="text", views=3)
+
+
+@pytest.fixture
+def boss(transactional_db):
+    return person("boss", is_superuser=True)
+
+
+def take(page, label):
+    return page.get_by_role("button", name=f"Use theirs: {label}")
+
+
+def save(page):
+    page.locator("[name=_save]").click()
+
+
+@pytest.mark.parametrize("place", ["page", "inline", "list", "form"])
+def test_one_click_takes_their_value_and_one_more_undoes_it(
+    browser, boss, article, place
+):
+    """Your value stays in the field until you take theirs."""
+    Comment.objects.create(article=article, text="old")
+    name, label = {
+        "page": ("title", "Title"),
+        "inline": ("comments-0-text", "Text"),
+        "list": ("form-0-title", "Title"),
+        "form": ("title", "Title"),
+    }[place]
+    page = browser.page(boss)
+    page.goto(
+        {"list": LIST, "form": f"/article/{article.pk}/"}.get(
+            place, f"{LIST}{article.pk}/change/"
+        )
+    )
+    field = page.locator(f"[name={name}]")
+    field.fill("yours")
+    Article.objects.update(title="theirs")
+    Comment.objects.update(text="theirs")
+    save(page)
+    browser.expect(field).to_have_value("yours")
+    take(page, label).click()
+    browser.expect(field).to_have_value("theirs")
+    page.get_by_role("button", name=f"Use yours: {label}").click()
+    browser.expect(field).to_have_value("yours")
+    take(page, label).click()
+    save(page)
+    browser.expect(page.locator(".dlocks-conflict")).to_have_count(0)
+    shown = Comment if place == "inline" else Article
+    assert str(shown.objects.get()) == "theirs"
+
+
+def test_all_of_theirs_can_be_taken_without_scripts(browser, boss, article):
+    """The page has no dead buttons then, but a link that discards your values."""
+    page = browser.page(boss, java_script_enabled=False)
+    page.goto(f"{LIST}{article.pk}/change/")
+    page.locator("[name=title]").fill("yours")
+    Article.objects.update(title="theirs")
+    save(page)
+    browser.expect(page.locator(".dlocks-take")).not_to_be_visible()
+    page.get_by_role("link", name="Discard my values").click()
+    browser.expect(page.locator("[name=title]")).to_have_value("theirs")
+    save(page)
+    browser.expect(page.locator(".success")).to_be_visible()
+    assert Article.objects.get().title == "theirs"
+
+
+class EveryKindForm(VersionedModelForm):
+    """A field of each kind of control."""
+
+    lists = forms.ModelMultipleChoiceField(
+        Counter.objects.order_by("name"),
+        widget=FilteredSelectMultiple("counters", False),
+    )
+    several = forms.ModelMultipleChoiceField(Counter.objects.order_by("name"))
+    boxes = forms.MultipleChoiceField(
+        choices=[("a", "A"), ("b", "B")], widget=forms.CheckboxSelectMultiple
+    )
+    radio = forms.ChoiceField(
+        choices=[("a", "A"), ("b", "B")], widget=forms.RadioSelect
+    )
+    flag = forms.BooleanField(required=False)
+    moment = forms.SplitDateTimeField(widget=AdminSplitDateTime)
+
+    class Meta:
+        model = Article
+        fields = ["title", "author"]
+
+
+YOURS = {
+    "title": ["yours"],
+    "author": ["Ada"],
+    "lists": ["Ada"],
+    "several": ["Ada"],
+    "boxes": ["a"],
+    "radio": ["a"],
+    "flag": ["on"],
+    "moment_0": ["2026-11-21"],
+    "moment_1": ["12:30:00"],
+}
+THEIRS = {
+    "title": ["theirs"],
+    "author": ["Bob"],
+    "lists": ["Bob", "Cid"],
+    "several": ["Bob", "Cid"],
+    "boxes": ["b"],
+    "radio": ["b"],
+    "flag": [],
+    "moment_0": ["2027-01-02"],
+    "moment_1": ["03:04:05"],
+}
+
+# What the form would send.
+SENT = """() => {
+    const form = document.getElementById("article_form");
+    for (const box of form.querySelectorAll("[id$=_to]")) {
+        window.SelectBox.select_all(box.id);
+    }
+    const sent = {};
+    for (const [name, value] of new FormData(form)) (sent[name] ??= []).push(value);
+    return sent;
+}"""
+
+
+def test_theirs_can_be_taken_in_every_kind_of_control(
+    browser, boss, article, monkeypatch
+):
+    """Choices, lists, boxes, dates and fields with autocompletion have the button."""
+    counters = {
+        name: Counter.objects.create(name=name) for name in ("Ada", "Bob", "Cid")
+    }
+    # The values that are not the model's.
+    stored = {}
+
+    class Form(EveryKindForm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **{**kwargs, "initial": dict(stored)})
+
+    for model, options in (
+        (Counter, {"search_fields": ["name"], "ordering": ["name"]}),
+        (
+            Article,
+            {
+                "form": Form,
+                "autocomplete_fields": ["author"],
+                "fieldsets": None,
+                "inlines": [],
+                "readonly_fields": [],
+            },
+        ),
+    ):
+        for name, value in options.items():
+            monkeypatch.setattr(admin.site.get_model_admin(model), name, value)
+    page = browser.page(boss)
+    page.goto(f"{LIST}{article.pk}/change/")
+    page.locator("[name=title]").fill("yours")
+    page.locator(".field-author .select2").click()
+    page.locator(".select2-results").get_by_text("Ada").click()
+    page.locator("#id_lists_from").select_option(label="Ada")
+    page.locator("#id_lists_add, #id_lists_add_link").first.click()
+    page.locator("[name=several]").select_option(label="Ada")
+    page.locator("[name=boxes][value=a]").check()
+    page.locator("[name=radio][value=a]").check()
+    page.locator("[name=flag]").check()
+    page.locator("[name=moment_0]").fill("2026-11-21")
+    page.locator("[name=moment_1]").fill("12:30:00")
+    Article.objects.update(title="theirs", author=counters["Bob"])
+    both = [counters["Bob"].pk, counters["Cid"].pk]
+    stored.update(
+        lists=both,
+        several=both,
+        boxes=["b"],
+        radio="b",
+        flag=None,
+        moment=datetime(2027, 1, 2, 3, 4, 5, tzinfo=get_current_timezone()),
+    )
+    save(page)
+
+    browser.expect(page.locator(".dlocks-conflict")).to_be_visible()
+
+    def sent():
+        names = {str(one.pk): name for name, one in counters.items()}
+        found = page.evaluate(SENT)
+        return {
+            name: sorted(names.get(value, value) for value in found.get(name, []))
+            for name in YOURS
+        }
+
+    assert sent() == YOURS
+    for name in ("title", "author", "lists", "several", "boxes", "radio", "flag"):
+        take(page, name.capitalize()).click()
+    take(page, "Moment").click()
+    browser.expect(page.locator(".field-author .select2")).to_contain_text("Bob")
+    assert sent() == THEIRS
+
+
+def test_the_comparisons_fit_and_have_one_type_size(browser, boss, article):
+    """The tables of the object and of its inline rows are of the same size.
+
+    This holds at three widths, in both themes.
+    """
+    Comment.objects.create(article=article, text="old")
+    page = browser.page(boss)
+    page.goto(f"{LIST}{article.pk}/change/")
+    page.locator("[name=title]").fill("yours")
+    page.locator("[name=comments-0-text]").fill("yours")
+    Article.objects.update(title="theirs")
+    Comment.objects.update(text="theirs " * 7)
+    save(page)
+    browser.expect(page.locator(".dlocks-conflict")).to_have_count(2)
+    for width, scheme in itertools.product((1280, 1024, 390), ("light", "dark")):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        sizes, right, colors = page.evaluate(MEASURE)
+        assert sizes == ["13px"]
+        assert right <= width
+        assert len(colors) == 1
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# The type sizes of all texts, the right edge, and the colors of the values.
+MEASURE = """() => {
+    const all = [...document.querySelectorAll(".dlocks-conflict *")]
+        .filter((one) => one.matches("p, th, div, button"));
+    const values = all.filter((one) => one.matches("td > div"));
+    return [
+        [...new Set(all.map((one) => getComputedStyle(one).fontSize))],
+        Math.max(...all.map((one) => one.getBoundingClientRect().right)),
+        [...new Set(values.map((one) => getComputedStyle(one).color))],
+    ];
+}"""

@@ -1,0 +1,121 @@
+"""django-simple-history with versioned and fenced models.
+
+It runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.front
+
+ROOT = Path(__file__).parent.parent.parent
+
+CODE = """
+import json
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=[
+        "django.contrib.auth", "django.contrib.contenttypes", "dlocks", "simple_history"
+    ],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+    USE_TZ=True,
+)
+import django; django.setup()
+from django.core.management import call_command
+from django.db import connection, models
+from simple_history.models import HistoricalRecords
+from simple_history.utils import bulk_create_with_history, bulk_update_with_history
+from dlocks.optimistic import FencedModel, VersionedModel, VersionField, microseconds
+
+class Article(VersionedModel):
+    title = models.CharField(max_length=50)
+    history = HistoricalRecords()
+    class Meta:
+        app_label = "dlocks"
+
+class Page(VersionedModel):
+    version = None
+    revision = VersionField(start=microseconds)
+    history = HistoricalRecords()
+    class Meta:
+        app_label = "dlocks"
+
+class Machine(FencedModel):
+    history = HistoricalRecords()
+    class Meta:
+        app_label = "dlocks"
+
+call_command("migrate", verbosity=0)
+with connection.schema_editor() as editor:
+    for model in (Article, Page, Machine):
+        editor.create_model(model)
+        editor.create_model(model.history.model)
+
+def recorded(model, *names):
+    return list(model.history.order_by("history_id").values_list(*names))
+"""
+
+
+@pytest.fixture
+def output():
+    def run(code):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", CODE + code],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_a_history_records_the_version_of_each_write(output):
+    """Versions 1, 2 and 3, another start value and a fence are recorded."""
+    code = """
+article = Article.objects.create(title="a")
+for title in "bc":
+    article.title = title
+    article.save()
+page = Page.objects.create()
+page.save()
+machine = Machine.objects.fenced(7).create()
+machine = Machine.objects.claim(machine.pk, 9)
+machine.save()
+starts = [revision - page.revision for (revision,) in recorded(Page, "revision")]
+articles = recorded(Article, "title", "version")
+print(json.dumps([articles, starts, recorded(Machine, "fence")]))
+"""
+    articles, pages, machines = output(code)
+    assert articles == [["a", 1], ["b", 2], ["c", 3]]
+    assert pages == [-1, 0]
+    assert machines == [[7], [9]]
+
+
+def test_a_history_records_versions_of_writes_in_bulk(output):
+    """Versions of bulk writes are recorded too.
+
+    So is version 0 of a row that is older than the column.
+    """
+    code = """
+articles = bulk_create_with_history([Article(title=title) for title in "xy"], Article)
+bulk_update_with_history(articles, Article, ["title"])
+with connection.cursor() as cursor:
+    cursor.execute("UPDATE dlocks_article SET version = 0")
+old = Article.objects.first()
+Article.history.model.objects.create(
+    id=old.pk, title="old", version=old.version,
+    history_date="2026-01-01T00:00Z", history_type="~",
+)
+print(json.dumps(recorded(Article, "title", "version")))
+"""
+    assert output(code) == [["x", 1], ["y", 1], ["x", 2], ["y", 2], ["old", 0]]

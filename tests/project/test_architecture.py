@@ -1,0 +1,176 @@
+"""The structure of the package: layers, import circles, sizes and words.
+
+The byte budget and the counts of old phrases may only shrink.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import dlocks
+
+pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "dlocks"
+LIMIT_OF_LINES = 400
+# Formatted at 88 columns. The goal is 540,000 bytes.
+LIMIT_OF_BYTES = 1_107_300
+
+# Modules may import from their own layer and from those below. The longest prefix of a
+# module's name decides.
+LAYERS = {
+    0: ["audit", "exceptions", "keys", "runtime.clock", "runtime.threads", "text",
+        "values", "version"],
+    1: [
+        # The interface is below its implementations.
+        "backends.base", "backends.notifiers",
+        "fields", "models", "protocols", "runtime", "signals", "sql", "transactions",
+    ],
+    2: ["backends"],
+    3: ["conf", "core"],
+    4: ["api", "asgi", "checks", "decorators", "election", "history", "operations",
+        "responses", "schedules", "telemetry"],
+    5: ["", "admin", "apps", "bench", "management", "migrations", "optimistic",
+        "pytest_plugin", "testing"],
+}  # fmt: skip
+# Phrases that language reviews rejected.
+PHRASES = (
+    r"\bWho(ever)? (?!is\b|are\b)[a-z]",
+    r"give[ns]? back|given back",
+    r"\bfor ever\b",
+    r"\banew\b",
+    r"\bis told\b",
+    r"so many seconds",
+    r"stands? in line",
+)
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports_of(path):
+    """Yield every module of the package that a file imports.
+
+    This includes imports for type checkers and inside functions.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            found = name if name in MODULES else name.rpartition(".")[0]
+            if found in MODULES:
+                yield found
+
+
+IMPORTS = {name: set(imports_of(path)) - {name} for name, path in MODULES.items()}
+
+
+def layer_of(module):
+    name = module.removeprefix("dlocks").removeprefix(".")
+    known = {prefix: layer for layer, prefixes in LAYERS.items() for prefix in prefixes}
+    while name not in known:
+        name = name.rpartition(".")[0]
+    return known[name]
+
+
+def circles():
+    """Return the sets of modules that import each other, directly or not."""
+
+    def reachable(start):
+        seen, todo = set(), [start]
+        while todo:
+            for name in IMPORTS[todo.pop()] - seen:
+                seen.add(name)
+                todo.append(name)
+        return seen
+
+    reach = {name: reachable(name) for name in MODULES}
+    found = []
+    for name in sorted(MODULES):
+        circle = {other for other in reach[name] if name in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def test_imports_go_down_only():
+    """A layer can be understood without the layers above it."""
+    upward = {
+        (name, other)
+        for name, others in IMPORTS.items()
+        for other in others
+        if layer_of(other) > layer_of(name)
+    }
+
+    assert upward == set()
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    assert circles() == []
+
+
+def test_files_are_short():
+    """A file can be read in one go."""
+    lines = {
+        str(path.relative_to(PACKAGE)): len(path.read_text().splitlines())
+        for path in MODULES.values()
+    }
+
+    assert {
+        name: number for name, number in lines.items() if number > LIMIT_OF_LINES
+    } == {}
+
+
+def test_the_package_keeps_its_byte_budget():
+    size = sum(
+        path.stat().st_size
+        for path in PACKAGE.rglob("*")
+        if path.suffix in {".py", ".sql", ".lua"}
+    )
+
+    assert size <= LIMIT_OF_BYTES
+
+
+def test_internals_are_imported_in_one_place():
+    """If a module moves, only one file of the tests has to change."""
+    public = ("dlocks", "dlocks.optimistic", "dlocks.testing", "dlocks.asgi")
+    found = {
+        (str(path.relative_to(ROOT)), node.module)
+        for path in ROOT.glob("tests/**/*.py")
+        if path.name != "typed_usage.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dlocks")
+        if not f"{node.module}.".startswith(tuple(f"{name}." for name in public[1:]))
+        if node.module != "dlocks"
+        or {name.name for name in node.names} - {*dlocks.__all__, "optimistic"}
+    }
+
+    assert found == set()
+
+
+def test_no_phrase_of_the_old_style_returns():
+    """Code, tests and documentation are written in plain English."""
+    paths = [
+        path
+        for suffix in ("py", "md", "html", "sh")
+        for path in ROOT.glob(f"[!.]*/**/*.{suffix}")
+        # What "make docs" and "make package" write is a copy.
+        if path.relative_to(ROOT).parts[0] not in {"site", "build", "dist"}
+    ]
+    text = "\n".join(
+        path.read_text() for path in paths if path != Path(__file__).resolve()
+    )
+
+    assert [found[0] for phrase in PHRASES for found in re.finditer(phrase, text)] == []

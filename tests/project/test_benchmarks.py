@@ -1,0 +1,187 @@
+"""The benchmark harness: its figures, and the detection of a broken lock."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kinds
+from benchmarks.report import Run, Target, write
+
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+
+MEASURE = """
+import contextlib, fcntl, json, sys
+import django
+django.setup()
+from benchmarks import crew
+from benchmarks.contenders import CONTENDERS, Contender
+
+class NoLock(Contender):
+    name = "none"
+    def hold(self, key):
+        return contextlib.nullcontext()
+
+class File(Contender):
+    name = "file"
+    @contextlib.contextmanager
+    def hold(self, key):
+        with open(sys.argv[1] + key, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+class Failing(Contender):
+    name = "failing"
+    def start(self):
+        raise RuntimeError("no server there")
+
+CONTENDERS.update({lock.name: lock for lock in (NoLock(), File(), Failing())})
+print(json.dumps([
+    crew.measure(crew.Cell(
+        experiment="contended", contender=name, processes=3, threads=threads,
+        hold=0.001, seconds=2.0, warm_up=0.05,
+    ))
+    for name, threads in (("none", 1), ("file", 1), ("file", 2), ("failing", 1))
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("locks")
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEASURE, f"{directory}/"],
+        cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    return dict(
+        zip(("none", "file", "threads", "failing"), json.loads(output), strict=True)
+    )
+
+
+def test_a_lock_that_does_not_exclude_is_detected(results):
+    assert results["none"]["lost_updates"] > 0
+
+
+@pytest.mark.parametrize("name", ["file", "threads"])
+def test_a_lock_that_excludes_loses_no_update(results, name):
+    assert results[name]["lost_updates"] == 0
+    assert sum(results[name]["grants"]) > 0
+
+
+def test_every_waiter_has_its_own_count(results):
+    assert len(results["file"]["grants"]) == 3
+    assert len(results["threads"]["grants"]) == 6
+
+
+def test_a_failing_contender_is_reported_and_the_run_goes_on(results):
+    assert "no server there" in results["failing"]["error"]
+
+
+def _result(contender, number, **changed):
+    cell = {
+        "processes": 32,
+        "threads": 1,
+        "keys": 1,
+        "hold": 0.001,
+        "held": 0,
+        "rows": 1000,
+    }
+    figures = {
+        "seconds": 2.0,
+        "grants": [10, 30],
+        "waits": [1000, 3000],
+        "pairs": [2000, 4000],
+        "lost_updates": 0,
+    }
+    return {
+        "experiment": "contended",
+        "contender": contender,
+        "round": number,
+        **cell,
+        **figures,
+        **changed,
+    }
+
+
+def test_a_figure_is_the_median_of_the_rounds_with_its_range():
+    rounds = [
+        _result("kazoo", number, grants=[count, count])
+        for number, count in enumerate((10, 40, 20))
+    ]
+    series = Run({"results": rounds}).find("contended", "kazoo", processes=32)
+    assert series.median("rate") == 20
+    assert series.spread("rate") == (10, 40)
+    assert series.median("jain") == 1
+
+
+def test_the_fairness_index_shows_a_monopoly():
+    series = Run({"results": [_result("kazoo", 0, grants=[40, 0, 0, 0])]}).find(
+        "contended", "kazoo"
+    )
+    assert series.median("jain") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(1.2, 2, "yes"), (0.5, 1.1, "**no**"), (1.1, 1.3, "undecided")],
+)
+def test_a_target_is_reached_only_where_all_rounds_agree(low, high, verdict):
+    assert (
+        Target("contended", "a", "rate", "b", at_least=1.2).verdict(low, high)
+        == verdict
+    )
+
+
+def test_the_report_names_locks_that_lost_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "benchmarks.report._plots", lambda run, directory: None
+    )  # The tests do not depend on matplotlib.
+    run = {"quick": True, "machine": {"cores": 2}, "servers": {}, "absent": {},
+        "results": [
+        _result("redis-py", 0, lost_updates=3), _result("kazoo", 0),
+    ]}  # fmt: skip
+    page = write(run, tmp_path).read_text()
+    assert "redis-py, contended" in page
+    assert "two held the lock at once; 3 updates lost" in page
+
+
+def test_the_comparison_of_kinds_shows_the_measurements(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        kinds, "_plot", lambda run, directory: None
+    )  # The tests do not depend on matplotlib.
+    results = [
+        _result(
+            name,
+            0,
+            experiment=experiment,
+            handovers=[900],
+            disturbance=0.1,
+            pairs=[1000 + 10 * place],
+        )
+        for place, name in enumerate(kinds.NAMES)
+        for experiment in ("uncontended", "contended")
+    ]
+    raw = {
+        "quick": True, "ttl": 4, "machine": {"cores": 2}, "servers": {"redis": ["7.0",
+        "none"]}, "results": results,
+        "kill": {**dict.fromkeys(kinds.NAMES, 4.25), "kazoo": None},
+        "pause": {work: dict.fromkeys(kinds.NAMES, "refused") for work in ("unguarded",
+        "token-checked", "guarded")},
+        "restart": {**dict.fromkeys(kinds.NAMES, ()), "dlocks-redlock": [[1, 5,
+        "kept"], [3, 5, "granted twice"]]},
+    }  # fmt: skip
+    page = kinds.write(raw, tmp_path).read_text()
+    assert (
+        "| dlocks, PostgreSQL, pessimistic | yes | 1,000 | 1,000 | 20 | 3 | 0.90 |"
+        " 0.80 |" in page
+    )
+    assert (
+        "* **alone**: dlocks, PostgreSQL, pessimistic; dlocks, MariaDB, pessimistic;"
+        " dlocks, SQLite" in page
+    )
+    assert "| kazoo | not within 12 | refused | refused | refused | no server |" in page
+    assert "1 of 5: kept; 3 of 5: granted twice |" in page

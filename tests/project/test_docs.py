@@ -1,0 +1,719 @@
+"""The documentation: its examples run, and the names in it exist."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.core.management import load_command_class
+from django.db import connection
+
+import dlocks
+from dlocks import (
+    LockDeadlock,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_semaphore,
+    lock_lost,
+    lock_timeout,
+    user_key,
+)
+from dlocks.testing import lose
+from example_project.shop.models import Product, Sale
+from tests import jobs, pages
+from tests.internals import (
+    After,
+    Backend,
+    DummyBackend,
+    HoldRecord,
+    InsertBackend,
+    MemoryBackend,
+    OptimisticBackend,
+    PessimisticBackend,
+    backends,
+    holds_by_caller,
+    options_of,
+)
+
+pytestmark = pytest.mark.front
+
+ROOT = pages.DOCS.parent
+
+database = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def lamp(transactional_db):
+    return Product.objects.create(name="Lamp", stock=1)
+
+
+# The tutorial, word for word.
+
+
+class Follower:
+    """A reader who follows the tutorial in a directory with its own database."""
+
+    STEP = re.compile(
+        r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+        re.DOTALL | re.MULTILINE,
+    )
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        commands = directory / "bin"
+        commands.mkdir()
+        (commands / "python").write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
+        )
+        (commands / "python").chmod(0o755)
+        self.environment = {
+            "PATH": f"{commands}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONIOENCODING": "utf-8",
+        }
+
+    def follow(self):
+        """Do every step. Return the outputs of each command line."""
+        printed: dict[str, list[str]] = {}
+        for step in self.STEP.finditer((pages.DOCS / "tutorial.md").read_text()):
+            if step["language"] == "python":
+                self.write(step["title"], step["text"])
+            elif step["language"] == "sh":
+                for command in step["text"].splitlines():
+                    if " pip " not in command:
+                        printed.setdefault(command, []).append(self.run(command))
+        return printed
+
+    def write(self, title: str, text: str) -> None:
+        name, _, where = title.partition(" ")
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if where:
+            text = path.read_text() + text
+        path.write_text(text)
+        # The new file may have the same timestamp as the old one. Python would then use
+        # the old bytecode.
+        for cache in self.directory.rglob("__pycache__"):
+            shutil.rmtree(cache)
+
+    def run(self, command: str) -> str:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}"
+        return done.stdout
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.once
+@pytest.mark.timeout(300)
+def test_the_tutorial_prints_what_it_shows(tmp_path):
+    printed = Follower(tmp_path).follow()
+    without, locked, impatient, guarded = printed["python manage.py rush"]
+    sold, left = totals(without)
+    assert sold > 3
+    assert sold + left > 3
+    for one in (locked, guarded):
+        assert one.splitlines() == ["3 x sold", "5 x sold out", "3 sold, 0 left"]
+    sold, left = totals(impatient)
+    assert sold + left == 3
+    assert "'stock:1' could not be acquired within 0.1 s: held by " in impatient
+    assert "x please try again" in impatient
+    (listed,) = (
+        text for command, (text, *_) in printed.items() if "list_locks" in command
+    )
+    assert re.search(
+        r"^stock:1 +held +.*run_locked python manage.py list_locks",
+        listed,
+        re.MULTILINE,
+    )
+    (tested,) = printed["python manage.py test"]
+    assert "Ran 2 tests" in tested
+    assert "OK" in tested
+
+
+def totals(text):
+    return tuple(
+        map(int, re.search(r"^(\d+) sold, (\d+) left$", text, re.MULTILINE).groups())
+    )
+
+
+# The how-to pages.
+
+
+@database
+def test_the_example_of_the_index_page():
+    page = pages.run("index")
+    assert page.reserve(7) < page.reserve(7)
+    assert page.book(12) == "booked"
+
+
+@database
+@pytest.mark.parametrize("readme", ["README", "README.zh-CN"])
+def test_the_examples_of_the_readme(readme):
+    done = []
+    product = SimpleNamespace(stock=5, save=lambda: done.append("saved"))
+    rows = SimpleNamespace(update=lambda **values: done.append(values))
+    objects = SimpleNamespace(get=lambda pk: product, filter=lambda pk: rows)
+    page = pages.run(
+        f"../{readme}",
+        Product=SimpleNamespace(objects=objects),
+        build_report=lambda: done.append("built"),
+        withdraw=lambda *what: done.append(what),
+        ask_the_supplier=lambda: 12,
+    )
+    assert done == ["saved", "built", (12, 100), {"price": 12}]
+    assert product.stock == 4
+    page.nightly()
+
+
+def test_the_readmes_have_the_same_figures_and_links():
+    english, chinese = (
+        re.findall(r"[\d,]+ µs|\]\((?!README)[^)]+\)", (ROOT / name).read_text())
+        for name in ("README.md", "README.zh-CN.md")
+    )
+    assert sorted(english) == sorted(chinese)
+
+
+def test_the_readme_has_at_most_900_words():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_the_documentation_has_at_most_20_000_words():
+    """A person can read it. The measurements are a page of figures."""
+    assert (
+        sum(
+            len(path.read_text().split())
+            for path in pages.DOCS.rglob("*.md")
+            if path.name != "benchmarks.md"
+        )
+        <= 20_000
+    )
+
+
+@database
+def test_the_examples_on_waiting(in_other_thread, workers, until):
+    page = pages.run("how-to/waiting")
+    assert page.ship(7) == "shipped after 0 s"
+    assert page.report() == "built"
+    assert page.refresh() == "refreshed"
+    assert page.reindex(range(3)) == 3
+    with db_lock("report"):
+        assert in_other_thread(page.report) == "another report is being built"
+    with db_lock("order:7"):
+        page.db_lock = lambda key, timeout: db_lock(key, timeout=0)
+        assert re.fullmatch(
+            r"not now: held by .* left on its lease", in_other_thread(page.ship, 7)
+        )
+
+
+@database
+def test_a_long_job_stops_for_a_waiter(workers, until):
+    page = pages.run("how-to/waiting")
+    (worker,) = workers(1)
+
+    def pages_to_index():
+        yield 1
+        worker.start(jobs.wait_for, "search-index", timeout=30)
+        worker.hear()
+        until(
+            lambda: any(
+                state.hold.queue_length()
+                for state in holds_by_caller.values()
+                if state.lock.key == "search-index"
+            )
+        )
+        yield 2
+        yield 3
+
+    assert page.reindex(pages_to_index()) == 2
+    worker.hear()
+
+
+@database
+def test_the_examples_on_sharing(in_other_thread):
+    page = pages.run("how-to/read-write-and-semaphore")
+    assert page.search("lamp") == "found lamp"
+    assert page.rebuild() == "rebuilt"
+    assert page.rebuild_then_check() == "checked"
+    assert page.print_out(3) == "3 pages"
+    assert page.print_two()
+    assert not db_lock("printer").locked()
+    with page.catalogue.read():
+        assert in_other_thread(page.search, "lamp") == "found lamp"
+
+
+@database
+def test_the_examples_on_keys_of_users(in_other_thread):
+    page = pages.run("how-to/keys-of-users")
+    ada = SimpleNamespace(pk=7)
+    assert page.export(ada, "all: of it\n") == "all: of it\n is built"
+
+    def save(more):
+        return page.upload(ada, lambda: save(more - 1)) if more else "saved"
+
+    assert page.upload(ada, lambda: save(2)) == "saved"
+    assert (
+        page.upload(ada, lambda: save(3))
+        == "three of your uploads are on their way already"
+    )
+    with db_semaphore(user_key("uploads", 7), permits=1):
+        assert page.upload(SimpleNamespace(pk=8), lambda: "saved") == "saved"
+
+
+@database
+def test_the_examples_on_several_keys():
+    done = []
+    order = SimpleNamespace(
+        lines=[SimpleNamespace(product_id=number) for number in (2, 1, 2)]
+    )
+    names = {
+        "transfer": lambda *what: done.append(what),
+        "amount": 5,
+        "order": order,
+        "ship": done.append,
+    }
+    page = pages.run("how-to/several-keys", **names)
+    assert done == [(12, 7, 5), order]
+    assert page.hold.tokens.keys() == {"account:12", "account:7"}
+    assert not db_lock("account:12").locked()
+
+
+@database
+def test_the_examples_on_deadlocks(threads):
+    page = pages.run("how-to/deadlocks")
+    both, lock = threading.Barrier(2), page.db_lock
+
+    @contextlib.contextmanager
+    def meet(key):
+        """Acquire, and let both callers acquire their first keys."""
+        with lock(key):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(20)
+            both.abort()
+            yield
+
+    page.db_lock = meet
+    callers = [threads(lambda: page.pay(12, 7)), threads(lambda: page.cancel(12, 7))]
+    errors = []
+    for caller in callers:
+        try:
+            caller.join(60)
+        except LockDeadlock as error:
+            errors.append(str(error))
+    (message,) = errors
+    assert "together: db_lock('account:12', 'invoice:7')." in message
+
+
+@database
+def test_the_examples_on_leader_election():
+    did, serving = [], threading.Event()
+
+    def run_due_tasks(token):
+        did.append(token)
+        sys.modules["docs_how_to_leader_election"].election.stop()
+
+    scheduler = SimpleNamespace(
+        start=lambda: did.append("start") or serving.set(),
+        shutdown=lambda: did.append("shutdown"),
+    )
+    pages.run(
+        "how-to/leader-election",
+        run_due_tasks=run_due_tasks,
+        scheduler=scheduler,
+        serve_forever=lambda: serving.wait(20),
+    )
+    token, *rest = did
+    assert token > 0
+    assert rest == ["start", "shutdown"]
+
+
+@pytest.mark.engine("postgresql")
+@database
+def test_the_examples_on_session_locks():
+    page = pages.run("how-to/session-locks")
+    assert not page.hold.held
+    assert page.DLOCKS["session"]["OPTIONS"] == {"database": "default"}
+
+
+@database
+def test_the_examples_on_guarded_commits(lamp):
+    page = pages.run("how-to/guarded-commits")
+    assert page.sell(lamp.pk, "Ada", lambda: None) == "sold"
+    assert page.sell(lamp.pk, "Bob", lambda: None) == "sold out"
+    Product.objects.update(stock=1)
+    with pytest.raises(LockLost):
+        page.sell(lamp.pk, "Bob", lambda: lose(f"stock:{lamp.pk}"))
+    assert Sale.objects.count() == 1
+    assert Product.objects.get().stock == 1
+
+
+@database
+async def test_the_examples_on_guarded_commits_of_coroutines():
+    page = pages.run("how-to/guarded-commits")
+    lamp = await sync_to_async(Product.objects.create)(name="Lamp", stock=1)
+    assert await page.rename(lamp.pk, "Lantern") == 1
+
+
+@database
+def test_the_examples_on_transactions(lamp, is_busy):
+    page = pages.run("how-to/transactions")
+    page.restock(lamp.pk, 2)
+    assert Product.objects.get().stock == 3
+    assert not is_busy(f"stock:{lamp.pk}")
+    if connection.vendor == "sqlite":
+        with pytest.raises(RuntimeError, match=r"cannot be acquired here\. SQLite"):
+            page.pay(7)
+    else:
+        assert page.pay(7) == "lease"
+    assert page.close_books(7) == "closed"
+
+
+@database
+async def test_the_examples_on_coroutines():
+    page = pages.run("how-to/async")
+    assert await page.ship(7) > 0
+    assert await page.ship_if_free(7) == "order:7"
+    assert await page.build_report("north") == "report of north"
+    assert await page.two_tasks() is None
+    assert await page.close_books(7) == "closed"
+    async with db_lock("order:7"):
+        assert await asyncio.create_task(page.ship_if_free(7)) is None
+
+
+@database
+def test_the_examples_on_seeing_and_clearing(in_other_thread, caplog):
+    page = pages.run("how-to/seeing-and-clearing")
+    try:
+        assert page.who() == "no holder"
+        with pytest.raises(LockLost), db_lock("stock:7"):
+            assert re.fullmatch(
+                r".*:\d+:MainThread \(.*\) for .* s, \d+ s left on its lease",
+                page.who(),
+            )
+            with pytest.raises(LockTimeout):
+                in_other_thread(db_lock("stock:7", timeout=0).acquire)
+            lose("stock:7")
+        told = [
+            record.getMessage() for record in caplog.records if record.name == "shop"
+        ]
+        assert (
+            told[0].startswith("stock:7 timed out after 0.0 s: ")
+            or "lost stock:7 (token" in told[0]
+        )
+        assert "lost stock:7 (token" in told[-1]
+    finally:
+        lock_lost.disconnect(page.on_lost)
+        lock_timeout.disconnect(page.on_timeout)
+
+
+@database
+def test_the_examples_on_history(settings):
+    option, *_ = pages.blocks("how-to/history")
+    settings.DLOCKS = evaluated(option)
+    page = pages.run("how-to/history")
+    HoldRecord.objects.create(
+        key_resource="stock:7",
+        token=1,
+        waited=2,
+        shared=False,
+        begin_time=After(-1),
+        end_time=After(0),
+    )
+    assert page.most_waited_for() == [
+        {"key_resource": "stock:7", "waits": 1, "longest": 2}
+    ]
+    assert page.ships_once() == 1
+    text = (pages.DOCS / "how-to/history.md").read_text()
+    told = {
+        name
+        for cell in re.findall(r"^\| (`.*`) \|", text, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert told == {field.name for field in HoldRecord._meta.fields} - {"id"}
+
+
+@database
+def test_the_examples_on_settings(settings):
+    defaults, observed, aliases, _ = pages.blocks("how-to/settings")
+    settings.DLOCKS = evaluated(observed)
+    assert backends["default"].expiry == "observed"
+    settings.DLOCKS = evaluated(defaults)
+    written = backends["default"]
+    plain = PessimisticBackend("default")
+    options = evaluated(defaults)["default"]["OPTIONS"]
+    assert options.keys() == options_of(PessimisticBackend)
+    for option in options.keys() - {"listen"}:
+        assert getattr(written, option) == getattr(plain, option)
+    assert written.listening is plain.listening is None
+    text = (pages.DOCS / "how-to/settings.md").read_text()
+    assert all(f"`{option}`" in text for option in options)
+    settings.DLOCKS = evaluated(aliases)
+    assert pages.run("how-to/settings").run() == "jobs:import"
+    for page in ("how-to/waiting", "backends"):
+        settings.DLOCKS = evaluated(
+            next(block for block in pages.blocks(page) if block.startswith("DLOCKS"))
+        )
+        assert backends["default"].database == "default"
+
+
+def evaluated(code):
+    return ast.literal_eval(code.removeprefix("DLOCKS = "))
+
+
+# The pages about migrating from other locks.
+
+
+@database
+def test_the_examples_on_coming_from_django_db_mutex(in_other_thread):
+    page = pages.run("migrating/django-db-mutex")
+    assert page.nightly(lambda: "built") == "built"
+    assert page.nightly(lambda: lose("nightly-report")) == "done, but the lock was lost"
+    with db_lock("nightly-report"):
+        assert in_other_thread(page.nightly, lambda: "built").startswith(
+            "already running: "
+        )
+
+
+@database
+@pytest.mark.parametrize(
+    ("name", "report"),
+    [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])],
+)
+def test_the_examples_on_coming_from_advisory_locks(name, report, in_other_thread):
+    page = pages.run(name)
+    function = getattr(page, "start_report", None) or page.report
+    assert page.start(lambda: "ran") == "ran"
+    assert function(*report) == "built"
+    with db_lock("report"):
+        assert in_other_thread(function, *report) is None
+
+
+@database
+def test_the_examples_on_coming_from_redis_py(monkeypatch, in_other_thread):
+    page = pages.run("migrating/redis-py")
+    assert page.work(lambda: None, lambda: "done") == "done"
+    assert page.work(lambda: lose("stock:7"), lambda: "done") == "it was lost"
+    monkeypatch.setattr(
+        page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0)
+    )
+    with db_lock("stock:7"):
+        assert in_other_thread(page.work, lambda: None, lambda: "done").startswith(
+            "held by "
+        )
+
+
+def test_the_examples_on_coming_from_shedlock(memory_locks):
+    page = pages.run("migrating/shedlock")
+    assert page.nightly_report() == "sent"
+    assert page.nightly_report() is None
+
+
+# References in the pages.
+
+
+def test_every_test_named_on_the_safety_page_exists():
+    named = re.findall(
+        r"`((?:\w+/)?test_\w+\.py)::(test_\w+)`", (pages.DOCS / "safety.md").read_text()
+    )
+    assert len(named) > 40
+    for file, test in named:
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert test in {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+
+
+def test_every_row_of_the_safety_page_names_a_test():
+    _, _, table = (
+        (pages.DOCS / "safety.md").read_text().partition("## What happens when")
+    )
+    rows = [
+        line
+        for line in table.splitlines()
+        if line.startswith("| ") and not line.startswith("| What happens")
+    ]
+    assert len(rows) > 40
+    assert [row for row in rows if ".py::test_" not in row] == []
+
+
+async def test_the_examples_on_deployment():
+    """The application answers a server that starts, as Django's own does not."""
+    application = pages.run("how-to/deployment").application
+    sent = []
+
+    async def receive():
+        if sent:
+            await asyncio.Event().wait()
+        return {"type": "lifespan.startup"}
+
+    async def send(message):
+        sent.append(message["type"])
+
+    serving = asyncio.create_task(application({"type": "lifespan"}, receive, send))
+    while not sent:
+        await asyncio.sleep(0)
+    serving.cancel()
+    assert sent == ["lifespan.startup.complete"]
+
+
+def test_every_test_named_on_the_reliability_page_exists():
+    text = (pages.DOCS / "reliability.md").read_text()
+    named = re.findall(r"`((?:tests|dlocks)/[\w/]+\.py)::(test_\w+)`", text)
+    assert len(named) > 150
+    assert len(named) == text.count("::"), (
+        "a name is not written as tests/test_x.py::test_name"
+    )
+    tests = {
+        file: set(re.findall(r"def (test_\w+)\(", (ROOT / file).read_text()))
+        for file, _ in named
+    }
+    assert [(file, test) for file, test in named if test not in tests[file]] == []
+
+
+def test_every_row_of_the_reliability_page_has_a_test_or_reason():
+    _, _, tables = (
+        (pages.DOCS / "reliability.md").read_text().partition("## Case by case")
+    )
+    tables, _, _ = tables.partition("\n## ")
+    rows = [
+        line
+        for line in tables.splitlines()
+        if line.startswith("| ") and not line.startswith("| The case")
+    ]
+    assert len(rows) > 80
+    assert [
+        row
+        for row in rows
+        if not re.search(r"::test_|\*\*Not tested\*\*|\*\*Does not apply\*\*", row)
+    ] == []
+    assert [row for row in rows if row.count("|") != 3] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "\n".join(
+        path.read_text() for path in (pages.DOCS / "reference").glob("*.md")
+    )
+    named = set(re.findall(r"\w+", text))
+    assert [name for name in dlocks.__all__ if name not in named] == []
+
+
+def test_the_documented_checks_are_the_existing_ones():
+    code = "\n".join(path.read_text() for path in (ROOT / "dlocks").rglob("*.py"))
+    text = (pages.DOCS / "how-to/seeing-and-clearing.md").read_text()
+    known = {
+        check
+        for check in re.findall(r"\"dlocks\.([EW]\d{3})\"", code)
+        if check < "E020" or check > "E025"
+    }
+    assert known <= (found := set(re.findall(r"dlocks\.([EW]\d{3})", text)))
+    assert found - known == {"E020", "E025"}
+
+
+def test_every_flag_of_a_backend_is_documented():
+    text = (pages.DOCS / "reference/backends.md").read_text()
+    flags = {name for name, value in vars(Backend).items() if isinstance(value, bool)}
+    assert flags == set(
+        re.findall(
+            r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|",
+            text,
+            re.MULTILINE,
+        )
+    )
+    for kind in (
+        PessimisticBackend,
+        OptimisticBackend,
+        InsertBackend,
+        MemoryBackend,
+        DummyBackend,
+    ):
+        assert pages.told_of(kind) == {
+            flag: getattr(kind, flag) for flag in pages.TOLD_AS
+        }
+        pages.check_refusals(kind("default"))
+    assert pages.TOLD_AS.keys() == flags - NOT_TOLD
+
+
+# These flags only concern authors of backends.
+NOT_TOLD = {
+    "exclusive",
+    "supports_fencing",
+    "grants_in_queue",
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "list_locks",
+        "clear_lock",
+        "reap_locks",
+        "run_locked",
+        "dlocks_health",
+        "lock_bench",
+    ],
+)
+def test_the_documented_options_of_a_command_exist(command):
+    parser = load_command_class("dlocks", command).create_parser("manage.py", command)
+    own = {
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if option not in DJANGOS and option.startswith("--")
+    }
+    _, _, text = (
+        (pages.DOCS / "reference/commands.md").read_text().partition(f"## {command}\n")
+    )
+    text, _, _ = text.partition("\n## ")
+    assert set(re.findall(r"--[a-z][a-z-]*", text)) == own
+
+
+DJANGOS = {
+    "--help", "--version", "--verbosity", "--settings", "--pythonpath", "--traceback",
+    "--no-color", "--force-color",
+    "--skip-checks",
+}  # fmt: skip
+
+
+def test_every_page_with_python_in_it_is_run_by_a_test():
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = {
+        path.relative_to(pages.DOCS).with_suffix("").as_posix()
+        for path in pages.DOCS.rglob("*.md")
+    }
+    # The tutorial has its own test. The models of the page on optimistic locking would
+    # need tables. tests/models.py has similar ones for the tests of dlocks.optimistic.
+    names -= {"tutorial", "how-to/optimistic"}
+    assert [
+        name
+        for name in sorted(names)
+        if pages.blocks(name) and f'"{name}"' not in tests
+    ] == []
+
+
+def test_the_pages_load_no_foreign_resources():
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in text
+    assert "http" not in text

@@ -1,0 +1,478 @@
+"""The example project: its purchase function, pages and flash sale."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.core.management import CommandError, call_command
+from django.db import OperationalError, connections
+from django.test import Client
+
+from dlocks import LockTimeout, db_lock
+from example_project.shop import services, views
+from example_project.shop.backstage import ONE_AT_A_TIME
+from example_project.shop.crowd import CrowdError
+from example_project.shop.management.commands import run_flash_sale
+from example_project.shop.models import FlashSale, Product, Sale
+from example_project.shop.sale import Round
+from example_project.shop.services import (
+    ALIASES,
+    LOCKS,
+    NO_LOCK,
+    ROW,
+    TooBusyError,
+    buy,
+)
+from tests.internals import backends
+from tests.processes import living
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+pytestmark = pytest.mark.engine("sqlite")
+
+
+@pytest.fixture
+def product(transactional_db):
+    return Product.objects.create(name="Cup", stock=2)
+
+
+@pytest.fixture
+def last_one(transactional_db):
+    return Product.objects.create(name="Biscuit", stock=1)
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Return a function that runs another one during the first payment check."""
+
+    def let(function):
+        pending = [function]
+        monkeypatch.setattr(
+            services, "_check_payment", lambda: pending and pending.pop()()
+        )
+
+    return let
+
+
+# Purchases.
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_shop_sells_no_more_than_its_stock(product, lock):
+    purchases = [buy(product.pk, f"buyer {number}", lock) for number in range(3)]
+    assert [purchase.sold for purchase in purchases] == [True, True, False]
+    assert not any(purchase.conflicts or purchase.had_to_wait for purchase in purchases)
+    product.refresh_from_db()
+    assert product.stock == 0
+    assert sorted(product.sales.values_list("buyer", flat=True)) == [
+        "buyer 0",
+        "buyer 1",
+    ]
+
+
+def test_without_a_lock_the_last_item_is_sold_twice(last_one, meanwhile):
+    second = []
+    meanwhile(lambda: second.append(buy(last_one.pk, "second", NO_LOCK)))
+    assert buy(last_one.pk, "first", NO_LOCK).sold
+    assert second[0].sold
+    last_one.refresh_from_db()
+    assert (last_one.stock, last_one.sales.count()) == (0, 2)
+
+
+@pytest.mark.parametrize("lock", ALIASES)
+def test_under_a_lock_no_other_buyer_interferes(
+    last_one, meanwhile, in_other_thread, lock
+):
+    def second():
+        with pytest.raises(LockTimeout):
+            in_other_thread(buy, last_one.pk, "second", lock, timeout=0)
+
+    meanwhile(second)
+    assert buy(last_one.pk, "first", lock).sold
+    assert not in_other_thread(buy, last_one.pk, "second", lock, timeout=0).sold
+    assert list(last_one.sales.values_list("buyer", flat=True)) == ["first"]
+
+
+def test_a_conflicting_buyer_reads_the_row_again(product, meanwhile):
+    meanwhile(lambda: buy(product.pk, "second", ROW))
+    purchase = buy(product.pk, "first", ROW)
+    assert purchase.sold
+    assert purchase.conflicts == 1
+    product.refresh_from_db()
+    assert (product.stock, product.version, product.sales.count()) == (0, 3, 2)
+
+
+def test_a_versioned_row_sells_the_last_item_once(last_one, meanwhile):
+    meanwhile(lambda: buy(last_one.pk, "second", ROW))
+    purchase = buy(last_one.pk, "first", ROW)
+    assert not purchase.sold
+    assert purchase.conflicts == 1
+    assert list(last_one.sales.values_list("buyer", flat=True)) == ["second"]
+
+
+def test_a_busy_database_is_retried(product, monkeypatch):
+    errors = [
+        OperationalError("database is locked"),
+        OperationalError("database is locked"),
+    ]
+
+    def write(product):
+        if errors:
+            raise errors.pop()
+        return True
+
+    monkeypatch.setattr(services, "_write_what_was_read", write)
+    purchase = buy(product.pk, "first", NO_LOCK)
+    assert purchase.sold
+    assert purchase.conflicts == 2
+
+
+def test_other_database_errors_are_not_retried(product, monkeypatch):
+    def write(product):
+        raise OperationalError("disk I/O error")
+
+    monkeypatch.setattr(services, "_write_what_was_read", write)
+    with pytest.raises(OperationalError):
+        buy(product.pk, "first")
+    assert not Sale.objects.exists()
+
+
+def test_conflicts_are_retried_until_the_timeout(product, monkeypatch):
+    monkeypatch.setattr(services, "_write_where_unchanged", lambda product: False)
+    with pytest.raises(TooBusyError):
+        buy(product.pk, "first", ROW, timeout=0.01)
+
+
+def test_a_purchase_reports_that_it_had_to_wait(product, in_other_thread, until):
+    hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
+
+    def release():
+        try:
+            until(lambda: backends["default"].waiting(services.key_of(product.pk)) == 1)
+            # This is longer than the shortest time that counts as a wait.
+            time.sleep(0.05)
+            hold.release()
+        finally:
+            connections.close_all()
+
+    later = threading.Thread(target=release)
+    later.start()
+    purchase = buy(product.pk, "first")
+    later.join()
+    assert purchase.sold
+    assert purchase.had_to_wait
+
+
+# Pages.
+
+
+def test_the_shop_lists_its_products(product, client):
+    buy(product.pk, "grace")
+    page = client.get("/shop/").content.decode()
+    assert re.search(
+        r'Cup</td>\s*<td class="number">1</td>\s*<td class="number">1</td>', page
+    )
+    assert "/admin/" in page
+
+
+def test_the_shop_shows_no_product_of_a_flash_sale(product, client):
+    Product.objects.create(name="Flash sale, no lock", stock=1)
+    page = client.get("/shop/").content.decode()
+    assert "Cup" in page
+    assert "Flash sale, no lock" not in page
+
+
+def test_the_page_about_deadlocks_shows_one(transactional_db, client):
+    """One clerk is refused with the reason, and the other one has both keys."""
+    assert "Let them meet" in client.get("/shop/deadlock/").content.decode()
+    page = client.post("/shop/deadlock/").content.decode()
+    assert page.count("because of a deadlock") == 1
+    assert page.count("has had both keys") == 1
+
+
+def test_the_admin_adds_pieces_under_a_lock(product, admin_client, in_other_thread):
+    """A busy product is left unchanged, and a message names the holder."""
+    data = {"action": "restock", "_selected_action": [product.pk]}
+    admin_client.post("/admin/shop/product/", data)
+    product.refresh_from_db()
+    assert (product.stock, product.version) == (12, 2)
+    hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
+    answer = admin_client.post("/admin/shop/product/", data, follow=True)
+    hold.release()
+    assert "held by" in answer.content.decode()
+    product.refresh_from_db()
+    assert product.stock == 12
+
+
+def test_the_admin_shows_a_conflict_of_two_people(product, admin_client):
+    address = f"/admin/shop/product/{product.pk}/change/"
+    page = admin_client.get(address).content.decode()
+    token = re.search(r'name="row_version" value="([^"]+)"', page)[1]
+    buy(product.pk, "grace")
+    fields = {"name": "Cup", "stock": "50", "row_version": token}
+    answer = admin_client.post(address, fields)
+    assert "Now in the database" in answer.content.decode()
+    product.refresh_from_db()
+    assert product.stock == 1
+
+
+def test_an_empty_shop_says_how_to_fill_it(transactional_db, client):
+    assert "demo_data" in client.get("/shop/").content.decode()
+
+
+def test_a_purchase_is_confirmed_and_recorded(product, client):
+    client.force_login(get_user_model().objects.create_user("ada"))
+    answer = client.post(f"/shop/products/{product.pk}/buy/", follow=True)
+    assert answer.redirect_chain == [("/shop/", 302)]
+    assert "You have bought “Cup”" in answer.content.decode()
+    assert product.sales.get().buyer == "ada"
+
+
+def test_a_purchase_needs_a_csrf_token(product):
+    client = Client(enforce_csrf_checks=True)
+    address = f"/shop/products/{product.pk}/buy/"
+    assert client.get(address).status_code == 405
+    assert client.post(address).status_code == 403
+    page = client.get("/shop/").content.decode()
+    token = re.search(r'name="csrfmiddlewaretoken" value="(\w+)"', page)[1]
+    assert client.post(address, {"csrfmiddlewaretoken": token}).status_code == 302
+    assert product.sales.get().buyer == "a guest"
+
+
+def test_a_missing_product_cannot_be_bought(transactional_db, client):
+    assert client.post("/shop/products/7/buy/").status_code == 404
+
+
+def test_a_sold_out_product_cannot_be_bought(last_one, client):
+    buy(last_one.pk, "grace")
+    answer = client.post(f"/shop/products/{last_one.pk}/buy/", follow=True)
+    page = answer.content.decode()
+    assert "is sold out" in page
+    assert "<button disabled" in page
+    assert last_one.sales.count() == 1
+
+
+def test_a_customer_who_waits_too_long_gets_a_409(
+    product, client, in_other_thread, monkeypatch
+):
+    monkeypatch.setattr(views, "TIMEOUT", 0.05)
+    hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
+    try:
+        answer = client.post(f"/shop/products/{product.pk}/buy/")
+    finally:
+        hold.release()
+    assert answer.status_code == 409
+    assert "Please try again" in answer.content.decode()
+    assert not product.sales.exists()
+    assert client.post(f"/shop/products/{product.pk}/buy/").status_code == 302
+
+
+# Commands.
+
+
+def test_demo_data_is_for_debugging_only(transactional_db, settings):
+    with pytest.raises(CommandError, match="DEBUG"):
+        call_command("demo_data")
+    assert not get_user_model().objects.exists()
+    settings.DEBUG = True
+    for _ in range(2):
+        output = StringIO()
+        call_command("demo_data", stdout=output)
+        assert "'admin'" in output.getvalue()
+    assert get_user_model().objects.get().check_password("admin")
+    assert Product.objects.get(name="Cup").stock == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--buyers -1", "between 2 and 10000"),
+        ("--buyers 0", "between 2 and 10000"),
+        ("--buyers many", "not a whole number"),
+        ("--buyers 999999999999999999999", "between 2 and 10000"),
+        ("--stock 0", "between 1 and 9999"),
+        ("--stock 1.5", "not a whole number"),
+        ("--processes 1", "between 2 and 64"),
+        ("--processes 100000", "between 2 and 64"),
+        ("--buyers 100 --stock 100", "must be more than --stock"),
+        ("--buyers 5 --stock 4 --processes 6", "cannot be more than --buyers"),
+    ],
+)
+def test_flash_sale_refuses_invalid_arguments(transactional_db, arguments, complaint):
+    with pytest.raises(CommandError, match=complaint):
+        call_command("flash_sale", *arguments.split())
+    assert not Product.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("lock", "sold", "left", "complaint"),
+    [
+        (NO_LOCK, 24, 3, None),
+        (NO_LOCK, 10, 0, "nothing was oversold"),
+        (ROW, 10, 0, None),
+        ("insert", 11, 0, "11 were sold of a stock of 10"),
+        ("insert", 9, 1, "9 were sold of a stock of 10"),
+        ("insert", 10, 1, "the product shows 1 left"),
+    ],
+)
+def test_a_round_reports_broken_promises(lock, sold, left, complaint):
+    one = Round(
+        lock,
+        stock=10,
+        buyers=24,
+        sold=sold,
+        left=left,
+        confirmed=sold,
+        refused=24 - sold,
+    )
+    assert (
+        (one.complaint is None) if complaint is None else (complaint in one.complaint)
+    )
+
+
+def test_a_buyer_without_a_sale_is_detected():
+    one = Round(ROW, stock=10, buyers=24, sold=10, confirmed=11, refused=13)
+    assert "11 buyers received a confirmation" in one.complaint
+
+
+def test_a_failed_sale_shows_the_message_of_its_error(transactional_db, monkeypatch):
+    """The page shows no traceback, and no class of Python."""
+
+    def fail(self, sale):
+        raise CrowdError(
+            "buyers-1 failed:\nTraceback (most recent call last):\n  File …\n"
+            "dlocks.exceptions.LockTimeout: 'a' could not be acquired: held by b"
+        )
+
+    monkeypatch.setattr(run_flash_sale.Command, "_sell", fail)
+    monkeypatch.setattr("sys.stdin", StringIO(ONE_AT_A_TIME.acquire().detach()))
+    sale = FlashSale.objects.create(locks=["insert"], stock=5, buyers=12)
+    call_command("run_flash_sale", str(sale.pk))
+    sale.refresh_from_db()
+    assert sale.trouble == "The sale was aborted. 'a' could not be acquired: held by b"
+
+
+def test_the_shop_has_its_own_keys(product, in_other_thread):
+    """The keys of the documentation's examples do not disturb its sales."""
+    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
+    try:
+        assert buy(product.pk, "Ann", timeout=0).sold
+    finally:
+        hold.release()
+
+
+@pytest.fixture
+def shop(tmp_path):
+    """Return the environment of a shop with a database of its own."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DLOCKS_", "DJANGO_", "SHOP_"))
+    }
+    return {
+        **kept,
+        "SHOP_DATABASE": str(tmp_path / "shop.sqlite3"),
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+    }
+
+
+def manage(environment, *arguments):
+    return subprocess.run(
+        [sys.executable, "manage.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_flash_sale_needs_tables(shop):
+    finished = manage(shop, "flash_sale")
+    assert finished.returncode == 1
+    assert "manage.py migrate" in finished.stderr
+
+
+def test_flash_sale_oversells_only_without_a_lock(shop):
+    assert manage(shop, "migrate", "--verbosity", "0").returncode == 0
+    finished = manage(
+        shop, "flash_sale", "--stock", "10", "--buyers", "24", "--processes", "3"
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "All locks held" in finished.stdout
+    rows = re.findall(
+        r"^ (no lock|pessimistic|optimistic|insert|optimistic row) +(\d+) +(\d+)"
+        r" +(\d+) ",
+        finished.stdout,
+        re.MULTILINE,
+    )
+    (first, sold, oversold, refused), *others = rows
+    assert first == "no lock"
+    assert int(sold) > 10
+    assert int(oversold) == int(sold) - 10
+    assert int(refused) == 24 - int(sold)
+    assert others == [
+        (lock, "10", "0", "14")
+        for lock in ("pessimistic", "optimistic", "insert", "optimistic row")
+    ]
+
+
+def test_an_interrupted_flash_sale_leaves_no_process_behind(shop, until):
+    assert manage(shop, "migrate", "--verbosity", "0").returncode == 0
+    command = [
+        sys.executable,
+        "manage.py",
+        "flash_sale",
+        "--stock",
+        "100",
+        "--buyers",
+        "10000",
+        "--processes",
+        "2",
+    ]
+    sale = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=shop,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # The signal reaches all processes of the command, as Ctrl-C does, but none of
+        # the tests. The default handler is restored, because the tests may ignore the
+        # signal.
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert "Flash sale" in sale.stdout.readline()
+        until(lambda: _sales(shop), 60)
+        os.killpg(sale.pid, signal.SIGINT)
+        output = sale.communicate(timeout=60)[0]
+    finally:
+        if sale.poll() is None:
+            os.killpg(sale.pid, signal.SIGKILL)
+            sale.wait()
+    assert sale.returncode == 130, output
+    assert "Interrupted" in output
+    assert "Traceback" not in output
+    until(lambda: not living(sale.pid))
+
+
+def _sales(shop):
+    with closing(sqlite3.connect(shop["SHOP_DATABASE"])) as database:
+        return database.execute("SELECT count(*) FROM shop_sale").fetchone()[0]

@@ -1,0 +1,261 @@
+"""The page of the flash sale, in a real Chromium."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dlocks import db_lock
+from example_project.shop.backstage import ONE_AT_A_TIME
+from example_project.shop.models import FlashSale, Product
+from example_project.shop.sale import TITLES
+from example_project.shop.services import LOCKS, NO_LOCK
+from tests.admin.test_admin import person
+
+PAGE = "/shop/flash-sale/"
+# The directory in which "make images" replaces existing pictures of the documentation.
+IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
+# Milliseconds. A sale starts five processes, on a machine that may be busy.
+SALE = 90_000
+
+# A script that records the number of sold pieces, for all locks together, at each
+# change.
+WATCH = """() => {
+    window.seen = [];
+    const look = () => {
+        const sold = [...document.querySelectorAll("dd.sold")];
+        const pieces = sold.reduce((sum, dd) => sum + Number(dd.innerText), 0);
+        if (!window.seen.includes(pieces)) window.seen.push(pieces);
+    };
+    const sale = document.getElementById("sale");
+    new MutationObserver(look).observe(sale, {childList: true});
+}"""
+
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.timeout(280)]
+
+
+@pytest.fixture(autouse=True)
+def sales_end(transactional_db, until):
+    """Wait until no process of a sale works on the next test's database."""
+    yield
+    until(lambda: not ONE_AT_A_TIME.locked(), 60)
+
+
+def picture(page, name, **options):
+    """Take a picture. Keep it if the documentation has one of this name."""
+    taken = page.screenshot(**options)
+    if IMAGES and (kept := Path(IMAGES) / name).exists():
+        kept.write_bytes(taken)
+    assert len(taken) < 150_000
+    return taken
+
+
+def fill(page, *, stock, buyers, locks=LOCKS):
+    page.get_by_label("Pieces in stock").fill(str(stock))
+    page.get_by_label("Buyers").fill(str(buyers))
+    for lock, title in TITLES.items():
+        page.get_by_label(title, exact=True).set_checked(lock in locks)
+
+
+def start(page):
+    page.get_by_role("button", name="Start the sale").click()
+
+
+def card(page, lock):
+    return page.locator(f"section[data-lock={lock}]")
+
+
+def number(page, lock, name):
+    return int(card(page, lock).locator(f"dd.{name}").inner_text())
+
+
+def test_the_numbers_move_and_only_no_lock_oversells(browser):
+    """The chosen locks sell side by side, without a reload."""
+    page = browser.page(color_scheme="light", viewport={"width": 1100, "height": 900})
+    page.goto(PAGE)
+    browser.expect(page.get_by_text("No sale yet")).to_be_visible()
+    stock, buyers = 60, 300
+    fill(page, stock=stock, buyers=buyers)
+    start(page)
+    browser.expect(
+        page.get_by_role("heading", name=f"Running: {stock} pieces, {buyers} buyers")
+    ).to_be_visible()
+    browser.expect(page.get_by_role("button", name="Start the sale")).to_be_disabled()
+    page.evaluate(WATCH)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
+        timeout=SALE
+    )
+    seen = page.evaluate("window.seen")
+    assert len(seen) >= 4, seen
+    assert seen == sorted(seen)
+    for lock in LOCKS:
+        sold, oversold = number(page, lock, "sold"), number(page, lock, "oversold")
+        assert oversold == sold - stock
+        assert sold + number(page, lock, "refused") == buyers
+        if lock == NO_LOCK:
+            assert oversold > 0
+            browser.expect(card(page, lock)).to_contain_text("oversold")
+        else:
+            assert (oversold, number(page, lock, "left")) == (0, 0)
+            browser.expect(card(page, lock).locator(".state")).to_have_text("exact")
+            browser.expect(card(page, lock).locator(".pieces")).to_have_text(f"{stock}")
+    browser.expect(page.get_by_role("button", name="Start the sale")).to_be_enabled()
+    assert number(page, "pessimistic", "waits") > 0
+    too_many = number(page, NO_LOCK, "oversold")
+    browser.expect(
+        page.get_by_text("Every lock sold exactly the stock")
+    ).to_contain_text(f"{too_many} piece")
+    page.mouse.move(0, 0)
+    page.evaluate("document.activeElement.blur()")
+    for scheme, name in (("light", "shop.png"), ("dark", "shop-dark.png")):
+        page.emulate_media(color_scheme=scheme)
+        picture(page, name, full_page=True)
+
+
+def test_only_the_chosen_locks_sell(browser):
+    page = browser.page()
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=["insert"])
+    start(page)
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
+        timeout=SALE
+    )
+    assert page.locator("section.card").count() == 1
+    assert number(page, "insert", "sold") == 5
+    browser.expect(
+        page.get_by_text("Every lock sold exactly the stock.")
+    ).to_be_visible()
+
+
+def test_invalid_input_is_refused_next_to_its_field(browser):
+    """No sale starts, and the input is kept."""
+    page = browser.page()
+    for stock, buyers, complaint in (
+        ("-5", "100", "There must be at least one piece to sell."),
+        ("0", "100", "There must be at least one piece to sell."),
+        ("99999999", "100", "There can be at most 1,000 pieces."),
+        ("", "100", "How many pieces are there?"),
+        ("1.5", "100", "That is not a whole number."),
+        ("50", "1000000000", "There can be at most 2,000 buyers."),
+        ("50", "1", "There must be at least two buyers."),
+        ("50", "50", "There must be more buyers than pieces."),
+    ):
+        page.goto(PAGE)
+        fill(page, stock=stock, buyers=buyers)
+        start(page)
+        browser.expect(page.get_by_text(complaint)).to_be_visible()
+        wrong = page.locator("[aria-invalid=true]")
+        assert wrong.count() == 1
+        assert (
+            page.locator(f"#{wrong.get_attribute('aria-describedby')}").inner_text()
+            == complaint
+        )
+        assert page.get_by_label("Pieces in stock").input_value() == stock
+    assert not FlashSale.objects.exists()
+
+
+def test_an_unknown_lock_and_an_empty_choice_are_refused(browser):
+    page = browser.page()
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=[])
+    start(page)
+    browser.expect(page.get_by_text("Choose at least one lock.")).to_be_visible()
+    page.locator("input[value=insert]").evaluate(
+        "box => { box.value = 'padlock'; box.checked = true }"
+    )
+    start(page)
+    browser.expect(
+        page.get_by_text("“padlock” is not one of the locks.")
+    ).to_be_visible()
+    assert not FlashSale.objects.exists()
+
+
+def test_a_second_sale_is_refused_while_one_is_running(browser, in_other_thread):
+    """The page acquires a lock for the sale.
+
+    Of two visitors, the second one sees that a sale is running.
+    """
+    hold = in_other_thread(db_lock("flash-sale").acquire)
+    try:
+        page = browser.page()
+        page.goto(PAGE)
+        fill(page, stock=5, buyers=12)
+        start(page)
+        browser.expect(page.get_by_role("status")).to_contain_text(
+            "A sale is already running, started at "
+        )
+        assert not FlashSale.objects.exists()
+    finally:
+        hold.release()
+
+
+def test_the_sale_works_without_javascript(browser):
+    """The results are there after a reload."""
+    page = browser.page(java_script_enabled=False)
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=[NO_LOCK, "pessimistic"])
+    start(page)
+    results = page.get_by_role("heading", name="Results")
+    for _ in range(600):
+        if results.count():
+            break
+        browser.expect(
+            page.get_by_role("heading", name="5 pieces, 12 buyers")
+        ).to_be_visible()
+        # If the sale is not over yet, the page has a link to reload it.
+        page.wait_for_timeout(100)
+        reload = page.get_by_role("link", name="Reload")
+        reload.click() if reload.count() else page.reload()
+    assert number(page, "pessimistic", "sold") == 5
+    assert card(page, "pessimistic").locator("polyline.sold").is_visible()
+
+
+def test_the_page_works_on_a_phone_and_with_a_keyboard(browser):
+    page = browser.page(viewport={"width": 360, "height": 740})
+    page.goto(PAGE)
+    fill(page, stock=5, buyers=12, locks=["optimistic", "row"])
+    page.get_by_label("Pieces in stock").focus()
+    for _ in range(7):
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.innerText") == "Start the sale"
+    page.keyboard.press("Enter")
+    browser.expect(page.get_by_role("heading", name="Results")).to_be_visible(
+        timeout=SALE
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    left, right = (page.locator("section.card").nth(at).bounding_box() for at in (0, 1))
+    assert left["x"] == right["x"]
+    picture(page, "shop-phone.png", full_page=True)
+
+
+def test_a_sale_with_a_dead_process_is_shown_as_aborted(browser):
+    FlashSale.objects.create(locks=["insert"], stock=5, buyers=12)
+    page = browser.page()
+    page.goto(PAGE)
+    browser.expect(
+        page.get_by_text("The sale was aborted: its process has ended.")
+    ).to_be_visible()
+    assert not Product.objects.exists()
+
+
+def test_the_admin_of_the_shop_shows_a_conflict(browser):
+    """Two people edit one product. The second one sees both values."""
+    product = Product.objects.create(name="Lamp", stock=5)
+    pages = [browser.page(person(name, is_superuser=True)) for name in ("ada", "bob")]
+    for page, name, stock in zip(pages, ("Lamp", "Desk lamp"), ("4", "6"), strict=True):
+        page.goto(f"/admin/shop/product/{product.pk}/change/")
+        page.get_by_label("Name").fill(name)
+        page.get_by_label("Stock").fill(stock)
+    for page in pages:
+        page.locator("[name=_save]").click()
+    page = pages[1]
+    browser.expect(page.get_by_text("Last changed in the admin by ada")).to_be_visible()
+    browser.expect(page.get_by_role("row", name="Stock 6 4")).to_be_visible()
+    browser.expect(page.get_by_role("row", name="Name changed by you")).to_be_visible()
+    page.get_by_role("button", name="Use theirs: Stock").click()
+    page.locator("[name=_save]").click()
+    browser.expect(page.locator(".success")).to_be_visible()
+    product.refresh_from_db()
+    assert (product.name, product.stock) == ("Desk lamp", 4)

@@ -1,0 +1,216 @@
+"""The translations of the admin are complete, and have the right plurals."""
+
+from __future__ import annotations
+
+import ast
+import gettext
+import re
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.core.management import call_command
+from django.utils import timezone
+from django.utils.translation import ngettext, override
+from django.utils.translation.template import templatize
+
+from dlocks import LockTimeout, db_lock
+from tests import rows
+from tests.internals import duration, shown_duration
+
+pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
+
+PACKAGE = Path(__file__).parent.parent.parent / "dlocks"
+LANGUAGES = ["de", "es", "fr", "zh_Hans"]
+FUNCTIONS = {"_", "gettext", "gettext_lazy", "ngettext", "ngettext_lazy"}
+STRING = r"u?('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+# A call in the code that Django makes of a template.
+CALL = re.compile(rf"\b(?:n?gettext|_)\({STRING}(?:, {STRING})?")
+PLACEHOLDER = re.compile(r"%(?:\(\w+\))?[sd]")
+
+
+def translation(language):
+    file = PACKAGE / "locale" / language / "LC_MESSAGES" / "django.mo"
+    with file.open("rb") as stream:
+        return gettext.GNUTranslations(stream)
+
+
+def marked():
+    """Return the marked texts of the package, each with its plural or None."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (
+                getattr(node.func, "id", None) in FUNCTIONS
+            ):
+                texts = [
+                    one.value for one in node.args if isinstance(one, ast.Constant)
+                ]
+                if texts and isinstance(texts[0], str):
+                    found.add((texts[0], texts[1] if len(texts) > 1 else None))
+    for path in PACKAGE.rglob("*.html"):
+        for call in CALL.finditer(templatize(path.read_text())):
+            text, plural = call.groups()
+            found.add(
+                (ast.literal_eval(text), ast.literal_eval(plural) if plural else None)
+            )
+    return found
+
+
+def test_the_marked_texts_are_found():
+    texts = marked()
+    assert len(texts) > 200
+    assert ("Force release", None) in texts
+    assert ("lock", None) in texts
+    assert any(plural for _, plural in texts)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_each_text_is_translated(language):
+    catalog = translation(language)._catalog
+    forms = 1 if language == "zh_Hans" else 2
+    missing = [
+        text
+        for text, plural in sorted(marked(), key=str)
+        for form in (range(forms) if plural else [None])
+        if not catalog.get(text if form is None else (text, form))
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translations_have_the_placeholders_of_the_text(language):
+    """Otherwise a page would fail, or leave out a number."""
+    catalog = translation(language)._catalog
+    for text, plural in marked():
+        if plural is None:
+            assert sorted(PLACEHOLDER.findall(catalog[text])) == sorted(
+                PLACEHOLDER.findall(text)
+            )
+        else:
+            last = catalog[text, 0 if language == "zh_Hans" else 1]
+            assert sorted(PLACEHOLDER.findall(last)) == sorted(
+                PLACEHOLDER.findall(plural)
+            )
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_compiled_file_is_the_source(language):
+    source = (PACKAGE / "locale" / language / "LC_MESSAGES" / "django.po").read_text(
+        encoding="utf-8"
+    )
+    compiled = {
+        text
+        for key, text in translation(language)._catalog.items()
+        if key and isinstance(text, str)
+    }
+    written = {
+        ast.literal_eval(text)
+        for text in re.findall(r"^msgstr(?:\[\d\])? (\".+\")$", source, re.MULTILINE)
+    }
+    assert written == compiled
+    assert "fuzzy" not in source
+
+
+@pytest.mark.parametrize(
+    ("language", "one", "two"),
+    [
+        ("de", "1 verwaiste Sperre wurde", "2 verwaiste Sperren wurden"),
+        ("es", "Se eliminó 1 bloqueo", "Se eliminaron 2 bloqueos"),
+        ("fr", "1 verrou abandonné a été", "2 verrous abandonnés ont été"),
+        ("zh-hans", "已清除 1 个", "已清除 2 个"),
+    ],
+)
+def test_plurals_are_right(language, one, two):
+    with override(language):
+        for number, text in ((1, one), (2, two)):
+            assert text in ngettext(
+                "%(count)d stale lock was cleared: %(keys)s",
+                "%(count)d stale locks were cleared: %(keys)s",
+                number,
+            ) % {"count": number, "keys": "a"}
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("language", "texts"),
+    [
+        ("de", ["Verteilte Sperren", "Inhaber", "Leitstand"]),
+        ("es", ["Bloqueos distribuidos", "Titular", "Sala de control"]),
+        ("fr", ["Verrous distribués", "Détenteur", "Salle de contrôle"]),
+        ("zh-hans", ["分布式锁", "持有者", "监控面板"]),
+    ],
+)
+def test_the_admin_speaks_the_language(admin_client, settings, language, texts):
+    settings.LANGUAGE_CODE = language
+    rows.held("stock:7")
+    pages = "".join(
+        admin_client.get(f"/admin/dlocks/resourcelock/{page}").content.decode()
+        for page in ("", "live/")
+    )
+    for text in texts:
+        assert text in pages
+
+
+@pytest.mark.parametrize(
+    ("language", "texts"),
+    [
+        ("en", ["3.5 s", "42 s", "5 minutes", "4 hours", "3 days"]),
+        ("de", ["3,5 s", "42 s", "5 min", "4 h", "3 d"]),
+        ("es", ["3,5 s", "42 s", "5 minutos", "4 horas", "3 días"]),
+        ("fr", ["3,5 s", "42 s", "5 minutes", "4 heures", "3 jours"]),
+        ("zh-hans", ["3.5 秒", "42 秒", "5 分钟", "4 小时", "3 天"]),
+    ],
+)
+def test_only_pages_translate_durations(language, texts):
+    """Logs and errors stay in English, also while a translated page is made."""
+    seconds = [3.5, 42, 300, 4 * 3600, 3 * 86400]
+    with override(language):
+        assert [shown_duration(one) for one in seconds] == texts
+        assert [duration(one) for one in seconds] == [
+            "3.5 s",
+            "42 s",
+            "5 minutes",
+            "4 hours",
+            "3 days",
+        ]
+
+
+@pytest.mark.django_db
+def test_the_pages_show_durations_in_the_language(admin_client, settings):
+    settings.LANGUAGE_CODE = "es"
+    now = timezone.now()
+    rows.write(
+        "stock:7",
+        rows.P,
+        now + timedelta(minutes=5),
+        begin_time=now - timedelta(hours=4),
+    )
+    for url in ("", "stock_3A7/change/", "live/"):
+        text = admin_client.get(f"/admin/dlocks/resourcelock/{url}").content.decode()
+        assert "4 horas" in text
+        assert "5 minutos" in text
+        assert not re.search(r"\d (?:hours|minutes)", text)
+
+
+@pytest.mark.django_db
+def test_errors_and_commands_stay_in_english(settings):
+    """A request in Spanish does not translate an error, nor a setting a command."""
+    settings.LANGUAGE_CODE = "es"
+    now = timezone.now()
+    rows.write(
+        "stock:7",
+        rows.P,
+        now + timedelta(minutes=5),
+        begin_time=now - timedelta(hours=4),
+    )
+    rows.waits("stock:7", begin_time=now - timedelta(minutes=3))
+    out = StringIO()
+    with override("es"):
+        with pytest.raises(LockTimeout, match=r"for 4 hours, 5 minutes left on its"):
+            db_lock("stock:7", timeout=0).acquire()
+        call_command("list_locks", "--waiting", stdout=out, no_color=True)
+        call_command("clear_lock", "stock:7", "--dry-run", stdout=out, no_color=True)
+    for text in ("held", "4 hours", "5 minutes left", "waiting for 3 minutes"):
+        assert text in out.getvalue()

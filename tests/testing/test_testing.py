@@ -1,0 +1,417 @@
+"""Helpers for users' own tests, as in docs/how-to/testing.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+import unittest
+from pathlib import Path
+
+import pytest
+from django.db import transaction
+from django.test import SimpleTestCase, TestCase, override_settings
+
+from dlocks import (
+    LockError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    lock_lost,
+)
+from dlocks.testing import (
+    abandoned,
+    expire,
+    frozen_clock,
+    held_elsewhere,
+    lose,
+    override_locks,
+)
+from tests import pages
+from tests.internals import (
+    DatabaseBackend,
+    DummyBackend,
+    MemoryBackend,
+    backends,
+    clock,
+)
+from tests.timing import in_time
+
+pytestmark = pytest.mark.front
+
+ROOT = Path(__file__).parent.parent.parent
+
+database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+EVERY = pytest.mark.parametrize(
+    "using", ["default", "optimistic", "insert", "memory", "prefixed"]
+)
+
+
+def test_the_contract_can_be_imported_from_dlocks_testing():
+    from dlocks.testing import BackendContract
+
+    assert BackendContract.__module__ == "dlocks.testing.contract"
+
+
+# Keys held by another holder.
+
+
+@pytest.mark.storage
+@database
+@EVERY
+def test_held_elsewhere_makes_a_key_busy_during_the_block(using):
+    with held_elsewhere("stock:7", using=using, holder="web-2:77:x", ttl=200):
+        with pytest.raises(
+            LockTimeout, match=r"held by web-2:77:x \(192\.0\.2\.1\)"
+        ) as caught:
+            db_lock("stock:7", using=using, timeout=0).acquire()
+        assert 190 < caught.value.holder.remaining < 200.001
+    with db_lock("stock:7", using=using, timeout=0):
+        pass
+
+
+@database
+@EVERY
+def test_held_elsewhere_refuses_a_held_key(using):
+    with (
+        db_lock("stock:7", using=using),
+        pytest.raises(RuntimeError, match="already held by"),
+    ):
+        with held_elsewhere("stock:7", using=using):
+            raise AssertionError
+
+
+@pytest.mark.storage
+@database
+@EVERY
+def test_an_abandoned_key_is_stale_and_taken_over(using):
+    abandoned("stock:7", using=using, holder="web-2:77:x")
+    holder = db_lock("stock:7", using=using).holder()
+    assert (holder.stale, holder.holder) == (True, "web-2:77:x")
+    with db_lock("stock:7", using=using, timeout=0) as hold:
+        assert hold.takeover
+    with db_lock("stock:7", using=using, timeout=0) as hold:
+        assert not hold.takeover
+
+
+def test_a_key_of_the_dummy_backend_cannot_be_abandoned():
+    with override_locks("dummy"), pytest.raises(RuntimeError, match="DummyBackend"):
+        abandoned("stock:7")
+
+
+# The end of a lease.
+
+
+@database
+@EVERY
+def test_an_expired_lease_is_only_detected_on_use(using):
+    told = []
+    hold = db_lock("stock:7", using=using, on_lost=told.append).acquire()
+    expire("stock:7", using=using)
+    assert not told
+    assert hold.held
+    for use in (hold.check, hold.release):
+        with pytest.raises(LockLost):
+            use()
+    assert told == [hold]
+
+
+@pytest.mark.storage
+@database
+@pytest.mark.parametrize("end", [expire, lose])
+@pytest.mark.parametrize(
+    "lock",
+    [
+        db_semaphore("a", 2),
+        db_rwlock("a").read(),
+        db_rwlock("a").write(),
+        db_lock("a", "b"),
+    ],
+    ids=["semaphore", "read", "write", "several"],
+)
+def test_a_lease_of_every_kind_can_be_ended(lock, end):
+    told = []
+    hold = dataclasses.replace(lock, on_lost=told.append).acquire()
+    end(hold)
+    assert bool(told) == (end is lose)
+    for use in (hold.check, hold.release):
+        with pytest.raises(LockLost):
+            use()
+    assert told == [hold]
+    with db_lock("a", timeout=0):
+        pass
+
+
+@database
+@EVERY
+def test_a_lost_lease_is_reported_at_once_as_a_takeover(using):
+    told = []
+    receiver = lambda hold, **kwargs: told.append(hold)  # noqa: E731
+    lock_lost.connect(receiver)
+    try:
+        with pytest.raises(LockLost, match="took it over"):
+            with db_lock("stock:7", using=using, on_lost=told.append) as hold:
+                lose(hold)
+                assert told == [hold, hold]
+                assert not hold.held
+                with db_lock("other", using=using):
+                    pass
+    finally:
+        lock_lost.disconnect(receiver)
+    with db_lock("stock:7", using=using, timeout=0) as after:
+        assert after.token > hold.token + 1
+
+
+@database
+def test_only_a_lease_of_this_process_can_be_ended():
+    with pytest.raises(RuntimeError, match="no lease on 'stock:7'"):
+        lose("stock:7")
+    with (
+        transaction.atomic(),
+        db_lock("stock:7") as hold,
+        pytest.raises(RuntimeError, match="override_locks"),
+    ):
+        expire(hold)
+
+
+class TestInsideOfATestCase(TestCase):
+    """A TestCase, whose keys held elsewhere are released with the test."""
+
+    def test_a_key_is_busy(self):
+        with held_elsewhere("stock:7"):
+            with self.assertRaises(LockError):
+                db_lock("stock:7", timeout=0).acquire()
+        with db_lock("stock:7", timeout=0):
+            pass
+
+    def test_an_abandoned_key_is_taken_over(self):
+        abandoned("stock:7")
+        with db_lock("stock:7", timeout=0) as hold:
+            self.assertTrue(hold.takeover)
+
+
+# Other backends.
+
+
+def test_override_locks_gives_every_alias_a_new_memory_backend():
+    with override_settings(
+        DLOCKS={
+            "other": {
+                "BACKEND": "x.Y",
+                "OPTIONS": {"ttl": 7, "prefix": "p:", "database": "d"},
+            }
+        }
+    ):
+        with override_locks(timeout=3):
+            first = backends["other"]
+            assert type(first) is type(backends["default"]) is MemoryBackend
+            assert (
+                first.ttl,
+                first.timeout,
+                first.prefix,
+                backends["default"].timeout,
+            ) == (7, 3, "p:", 3)
+        with override_locks():
+            assert backends["other"] is not first
+    assert isinstance(backends["default"], DatabaseBackend)
+
+
+def test_a_hold_left_by_a_test_does_not_affect_the_next():
+    left = []
+    for _ in range(2):
+        with override_locks():
+            left.append(db_lock("stock:7", timeout=0).acquire())
+    assert left[0] is not left[1]
+    assert not any(hold.held for hold in left)
+
+
+def test_dummy_locks_exclude_no_caller(in_other_thread):
+    @override_locks("dummy")
+    def work():
+        assert isinstance(backends["default"], DummyBackend)
+        with db_lock("stock:7"):
+            in_other_thread(db_lock("stock:7", timeout=0).acquire).release()
+
+    work()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"backend": "redis"}, ValueError), ({"database": "x"}, TypeError)],
+)
+def test_override_locks_refuses_unknown_arguments(wrong, error):
+    with pytest.raises(error, match=r"override_locks\(\) takes"):
+        override_locks(**wrong)
+
+
+# Time.
+
+
+@pytest.mark.usefixtures("memory_locks")
+def test_waiting_advances_a_frozen_clock_at_once():
+    began = clock.real_now()
+    with frozen_clock(), held_elsewhere("stock:7"):
+        frozen = clock.now()
+        with pytest.raises(LockTimeout, match=r"within 3599\.97 s"):
+            db_lock("stock:7", timeout=3599.97).acquire()
+        assert clock.now() - frozen == pytest.approx(3599.97)
+    in_time(clock.real_now() - began, 30)
+
+
+@pytest.mark.usefixtures("memory_locks")
+async def test_waiting_coroutines_advance_a_frozen_clock():
+    with frozen_clock(), held_elsewhere("stock:7"):
+        frozen = clock.now()
+        with pytest.raises(LockTimeout):
+            await db_lock("stock:7", timeout=60).aacquire()
+        assert clock.now() - frozen == pytest.approx(60)
+
+
+@pytest.mark.usefixtures("memory_locks")
+def test_a_tick_renews_due_leases_and_detects_losses(
+    frozen_lock_clock,
+):
+    kept, left = (
+        db_lock("kept", ttl=30).acquire(),
+        db_lock("left", ttl=30, renew=False).acquire(),
+    )
+    for _ in range(10):
+        frozen_lock_clock.tick(11)
+        assert kept.remaining == 30
+    assert not left.held
+    kept.release()
+    with pytest.raises(LockLost):
+        left.release()
+
+
+@database
+def test_a_frozen_clock_does_not_stop_the_databases_clock(frozen_lock_clock):
+    with db_lock("stock:7", ttl=30) as hold:
+        frozen_lock_clock.tick(29)
+        assert hold.remaining == 30
+        hold.check()
+
+
+def test_the_clock_runs_again_afterwards(until):
+    with frozen_clock() as frozen:
+        assert clock.now() == clock.now()
+        frozen.tick(1000)
+    before = clock.now()
+    assert abs(before - clock.real_now()) < 100
+    until(lambda: clock.now() > before)
+
+
+def test_a_hold_left_by_a_class_does_not_affect_the_next():
+    """Otherwise the next class would enter a hold that no longer excludes.
+
+    ``override_locks()`` decorates both classes.
+    """
+    left = []
+
+    @override_locks()
+    class First(SimpleTestCase):
+        def test_leave_a_hold(self):
+            left.append(db_lock("left").acquire())
+
+    @override_locks()
+    class Second(SimpleTestCase):
+        def test_acquire_the_same_key(self):
+            with db_lock("left") as hold:
+                self.assertEqual(hold.count, 1)
+                self.assertIsNot(hold, left[0])
+                self.assertTrue(db_lock("left").locked())
+
+    for case in (First, Second):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+        assert result.errors + result.failures == []
+    assert not left[0].held
+
+
+# The examples of the page, and the pytest plugin.
+
+
+def test_the_documented_test_cases_pass():
+    page = pages.run("how-to/testing")
+    assert page.SimpleTestCase is SimpleTestCase
+    suite = unittest.TestSuite(
+        unittest.defaultTestLoader.loadTestsFromTestCase(value)
+        for value in vars(page).values()
+        if isinstance(value, type)
+        and issubclass(value, SimpleTestCase)
+        and value is not SimpleTestCase
+    )
+    assert suite.countTestCases() == 7
+    result = unittest.TestResult()
+    suite.run(result)
+    assert result.errors + result.failures == []
+
+
+def test_the_documented_fixtures_work(tmp_path):
+    """In a project of its own, pytest finds them by the entry point alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = tmp_path / "dlocks-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: dlocks\nVersion: 0\n"
+    )
+    ((name, module),) = project["entry-points"]["pytest11"].items()
+    (installed / "entry_points.txt").write_text(f"[pytest11]\n{name} = {module}\n")
+    (tmp_path / "settings.py").write_text(
+        "SECRET_KEY = 'x'\nINSTALLED_APPS = ['dlocks']\n"
+    )
+    code = "\n".join(["from dlocks import db_lock", pages.blocks("how-to/testing")[-1]])
+    (tmp_path / "test_it.py").write_text(
+        code
+        + "\ndef test_dummy(dummy_locks):\n    assert db_lock('x').acquire().held\n"
+    )
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "error",
+        "--ds=settings",
+        "--rootdir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, "test_it.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_pytest_plugin_imports_nothing_before_its_use():
+    code = (
+        "import pytest, sys; before = set(sys.modules); import"
+        " dlocks.pytest_plugin;print(sorted(name for name in set(sys.modules) - before"
+        " if name.split('.')[0] in {'django', 'dlocks', 'asgiref', 'opentelemetry'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "['dlocks', 'dlocks.pytest_plugin']\n"
+
+
+def test_every_public_name_can_be_imported():
+    import dlocks
+
+    assert all(getattr(dlocks, name) is not None for name in dlocks.__all__)
+    assert sorted(dlocks._HOMES) == sorted(dlocks.__all__)
+    with pytest.raises(AttributeError, match="'nonsense'"):
+        dlocks.nonsense  # noqa: B018
