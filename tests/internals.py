@@ -33,6 +33,7 @@ NAMES = {
     "TEXT_AT_MOST": "dlocks.sql.direct:TEXT_AT_MOST",
     "joining": "dlocks.backends.database.joining",
     "KeyState": "dlocks.backends.table:KeyState",
+    "steps": "dlocks.backends.database.steps",
     "table": "dlocks.backends.table",
     "KeyQueue": "dlocks.backends.database.queue:KeyQueue",
     "datagram": "dlocks.backends.database.notify.datagram",

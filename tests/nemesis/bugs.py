@@ -435,8 +435,10 @@ def _in_text(change: Callable[[str], str]) -> None:
 
 
 def _grace(seconds: float) -> None:
-    from tests.internals import DatabaseBackend
+    from tests.internals import DatabaseBackend, steps
 
+    moment = steps.Moment
+    steps.Moment = lambda now, grace, *others: moment(now, -seconds, *others)
     microseconds = round(seconds * 1_000_000)
     times, parameters = DatabaseBackend._times, DatabaseBackend._parameters
     DatabaseBackend._times = lambda self: {**times(self), "grace": microseconds}  # type: ignore[method-assign]
