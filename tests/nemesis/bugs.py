@@ -278,6 +278,7 @@ def nothing_handed_over(task: Task) -> None:
 
     table.admit = lambda state, at: state
     KeyQueue._hand_over = lambda self, claim, **how: False  # type: ignore[method-assign]
+    KeyQueue._advance = lambda self, key, **how: False  # type: ignore[method-assign]
 
 
 # Shared holds and permits.
@@ -301,9 +302,21 @@ def a_writer_who_does_not_see_readers(task: Task) -> None:
 def one_permit_too_many(task: Task) -> None:
     from tests.internals import table
 
-    has_room = table._has_room
-    table._has_room = lambda state, claim, at: has_room(
-        state, dataclasses.replace(claim, permits=claim.permits + 1), at
+    has_room, admit = table._has_room, table.admit
+
+    def with_one_more(claim: Any) -> Any:
+        return dataclasses.replace(claim, permits=claim.permits + 1)
+
+    table._has_room = lambda state, claim, at: has_room(state, with_one_more(claim), at)
+    table.admit = lambda state, at: admit(
+        dataclasses.replace(
+            state,
+            queue=tuple(
+                dataclasses.replace(one, claim=with_one_more(one.claim))
+                for one in state.queue
+            ),
+        ),
+        at,
     )
 
 
