@@ -391,14 +391,14 @@ def a_swap_that_does_not_compare(task: Task) -> None:
     OptimisticBackend._free = _free_or_any  # type: ignore[method-assign]
 
 
-def _free_or_any(backend: Any, claim: Any, *, stale: bool) -> str:
+def _free_or_any(backend: Any, claim: Any, free: str) -> str:
     # The read checks the state. The statement that grants does not check it again.
     import sys
 
     from tests.internals import DatabaseBackend
 
     looking = sys._getframe(1).f_code.co_name == "_look"
-    return DatabaseBackend._free(backend, claim, stale=stale) if looking else "TRUE"
+    return DatabaseBackend._free(backend, claim, free) if looking else "TRUE"
 
 
 # Deadlocks.
