@@ -9,7 +9,7 @@ ADDRESS := 127.0.0.1:8000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-servers test-all test-psycopg2 test-backends nemesis lint audit docs images package bench kinds clean
+.PHONY: help demo serve test test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench kinds clean
 .PHONY: servers mysql backend-servers migrated test-libmysqlclient
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make nemesis   kill, stop and cut off processes that hold locks, and check the promises'
 	@echo '               (MINUTES=5 ENGINE="postgresql mariadb mysql sqlite" SEED=1; BUGS=1: check that seeded bugs are found;'
 	@echo '               PEERS=1: other locks under the same faults)'
+	@echo 'make mutations  make mistakes in the code one by one, and check that a test finds each (20 minutes; ARGS=NAME)'
 	@echo 'make lint      run ruff and mypy, and check for missing migrations'
 	@echo 'make audit     check the installed packages for known vulnerabilities; fails if the advisory database is unreachable'
 	@echo 'make docs      build the documentation in site/; a broken link is an error'
@@ -58,6 +59,9 @@ test-libmysqlclient: servers mysql $(VENV)/.test
 nemesis: servers mysql $(VENV)/.test $(if $(PEERS),backend-servers $(VENV)/.bench)
 	@$(BIN)/python -m tests.nemesis $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ENGINE),--engine $(ENGINE)) \
 	    $(if $(SEED),--seed $(SEED)) $(if $(BUSY),--busy) $(if $(BUGS),--bugs) $(if $(PEERS),--peers)
+
+mutations: servers mysql $(VENV)/.test
+	@$(BIN)/python -m tests.mutations $(ARGS)
 
 test-all:
 	@$(PYTHON) scripts/test_all.py $(ARGS)
