@@ -686,6 +686,17 @@ def test_waits_without_a_held_key_send_no_more_to_the_server(
 
 
 @SERVERS
+def test_a_comment_of_another_version_is_skipped(monkeypatch):
+    """Old and new processes run side by side during a deployment."""
+    backend = backends["session"]
+    texts = json.dumps(
+        ["SELECT 1 /*dlocks [1]*/", "SELECT 1 /*dlocks {*/", "/*dlocks 2*/"]
+    )
+    monkeypatch.setattr(backend, "_ask_main", lambda statement, value: (texts,))
+    assert list(backend.inspector.waiting_claims()) == []
+
+
+@SERVERS
 def test_a_server_that_shows_no_statements_is_no_obstacle(monkeypatch, threads):
     """Deadlocks are then not found, and end by timeouts."""
     kind = backends["session"]._kind

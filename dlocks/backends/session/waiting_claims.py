@@ -10,6 +10,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -40,8 +41,11 @@ def _read(backend: Any) -> list[WaitingClaim]:
     (texts,) = backend._ask_main("comments", 0) or ("",)
     shown = {}
     for text in json.loads(texts or "[]"):
-        facts = json.loads(text.rpartition("/*dlocks ")[2][:-2])
-        shown[facts[0]] = facts
+        # Another version of this package may write other facts.
+        with suppress(TypeError, ValueError):
+            facts = json.loads(text.rpartition("/*dlocks ")[2][:-2])
+            digest, _since, _holder, _ip, _key, _held = facts
+            shown[digest] = facts
     with backend._mutex:
         own = {_digest(entry): entry for entry in backend._nested}
         keys = {one.name: one.claim.key for one in backend._entries.values()}
@@ -104,7 +108,7 @@ def comment_of(backend: Any, entry: Entry) -> str:
 
 
 def _facts(backend: Any, entry: Entry) -> list[Any]:
-    """Return what is shown of a waiter, with its newest hold last.
+    """Return what the comment of a waiter says, with its newest hold last.
 
     A hold is a key and the server's number of its session, or 0 in a transaction.
     """
