@@ -154,7 +154,7 @@ class Campaign:
             elif plan.through == "pgbouncer":
                 assert self.server is not None
                 self.pooler = stack.enter_context(
-                    database.Pooler(self.server, plan.workers - 2)
+                    database.Pooler(self.server, plan.workers + 2)
                 )
             watch = threading.Thread(target=self._watch_stalls, daemon=True)
             watch.start()

@@ -248,8 +248,8 @@ def step(server: Server, seconds: float) -> None:
 class Pooler:
     """PgBouncer in transaction mode, with few sessions for many clients.
 
-    A process that is stopped in a transaction keeps its session. There must be more
-    sessions than processes that are stopped at a time.
+    A process that waits or is stopped in a transaction keeps its session. With no more
+    sessions than processes, all are taken at times, and then no holder can release.
     """
 
     def __init__(self, server: Server, size: int) -> None:
