@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,10 +142,15 @@ def run(version: str, python: Path) -> str:
     process = subprocess.Popen(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
     )
+    failures: dict[str, None] = {}
     for line in process.stdout or ():
         print(f"Python {version}, {line}", end="", flush=True)
+        if re.search(r"\| (FAILED|ERROR|process) ", line):
+            failures[line.rstrip()] = None
     status = process.wait()
-    return f"{'passed' if status == 0 else f'FAILED ({status})'} ({what})"
+    if status == 0:
+        return f"passed ({what})"
+    return "\n    ".join([f"FAILED ({status}) ({what})", *failures])
 
 
 def _call(*command: object) -> None:

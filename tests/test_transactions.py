@@ -407,6 +407,48 @@ def test_a_busy_key_does_not_block_adjacent_keys(using, there, workers):
 
 
 @pytest.mark.engine("postgresql")
+def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
+    """The winner renews and releases its lease while the loser's transaction goes on.
+
+    The loser's statement begins first. It locks the row, and then finds it changed.
+    """
+    with db_lock("stock:7"):
+        pass
+    backend, refused, over = backends["default"], threading.Event(), threading.Event()
+
+    def write_late(self, table, assignments, where):
+        return self.update(
+            table, assignments, f"{where} AND pg_advisory_xact_lock(7) IS NOT NULL"
+        )
+
+    monkeypatch.setattr(type(backend.dialect), "write_or_leave", write_late)
+    monkeypatch.setattr(backend, "_grants", {})
+
+    @transaction.atomic
+    def lose():
+        with pytest.raises(LockTimeout):
+            db_lock("stock:7", timeout=0).acquire()
+        refused.set()
+        assert over.wait(30)
+
+    with connection.cursor() as cursor:
+
+        def waits():
+            cursor.execute("SELECT FROM pg_locks WHERE NOT granted")
+            return cursor.rowcount
+
+        cursor.execute("SELECT pg_advisory_lock(7)")
+        threads(lose)
+        until(waits)
+        hold = db_lock("stock:7").acquire()
+        cursor.execute("SELECT pg_advisory_unlock(7)")
+    assert refused.wait(30)
+    hold.renew()
+    hold.release()
+    over.set()
+
+
+@pytest.mark.engine("postgresql")
 @FAMILY
 def test_a_lease_in_a_transaction_starts_when_it_is_acquired(using):
     """``now()`` is when the transaction began, so the lease would end too soon."""

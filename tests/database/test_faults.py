@@ -10,10 +10,12 @@ import threading
 import time
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from dlocks import db_lock
-from tests import jobs
+from tests import jobs, rows
+from tests.internals import LockClaim, ResourceLock, backends
+from tests.models import Counter
 from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS, MariaDB
@@ -165,6 +167,34 @@ def test_locks_work_with_innodb_snapshot_isolation(doomed, tmp_path):
             assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
         for worker in crowd:
             worker.kill()
+
+
+@pytest.mark.engine("mariadb")
+def test_a_step_that_the_server_rolls_back_runs_again(threads, until):
+    """A deadlock of row locks costs a retry, and is no error.
+
+    The step has locked the key and waits for a claim. A transaction does the opposite.
+    """
+    rows.held("stock:7")
+    dead = rows.claim("stock:7", rows.PAST)
+    with transaction.atomic(), connection.cursor() as cursor:
+        # The server rolls back the transaction that has changed fewer rows.
+        Counter.objects.bulk_create(Counter(name=f"{one}") for one in range(100))
+        LockClaim.objects.select_for_update().get(pk=dead.pk)
+        removal = threads(lambda: backends["default"].take_out("stock:7", dead.pk))
+
+        def waits():
+            cursor.execute(
+                "SELECT COUNT(*) FROM information_schema.processlist WHERE id <>"
+                " CONNECTION_ID() AND info LIKE '%FOR UPDATE WAIT%'"
+            )
+            return cursor.fetchone()[0]
+
+        until(waits)
+        ResourceLock.objects.select_for_update().get(pk="stock:7")
+    removal.join(30)
+    assert removal.results == [True]
+    assert not LockClaim.objects.exists()
 
 
 @FAMILY

@@ -6,6 +6,7 @@ Such processes are the children of multiprocessing and the workers of Celery.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,11 @@ def test_a_running_thread_of_a_child_keeps_its_lock(program, until, tmp_path, is
         until(lambda: records() == ALL, seconds=60)
     until(lambda: is_busy("thread"), seconds=60)
     end.touch()
-    assert process.communicate(timeout=60) == ("", None)
+    output, _ = process.communicate(timeout=60)
+    if output:
+        # The keeper may see the end of the main thread before the process exits.
+        assert sys.version_info >= (3, 13)
+        assert re.fullmatch("'left' was never released by .*\n", output)
     assert not is_busy("thread")
     assert records() == {**ALL, "thread": "R"}
 
