@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    _keep_databases_in_memory()
+    keep_databases_in_memory()
     # Hundreds of processes import the same modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # The servers must also be stopped after a plain kill. A process that was started in
@@ -104,7 +104,8 @@ def main(arguments: list[str]) -> int:
     return int(any(statuses.values()))
 
 
-def _keep_databases_in_memory() -> None:
+def keep_databases_in_memory() -> None:
+    """Let temporary files be in memory, if it is large enough and TMPDIR is not set."""
     with suppress(OSError):
         if shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
             os.environ.setdefault("TMPDIR", MEMORY)

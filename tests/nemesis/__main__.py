@@ -26,6 +26,7 @@ from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
 from tests.nemesis.campaign import Plan, run, server_for
 from tests.nemesis.peers import PEERS
 from tests.nemesis.task import keys_of, keys_of_each
+from tests.run import keep_databases_in_memory
 from tests.servers import Redis
 
 ENGINES = ("postgresql", "mariadb", "mysql", "sqlite")
@@ -166,6 +167,8 @@ def main() -> int:
         help="dlocks and other locks under the same faults",
     )
     options = parser.parse_args()
+    # A disk that stalls would delay the commits, and so break the limits of waits.
+    keep_databases_in_memory()
     if options.peers:
         return compare(options.seed, 60 * options.minutes, options.out)
     if options.bugs is not None:
