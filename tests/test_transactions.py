@@ -403,9 +403,6 @@ def test_a_busy_key_does_not_block_adjacent_keys(using, there, workers):
     assert set(Counter.objects.values_list("name", flat=True)) == {"before", "after"}
 
 
-# A lease inside a transaction.
-
-
 @pytest.mark.engine("postgresql")
 def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
     """The winner renews and releases its lease while the loser's transaction goes on.
@@ -434,7 +431,9 @@ def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
     with connection.cursor() as cursor:
 
         def waits():
-            cursor.execute("SELECT FROM pg_locks WHERE NOT granted")
+            cursor.execute(
+                "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            )
             return cursor.rowcount
 
         cursor.execute("SELECT pg_advisory_lock(7)")
@@ -446,6 +445,9 @@ def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
     hold.renew()
     hold.release()
     over.set()
+
+
+# A lease inside a transaction.
 
 
 @pytest.mark.engine("postgresql")
