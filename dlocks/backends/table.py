@@ -40,6 +40,7 @@ class Held:
     token: int
     since: datetime
     end: float
+    # It is 0 for a share that is kept after its release.
     count: int = 1
     # Whether the previous holder never released the key.
     takeover: bool = False
@@ -169,7 +170,8 @@ def release(
     elif (share := state.hold_of(claim)) is not None:
         ended = share.end > at.now
         if keep:
-            state = state.with_hold(share, replace(share, end=at.now + keep))
+            end = at.now + keep
+            state = state.with_hold(share, replace(share, end=end, count=0))
         else:
             state = replace(
                 state, shares=tuple(one for one in state.shares if one is not share)
@@ -324,7 +326,7 @@ def _handover_lease(claim: Claim) -> float:
 
 def _live_hold(state: KeyState, claim: Claim, at: Moment) -> Held | None:
     mine = state.hold_of(claim)
-    return mine if mine is not None and mine.end > at.now else None
+    return mine if mine and mine.count and mine.end > at.now else None
 
 
 def _waiting(state: KeyState, claim: Claim) -> Waiting | None:

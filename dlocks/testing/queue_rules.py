@@ -200,6 +200,12 @@ class QueueRules(ContractCase):
         self.assertFalse(self.backend.verify([share], 1))
         self.assertFalse(self.backend.release(share))
         self.assertTrue(self.backend.release(alone))
+        share = self.shared()
+        self.granted(share)
+        self.assertTrue(self.backend.release(share, keep=0.5))
+        # This renewal was on its way.
+        self.assertEqual(dict(self.backend.renew([share])), {})
+        self.granted_in_time(alone)
 
     def test_many_shares_are_renewed_together(self) -> None:
         self.needs("supports_sharing")

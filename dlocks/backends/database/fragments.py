@@ -13,6 +13,9 @@ RELEASED = "(status <> 'P' AND end_time <= {now})"
 STALE_AFTER_GRACE = "(status = 'P' AND end_time <= {grace})"
 FREE_BY_CLOCK = f"({RELEASED} OR {STALE_AFTER_GRACE})"
 
+# The condition for shared holds that are not released.
+SHARE = "version IS NOT NULL AND hold_count > 0"
+
 # The conditions for an expired lease, and for a shared hold that has ended.
 STALE = "status = 'P' AND end_time <= {now}"
 ENDED_SHARE = f"NOT {IN_QUEUE} AND end_time <= {{grace}}"

@@ -12,7 +12,7 @@ from typing import Any
 from django.db.utils import DatabaseError
 
 from dlocks.backends.base import Runtime
-from dlocks.backends.database.fragments import IN_QUEUE, MICROSECONDS
+from dlocks.backends.database.fragments import MICROSECONDS, SHARE
 from dlocks.backends.database.own_row import OwnRow
 from dlocks.backends.database.sending import T
 from dlocks.exceptions import LockBackendError
@@ -168,17 +168,11 @@ class TransactionLocks(OwnRow):
         }
         if claim.shared:
             # The search for expired shared holds skips rows that are locked.
-            table, primary, mine = (
-                "{claims}",
-                "id",
-                f"owner = %(owner)s AND NOT {IN_QUEUE}",
-            )
+            mine = f"owner = %(owner)s AND {SHARE}"
+            table, primary = "{claims}", "id"
         else:
-            table, primary, mine = (
-                "{locks}",
-                "key_resource",
-                f"{KEY} AND owner = %(owner)s AND status = 'P'",
-            )
+            mine = f"{KEY} AND owner = %(owner)s AND status = 'P'"
+            table, primary = "{locks}", "key_resource"
         row = mine, parameters, table, primary
         read, write = partial(self._own_row, *row), partial(self._renew_picked, *row)
         if isinstance(self.dialect, InnoDB):
@@ -205,12 +199,7 @@ class TransactionLocks(OwnRow):
     def _renew_picked(
         self, mine: str, parameters: Mapping[str, Any], table: str, primary: str
     ) -> int:
-        return self._count(
-            self._text(
-                self.dialect.update(table, f"end_time = {self._renewed}", mine, primary)
-            ),
-            parameters,
-        )
+        return self._count(self._renewal(table, mine, primary), parameters)
 
     def _renew_by_primary_key(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dlocks.backends.database.fragments import BATCH, MICROSECONDS
+from dlocks.backends.database.fragments import BATCH, MICROSECONDS, SHARE
 from dlocks.backends.database.own_row import OwnRow
 from dlocks.sql.dialect import KEY
 from dlocks.values import Claim
@@ -27,11 +27,7 @@ class Renewal(OwnRow):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         left: dict[str, float] = {}
         for kind in {(claim.ttl, claim.shared, claim.late) for claim in claims}:
-            alike = [
-                claim
-                for claim in claims
-                if (claim.ttl, claim.shared, claim.late) == kind
-            ]
+            alike = [one for one in claims if (one.ttl, one.shared, one.late) == kind]
             for start in range(0, len(alike), BATCH):
                 left |= self._renew(alike[start : start + BATCH], *kind)
         return left
@@ -40,19 +36,15 @@ class Renewal(OwnRow):
         if count is None:
             return self._verify_all(claims)
         (claim,) = claims
-        assignments = "hold_count = %(count)s" + (
-            f", end_time = {self._renewed}" if claim.late else ""
-        )
+        assignments = "hold_count = %(count)s"
+        if claim.late:
+            assignments += f", end_time = {self._renewed}"
         parameters = {"count": count, "ttl": round(claim.ttl * MICROSECONDS)}
         if claim.shared:
-            live = "version IS NOT NULL" if claim.late else self._live_share
-            sql = (
-                f"UPDATE {{claims}} SET {assignments} WHERE owner = %(owner)s AND"
-                f" {live}"
-            )
-            return (
-                self._count(self._text(sql), {"owner": claim.owner, **parameters}) == 1
-            )
+            sql = f"UPDATE {{claims}} SET {assignments} WHERE owner = %(owner)s AND "
+            sql += SHARE if claim.late else self._live_share
+            owner = {"owner": claim.owner}
+            return self._count(self._text(sql), owner | parameters) == 1
         where = f"{KEY} AND owner = %(owner)s"
         if claim.scope == "lease":
             # In transaction scope the row is already written as free. It is held as
@@ -67,19 +59,16 @@ class Renewal(OwnRow):
         one = "owner = %(owner)s"
         if shared:
             table, primary, live = "{claims}", "id", self._live_share
-            mine += f" AND {'version IS NOT NULL' if late else live}"
+            mine += f" AND {SHARE if late else live}"
         else:
             table, primary, live = self.table, "key_resource", self._live
-            keys, key_parameters = self._one_of(
-                "key_resource", [claim.key for claim in claims]
-            )
+            names = [claim.key for claim in claims]
+            keys, more = self._one_of("key_resource", names)
             mine = f"{keys} AND {mine} AND {TAKEN if late else live}"
             one = f"{KEY} AND {one}"
-            parameters |= key_parameters
+            parameters |= more
         parameters["ttl"] = round(ttl * MICROSECONDS)
-        sql = self._text(
-            self.dialect.update(table, f"end_time = {self._renewed}", mine, primary)
-        )
+        sql = self._renewal(table, mine, primary)
         # A transaction that pins one row must not prevent the renewal of the others.
         with self._with_short_timeout():
             renewed = self._count(sql, parameters, locked=lambda: -1)
@@ -107,9 +96,7 @@ class Renewal(OwnRow):
         A claim whose row is locked keeps its previous lease.
         """
         left: dict[str, float] = {}
-        sql = self._text(
-            self.dialect.update(table, f"end_time = {self._renewed}", mine, primary)
-        )
+        sql = self._renewal(table, mine, primary)
         for claim in claims:
             parameters = {
                 "key": claim.key,

@@ -10,7 +10,12 @@ from django.utils.functional import cached_property
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
-from dlocks.backends.database.fragments import FREE_BY_CLOCK, IN_QUEUE, MICROSECONDS
+from dlocks.backends.database.fragments import (
+    FREE_BY_CLOCK,
+    IN_QUEUE,
+    MICROSECONDS,
+    SHARE,
+)
 from dlocks.backends.database.sending import Sender
 from dlocks.backends.database.sqlite import SQLiteLimits
 from dlocks.exceptions import LockBackendError
@@ -48,9 +53,7 @@ class Statements(Sender, SQLiteLimits):
 
     @property
     def _live_share(self) -> str:
-        return "version IS NOT NULL" + (
-            " AND end_time > {now}" if self.observations is None else ""
-        )
+        return SHARE + (" AND end_time > {now}" if self.observations is None else "")
 
     @property
     def _renewed(self) -> str:
@@ -63,6 +66,11 @@ class Statements(Sender, SQLiteLimits):
         return (
             f"{self.dialect.greatest}({{end}}, {self.dialect.later_than('end_time')})"
         )
+
+    def _renewal(self, table: str, mine: str, primary: str) -> str:
+        """Return the statement that extends leases."""
+        assignment = f"end_time = {self._renewed}"
+        return self._text(self.dialect.update(table, assignment, mine, primary))
 
     @property
     def _grace(self) -> int:

@@ -241,21 +241,20 @@ class Store(ClaimRows, Notifications):
         self, before: KeyState, written: Sequence[tuple[ClaimRow, Held]]
     ) -> None:
         """Write shared holds that were extended, or granted to waiters."""
-        alike: dict[tuple[float, bool], dict[int, int]] = {}
+        alike: dict[tuple[float, bool, int], dict[int, int]] = {}
         for one, held in written:
-            shape = held.end, held.token > before.version
+            shape = held.end, held.token > before.version, held.count
             alike.setdefault(shape, {})[one.id] = held.token
-        for (end, is_new), tokens in alike.items():
+        for (end, is_new, count), tokens in alike.items():
             ids, parameters = self._one_of("id", list(tokens))
             assignments = f"end_time = {self._renewed}"
+            if is_new or not count:
+                assignments += f", hold_count = {count}"
             if is_new:
                 cases = " ".join(
                     f"WHEN %({one})s THEN %(token_{one})s" for one in parameters
                 )
-                assignments += (
-                    f", version = CASE id {cases} END, begin_time = {{now}}, hold_count"
-                    " = 1"
-                )
+                assignments += f", version = CASE id {cases} END, begin_time = {{now}}"
                 parameters |= {
                     f"token_{one}": tokens[parameters[one]] for one in parameters
                 }
