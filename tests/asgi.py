@@ -62,14 +62,18 @@ async def beat(request):
     return HttpResponse(f"{await db_lock('held').alocked()}")
 
 
-kept = []
-
-
 def keep(request):
     """Hold a key beyond the request, outside of any task, until the process ends."""
-    thread = threading.Thread(target=lambda: kept.append(db_lock("kept").acquire()))
-    thread.start()
-    thread.join()
+    taken = threading.Event()
+
+    def work():
+        db_lock("kept").acquire()
+        taken.set()
+        # The hold would end with this thread.
+        threading.Event().wait()
+
+    threading.Thread(target=work, daemon=True).start()
+    taken.wait()
     return HttpResponse("kept")
 
 

@@ -40,7 +40,7 @@ class Held:
     token: int
     since: datetime
     end: float
-    # It is 0 for a share that is kept after its release.
+    # It is 0 for a share kept after its release.
     count: int = 1
     # Whether the previous holder never released the key.
     takeover: bool = False

@@ -616,7 +616,7 @@ def every_page(client) -> dict[str, str]:
 @pytest.mark.django_db
 class TestHolders:
     @pytest.mark.usefixtures("hides")
-    @pytest.mark.parametrize("shown", [False, "hash", None, "True", 1])
+    @pytest.mark.parametrize("shown", [False, "hash", "True"])
     def test_hidden_holders_are_on_no_page_and_in_no_log(self, boss, settings, shown):
         """Host, process, thread and IP are on no page and in no message.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import signal
 import time
@@ -24,9 +23,10 @@ from tests import jobs
 from tests.proxy import Proxy
 from tests.servers import Redis
 from tests.timing import eventually
+from tests.volume import volume
 
-# Seconds of faults. Set DLOCKS_TEST_FAULT_SECONDS=60 for the long run.
-SECONDS = float(os.environ.get("DLOCKS_TEST_FAULT_SECONDS", "8"))
+# Seconds of faults.
+SECONDS = volume(8)
 TTL = 1.0
 
 

@@ -306,7 +306,7 @@ def test_random_signals_leave_no_key_taken(
     usual = (time.monotonic() - began) / 20
     # A server has to be connected to again after most interrupts.
     slow = using == "default" and connection.vendor != "sqlite"
-    interrupts, number = 0, 2_000 if contended else 10_000
+    interrupts, number = 0, 2_000 if contended or slow else 10_000
     for _ in range(number):
         try:
             alarm.arm(usual * (8 if slow else 2))

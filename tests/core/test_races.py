@@ -13,6 +13,7 @@ from django.db import connection, transaction
 from dlocks import db_lock
 from tests import jobs
 from tests.internals import ResourceLock, backends
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
@@ -25,10 +26,10 @@ PROCESSES = 8
 # Number of increments of each process. In the queue, each increment belongs to another
 # process, which has to wake up. A claim inside a transaction makes the key busy.
 TIMES = {
-    ("lease", False): 150,
-    ("transaction", False): 50,
-    ("lease", True): 25,
-    ("transaction", True): 25,
+    ("lease", False): 60,
+    ("transaction", False): 20,
+    ("lease", True): 12,
+    ("transaction", True): 12,
 }
 
 
@@ -39,7 +40,7 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(
     using, scope, fair, workers, tmp_path
 ):
     """Rows are purged and created again all the time."""
-    times = TIMES[scope, fair]
+    times = volume(TIMES[scope, fair])
     path = tmp_path / "counter"
     path.write_text("0 0")
     crowd = workers(PROCESSES)
@@ -85,7 +86,7 @@ def test_a_failed_attempt_in_a_transaction_locks_no_row(doomed):
     This moment cannot be forced, so the test waits for it. It took less than 12,000
     attempts on MariaDB 10.11, and each run makes some of them.
     """
-    times = 1500 if connection.vendor == "mysql" else 100
+    times = volume(500 if connection.vendor == "mysql" else 50)
     with db_lock("stock:7", ttl=600):
         *askers, one, other = [doomed() for _ in range(5)]
         for writer in one, other:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from tests.internals import Grant, KeptHold, Waiter, clock
 from tests.simulation import Simulation
+from tests.volume import volume
 
 # There is no database in it, so one run is enough.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.timeout(600)]
 
 SCHEDULES = st.binary(min_size=20, max_size=120)
 BUSY = {
-    "max_examples": 10_000,
+    "max_examples": volume(2_500),
     "deadline": None,
     "database": None,
     "suppress_health_check": list(HealthCheck),
@@ -46,7 +47,7 @@ def simulate(schedule):
 @settings(**BUSY)
 @given(SCHEDULES)
 def test_no_schedule_breaks_a_promise(schedule):
-    """10,000 schedules with pauses, lost messages, deaths and clock steps.
+    """Schedules with pauses, lost messages, deaths and clock steps.
 
     Requests and replies may be lost. A clock step is less than the grace.
     """

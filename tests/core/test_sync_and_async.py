@@ -22,8 +22,14 @@ from dlocks.testing import abandoned, expire, held_elsewhere, lose
 from tests.internals import LockClaim, LockState, ResourceLock, backends
 from tests.sync_and_async import sync_and_async
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
+# The session backend does not exist on SQLite. The contract suite tests the others on
+# every engine.
+SESSION = pytest.param("session", marks=pytest.mark.storage)
 EVERY = pytest.mark.parametrize(
     "using",
     [
@@ -31,7 +37,7 @@ EVERY = pytest.mark.parametrize(
         "optimistic",
         "insert",
         "memory",
-        *(["session"] if "session" in settings.DLOCKS else []),
+        *([SESSION] if "session" in settings.DLOCKS else []),
     ],
 )
 # These backends have leases that can expire, be cleared and be handed over.

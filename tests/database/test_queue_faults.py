@@ -18,6 +18,7 @@ from tests.proxy import Proxy
 from tests.servers import SERVERS
 from tests.settings import ENGINE
 from tests.timing import NotYetError, eventually, in_time
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
@@ -27,9 +28,8 @@ pytestmark = [
 
 WAITERS = 16
 TTL = 1.5
-# Seconds for which a random process is killed each second. DLOCKS_TEST_FAULT_SECONDS=60
-# is the long run.
-SECONDS = float(os.environ.get("DLOCKS_TEST_FAULT_SECONDS", "10"))
+# Seconds for which a random process is killed each second.
+SECONDS = volume(10)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_a_killed_process_delays_others_only_by_its_lease(who, line_of):
 
 
 def test_random_kills_lose_no_waiter(line_of):
-    """DLOCKS_TEST_FAULT_SECONDS sets the duration in seconds."""
+    """A process is killed each second, and another one takes its place."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         time.sleep(1.0)

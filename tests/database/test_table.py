@@ -24,6 +24,7 @@ from tests.internals import (
     PessimisticBackend,
     helpers,
 )
+from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -149,7 +150,7 @@ class Run:
 
 @pytest.mark.parametrize("kind", [PessimisticBackend, OptimisticBackend, InsertBackend])
 @settings(
-    max_examples=100,
+    max_examples=volume(40),
     derandomize=True,
     deadline=None,
     database=None,

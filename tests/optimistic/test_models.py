@@ -43,7 +43,7 @@ from tests.models import (
     Seat,
 )
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 KINDS = pytest.mark.parametrize(
     ("model", "field"),
@@ -96,6 +96,7 @@ def stored(model, pk):
 
 
 @KINDS
+@pytest.mark.storage
 def test_a_stale_save_is_refused_with_both_versions(model, field):
     first = model.objects.create()
     second, third = model.objects.get(pk=first.pk), model.objects.get(pk=first.pk)
@@ -141,6 +142,7 @@ def test_the_error_can_be_pickled_and_has_a_hint(article, another):
 
 
 @KINDS
+@pytest.mark.storage
 def test_a_deleted_row_is_not_inserted_again(model, field):
     instance = model.objects.create()
     model.objects.get(pk=instance.pk).delete()
@@ -315,6 +317,7 @@ def test_a_refused_save_sends_no_post_save(article, another):
 
 
 @KINDS
+@pytest.mark.storage
 def test_the_callers_transaction_can_go_on_after_a_refusal(model, field):
     """Nothing was written, so nothing has to be rolled back."""
     first, second = model.objects.create(), model.objects.get()
@@ -343,6 +346,7 @@ def test_other_errors_break_the_transaction_as_in_django(article):
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.storage
 def test_after_a_rollback_the_instance_is_stale():
     article = Article.objects.create()
     with pytest.raises(ZeroDivisionError), transaction.atomic():
@@ -590,6 +594,7 @@ def test_a_partly_loaded_instance_can_be_refreshed_in_part(article):
     assert late.title == "theirs again"
 
 
+@pytest.mark.storage
 def test_an_insert_with_ignored_conflicts_has_no_version(article):
     Page.objects.create(slug="a", text="theirs")
     mine = Page(slug="a", text="mine")
@@ -735,6 +740,7 @@ def write_if_not_locked(model, field):
 
 
 @KINDS
+@pytest.mark.storage
 def test_a_stale_delete_is_refused(model, field):
     first = model.objects.create()
     second = model.objects.get()
@@ -796,12 +802,14 @@ def test_update_makes_loaded_instances_stale(model, field):
     assert sorted(model.objects.values_list("version", flat=True)) == [1, 2]
 
 
+@pytest.mark.storage
 def test_update_of_parent_and_child_increments_the_version_once():
     report = Report.objects.create()
     assert Report.objects.update(title="t", pages=3) == 1
     assert stored(Report, report.pk) == 2
 
 
+@pytest.mark.storage
 def test_update_with_a_version_filter_is_a_compare_and_swap(article):
     rows = Article.objects.filter(pk=article.pk, version=article.version)
     assert rows.update(views=F("views") + 1) == 1
@@ -818,6 +826,7 @@ def test_update_refuses_a_version_as_a_value(article, django_assert_num_queries)
         assert Article.objects.none().update(title="x") == 0
 
 
+@pytest.mark.storage
 def test_updates_through_relations_increment_the_version(article):
     author = Counter.objects.create(name="a")
     author.articles.add(article)
@@ -830,6 +839,7 @@ def test_updates_through_relations_increment_the_version(article):
 
 
 @KINDS
+@pytest.mark.storage
 def test_bulk_update_compares_all_rows_and_names_stale_ones(model, field):
     rows = [model.objects.create() for _ in range(5)]
     for row in rows:
@@ -881,6 +891,7 @@ def test_bulk_update_increments_the_version_once(model, field, batch_size):
         row.save()
 
 
+@pytest.mark.storage
 def test_bulk_update_of_many_rows_on_every_engine():
     """There are more rows than an engine takes parameters in one statement."""
     rows = Article.objects.bulk_create(Article(title="t") for _ in range(1200))
@@ -905,6 +916,7 @@ def test_bulk_update_refuses_invalid_arguments_as_in_django(article):
     assert (article.version, stored(Article, article.pk)) == (1, 1)
 
 
+@pytest.mark.storage
 def test_bulk_create_sets_versions_and_overwrites_no_row(article):
     rows = Article.objects.bulk_create(
         [Article(title="a"), Article(title="b", version=9)]
@@ -920,6 +932,7 @@ def test_bulk_create_sets_versions_and_overwrites_no_row(article):
         )
 
 
+@pytest.mark.storage
 def test_get_or_create_and_update_or_create_keep_versions(article):
     found, created = Article.objects.get_or_create(title="first")
     assert (found.pk, created, found.version) == (article.pk, False, 1)
@@ -936,6 +949,7 @@ def test_get_or_create_and_update_or_create_keep_versions(article):
     made.save()
 
 
+@pytest.mark.storage
 def test_select_for_update_works_as_usual(article):
     with transaction.atomic():
         locked = Article.objects.select_for_update().get(pk=article.pk)
@@ -1014,6 +1028,7 @@ def test_an_instance_without_its_version_cannot_be_written(article, load):
 # Fixtures and other databases
 
 
+@pytest.mark.storage
 def test_loaddata_never_lowers_a_version(article, tmp_path):
     for _ in range(4):
         article.save()
@@ -1143,6 +1158,7 @@ def test_ignored_fields_do_not_change_the_version():
         page.save(update_fields=["hits"])
 
 
+@pytest.mark.storage
 def test_a_recreated_row_has_a_newer_version():
     """Its versions start with the clock.
 
@@ -1156,6 +1172,7 @@ def test_a_recreated_row_has_a_newer_version():
         old.save()
 
 
+@pytest.mark.storage
 def test_a_composite_primary_key_is_compared():
     seats = [Seat.objects.create(row=1, number=number) for number in (1, 2)]
     stale = [Seat.objects.get(row=1, number=number) for number in (1, 2)]
@@ -1198,6 +1215,7 @@ async def test_async_methods_compare_versions_too():
 # The model itself
 
 
+@pytest.mark.storage
 def test_the_field_works_in_migrations():
     field = VersionField(start=microseconds, ignore_fields=["hits"])
     _, path, args, kwargs = field.deconstruct()
@@ -1218,6 +1236,7 @@ def test_the_field_works_in_migrations():
     assert stored(Article, Article.objects.get().pk) == 1
 
 
+@pytest.mark.storage
 def test_rows_older_than_the_column_are_compared(article):
     with connection.cursor() as cursor:
         cursor.execute("UPDATE tests_article SET version = 0")

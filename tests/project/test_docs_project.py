@@ -59,10 +59,14 @@ import builtins, json, os, sys, types
 from unittest.mock import MagicMock
 
 import django
+import dramatiq
 from django.core.management import call_command
 from django.db import connection, models
+from dramatiq.brokers.stub import StubBroker
 
 django.setup()
+# A reader has a broker. Without one, Dramatiq needs the client of RabbitMQ or Redis.
+dramatiq.set_broker(StubBroker())
 call_command("migrate", run_syncdb=True, verbosity=0)
 
 class Names(dict):

@@ -33,6 +33,7 @@ from tests.internals import (
     waiters_of,
 )
 from tests.timing import in_time
+from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -818,7 +819,7 @@ class Model:
 
 @pytest.mark.front
 @pytest.mark.once
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=volume(400), deadline=None)
 @given(st.data())
 def test_victims_are_found_exactly_when_nothing_moves(data):
     """Refusing the victims lets all other callers finish."""
