@@ -66,11 +66,10 @@ class Worker:
         kind, value = self.pipe.recv()
         self.is_idle = kind != "said"
         if kind == "error":
-            raise (
-                TooLateError
-                if "TooLateError" in value.rstrip().rpartition("\n")[2]
-                else RuntimeError
-            )(value)
+            # Lists of failures show the first line only.
+            error = value.rstrip().rpartition("\n")[2]
+            kind = TooLateError if "TooLateError" in error else RuntimeError
+            raise kind(f"{error}\n{value}")
         return value
 
     def tell(self, value: Any = "go") -> None:
