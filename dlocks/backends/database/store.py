@@ -240,7 +240,7 @@ class Store(ClaimRows, Notifications):
     def _write_shares(
         self, before: KeyState, written: Sequence[tuple[ClaimRow, Held]]
     ) -> None:
-        """Write shared holds that were extended, or granted to waiters."""
+        """Write shared holds that were extended, kept or granted."""
         alike: dict[tuple[float, bool, int], dict[int, int]] = {}
         for one, held in written:
             shape = held.end, held.token > before.version, held.count
