@@ -250,9 +250,10 @@ def check(history: History, *, one_writer: bool = False) -> Report:
             and (turn.key, turn.token) not in history.granted
         ):
             report.violations["phantoms"].append(str(turn))
+    stops = _stops(history.events)
     for name, found in (
         ("refused", false_refusals(history.turns)),
-        ("deadlocks", late_reports(history.turns, _stops(history.events))),
+        ("deadlocks", late_reports(history.turns, stops, one_writer=one_writer)),
     ):
         if texts := list(found):
             report.violations[name] += texts

@@ -26,17 +26,25 @@ def false_refusals(turns: Iterable[Held]) -> Iterator[str]:
 
 
 def late_reports(
-    turns: Iterable[Held], quiet: Mapping[int, Sequence[Interval]]
+    turns: Iterable[Held],
+    quiet: Mapping[int, Sequence[Interval]],
+    *,
+    one_writer: bool,
 ) -> Iterator[str]:
     """Yield the cycles that lasted too long.
 
     ``quiet`` is when each process was stopped or cut off. A cycle with such a process
-    is not judged.
+    is not judged. With ``one_writer``, any stopped process may have kept the others
+    from writing, so its stop does not count.
     """
     graph = Graph(turns)
+    stops = [stop for each in quiet.values() for stop in each] if one_writer else []
     for turn in graph.turns:
         for members, (begin, end) in graph.cycles(turn):
-            if end - begin <= REPORTED_WITHIN + SLACK:
+            blocked = sum(
+                max(0.0, min(end, until) - max(begin, since)) for since, until in stops
+            )
+            if end - begin - blocked <= REPORTED_WITHIN + SLACK:
                 continue
             if not any(
                 since < end and until > begin
@@ -69,7 +77,7 @@ class Graph:
         self, path: list[Held], interval: Interval
     ) -> Iterator[tuple[list[Held], Interval]]:
         for hold in self._holds[path[-1].key]:
-            during = _common(interval, _held(hold))
+            during = _common(interval, self._held(hold))
             if during is None:
                 continue
             if hold.pid == path[0].pid:
@@ -82,11 +90,16 @@ class Graph:
                 if (both := _common(during, following.waits)) is not None:
                     yield from self._extend([*path, following], both)
 
-
-def _held(hold: Held) -> Interval:
-    # The lease of a waiting worker is renewed, although the worker does not record it.
-    end = hold.gone if hold.scope == "transaction" else min(hold.end, hold.lost)
-    return hold.got or 0.0, min(end, hold.died)
+    def _held(self, hold: Held) -> Interval:
+        # The lease of a waiting worker is renewed, although the worker does not record
+        # it. A worker that was stopped may learn late that another one has the key.
+        end = hold.gone if hold.scope == "transaction" else min(hold.end, hold.lost)
+        taken = [
+            other.got
+            for other in self._holds[hold.key]
+            if other.got is not None and other.token > hold.token
+        ]
+        return hold.got or 0.0, min(end, hold.died, *taken)
 
 
 def _common(one: Interval, other: Interval) -> Interval | None:

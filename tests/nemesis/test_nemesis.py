@@ -128,8 +128,9 @@ def turn(pid, got, end, token, *, number=1, key="k", **values):
     )
 
 
-def violations(*turns, **history):
-    return set(check(History(turns=list(turns), **history)).violations)
+def violations(*turns, one_writer=False, **history):
+    history = History(turns=list(turns), **history)
+    return set(check(history, one_writer=one_writer).violations)
 
 
 @pytest.mark.front
@@ -183,6 +184,25 @@ def test_the_checker_detects_a_refusal_without_a_deadlock():
 def test_the_checker_detects_a_deadlock_that_is_not_reported():
     found = nested(1, "a", "b", "", lasts=6), nested(2, "b", "a", "", lasts=6)
     assert violations(*found[0], *found[1]) == {"deadlocks"}
+
+
+@pytest.mark.front
+def test_the_checker_knows_that_a_lost_key_closes_no_cycle():
+    """Another worker got the key, and its last holder did not know of that yet."""
+    first, waits = nested(1, "a", "b", "", lasts=6)
+    first.until = 2.5
+    taken = turn(3, 2.6, 9.0, 3, key="a")
+    assert not violations(first, waits, *nested(2, "b", "a", "", lasts=6), taken)
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("one_writer", [False, True])
+def test_the_checker_allows_for_a_stopped_writer_of_sqlite(one_writer):
+    """No deadlock can be noticed while a stopped process keeps all from writing."""
+    turns = *nested(1, "a", "b", "", lasts=6), *nested(2, "b", "a", "", lasts=6)
+    events = [["stop", 2.5, 3, "asking", "c"], ["cont", 6.0, 3]]
+    found = violations(*turns, events=events, one_writer=one_writer)
+    assert found == (set() if one_writer else {"deadlocks"})
 
 
 @pytest.mark.front
