@@ -68,8 +68,8 @@ class Worker:
         if kind == "error":
             # Lists of failures show the first line only.
             error = value.rstrip().rpartition("\n")[2]
-            kind = TooLateError if "TooLateError" in error else RuntimeError
-            raise kind(f"{error}\n{value}")
+            late = "TooLateError" in error
+            raise (TooLateError if late else RuntimeError)(f"{error}\n{value}")
         return value
 
     def tell(self, value: Any = "go") -> None:

@@ -223,7 +223,7 @@ def _side_by_side(engines: list[str]) -> int:
 
 
 def _late(lines: Iterable[str]) -> list[str]:
-    """Return the tests that failed, or none if one failed for another reason."""
+    """Return the tests that were too late, or none if one failed for another reason."""
     tests = []
     for line in lines:
         found = re.fullmatch(

@@ -1,6 +1,6 @@
 """How often tests repeat what happens at random.
 
-DLOCKS_TEST_VOLUME=10 is for a long run. Then every test repeats ten times as much.
+With DLOCKS_TEST_VOLUME=3, tests that use it repeat three times as much.
 """
 
 from __future__ import annotations

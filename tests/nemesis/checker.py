@@ -25,6 +25,7 @@ The checks are:
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -251,9 +252,12 @@ def check(history: History, *, one_writer: bool = False) -> Report:
         ):
             report.violations["phantoms"].append(str(turn))
     stops = _stops(history.events)
+    # A process that is stopped while it writes keeps all others from writing.
+    every = itertools.chain.from_iterable(stops.values())
+    unwritable = _union(every) if one_writer else []
     for name, found in (
         ("refused", false_refusals(history.turns)),
-        ("deadlocks", late_reports(history.turns, stops, one_writer=one_writer)),
+        ("deadlocks", late_reports(history.turns, stops, unwritable)),
     ):
         if texts := list(found):
             report.violations[name] += texts

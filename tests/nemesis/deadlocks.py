@@ -28,21 +28,19 @@ def false_refusals(turns: Iterable[Held]) -> Iterator[str]:
 def late_reports(
     turns: Iterable[Held],
     quiet: Mapping[int, Sequence[Interval]],
-    *,
-    one_writer: bool,
+    unwritable: Sequence[Interval],
 ) -> Iterator[str]:
     """Yield the cycles that lasted too long.
 
     ``quiet`` is when each process was stopped or cut off. A cycle with such a process
-    is not judged. With ``one_writer``, any stopped process may have kept the others
-    from writing, so its stop does not count.
+    is not judged. ``unwritable`` is when nobody could write. This time does not count.
     """
     graph = Graph(turns)
-    stops = [stop for each in quiet.values() for stop in each] if one_writer else []
     for turn in graph.turns:
         for members, (begin, end) in graph.cycles(turn):
             blocked = sum(
-                max(0.0, min(end, until) - max(begin, since)) for since, until in stops
+                max(0.0, min(end, until) - max(begin, since))
+                for since, until in unwritable
             )
             if end - begin - blocked <= REPORTED_WITHIN + SLACK:
                 continue
