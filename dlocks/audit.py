@@ -38,10 +38,7 @@ def reason_of(text: str) -> str:
     if len(reason) > REASON_LENGTH:
         raise ValueError(
             _("A reason can have at most %(most)d characters, not %(number)d.")
-            % {
-                "most": REASON_LENGTH,
-                "number": len(reason),
-            }
+            % {"most": REASON_LENGTH, "number": len(reason)}
         )
     if any(
         unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}

@@ -52,6 +52,24 @@ def read(pipe, key, **policy):
     return "released"
 
 
+def stop_within_a_step(pipe, key, **policy):
+    """Acquire a read lock, and stop until notified once the lock row is locked."""
+    backend = backends[policy.get("using", "default")]
+    load = backend._load
+
+    def stop(*args, **kwargs):
+        state = load(*args, **kwargs)
+        if not stopped:
+            stopped.append(True)
+            pipe.say("locked")
+            pipe.hear()
+        return state
+
+    stopped, backend._load = [], stop
+    with db_rwlock(key, **policy).read() as held:
+        return held.token
+
+
 def hold_permit(pipe, key, permits, **policy):
     """Acquire one permit of a semaphore, send the token, and hold until notified."""
     with db_semaphore(key, permits, **policy) as held:
@@ -1073,7 +1091,7 @@ def crowd(pipe, number, directory, key, **policy):
         pids.add(pid)
         pipe.say(pid)
     (directory / "end").touch()
-    deadline = time.monotonic() + 45
+    deadline = time.monotonic() + 100
     while pids - set(ended):
         for pid in pids - set(ended):
             if os.waitpid(pid, os.WNOHANG)[0]:

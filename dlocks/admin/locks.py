@@ -14,13 +14,7 @@ from dlocks.admin.actions import LockActions
 from dlocks.admin.base import ReadOnlyAdmin
 from dlocks.admin.links import url
 from dlocks.admin.target import Target
-from dlocks.models import (
-    ClaimState,
-    ControlRoom,
-    LockQuerySet,
-    LockState,
-    ResourceLock,
-)
+from dlocks.models import ClaimState, ControlRoom, LockQuerySet, LockState, ResourceLock
 from dlocks.operations import LockRow, claims, in_row, name_of
 from dlocks.text import shown_duration, shows_holder
 from dlocks.values import Kept

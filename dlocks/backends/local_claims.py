@@ -90,7 +90,6 @@ class LocalClaims(Backend):
         self._maintain_from(entry.ends_at)
 
     def _forget(self, entry: Any) -> None:
-        """Remove a claim from all tables."""
         owner: str = entry.claim.owner
         if self._entries.get(owner) is entry:
             del self._entries[owner]

@@ -10,12 +10,7 @@ from typing import TypeVar
 
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
 from dlocks.backends.database.connection import is_unmigrated
-from dlocks.core.callers import (
-    hold_by,
-    holds_by_caller,
-    note_acquired,
-    run_outside,
-)
+from dlocks.core.callers import hold_by, holds_by_caller, note_acquired, run_outside
 from dlocks.core.hold import Hold
 from dlocks.core.kept_hold import KeptHold
 from dlocks.core.wait import Wait

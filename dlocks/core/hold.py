@@ -219,9 +219,7 @@ class Hold:
         state.blocks += 1
         return self
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
         self._state.blocks = max(0, self._state.blocks - 1)
         self.exit(error)
 

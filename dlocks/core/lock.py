@@ -112,9 +112,7 @@ class Lock(LockPolicy):
             raise
         return block[-1]
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
         block = count = None
         try:
             block = innermost_block(self)

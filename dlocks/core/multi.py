@@ -96,13 +96,7 @@ class MultiAcquisition:
     members: Sequence[Acquisition] = ()
 
     def __init__(
-        self,
-        lock: MultiLock,
-        caller: Caller,
-        wakeup: Wakeup,
-        *,
-        wait: bool,
-        keep: bool,
+        self, lock: MultiLock, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
     ) -> None:
         self.lock = lock
         self._keep = keep

@@ -69,10 +69,7 @@ HINTS = {
 
 
 def refuse_unknown(
-    function: str,
-    options: Mapping[str, Any],
-    names: tuple[str, ...],
-    **hints: str,
+    function: str, options: Mapping[str, Any], names: tuple[str, ...], **hints: str
 ) -> None:
     """Raise TypeError for the first option that is not one of ``names``.
 

@@ -209,7 +209,6 @@ class Release(HoldState):
         return True
 
     def _forget(self) -> None:
-        """Remove an ended hold from where holds are kept."""
         keeper.drop(self)
         self.forget_entries()
         forget_acquired(self)

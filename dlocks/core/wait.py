@@ -95,7 +95,6 @@ class Wait(Claims):
         raise self._refusal()
 
     def _refusal(self) -> LockTimeout:
-        """Return the error of a caller that does not wait any longer."""
         holder, who = None, ""
         with suppress(LockBackendError):
             holder, who = run_outside(

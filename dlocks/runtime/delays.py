@@ -105,7 +105,6 @@ class PollSchedule:
         return min(
             LONGEST_POLL_DELAY * ahead,
             max(
-                SHORTEST_POLL_DELAY,
-                ahead * (self._turn or LONGEST_POLL_DELAY / 10) / 2,
+                SHORTEST_POLL_DELAY, ahead * (self._turn or LONGEST_POLL_DELAY / 10) / 2
             ),
         )

@@ -252,12 +252,7 @@ class Waiters:
             self._poll_at = clock.now() + self._schedule.delay(ahead)
 
     def _apply(
-        self,
-        polled: dict[str, Waiter],
-        sent: float,
-        *,
-        heartbeat: bool,
-        notified: bool,
+        self, polled: dict[str, Waiter], sent: float, *, heartbeat: bool, notified: bool
     ) -> int:
         """Poll claims, and wake the callers whose turn has come.
 
@@ -323,7 +318,6 @@ class Waiters:
             ) or Ticket(next_check=0.0)
 
     def _cancel_abandoned(self) -> None:
-        """Cancel the claims of waiters that will never continue."""
         with self._mutex:
             abandoned = [
                 waiter for waiter in self._waiters.values() if waiter.is_abandoned

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,8 @@ class Dialect:
     # An expression for the SELECT of a short transaction. With it the server ends the
     # transaction if the client stops responding.
     bound = ""
+    # A block that does the same for that transaction.
+    with_idle_limit: Any = staticmethod(nullcontext)
     # For a release within a transaction. ``count_in`` counts the waiters that joined
     # the queue while the row was locked. ``tell_first`` notifies the first of them on
     # commit.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dlocks.sql.dialect import KEY, Dialect, escape_unencodable, statement
@@ -12,6 +13,11 @@ from dlocks.sql.direct import Reply, by_mysqlclient
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+# Within a step, a session may be idle for 2 seconds.
+IDLE_LIMIT = (
+    "SET @dlocks_wait_timeout = @@SESSION.wait_timeout, SESSION wait_timeout = 2"
+)
+NO_IDLE_LIMIT = "SET SESSION wait_timeout = @dlocks_wait_timeout"
 AS_A_RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 # States of a session in the process list of MySQL and MariaDB.
 _WAITS_FOR_TABLE = re.compile(
@@ -116,6 +122,23 @@ class InnoDB(Dialect):
 
     def granted(self, reply: Reply) -> int | None:
         return reply.last_id if reply.changed else None
+
+    @contextmanager
+    def with_idle_limit(self, connection: BaseDatabaseWrapper) -> Iterator[None]:
+        connection.ensure_connection()
+        raw = connection.connection
+        cursor = raw.cursor()
+        try:
+            with connection.wrap_database_errors:
+                cursor.execute(IDLE_LIMIT)
+            yield
+        finally:
+            if connection.connection is raw:
+                try:
+                    cursor.execute(NO_IDLE_LIMIT)
+                except Exception:  # noqa: BLE001 (the step is over)
+                    # The server may have ended the session.
+                    connection.close()
 
     def session_of(self, raw: Any) -> Any:
         # mysqlclient refuses calls from another thread while a statement is running.

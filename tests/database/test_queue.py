@@ -1603,6 +1603,24 @@ def test_a_process_stopped_at_any_point_blocks_others_briefly(using, doomed, wor
     in_time(longest, 4.0)
 
 
+@SERVERS
+@FAMILY
+def test_a_process_that_hangs_in_a_step_blocks_others_briefly(using, doomed, workers):
+    """Its session is ended, and the process begins again when it continues."""
+    (worker,) = workers(1)
+    victim = doomed()
+    victim.start(jobs.stop_within_a_step, "stock:7", using=using)
+    assert victim.hear() == "locked"
+    worker.start(jobs.read, "stock:7", using=using, timeout=20)
+    began = time.monotonic()
+    token = worker.hear()
+    in_time(time.monotonic() - began, 4.0)
+    worker.tell()
+    assert worker.hear() == "released"
+    victim.tell()
+    assert victim.hear() > token
+
+
 def test_a_thread_that_hangs_while_queueing_blocks_no_other(
     threads, in_queue, monkeypatch
 ):

@@ -68,7 +68,6 @@ class Statements(Sender, SQLiteLimits):
         )
 
     def _renewal(self, table: str, mine: str, primary: str) -> str:
-        """Return the statement that extends leases."""
         assignment = f"end_time = {self._renewed}"
         return self._text(self.dialect.update(table, assignment, mine, primary))
 
@@ -169,7 +168,6 @@ class Statements(Sender, SQLiteLimits):
         return text if text.isascii() else self.dialect.fitted(text, self._session())
 
     def _refuse_unstorable(self, key: str) -> None:
-        """Raise UnstorableKeyError if the database cannot store a key's characters."""
         if (fitted := self._fitted(key)) != key:
             raise UnstorableKeyError(
                 f"The key {key!r} cannot be stored on database {self.database!r}. Its"

@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -57,23 +57,17 @@ class Steps(TransactionLocks):
         ours = not self.in_transaction()
         tries, lock_tries, reconnected = 0, 0, False
         handled = sys.exc_info()[1]
+        dialect = self.dialect
+        locking = dialect.for_update_in_turn if waits else dialect.for_update
+        limited = dialect.with_idle_limit if ours else nullcontext
         while True:
             session = connection.connection
+            patiently = lock_tries < tries_if_locked
             try:
                 block = transaction.atomic(using=self.database)
-                with self._with_short_timeout(), block:
-                    locking = (
-                        self.dialect.for_update_in_turn
-                        if waits
-                        else self.dialect.for_update
-                    )
+                with self._with_short_timeout(), limited(connection), block:
                     return work(
-                        self._lock(
-                            key,
-                            locking,
-                            patiently=lock_tries < tries_if_locked,
-                            bounded=ours,
-                        )
+                        self._lock(key, locking, patiently=patiently, bounded=ours)
                     )
             except _AbsentError:
                 self._create(key)
@@ -96,39 +90,39 @@ class Steps(TransactionLocks):
                     self._end_interrupted(connection)
                     raise interrupt from None
                 if isinstance(error, DatabaseError):
-                    if self.dialect.is_locked(error):
+                    if dialect.is_locked(error):
                         # The statement has already waited for the lock.
                         return busy()
                     if self._again(error, tries):
                         tries += 1
                         continue
-                if not reconnected and self._is_left_read_only(connection, error):
-                    close_lost(connection)
+                if not reconnected and self._is_lost(connection, session, error):
                     reconnected = True
                     continue
-                # If a session was idle in a transaction for too long, PostgreSQL ends
-                # it with an InternalError.
-                lost = isinstance(error, (OperationalError, InterfaceError))
                 self._drop_half_made(connection)
-                if not reconnected and (
-                    lost
-                    or (
-                        connection.connection is not None and not connection.is_usable()
-                    )
-                ):
-                    # If the connection was lost within a transaction, Django has
-                    # already reconnected.
-                    is_new = session is None or connection.connection is not session
-                    if is_new or not connection.is_usable():
-                        if not is_new:
-                            close_lost(connection)
-                        reconnected = True
-                        continue
                 raise self._failure(error) from error
             except BaseException:
                 if ours:
                     self._end_interrupted(connection)
                 raise
+
+    def _is_lost(self, connection: Any, session: Any, error: Error) -> bool:
+        """Return whether a step failed with its session, and close that."""
+        if self._is_left_read_only(connection, error):
+            close_lost(connection)
+            return True
+        self._drop_half_made(connection)
+        if session is None:
+            if isinstance(error, (OperationalError, InterfaceError)):
+                return True
+        elif connection.connection is not session:
+            # Django has reconnected. PostgreSQL ends a session that was idle in a
+            # transaction for too long with an InternalError.
+            return True
+        if connection.connection is None or connection.is_usable():
+            return False
+        close_lost(connection)
+        return True
 
     def _end_interrupted(self, connection: Any) -> None:
         """Roll back a step that was interrupted, perhaps at its BEGIN or COMMIT.
@@ -183,17 +177,8 @@ class Steps(TransactionLocks):
             "SELECT status, owner, version, waiters, shares, {left}, {ticks},"
             f" {{ends}}{bound} FROM {{locks}} WHERE {KEY}{locking}"
         )
-        for (
-            status,
-            owner,
-            version,
-            waiters,
-            shares,
-            left,
-            ticks,
-            ends,
-            *_,
-        ) in self._rows(self._text(sql), parameters):
+        for found in self._rows(self._text(sql), parameters):
+            status, owner, version, waiters, shares, left, ticks, ends = found[:8]
             grace = self.grace if self.observations is None else NEVER
             at = Moment(0.0, grace, int(ticks), datetime.now(UTC))
             held = Held(Claim(key=key, ttl=0.0, owner=owner), version, at.date, left)

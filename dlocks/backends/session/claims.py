@@ -232,7 +232,6 @@ class Claims(Statements, LocalClaims):
         return sure_until
 
     def _release_entry(self, entry: Entry) -> bool:
-        """Release the lock of a claim, and return whether it had one."""
         entry.leaving = True
         if (session := entry.session) is None:
             return False
@@ -258,7 +257,6 @@ class Claims(Statements, LocalClaims):
                     self._ask_main("cancel", session.identity)
 
     def _free(self, entry: Entry, session: Session) -> bool:
-        """Release the lock of a claim in the engine, if it has one."""
         shared = entry.claim.shared
         # An administrator may cancel any statement. A second release of a shared lock
         # could free that of another claim.
