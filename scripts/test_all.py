@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
 # Shards per Python version. Two or three versions run in parallel.
-SHARDS = 4
+SHARDS = 3
 
 
 def main() -> int:

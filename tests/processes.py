@@ -59,7 +59,7 @@ class Worker:
         self.is_idle = False
         self.pipe.send((job, args, kwargs))
 
-    def hear(self, seconds: float = 60.0) -> Any:
+    def hear(self, seconds: float = 120.0) -> Any:
         """Return the next message of the job."""
         if not self.pipe.poll(seconds):
             raise TimeoutError("the process said nothing")

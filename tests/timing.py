@@ -32,7 +32,7 @@ class NotYetError(AssertionError):
 
 def eventually(
     condition: Callable[[], T],
-    seconds: float = 30.0,
+    seconds: float = 90.0,
     *,
     but: tuple[type[Exception], ...] = (),
     pause: float = 0.005,

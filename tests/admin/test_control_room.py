@@ -62,8 +62,8 @@ def in_memory(db, settings, in_other_thread):
     return backend
 
 
-def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fields):
-    """Write the record of a hold that ended ``ago`` seconds ago."""
+def record(key, token, *, ago=60.0, held=1.0, waited=0.0, ending="R", **fields):
+    """Return the record of a hold that ended ``ago`` seconds ago."""
     values = {
         "holder": "web-1:4711:MainThread",
         "owner_ip": "192.0.2.7",
@@ -71,11 +71,18 @@ def ended(key, *, ago=60.0, held=1.0, waited=0.0, token=None, ending="R", **fiel
         "shared": False,
         **fields,
     }
-    token = HoldRecord.objects.count() + 1 if token is None else token
     times = {"begin_time": After(-ago - held), "end_time": After(-ago)}
-    return HoldRecord.objects.create(
+    return HoldRecord(
         key_resource=key, token=token, waited=waited, ending=ending, **times, **values
     )
+
+
+def ended(key, *, token=None, **fields):
+    """Write the record of a hold that has ended."""
+    token = HoldRecord.objects.count() + 1 if token is None else token
+    written = record(key, token, **fields)
+    written.save()
+    return written
 
 
 def analyze_tables() -> None:

@@ -15,8 +15,8 @@ from django.test import Client
 from dlocks import db_lock
 from tests import jobs, rows
 from tests.admin.test_admin import person
-from tests.admin.test_control_room import HOSTILE, LIVE, ended
-from tests.internals import ResourceLock
+from tests.admin.test_control_room import HOSTILE, LIVE, ended, record
+from tests.internals import HoldRecord, ResourceLock
 
 # The directory of the documentation's images, of which ``make images`` replaces the
 # existing ones.
@@ -81,10 +81,15 @@ def busy_hour():
             holder=f"web-{number + 2}:1405:Thread-{number + 3}",
             begin_time=now - timedelta(seconds=4 + 5 * number),
         )
+    records = []
+
+    def add(key, **fields):
+        records.append(record(key, **{"token": len(records) + 1, **fields}))
+
     for minute in range(60):
         for number in range(2 + (minute * 7) % 5 + (9 if 20 < minute < 31 else 0)):
             waited = 0.4 * number if number > 3 else 0.0
-            ended(
+            add(
                 f"stock:lamp-{number}",
                 ago=minute * 60 + number * 3 + 1,
                 held=0.3 + number / 9,
@@ -93,7 +98,7 @@ def busy_hour():
     for number, (key, held) in enumerate(
         [("invoices", 740), ("search-index", 515), ("import:tenant/9", 262)]
     ):
-        ended(
+        add(
             key,
             ago=500 * (number + 1),
             held=held,
@@ -107,13 +112,14 @@ def busy_hour():
             "waited": 47.0 * (number % 4),
         }
         token = 1795258813170301 - number * 1_307_219_433
-        ended(
+        add(
             "report:monthly",
             **times,
             ending="RRRRFRRLR"[number],
             token=token,
             holder="jobs-1:2210:MainThread",
         )
+    HoldRecord.objects.bulk_create(records)
 
 
 def shows(page):

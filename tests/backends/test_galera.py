@@ -88,7 +88,6 @@ def crowd(workers, how, using, seconds=2.0, **policy):
 
 
 # This runs a whole suite, and may have to start the cluster.
-@pytest.mark.timeout(300)
 def test_database_backends_keep_the_contract_on_a_galera_node(cluster, tmp_path):
     """The contract of a single server holds on a cluster too."""
     environment = {
@@ -276,7 +275,6 @@ def test_reads_from_another_node_need_wsrep_sync_wait(cluster, three, process):
 # Nodes that are lost or not ready.
 
 
-@pytest.mark.timeout(300)
 def test_other_nodes_grant_the_key_after_a_node_died(start, process):
     one, two, three = start(Galera()).nodes
     holder, left, right = process(one), process(two), process(three)
@@ -307,7 +305,6 @@ def test_other_nodes_grant_the_key_after_a_node_died(start, process):
         )
 
 
-@pytest.mark.timeout(300)
 def test_a_galera_campaign_breaks_no_promise():
     """Run a campaign against three nodes with two processes each.
 
@@ -330,7 +327,6 @@ def libfaketime():
     return found
 
 
-@pytest.mark.timeout(300)
 def test_tokens_grow_on_nodes_with_different_clocks(start, process):
     """Tokens still grow and guarded transactions are safe.
 

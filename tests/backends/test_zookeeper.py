@@ -951,7 +951,6 @@ def test_a_key_can_be_read_in_its_node(backend, person, root):
 # Servers that restart.
 
 
-@pytest.mark.timeout(200)
 def test_holders_and_waiters_survive_a_server_restart(start, configured, tmp_path):
     server = start(ZooKeeper(**BRISK))
     process = configured(server.port, session_timeout=50.0, connect_timeout=40.0)
@@ -978,7 +977,6 @@ def test_holders_and_waiters_survive_a_server_restart(start, configured, tmp_pat
     assert [troubles for _, troubles in outcomes] == [0, 0, 0]
 
 
-@pytest.mark.timeout(200)
 def test_an_ensemble_of_three_works_without_one_but_not_two(configured, until):
     with ZooKeeperMember.ensemble() as members:
         process = configured(
@@ -1064,7 +1062,6 @@ def test_tokens_grow_after_the_root_is_deleted(backend, server, person, root):
     assert all(one < other for one, other in pairwise(tokens))
 
 
-@pytest.mark.timeout(150)
 def test_zookeeper_holds_never_overlap_under_faults(start, configured):
     """No two callers hold the key at once, whatever fails.
 

@@ -276,7 +276,6 @@ def alarm():
 
 
 @pytest.mark.once
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("using", "contended"), [("default", False), ("default", True), ("memory", False)]
 )

@@ -624,7 +624,6 @@ def test_a_renewal_that_is_rolled_back_does_not_count(using):
 # Races.
 
 
-@pytest.mark.timeout(240)
 @FAMILY
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
 def test_overlapping_keys_in_any_order_never_deadlock(using, scope, workers, tmp_path):

@@ -17,7 +17,6 @@ from tests.volume import volume
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.timeout(300),
 ]
 
 PROCESSES = 8

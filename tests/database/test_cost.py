@@ -181,7 +181,6 @@ def no_analysis(transactional_db, until):
 
 
 @pytest.mark.engine("postgresql")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("using", ["default", "optimistic"])
 @pytest.mark.usefixtures("no_analysis")
 def test_the_table_stays_small_after_100000_holds(using):
@@ -215,7 +214,6 @@ def test_the_table_stays_small_after_100000_holds(using):
     assert sizes[-1] < 1_000_000, sizes
 
 
-@pytest.mark.timeout(300)
 def test_query_plans_use_the_primary_key_among_a_million_rows(million_rows):
     """EXPLAIN names the primary key for every statement and shows no other scan."""
     for using in ("default", "optimistic", "insert"):

@@ -32,7 +32,6 @@ from tests.timing import in_time, seldom
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.timeout(120),
 ]
 
 

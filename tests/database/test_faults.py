@@ -107,7 +107,6 @@ def test_a_kill_inside_a_transaction_frees_the_key_at_once(using, doomed, worker
 
 
 @pytest.mark.engine("mariadb")
-@pytest.mark.timeout(300)
 def test_innodb_rollback_on_timeout_is_refused_in_transactions(
     doomed,
 ):
@@ -142,7 +141,6 @@ def test_innodb_rollback_on_timeout_is_refused_in_transactions(
 
 
 @pytest.mark.engine("mariadb")
-@pytest.mark.timeout(300)
 def test_locks_work_with_innodb_snapshot_isolation(doomed, tmp_path):
     """Newer servers do this by default."""
     with MariaDBWithOptions("--innodb-snapshot-isolation=ON") as server:

@@ -18,7 +18,6 @@ from tests.timing import in_time
 pytestmark = [
     pytest.mark.engine("postgresql"),
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.timeout(200),
 ]
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])

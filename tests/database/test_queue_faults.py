@@ -17,13 +17,12 @@ from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS
 from tests.settings import ENGINE
-from tests.timing import NotYetError, eventually, in_time
+from tests.timing import eventually, in_time
 from tests.volume import volume
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.timeout(300),
 ]
 
 WAITERS = 16
@@ -72,13 +71,14 @@ class Crowd:
 
         Return the queued processes and the holder.
         """
-        deadline = time.monotonic() + 20
-        while True:
+
+        def full():
             waiting, holder = self.line()
             if len(waiting) >= len(self.alive) - 2 and holder in self.alive:
                 return waiting, holder
-            if time.monotonic() > deadline:
-                raise NotYetError(f"{waiting}, {holder}, {self.alive}")
+            return None
+
+        return eventually(full)
 
     def kill(self, pid):
         if pid not in self.alive:
@@ -105,13 +105,8 @@ class Crowd:
 
     def moves_on(self, number=WAITERS):
         """Wait until ``number`` more holds were granted."""
-        before, deadline = self.grants(), time.monotonic() + 30
-        while self.grants() < before + number:
-            if time.monotonic() > deadline:
-                raise NotYetError(
-                    f"{self.grants() - before} were served; {self.line()}"
-                )
-            time.sleep(0.05)
+        before = self.grants()
+        eventually(lambda: self.grants() >= before + number)
 
     def check(self, *, refuses=True):
         """Check that every live process was served and that no holds overlap.
@@ -119,7 +114,7 @@ class Crowd:
         No process may wait for long without a cause.
         """
         self.worker.tell("end")
-        assert self.worker.hear(90) == [], "processes were lost in the queue"
+        assert self.worker.hear() == [], "processes were lost in the queue"
         failures = [path.read_text() for path in self.directory.glob("failed-*")]
         assert not failures, failures[0]
         notes = self.notes()

@@ -22,6 +22,7 @@ from tests import rows
 from tests.internals import (
     Claim,
     Holder,
+    LockClaim,
     ResourceLock,
     backends,
     dlocks_health,
@@ -656,6 +657,28 @@ class TestReapLocks:
         assert out == "2 stale locks would be cleared, 1 unused row would be deleted.\n"
         assert list(ResourceLock.objects.order_by("pk").values()) == before
         assert run("reap_locks", "--idle-for", "12h") == out.replace("would be ", "")
+
+    @pytest.mark.storage
+    def test_nothing_is_cleared_within_the_grace(self, settings):
+        """A lock and a shared hold that have just ended are kept and not counted."""
+        just = timezone.now() - timedelta(seconds=5)
+        rows.write("late", rows.P, just)
+        rows.free("shared", version=1)
+        rows.claim("shared", just, version=100)
+        standard = settings.DLOCKS["default"]
+        options = {**standard.get("OPTIONS", {}), "grace": 60}
+        settings.DLOCKS = {
+            **settings.DLOCKS,
+            "patient": {**standard, "OPTIONS": options},
+        }
+        dry = run("reap_locks", "--using", "patient", "--dry-run")
+        assert dry == "2 stale locks would be cleared.\n"
+        assert run("reap_locks", "--using", "patient") == dry.replace("would be ", "")
+        assert LockClaim.objects.filter(key_resource="shared").exists()
+        assert rows.now("late").status == rows.P
+        dry = run("reap_locks", "--dry-run")
+        assert dry == "2 stale locks would be cleared.\n"
+        assert run("reap_locks") == dry.replace("would be ", "")
 
     @pytest.mark.parametrize("duration", ["90s", "15m", "12h", "30d", "1.5h", "0s"])
     def test_durations_have_units(self, duration):

@@ -126,7 +126,6 @@ class Follower:
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.once
-@pytest.mark.timeout(300)
 def test_the_tutorial_prints_what_it_shows(tmp_path):
     printed = Follower(tmp_path).follow()
     without, locked, impatient, guarded = printed["python manage.py rush"]

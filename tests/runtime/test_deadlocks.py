@@ -592,7 +592,6 @@ def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(
 
 
 @SERVERS
-@pytest.mark.timeout(200)
 def test_random_deadlocks_of_session_locks_end_without_timeouts(workers):
     """Several threads of several processes queue for the same keys."""
     started = workers(3)

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.timeout(120),
 ]
 
 

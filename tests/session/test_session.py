@@ -202,7 +202,6 @@ def test_two_processes_exclude_each_other(workers):
     assert two.call(jobs.try_once, "stock:7", using="session")
 
 
-@pytest.mark.timeout(200)
 def test_no_increment_is_lost_by_processes(workers, tmp_path):
     path = tmp_path / "counter"
     path.write_text("0 0")
@@ -224,7 +223,6 @@ def test_no_increment_is_lost_by_processes(workers, tmp_path):
     assert last == max(everybody)
 
 
-@pytest.mark.timeout(200)
 def test_no_increment_is_lost_by_threads(threads):
     """Some threads come from the engine's queue, and others find the key free.
 
@@ -244,7 +242,6 @@ def test_no_increment_is_lost_by_threads(threads):
     assert counter == [1200]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("waiting", ["1", "3"])
 def test_no_increment_is_lost_with_few_connections_for_waiting(
     waiting, doomed, tmp_path

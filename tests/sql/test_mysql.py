@@ -61,7 +61,6 @@ def strict_workers(strict_server, doomed):
 
 
 @FAMILY
-@pytest.mark.timeout(300)
 def test_busy_keys_roll_nothing_back_with_rollback_on_timeout(using, strict_workers):
     """A lock in a transaction never waits for a row.
 
@@ -85,7 +84,6 @@ def test_busy_keys_roll_nothing_back_with_rollback_on_timeout(using, strict_work
 
 
 @FAMILY
-@pytest.mark.timeout(300)
 def test_a_hold_is_lost_with_its_transaction_after_a_timeout(using, strict_workers):
     """A statement of the caller times out while it waits for a row.
 
