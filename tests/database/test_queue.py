@@ -1621,6 +1621,18 @@ def test_a_process_that_hangs_in_a_step_blocks_others_briefly(using, doomed, wor
     assert victim.hear() > token
 
 
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_step_leaves_no_limit_in_the_callers_session():
+    """The caller's session may be idle for as long as before."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET SESSION wait_timeout = 1234")
+        with db_rwlock("stock:7").read():
+            cursor.execute("SELECT @@SESSION.wait_timeout")
+            assert cursor.fetchone() == (1234,)
+        cursor.execute("SELECT @@SESSION.wait_timeout")
+        assert cursor.fetchone() == (1234,)
+
+
 def test_a_thread_that_hangs_while_queueing_blocks_no_other(
     threads, in_queue, monkeypatch
 ):
