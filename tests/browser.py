@@ -11,9 +11,9 @@ from typing import Any, Self
 from django.test import Client
 from playwright.sync_api import expect, sync_playwright
 
-# With these features, each new window of Chromium starts a process for the suggestions
-# of its address bar, which takes two seconds of processor time. The list replaces that
-# of Playwright, so the features that Playwright disables and a page may need follow.
+# The first two features start a process for the address bar with each new window. It
+# takes two seconds of processor time. The list replaces that of Playwright, so it
+# repeats some features that Playwright disables too.
 WITHOUT = (
     "WebUIOmniboxPopup",
     "WebUIOmniboxAimPopup",

@@ -20,10 +20,10 @@ each flush of a server would delay all others.
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
 The suite is split into five shards (DLOCKS_TEST_SHARDS), shared among the engines.
 Each shard has its own server, and all of them run side by side, which keeps two cores
-busy. With nine shards the suite took a third more time. Tests that are marked ``alone``
-run after them, one engine at a time. A shard that takes longer than 40 minutes is
-aborted and prints the stacks of its threads. A driver's call that no signal interrupts
-can cause this.
+busy. With nine shards, more tests were late. Tests that are marked ``alone`` run after
+them, one engine at a time. A shard that takes longer than 40 minutes is aborted and
+prints the stacks of its threads. A driver's call that no signal interrupts can cause
+this.
 """
 
 from __future__ import annotations

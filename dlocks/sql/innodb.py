@@ -13,7 +13,7 @@ from dlocks.sql.direct import Reply, by_mysqlclient
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-# Within a step, a session may be idle for 2 seconds.
+# Within a step, a session may be idle for 2 seconds. MySQL cannot limit transactions.
 IDLE_LIMIT = (
     "SET @dlocks_wait_timeout = @@SESSION.wait_timeout, SESSION wait_timeout = 2"
 )
@@ -124,7 +124,7 @@ class InnoDB(Dialect):
         return reply.last_id if reply.changed else None
 
     @contextmanager
-    def with_idle_limit(self, connection: BaseDatabaseWrapper) -> Iterator[None]:
+    def with_idle_limit(self, connection: Any) -> Iterator[None]:
         connection.ensure_connection()
         raw = connection.connection
         cursor = raw.cursor()
@@ -136,7 +136,7 @@ class InnoDB(Dialect):
             if connection.connection is raw:
                 try:
                     cursor.execute(NO_IDLE_LIMIT)
-                except Exception:  # noqa: BLE001 (the step is over)
+                except connection.Database.Error:
                     # The server may have ended the session.
                     connection.close()
 

@@ -87,7 +87,6 @@ def crowd(workers, how, using, seconds=2.0, **policy):
 # Exclusion.
 
 
-# This runs a whole suite, and may have to start the cluster.
 def test_database_backends_keep_the_contract_on_a_galera_node(cluster, tmp_path):
     """The contract of a single server holds on a cluster too."""
     environment = {

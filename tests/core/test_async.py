@@ -38,8 +38,8 @@ pytestmark = [
 
 FAMILY = ["default", "optimistic", "insert"]
 SESSION = ["session"] if "session" in settings.DLOCKS else []
-# They differ from the default in their statements. A task may be cancelled at the same
-# moments, so one engine is enough.
+# These backends differ from the default in their statements. A task can be cancelled at
+# the same moments, so one engine is enough.
 OTHERS = [
     pytest.param(using, marks=pytest.mark.front) for using in ("optimistic", "insert")
 ]

@@ -32,8 +32,9 @@ def late_reports(
 ) -> Iterator[str]:
     """Yield the cycles that lasted too long.
 
-    ``quiet`` is when each process was stopped or cut off. A cycle with such a process
-    is not judged. ``unwritable`` is when nobody could write. This time does not count.
+    ``quiet`` has the periods in which each process was stopped or cut off. A cycle with
+    such a process is not checked. ``unwritable`` has the periods in which no process
+    could write. They are subtracted from the duration of a cycle.
     """
     graph = Graph(turns)
     for turn in graph.turns:
