@@ -1633,6 +1633,32 @@ def test_a_step_leaves_no_limit_in_the_callers_session():
         assert cursor.fetchone() == (1234,)
 
 
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_signal_at_the_end_of_a_step_is_not_swallowed(monkeypatch, is_busy):
+    """A task queue ends a task that takes too long by an exception of its own."""
+
+    def end(*_):
+        raise RuntimeError("the task took too long")
+
+    monkeypatch.setattr(
+        "dlocks.sql.innodb.NO_IDLE_LIMIT",
+        "SET SESSION wait_timeout = @dlocks_wait_timeout + SLEEP(0.6)",
+    )
+    former = signal.signal(signal.SIGALRM, end)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(RuntimeError, match="took too long"):
+            db_rwlock("stock:7").read().acquire()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    monkeypatch.undo()
+    assert not is_busy("stock:7", "default")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT @@SESSION.wait_timeout")
+        assert cursor.fetchone()[0] > 2
+
+
 def test_a_thread_that_hangs_while_queueing_blocks_no_other(
     threads, in_queue, monkeypatch
 ):
