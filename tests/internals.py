@@ -137,3 +137,25 @@ def __getattr__(name: str) -> Any:
     module, _, attribute = NAMES[name].partition(":")
     found = import_module(module)
     return getattr(found, attribute) if attribute else found
+
+
+def disconnect(backend: Any) -> None:
+    """Close the sessions of a session or ZooKeeper backend.
+
+    The server releases its holds and ends its waits.
+    """
+    with backend._mutex:
+        if hasattr(backend, "ensemble"):
+            for entry in backend._all():
+                backend._forget(entry)
+            backend._orphans.clear()
+            sessions = []
+        else:
+            for entry in list(backend._entries.values()):
+                if entry.waiting:
+                    backend._forget(entry)
+            sessions = backend._sessions()
+    if hasattr(backend, "ensemble"):
+        backend.ensemble.close()
+    for session in sessions:
+        backend._close_session(session)

@@ -162,6 +162,10 @@ class Dialect:
         """Return the next version, for a statement that writes and returns it."""
         return self.next_version()
 
+    def new_row(self, table: str, values: str) -> str:
+        """Return the part of an insert that gives the values of a key's row."""
+        return f"VALUES ({values})"
+
     def update(
         self, table: str, assignments: str, where: str, primary: str = "key_resource"
     ) -> str:

@@ -13,16 +13,18 @@ from dlocks.sql.direct import Reply, by_mysqlclient
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-# Within a step, a session may be idle for 2 seconds. MySQL cannot limit transactions.
-IDLE_LIMIT = (
-    "SET @dlocks_wait_timeout = @@SESSION.wait_timeout, SESSION wait_timeout = 2"
-)
-NO_IDLE_LIMIT = "SET SESSION wait_timeout = @dlocks_wait_timeout"
 AS_A_RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 # States of a session in the process list of MySQL and MariaDB.
 _WAITS_FOR_TABLE = re.compile(
     "Waiting for (table metadata|table level|global read|backup|commit) lock"
 )
+
+
+def limit_idle(*names: str) -> tuple[str, str]:
+    """Return statements that set these variables to 2 seconds, and back."""
+    limit = (f"@dlocks_{name} = @@SESSION.{name}, SESSION {name} = 2" for name in names)
+    back = (f"SESSION {name} = @dlocks_{name}" for name in names)
+    return f"SET {', '.join(limit)}", f"SET {', '.join(back)}"
 
 
 class InnoDB(Dialect):
@@ -68,6 +70,8 @@ class InnoDB(Dialect):
     server = "CONCAT_WS(' ', @@hostname, @@port, @@datadir)"
     # The server cannot notify a session.
     commit_notifies = False
+    # How long a session may be idle within a step. MySQL cannot limit transactions.
+    idle_limit, no_idle_limit = limit_idle("wait_timeout")
 
     def token(self) -> str:
         # The reply to the statement itself contains LAST_INSERT_ID(value).
@@ -130,12 +134,12 @@ class InnoDB(Dialect):
         cursor = raw.cursor()
         try:
             with connection.wrap_database_errors:
-                cursor.execute(IDLE_LIMIT)
+                cursor.execute(self.idle_limit)
             yield
         finally:
             if connection.connection is raw:
                 try:
-                    cursor.execute(NO_IDLE_LIMIT)
+                    cursor.execute(self.no_idle_limit)
                 except connection.Database.Error:
                     # The server may have ended the session.
                     connection.close()

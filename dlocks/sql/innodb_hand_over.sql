@@ -1,4 +1,6 @@
 -- Release a key, and grant it to the first waiter. See Dialect.hand_over.
+--
+-- No statement fails at a locked row, since only the client could roll back.
 START TRANSACTION;
 
 SELECT COUNT(*), MAX(waiters), MAX({next_version})
@@ -24,7 +26,7 @@ WHERE @dlocks_done = 1 AND NOT shared
       AND first.end_time > {now}
   )
   AND version IS NULL AND end_time > {now}
-FOR UPDATE NOWAIT;
+FOR UPDATE SKIP LOCKED;
 
 DELETE FROM {claims} WHERE id = @dlocks_id;
 

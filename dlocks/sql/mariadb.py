@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlocks.sql.innodb import InnoDB
+from dlocks.sql.innodb import InnoDB, limit_idle
 
 
 def _compound(statements: str) -> str:
@@ -27,9 +27,11 @@ class MariaDB(InnoDB):
     fails_alone = True
     at_once = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
     queue = _compound(InnoDB.queue)
-    # A compound statement cannot contain NOWAIT. If the first waiter's row is locked, a
-    # step follows that waits for it.
-    hand_over = _compound(InnoDB.hand_over.replace("NOWAIT", "SKIP LOCKED"))
+    hand_over = _compound(InnoDB.hand_over)
+    # In a transaction, these come before wait_timeout.
+    idle_limit, no_idle_limit = limit_idle(
+        "idle_readonly_transaction_timeout", "idle_write_transaction_timeout"
+    )
 
     def compare_and_swap(self, table: str, assignments: str, where: str) -> str:
         # This costs half as much as the locking subquery. A locked row is error 1205.

@@ -25,6 +25,13 @@ class MySQL(InnoDB):
             f" INDEX (PRIMARY) WHERE {where} LIMIT 1 FOR UPDATE SKIP LOCKED) AS picks)"
         )
 
+    def new_row(self, table: str, values: str) -> str:
+        # An insert would wait for a transaction that has locked an existing row.
+        return (
+            f"SELECT {values} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {table} WHERE"
+            f" {KEY} FOR SHARE NOWAIT)"
+        )
+
     def release(self, table: str, assignments: str, where: str) -> str:
         # This takes two thirds of the time of the locking subquery. At READ COMMITTED,
         # an UPDATE by a range reads the committed version of a locked row, and waits

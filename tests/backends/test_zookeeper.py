@@ -49,6 +49,7 @@ from tests.internals import (
     backends,
     check_settings,
     clock,
+    disconnect,
     options_of,
     tickets,
     waiters,
@@ -95,7 +96,7 @@ def sessions_closed():
     yield
     # This includes backends that other settings have replaced.
     for backend in list(zookeeper_maintenance.all_backends):
-        backend.disconnect()
+        disconnect(backend)
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ class TestZooKeeper(BackendContract, SimpleTestCase):
             root=f"/test-{secrets.token_hex(4)}",
             **options,
         )
-        self.addCleanup(backend.disconnect)
+        self.addCleanup(disconnect, backend)
         return backend
 
 
@@ -819,7 +820,7 @@ def test_no_shared_hold_is_granted_beside_a_removed_hold(
     assert backend.acquire(share) is None
     assert len(nodes(person, root)) == 1
     assert other.release(theirs)
-    other.disconnect()
+    disconnect(other)
 
 
 def test_a_late_renewal_and_a_takeover_exclude_each_other(
@@ -846,8 +847,8 @@ def test_a_late_renewal_and_a_takeover_exclude_each_other(
     assert left[mine.owner] > 0
     assert other.acquire(claim()) is None
     late._end = end
-    late.disconnect()
-    other.disconnect()
+    disconnect(late)
+    disconnect(other)
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -879,7 +880,7 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, cer
     until(lambda: mine.owner not in late._entries)
     assert late.acquire(mine)
     assert late.release(mine)
-    late.disconnect()
+    disconnect(late)
 
 
 @pytest.fixture
@@ -1019,7 +1020,7 @@ def test_tokens_grow_in_a_rebuilt_ensemble(start, configured):
         for _ in range(3):
             with lock() as hold:
                 tokens.append(hold.token)
-        backends["zookeeper"].disconnect()
+        disconnect(backends["zookeeper"])
         server.stop()
     assert all(one < other for one, other in pairwise(tokens))
 
@@ -1041,7 +1042,7 @@ def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
     one = claim()
     between = other.acquire(one).token
-    other.disconnect()
+    disconnect(other)
     with lock() as hold:
         assert before < between < hold.token
 
@@ -1230,7 +1231,7 @@ def test_wrong_zookeeper_credentials_are_refused_and_never_shown(
         str(vars(backend.ensemble)),
         str(backend.ensemble),
     ]
-    backend.disconnect()
+    disconnect(backend)
     for auth in ("owner:wrong-sesame", None):
         configured(server.port, auth=auth)
         with pytest.raises(
@@ -1239,7 +1240,7 @@ def test_wrong_zookeeper_credentials_are_refused_and_never_shown(
         ) as error:
             lock().acquire()
         shown += [str(error.value), repr(error.value), repr(error.value.__cause__)]
-        backends["zookeeper"].disconnect()
+        disconnect(backends["zookeeper"])
     assert any("kazoo" in record.name for record in caplog.records)
     assert "sesame" not in "".join([*shown, caplog.text])
 

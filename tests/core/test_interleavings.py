@@ -12,7 +12,14 @@ from django.db import connection, connections, transaction
 
 from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock
 from tests import jobs
-from tests.internals import TransactionMarker, Waiters, backends, keeper
+from tests.internals import (
+    DatabaseBackend,
+    ResourceLock,
+    TransactionMarker,
+    Waiters,
+    backends,
+    keeper,
+)
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -42,6 +49,53 @@ def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
             )
     longest = max(worker.hear() or 0 for worker in crowd)
     in_time(longest, 2.0)
+
+
+@SERVERS
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a transaction"])
+@pytest.mark.parametrize("using", ["default", "optimistic", "insert", "shared"])
+def test_a_row_that_appears_meanwhile_is_not_waited_for(
+    using, inside, monkeypatch, threads
+):
+    """A transaction has locked the row of a new key when a caller creates it.
+
+    The caller has seen that there was no row.
+    """
+    lock = db_lock("stock:7", using=using, timeout=0)
+    if using == "shared":
+        using, lock = "default", db_rwlock("stock:7", timeout=0).read()
+    backend, over = backends[using], threading.Event()
+    name = "_insert" if using == "insert" and not inside else "_create"
+    create, others = getattr(backend, name), []
+
+    def hold():
+        DatabaseBackend._create(backend, "stock:7")
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get()
+            held.set()
+            over.wait(30)
+
+    def create_later(*args):
+        if not others:
+            others.append(threads(hold))
+            assert held.wait(30)
+        return create(*args)
+
+    held = threading.Event()
+    monkeypatch.setattr(backend, name, create_later)
+    began = time.monotonic()
+    try:
+        with (
+            transaction.atomic() if inside else contextlib.nullcontext(),
+            pytest.raises(LockTimeout),
+        ):
+            lock.acquire()
+    finally:
+        took = time.monotonic() - began
+        over.set()
+    (other,) = others
+    other.join(30)
+    in_time(took, 5.0)
 
 
 @SERVERS

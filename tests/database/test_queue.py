@@ -432,9 +432,11 @@ def test_concurrent_threads_queue_despite_a_restored_number(
 @SERVERS
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-async def test_a_thousand_waiting_tasks_use_at_most_three_connections(until):
+async def test_many_waiting_tasks_use_at_most_three_connections(until):
     """The server counts the connections during the wait. Each task is served."""
-    number, served, most = 1000, [], 0
+    # A claim takes more processor time on MariaDB and MySQL.
+    number = 1000 if connection.vendor == "postgresql" else 200
+    served, most = [], 0
     # Connections of idle processes from other tests are not counted.
     await sync_to_async(connections.close_all)()
     await asyncio.sleep(1.2)
@@ -1588,14 +1590,13 @@ def test_a_process_stopped_at_any_point_blocks_others_briefly(using, doomed, wor
     """It may be stopped in a queue transaction, with the lock row locked."""
     crowd = workers(2)
     victim = doomed()
-    victim.start(jobs.enter_and_leave, "stock:7", seconds=8, using=using, ttl=1.0)
+    victim.start(jobs.enter_and_leave, "stock:7", seconds=5, using=using, ttl=1.0)
     for worker in crowd:
-        worker.start(jobs.longest_wait, "stock:7", seconds=7, using=using, ttl=1.0)
-    for _ in range(2):
-        time.sleep(random.uniform(0.1, 0.3))
-        victim.stop()
-        time.sleep(2.7)
-        victim.resume()
+        worker.start(jobs.longest_wait, "stock:7", seconds=4, using=using, ttl=1.0)
+    time.sleep(random.uniform(0.1, 0.3))
+    victim.stop()
+    time.sleep(2.7)
+    victim.resume()
     longest = max(worker.hear() for worker in crowd)
     # The victim was not ended while it was in the queue.
     victim.hear()
@@ -1621,16 +1622,77 @@ def test_a_process_that_hangs_in_a_step_blocks_others_briefly(using, doomed, wor
     assert victim.hear() > token
 
 
+# Variables of MariaDB that limit how long a transaction may be idle.
+IDLE_KINDS = ("", "readonly_", "write_")
+
+
+@pytest.mark.engine("mariadb")
+def test_a_server_that_lets_transactions_idle_changes_nothing(doomed, workers):
+    """The operator allows all transactions to be idle for a long time."""
+    names = [f"idle_{kind}transaction_timeout" for kind in IDLE_KINDS]
+    with connection.cursor() as cursor:
+        for name in names:
+            cursor.execute(f"SET GLOBAL {name} = 600")
+        try:
+            test_a_process_that_hangs_in_a_step_blocks_others_briefly(
+                "default", doomed, workers
+            )
+        finally:
+            for name in names:
+                cursor.execute(f"SET GLOBAL {name} = DEFAULT")
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_handover_beside_a_heartbeat_fails_no_statement(threads, until, monkeypatch):
+    """It would keep the key locked until the process rolls it back."""
+    backend, outcomes = backends["default"], []
+    hold = db_lock("stock:7").acquire()
+    waiting = threads(lambda: jobs.token_of(db_lock("stock:7", timeout=30)))
+    until(lambda: backend.waiting("stock:7") == 1)
+    execute = backend._execute
+
+    def watch(connection, in_transaction, sql, parameters):
+        if "START TRANSACTION" not in sql:
+            return execute(connection, in_transaction, sql, parameters)
+        outcomes.append("failed")
+        result = execute(connection, in_transaction, sql, parameters)
+        outcomes[-1] = "executed"
+        return result
+
+    beat, over = threading.Event(), threading.Event()
+
+    def heartbeat():
+        with transaction.atomic():
+            LockClaim.objects.select_for_update().get()
+            beat.set()
+            over.wait(30)
+
+    other = threads(heartbeat)
+    assert beat.wait(30)
+    monkeypatch.setattr(backend, "_execute", watch)
+    threads(lambda: time.sleep(0.3) or over.set())
+    hold.release()
+    other.join(30)
+    waiting.join(30)
+    assert set(outcomes) == {"executed"}
+    assert waiting.results[0] > hold.token
+
+
 @pytest.mark.engine("mariadb", "mysql")
 def test_a_step_leaves_no_limit_in_the_callers_session():
     """The caller's session may be idle for as long as before."""
+    names = ["wait_timeout"]
+    if connection.mysql_is_mariadb:
+        names += [f"idle_{kind}transaction_timeout" for kind in IDLE_KINDS]
+    read = f"SELECT {', '.join(f'@@SESSION.{name}' for name in names)}"
     with connection.cursor() as cursor:
-        cursor.execute("SET SESSION wait_timeout = 1234")
+        for name in names:
+            cursor.execute(f"SET SESSION {name} = 1234")
         with db_rwlock("stock:7").read():
-            cursor.execute("SELECT @@SESSION.wait_timeout")
-            assert cursor.fetchone() == (1234,)
-        cursor.execute("SELECT @@SESSION.wait_timeout")
-        assert cursor.fetchone() == (1234,)
+            cursor.execute(read)
+            assert set(cursor.fetchone()) == {1234}
+        cursor.execute(read)
+        assert set(cursor.fetchone()) == {1234}
 
 
 @pytest.mark.engine("mariadb", "mysql")
@@ -1640,10 +1702,9 @@ def test_a_signal_at_the_end_of_a_step_is_not_swallowed(monkeypatch, is_busy):
     def end(*_):
         raise RuntimeError("the task took too long")
 
-    monkeypatch.setattr(
-        "dlocks.sql.innodb.NO_IDLE_LIMIT",
-        "SET SESSION wait_timeout = @dlocks_wait_timeout + SLEEP(0.6)",
-    )
+    dialect = type(backends["default"].dialect)
+    slow = f"{dialect.no_idle_limit} + SLEEP(0.6)"
+    monkeypatch.setattr(dialect, "no_idle_limit", slow)
     former = signal.signal(signal.SIGALRM, end)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -1657,6 +1718,25 @@ def test_a_signal_at_the_end_of_a_step_is_not_swallowed(monkeypatch, is_busy):
     with connection.cursor() as cursor:
         cursor.execute("SELECT @@SESSION.wait_timeout")
         assert cursor.fetchone()[0] > 2
+
+
+@SERVERS
+def test_an_interrupt_during_an_outage_is_not_swallowed(monkeypatch):
+    """Ctrl-C comes when the session ends, and Django cannot open another one."""
+
+    def connect():
+        raise OperationalError("the server is down")
+
+    def end_session(*_, **__):
+        connection.connection.close()
+        monkeypatch.setattr(connection, "connect", connect)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backends["default"], "_load", end_session)
+    with pytest.raises(KeyboardInterrupt):
+        db_rwlock("stock:7").read().acquire()
+    monkeypatch.undo()
+    assert db_rwlock("stock:7").read().acquire().release() is None
 
 
 def test_a_thread_that_hangs_while_queueing_blocks_no_other(

@@ -30,6 +30,7 @@ from tests.internals import (
     WaitGraph,
     WaitingClaim,
     backends,
+    disconnect,
     waiters_of,
 )
 from tests.timing import in_time
@@ -60,7 +61,7 @@ def sessions_closed(transactional_db):
     """Close all lock sessions before the next test."""
     yield
     if "session" in list(backends):
-        backends["session"].disconnect()
+        disconnect(backends["session"])
 
 
 def queued(using="default", keys="abcdky"):

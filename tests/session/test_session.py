@@ -35,6 +35,7 @@ from tests.internals import (
     check_settings,
     check_tables,
     clock,
+    disconnect,
 )
 from tests.proxy import Proxy
 from tests.servers import PgBouncer
@@ -63,7 +64,7 @@ def sessions_closed(transactional_db):
     backends.reset()
     yield
     if "session" in list(backends):
-        backends["session"].disconnect()
+        disconnect(backends["session"])
     backends.reset()
 
 
@@ -71,7 +72,7 @@ def sessions_closed(transactional_db):
 def backend():
     backend = backends["session"]
     yield backend
-    backend.disconnect()
+    disconnect(backend)
 
 
 @pytest.fixture
@@ -1364,7 +1365,7 @@ def pooled(monkeypatch):
             monkeypatch.setitem(connection.settings_dict, "PORT", str(server.port))
 
         yield put
-        backends["session"].disconnect()
+        disconnect(backends["session"])
         connections.close_all()
         monkeypatch.undo()
 

@@ -20,6 +20,7 @@ from tests.internals import (
     backends,
     check_settings,
     check_tables,
+    disconnect,
 )
 from tests.processes import Worker
 from tests.rows import PAST
@@ -140,7 +141,7 @@ def test_long_keys_and_prefixes_fit_into_64_characters(is_busy):
         names = named_locks()
         assert len([name for name in names if name.startswith("dlocks:")]) == 2
         assert max(map(len, names)) <= 64
-    backends["session"].disconnect()
+    disconnect(backends["session"])
 
 
 def test_one_session_holds_several_named_locks(is_busy):
@@ -162,7 +163,7 @@ def test_one_session_holds_several_named_locks(is_busy):
             hold.release()
         cursor.execute("SELECT RELEASE_LOCK('the application''s own')")
         assert cursor.fetchone() == (1,)
-    backends["session"].disconnect()
+    disconnect(backends["session"])
 
 
 # LAST_INSERT_ID()
@@ -266,7 +267,7 @@ def test_a_waiter_outwaits_max_execution_time(workers, threads, until):
     assert waiter.is_alive()
     other.tell()
     waiter.join(30)
-    backends["session"].disconnect()
+    disconnect(backends["session"])
 
 
 @pytest.mark.usefixtures("limited")

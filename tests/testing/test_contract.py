@@ -16,6 +16,7 @@ from tests.internals import (
     PessimisticBackend,
     ResourceLock,
     SessionBackend,
+    disconnect,
 )
 from tests.timing import eventually, in_time
 
@@ -134,12 +135,12 @@ class TestSession(BackendContract, TransactionTestCase):
         return backend
 
     def disconnect(self, backend):
-        backend.disconnect()
+        disconnect(backend)
         # The server notices the end of a session only after a moment.
         other = SessionBackend("default")
         keys = ("contract:1", "contract:2", "contract:new", "contract:stale", "k")
         eventually(lambda: not any(other.holder(key) for key in keys))
-        other.disconnect()
+        disconnect(other)
 
 
 @pytest.mark.engine("sqlite")

@@ -62,13 +62,18 @@ class Steps(TransactionLocks):
         limited = dialect.with_idle_limit if ours else nullcontext
         while True:
             session = connection.connection
+            raised: BaseException | None = None
             patiently = lock_tries < tries_if_locked
             try:
                 block = transaction.atomic(using=self.database)
                 with self._with_short_timeout(), limited(connection), block:
-                    return work(
-                        self._lock(key, locking, patiently=patiently, bounded=ours)
-                    )
+                    try:
+                        return work(
+                            self._lock(key, locking, patiently=patiently, bounded=ours)
+                        )
+                    except BaseException as cause:
+                        raised = cause
+                        raise
             except _AbsentError:
                 self._create(key)
             except _LockedError:
@@ -84,11 +89,12 @@ class Steps(TransactionLocks):
                 )
                 if not ours or not isinstance(error, (DatabaseError, InterfaceError)):
                     raise
-                if is_in_progress(connection.connection) and (
-                    interrupt := self._find_interrupt(error, handled)
-                ):
+                if is_in_progress(connection.connection):
+                    raised = self._find_interrupt(error, handled)
+                if raised and not isinstance(raised, (Error, LockBackendError)):
+                    # The rollback has failed too.
                     self._end_interrupted(connection)
-                    raise interrupt from None
+                    raise raised from None
                 if isinstance(error, DatabaseError):
                     if dialect.is_locked(error):
                         # The statement has already waited for the lock.
@@ -219,13 +225,14 @@ class Steps(TransactionLocks):
     def _insertion(self, table: str, before: str, values: str, after: str) -> str:
         return (
             f"{before} INTO {table} (key_resource, status, owner, holder, owner_ip,"
-            f" begin_time, end_time, hold_count, version) VALUES ({values}) {after}"
+            " begin_time, end_time, hold_count, version)"
+            f" {self.dialect.new_row(table, values)} {after}"
         )
 
 
-class _LockedError(Exception):
+class _LockedError(Error):
     """A lock row that another transaction has locked at this moment."""
 
 
-class _AbsentError(Exception):
+class _AbsentError(Error):
     """A key without a lock row."""

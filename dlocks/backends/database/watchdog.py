@@ -100,7 +100,7 @@ class Watchdog:
         self._paused_until: dict[str, float] = {}
 
     def begin(
-        self, connection: BaseDatabaseWrapper, dialect: Dialect, tables: Sequence[str]
+        self, connection: Any, dialect: Dialect, tables: Sequence[str]
     ) -> Watched | None:
         """Connect, and watch the statement that this thread sends next.
 
@@ -116,7 +116,8 @@ class Watchdog:
         connect(connection)
         try:
             watched = Watched(connection, dialect, tables)
-        except Exception:  # noqa: BLE001 (an error of the driver, which the statement raises too)
+        except connection.Database.Error:
+            # The statement raises it too.
             return None
         self._watched[watched.thread] = watched
         self._began_at = watched.began

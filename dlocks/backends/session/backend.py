@@ -245,20 +245,9 @@ class SessionBackend(EngineQueue):
         session.connect()
         session.end()
 
-    def disconnect(self) -> None:
-        """Close all sessions, which releases all holds and cancels all waiters."""
-        with self._mutex:
-            for entry in list(self._entries.values()):
-                if entry.waiting:
-                    self._forget(entry)
-            sessions = self._sessions()
-        for session in sessions:
-            self._close_session(session)
-
     # Locks of the caller's transaction, on PostgreSQL.
 
     def in_transaction(self, connection: Any = None) -> bool:
-        # Only on PostgreSQL can a lock be part of a transaction.
         return self._kind.shares and super().in_transaction(connection)
 
     def _acquire_in_transaction(self, claim: Claim) -> Grant | None:

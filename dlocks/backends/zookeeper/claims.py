@@ -40,7 +40,6 @@ class Claims(LocalClaims):
         super()._reset()
         # Unwanted claims whose node may appear until ``ends_at``.
         self._orphans: set[Entry] = set()
-        # Waiters to update.
         self._turns: SimpleQueue[Entry] = SimpleQueue()
         self._used_at = 0.0
         self._exiting = False
@@ -100,7 +99,7 @@ class Claims(LocalClaims):
 
     # The session.
 
-    def _session_ended(self, *, notify: bool = True) -> None:
+    def _session_ended(self) -> None:
         """Forget all claims. Waiters rejoin the queue."""
         with self._mutex:
             entries = self._all()
@@ -108,16 +107,11 @@ class Claims(LocalClaims):
                 self._forget(entry)
             self._orphans.clear()
         held = [one for one in entries if one.token is not None and not one.kept]
-        if held and notify:
+        if held:
             report = "The ZooKeeper session of DLOCKS[%r] ended with %d locks"
             logger.warning(report, self.alias, len(held))
             owners = [entry.claim.owner for entry in held]
             self.runtime.on_lost(owners, "the ZooKeeper session that held it has ended")
-
-    def disconnect(self) -> None:
-        """Close the session, which releases its holds and cancels its waiters."""
-        self._session_ended(notify=False)
-        self.ensemble.close()
 
     def _forked(self) -> None:
         self.ensemble.abandon()
@@ -150,14 +144,12 @@ class Claims(LocalClaims):
             idle = now >= self._used_at + IDLE_CLOSE_AFTER
             if idle:
                 self._maintainer.end()
-                # A later claim opens a session of its own.
                 client = self.ensemble.detach()
             if now > self._maintains_at + HEARTBEAT_TIMEOUT / 2:
                 # This process was stopped, so its waiters could not send heartbeats.
                 for entry in entries:
                     entry.last_seen_at = max(entry.last_seen_at, now)
             over = [entry for entry in entries if self._ends(entry) <= now]
-            # The next pass detects from this time whether the process was stopped.
             soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
             self._maintains_at = max(now, soon)
             if not idle and not over:
