@@ -103,15 +103,13 @@ class Campaign:
 
     @property
     def environment(self) -> dict[str, str]:
+        common = {"DLOCKS_TEST_DIRECTORY": str(self.directory)}
+        if self.locks is not None:
+            common["DLOCKS_TEST_REDIS"] = str(self.locks.port)
         if self.server is None:
             name = str(self.directory / "locks.sqlite3")
-            return {"DLOCKS_TEST_ENGINE": "sqlite", "DLOCKS_TEST_NAME": name}
-        more = (
-            {"DLOCKS_TEST_REDIS": str(self.locks.port)}
-            if self.locks is not None
-            else {}
-        )
-        return {**self.server.environment, "DLOCKS_TEST_NAME": database.NAME, **more}
+            return {"DLOCKS_TEST_ENGINE": "sqlite", "DLOCKS_TEST_NAME": name, **common}
+        return {**self.server.environment, "DLOCKS_TEST_NAME": database.NAME, **common}
 
     def run(self, progress: Callable[[str], object] = lambda text: None) -> Report:
         plan = self.plan
@@ -280,13 +278,14 @@ class Campaign:
         Only the time beyond that is recorded.
         """
         last = now()
-        while not self._over.wait(0.1):
+        while not self._over.wait(0.25):
             began, worked = now(), time.thread_time()
             while time.thread_time() < worked + 0.008:
                 pass
             moment = now()
             taken = max(
-                (moment - last) * (1 - 3 * 0.008 / (moment - began)), began - last - 0.2
+                (moment - last) * (1 - 3 * 0.008 / (moment - began)),
+                began - last - 0.35,
             )
             if taken > 0:
                 self._note("stall", moment, taken)

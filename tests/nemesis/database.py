@@ -12,14 +12,19 @@ import time
 from contextlib import suppress
 from typing import Any, Self
 
-from tests.servers import MariaDB, Server, free_port, release_port
+from tests.servers import MariaDB, PostgreSQL, Server, free_port, release_port
 
 NAME = "nemesis"
 
 
 def create(server: Server) -> None:
     """Drop the database and create it again."""
-    for statement in (f"DROP DATABASE IF EXISTS {NAME}", f"CREATE DATABASE {NAME}"):
+    # Sessions of killed processes may not have ended yet.
+    force = " WITH (FORCE)" if isinstance(server, PostgreSQL) else ""
+    for statement in (
+        f"DROP DATABASE IF EXISTS {NAME}{force}",
+        f"CREATE DATABASE {NAME}",
+    ):
         _execute(server, statement)
 
 

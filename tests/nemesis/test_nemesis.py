@@ -23,8 +23,18 @@ from tests.settings import ENGINE
 SECONDS = 8.0
 
 
+@pytest.fixture(scope="module")
+def server():
+    """Start a server for the campaigns of this module, or none for SQLite."""
+    if ENGINE == "sqlite":
+        yield None
+        return
+    with server_for(ENGINE) as started:
+        yield started
+
+
 @pytest.mark.once
-def test_the_promises_hold_while_holders_are_stopped_and_killed():
+def test_the_promises_hold_while_holders_are_stopped_and_killed(server):
     """Six processes use four keys.
 
     They use leases, transactions, read and write locks, and permits.
@@ -35,7 +45,8 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed():
         else {**PROCESSES, "sessions": 1.0, "crash": 0.2}
     )
     report = run(
-        Plan(engine=ENGINE, seconds=SECONDS, seed=20, pause=0.5, faults=faults)
+        Plan(engine=ENGINE, seconds=SECONDS, seed=20, pause=0.5, faults=faults),
+        server=server,
     )
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 20
@@ -43,7 +54,7 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed():
 
 
 @pytest.mark.once
-def test_every_deadlock_is_reported_and_nothing_else():
+def test_every_deadlock_is_reported_and_nothing_else(server):
     """Six processes nest four keys in random order, as leases or in transactions."""
     report = run(
         Plan(
@@ -55,7 +66,8 @@ def test_every_deadlock_is_reported_and_nothing_else():
             keys=keys_of("alone", 4),
             nested=0.7,
             transactions=ENGINE != "sqlite",
-        )
+        ),
+        server=server,
     )
     assert report.passed, "\n".join(report.lines())
     assert report.counts["refused: LockDeadlock"] > 0

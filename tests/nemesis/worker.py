@@ -49,7 +49,7 @@ from dlocks import (
     db_rwlock,
     db_semaphore,
 )
-from tests.models import Counter, Machine
+from tests.models import Machine
 from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
 from tests.nemesis.task import PERMITS, Task, kind_of, now
 from tests.processes import go_far_away
@@ -233,7 +233,7 @@ class Worker:
         try:
             with transaction.atomic():
                 if self.random.random() < 0.3:
-                    Counter.objects.filter(name="nothing").exists()
+                    read_register("nothing")
                     time.sleep(self.random.uniform(0, self.task.think))
                 self.ask(key, "x", "transaction", policy)
                 try:
@@ -242,9 +242,9 @@ class Worker:
                     self.refused_in_transaction(error)
                     return
                 self.got(hold)
-                value = Counter.objects.get(name=register).value
+                value = read_register(register)
                 self.think(hold, at_most=self.task.think)
-                Counter.objects.filter(name=register).update(value=value + 1)
+                write_register(register, value + 1)
                 hold.release()
                 self.status_page.say(
                     self.task.slot, LEAVING, self.status_page.read(self.task.slot)[1]
@@ -344,21 +344,18 @@ class Worker:
         if shared:
             self.think(hold, at_most=self.task.think)
             return
-        unfenced = Counter.objects.get(name=f"unfenced {key}").value
+        name = f"unfenced {key}"
+        unfenced = read_register(name)
         if not isinstance(hold, Hold):
             self.think(hold, at_most=self.task.think)
-            row = Counter.objects.filter(name=f"unfenced {key}")
-            self.put(
-                f"unfenced {key}", unfenced, lambda: row.update(value=unfenced + 1)
-            )
+            self.put(name, unfenced, lambda: write_register(name, unfenced + 1))
             return
         # The row is claimed before it is read. The value is then the last holder's, and
         # no older token can write.
         machine = Machine.objects.claim(self.task.keys.index(key) + 1, hold)
         fenced = machine.steps
         self.think(hold, at_most=self.task.think)
-        row = Counter.objects.filter(name=f"unfenced {key}")
-        self.put(f"unfenced {key}", unfenced, lambda: row.update(value=unfenced + 1))
+        self.put(name, unfenced, lambda: write_register(name, unfenced + 1))
         machine.steps = fenced + 1
         self.put(f"fenced {key}", fenced, machine.save)
         self.guarded(hold, key)
@@ -373,9 +370,9 @@ class Worker:
         register, value, answer = f"guarded {key}", None, ""
         try:
             with hold.atomic() if self.task.locked else transaction.atomic():
-                value = Counter.objects.get(name=register).value
+                value = read_register(register)
                 self.think(hold, at_most=self.task.think / 3)
-                Counter.objects.filter(name=register).update(value=value + 1)
+                write_register(register, value + 1)
         except TROUBLES as error:
             answer = type(error).__name__
         if value is not None:
@@ -448,6 +445,23 @@ class Worker:
         thread.start()
         thread.join()
         del self.forgotten[:-20]
+
+
+# Plain SQL takes a third of the processor time of the ORM.
+
+
+def read_register(name: str) -> int:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT value FROM tests_counter WHERE name = %s", [name])
+        found = cursor.fetchone()
+    return int(found[0]) if found else 0
+
+
+def write_register(name: str, value: int) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE tests_counter SET value = %s WHERE name = %s", [value, name]
+        )
 
 
 def finite(seconds: float) -> float:
