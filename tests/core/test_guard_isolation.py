@@ -79,14 +79,14 @@ def test_no_guard_fails_next_to_a_busy_queue(kind, turn, stock, threads):
     Six threads join the queue of the key and time out.
     """
     guard_beside_a_busy_queue(
-        kind, stock, threads, times=50, refuse_changes=turn % 2 == 0
+        kind, stock, threads, times=30, refuse_changes=turn % 2 == 0
     )
 
 
 @pytest.mark.parametrize("kind", ["permit", "two leases"])
 def test_no_other_kind_of_guard_fails_next_to_a_busy_queue(kind, stock, threads):
     """The same holds for a permit and for a hold of several keys."""
-    guard_beside_a_busy_queue(kind, stock, threads, times=50, refuse_changes=True)
+    guard_beside_a_busy_queue(kind, stock, threads, times=30, refuse_changes=True)
 
 
 def guard_beside_a_busy_queue(kind, stock, threads, *, times, refuse_changes):

@@ -657,7 +657,7 @@ def race(crowd, keys, tmp_path, **policy):
             str(tmp_path),
             keys,
             seed=number,
-            seconds=1.0,
+            seconds=0.6,
             timeout=None,
             **policy,
         )

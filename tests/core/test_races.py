@@ -25,10 +25,10 @@ PROCESSES = 8
 # Number of increments of each process. In the queue, each increment belongs to another
 # process, which has to wake up. A claim inside a transaction makes the key busy.
 TIMES = {
-    ("lease", False): 60,
-    ("transaction", False): 20,
-    ("lease", True): 12,
-    ("transaction", True): 12,
+    ("lease", False): 30,
+    ("transaction", False): 12,
+    ("lease", True): 8,
+    ("transaction", True): 8,
 }
 
 

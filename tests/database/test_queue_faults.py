@@ -199,7 +199,7 @@ def with_suppressed_signal(pid, number):
 @pytest.mark.parametrize("who", ["holder", "head", "middle"])
 def test_a_killed_process_delays_others_only_by_its_lease(who, line_of):
     """The victim is the holder, the first waiter, or one in the middle."""
-    for _ in range(3):
+    for _ in range(volume(1)):
         waiting, holder = line_of.in_full()
         line_of.kill(
             {
@@ -226,7 +226,7 @@ def test_random_kills_lose_no_waiter(line_of):
 
 def test_a_stopped_first_waiter_is_skipped(line_of):
     """It is skipped, and served when it continues."""
-    for _ in range(2):
+    for _ in range(volume(1)):
         waiting, _ = line_of.in_full()
         stopped_at = time.monotonic()
         os.kill(waiting[0], signal.SIGSTOP)
