@@ -1652,11 +1652,14 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(threads, until, monkey
     execute = backend._execute
 
     def watch(connection, in_transaction, sql, parameters):
-        if "START TRANSACTION" not in sql:
-            return execute(connection, in_transaction, sql, parameters)
-        outcomes.append("failed")
-        result = execute(connection, in_transaction, sql, parameters)
-        outcomes[-1] = "executed"
+        # Another thread may grant the key to the waiter in the same way.
+        outcome = "failed"
+        try:
+            result = execute(connection, in_transaction, sql, parameters)
+            outcome = "executed"
+        finally:
+            if "START TRANSACTION" in sql:
+                outcomes.append(outcome)
         return result
 
     beat, over = threading.Event(), threading.Event()
