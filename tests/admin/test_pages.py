@@ -31,17 +31,15 @@ WIDTHS = (1280, 1024, 390)
 
 # The script of axe-core. Python has no other package with a recent one.
 AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
-# Where axe-core runs, and with which rules. The dark theme changes only colours, and a
-# tablet has the elements of a screen.
+# Where axe-core runs, and with which options. The dark theme changes only colours, a
+# phone has the colours of a screen, and a tablet has its elements.
 RULES = {
-    ("light", WIDTHS[0]): None,
-    ("light", WIDTHS[-1]): None,
-    ("dark", WIDTHS[0]): ["color-contrast", "link-in-text-block"],
+    ("light", WIDTHS[0]): {},
+    ("light", WIDTHS[-1]): {"rules": {"color-contrast": {"enabled": False}}},
+    ("dark", WIDTHS[0]): {"runOnly": ["color-contrast", "link-in-text-block"]},
 }
-VIOLATIONS = """async ([part, rules]) => (
-    await axe.run(part || document, {
-        preload: false, ...(rules && {runOnly: {type: "rule", values: rules}})
-    })
+VIOLATIONS = """async ([part, options]) => (
+    await axe.run(part || document, {preload: false, ...options})
 ).violations.map(
     one => `${one.id}: ${one.nodes.map(node => node.html).slice(0, 5).join(' ')}`
 )"""
