@@ -120,10 +120,14 @@ def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
     if hold.lease.lost is not None or ended or not hold.end():
         raise hold.lost_error(hold.lease.lost or "it has ended")
     claim = dataclasses.replace(hold.claim, ttl=min(ttl, left[1]))
+    sent = clock.now()
     try:
         # By the keeper, so that no pending renewal comes after it.
         stands = keeper.run(partial(_leave_lease, hold, claim), hold.backend)
-    except BaseException:
+    except LockBackendError:
+        # The backend may have changed the lease all the same.
+        hold.lease.deadline = min(hold.lease.deadline, sent + claim.ttl)
+        hold.lease.renew_at = sent
         hold.lease.ended = False
         holds_by_caller.update(dict.fromkeys(hold.entered_as, hold))
         note_acquired(hold.lock, hold)

@@ -46,8 +46,8 @@ class Lease:
         self.claim = claim
         self.min_hold, self.max_hold = lock.min_hold, lock.max_hold
         self._renew_every = backend.renew_every
-        # Guards the end, and the count of entries.
-        self.mutex = threading.Lock()
+        # Guards the end, and the count of entries, also in a signal handler.
+        self.mutex = threading.RLock()
         self.granted_at = clock.now()
         # Counted from before the request, so it always passes before the backend's
         # deadline.

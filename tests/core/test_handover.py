@@ -211,6 +211,43 @@ def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
 # Refused handovers.
 
 
+@pytest.mark.parametrize("ending", [LockBackendError, KeyboardInterrupt])
+def test_a_hold_that_could_not_be_detached_ends_in_time(
+    monkeypatch, until, is_busy, ending
+):
+    """The server has shortened the lease, although its reply was lost.
+
+    After an error the hold continues and is renewed. After Ctrl-C it is released.
+    """
+    hold = db_lock("export:7", ttl=60).acquire()
+    backend = backends["default"]
+    renew, run = backend.renew, keeper.run
+
+    def renew_without_reply(claims):
+        renew(claims)
+        raise LockBackendError("the reply was lost")
+
+    def run_until_interrupted(*args):
+        run(*args)
+        raise KeyboardInterrupt
+
+    if ending is KeyboardInterrupt:
+        monkeypatch.setattr(keeper, "run", run_until_interrupted)
+    else:
+        monkeypatch.setattr(backend, "renew", renew_without_reply)
+    with pytest.raises(ending):
+        hold.detach(within=5)
+    assert hold.remaining <= 5
+    monkeypatch.undo()
+    if ending is KeyboardInterrupt:
+        until(lambda: not is_busy("export:7"))
+    else:
+        until(lambda: hold.remaining > 50)
+        assert hold.held
+        assert left("export:7") > 50
+        hold.release()
+
+
 def test_a_hold_of_a_transaction_cannot_be_detached():
     with transaction.atomic(), db_lock("export:7") as hold:
         with pytest.raises(RuntimeError, match="scope='lease'"):
