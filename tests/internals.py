@@ -39,6 +39,7 @@ NAMES = {
     "datagram": "dlocks.backends.database.notify.datagram",
     "notifications": "dlocks.backends.database.notify.notifications",
     "own_row": "dlocks.backends.database.own_row",
+    "table_watchdog": "dlocks.backends.database.watchdog:table_watchdog",
     "PREPARED_AT": "dlocks.sql.prepared:PREPARED_AT",
     "STATEMENTS_PREPARED": "dlocks.sql.prepared:STATEMENTS_PREPARED",
     "HistoryTable": "dlocks.backends.database.history:HistoryTable",

@@ -17,7 +17,7 @@ from django.db import connections, transaction
 
 from dlocks import LockLost, db_lock
 from tests import jobs
-from tests.internals import backends, callers, keeper
+from tests.internals import backends, callers, keeper, table_watchdog
 from tests.settings import ENGINE
 
 pytestmark = [
@@ -113,6 +113,21 @@ def test_release_does_not_end_the_hold_of_another_thread(in_other_thread, is_bus
         lock.release()
     assert is_busy()
     hold.release()
+
+
+def test_a_signal_handler_can_release_a_hold_at_any_moment(threads, is_busy):
+    """The handler runs while its thread acquires, renews or releases the hold."""
+
+    def interrupted():
+        hold = db_lock("stock:7").acquire()
+        with table_watchdog._starting, hold._state.lease.mutex:
+            hold.release()
+        return hold.held
+
+    thread = threads(interrupted)
+    thread.join(30)
+    assert thread.results == [False]
+    assert not is_busy()
 
 
 def test_release_of_a_lost_hold_raises():

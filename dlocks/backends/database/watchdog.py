@@ -88,7 +88,7 @@ class Watchdog:
         # Threads whose statements are not watched.
         self._patient: set[int] = set()
         self._thread = BackgroundThread("dlocks-watchdog", self._run)
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()
         self._wakeup = Flag()
         self._pause = threading.Event()
         # Held while this statement is cancelled.
