@@ -99,6 +99,7 @@ def _leave(hold: Hold, forgotten: Any, error: BaseException | None = None) -> No
     leave = partial(hold.exit, error)
     # Django's asynchronous test client closes responses in the event loop.
     leave() if _get_running_loop() is None else keeper.run(leave, hold.backend)
+    hold._state.prolonged -= 1
 
 
 def _leave_later(hold: Hold) -> None:
@@ -109,3 +110,4 @@ def _leave_later(hold: Hold) -> None:
 def _release(hold: Hold) -> None:
     with suppress(LockLost):
         hold.release(failed=True)
+    hold._state.prolonged -= 1

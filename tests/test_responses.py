@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import io
+import threading
 
 import pytest
 from asgiref.testing import ApplicationCommunicator
@@ -25,7 +26,7 @@ from django.views.generic import TemplateView
 
 from dlocks import LockLost, db_lock, locked_view
 from dlocks.testing import held_elsewhere, lose
-from tests.internals import keeper
+from tests.internals import backends, keeper
 
 pytestmark = pytest.mark.front
 
@@ -131,6 +132,11 @@ async def async_stream(request):
 
 
 @locked_view(KEY)
+async def async_view_of_stream(request):
+    return StreamingHttpResponse(note(part) for part in ("one", "two"))
+
+
+@locked_view(KEY)
 async def endless_stream(request):
     async def endless():
         while True:
@@ -148,6 +154,7 @@ urlpatterns = [
     path("async-class/", AsyncTemplate.as_view()),
     path("stream/", stream),
     path("async-stream/", async_stream),
+    path("async-view-of-stream/", async_view_of_stream),
     path("endless-stream/", endless_stream),
     path("cached/", cache_page(60)(template)),
     path("cached-inside/", locked_view(KEY)(cache_page(60)(template.__wrapped__))),
@@ -307,6 +314,37 @@ class TestStreams:
         assert response.file_to_stream.read() == b"invoice"
         response.close()
         assert not is_busy(KEY)
+
+    def test_a_slow_client_of_an_async_view_keeps_the_lock(
+        self, is_busy, frozen_lock_clock
+    ):
+        """Under WSGI the event loop of the view is closed while the stream is sent.
+
+        The lease is renewed until the stream has ended, however slow the client is.
+        """
+        response = Client().get("/async-view-of-stream/")
+        for _ in range(5):
+            frozen_lock_clock.tick(backends["default"].ttl / 2)
+            keeper.catch_up()
+            assert is_busy(KEY)
+        assert b"".join(response.streaming_content) == b"onetwo"
+        assert seen == [("one", True), ("two", True)]
+        assert not is_busy(KEY)
+
+    def test_a_stream_that_has_ended_renews_no_forgotten_hold(self, until, is_busy):
+        """A thread ends without the release of a lock that its stream has used too.
+
+        The key is released, as after a thread without a stream.
+        """
+
+        def forget():
+            db_lock(KEY).acquire()
+            stream(REQUEST).close()
+
+        thread = threading.Thread(target=forget)
+        thread.start()
+        thread.join()
+        until(lambda: not is_busy(KEY))
 
     def test_a_stream_outlives_the_block_around_its_view(self, is_busy):
         """A block around the view and the stream do not end each other's hold."""

@@ -48,6 +48,8 @@ class HoldState:
 
     # Number of 'with hold' blocks that are open.
     blocks = 0
+    # Number of responses that end it, perhaps after the event loop of their view.
+    prolonged = 0
     failed = False
     # The file and the line that acquired it, where Python reports unclosed resources.
     acquired_at: tuple[str, int] | None = None
@@ -160,13 +162,17 @@ class HoldState:
     def renewable(self) -> bool:
         """Return whether the keeper should renew the hold.
 
-        Not for a caller that has died, nor beyond ``max_hold``.
+        Not where nothing will release it, nor beyond ``max_hold``.
         """
-        if self.lease.is_over or not self.lease.can_grow:
+        lease = self.lease
+        if lease.is_over or not lease.can_grow or self.pinned:
             return False
-        if self.pinned_in and self.pinned:
-            return False
-        return not has_ended(self.caller)
+        return not self.is_orphaned
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Return whether its caller has ended, and nothing else will release it."""
+        return not (self.prolonged or self.left_in) and has_ended(self.caller)
 
     def ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call the backend about the hold.

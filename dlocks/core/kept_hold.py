@@ -6,7 +6,6 @@ import logging
 import threading
 import warnings
 
-from dlocks.core.callers import has_ended
 from dlocks.core.lease import slow_after
 from dlocks.core.release import Release
 from dlocks.runtime import clock
@@ -75,14 +74,7 @@ class KeptHold(Release):
     @property
     def is_abandoned(self) -> bool:
         """Return whether its thread has ended, or its event loop was closed."""
-        return (
-            self.count > 0
-            and self.held
-            and not self.in_transactions
-            # A response that outlives the event loop of its view ends the hold.
-            and not self.is_prolonged
-            and has_ended(self.caller)
-        )
+        return self.count > 0 and self.held and not self.pinned_in and self.is_orphaned
 
     def end_abandoned(self) -> None:
         """Release a hold whose caller has ended without releasing it."""

@@ -29,7 +29,6 @@ class Release(HoldState):
 
     # Created by the thread that settles the hold, and set when it is done.
     _settled: threading.Event | None = None
-    is_prolonged = False
 
     @property
     def enterable(self) -> bool:
@@ -84,7 +83,7 @@ class Release(HoldState):
         """Count one more entry, so that the hold outlasts the current block."""
         with self.lease.mutex:
             self.count += 1
-            self.is_prolonged = True
+            self.prolonged += 1
 
     def revert_entry(self, count: int) -> None:
         """Restore the count from before an entry that its caller never received."""
@@ -272,12 +271,7 @@ class Release(HoldState):
         If another thread does so, wait for it, at most ``timeout`` seconds.
         """
         with self.lease.mutex:
-            stays = (
-                self.count
-                or self.lease.ended
-                or not self.left_in
-                or any(mark.stands for mark in self.left_in)
-            )
+            stays = self.count or self.lease.ended or not self.to_settle
             settled = self._settled
             if not stays:
                 self.left_in = []

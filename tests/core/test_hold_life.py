@@ -12,7 +12,7 @@ import time
 import weakref
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, transaction
 
 from dlocks import LockLost, db_lock
@@ -157,6 +157,24 @@ def test_a_hold_in_a_transaction_ends_with_it(is_busy):
     with lock:
         pass
     assert not callers._leases
+
+
+@pytest.mark.engine("postgresql")
+def test_a_lease_of_async_work_lasts_for_the_transaction(is_busy):
+    """The event loop of the work is closed before the transaction commits.
+
+    No other caller acquires the key meanwhile, even if that takes longer than the ttl.
+    """
+
+    async def work():
+        async with db_lock("stock:7", scope="lease", using="brisk"):
+            pass
+
+    with transaction.atomic():
+        async_to_sync(work)()
+        outlive_the_ttl()
+        assert is_busy(using="brisk")
+    assert not is_busy(using="brisk")
 
 
 def test_a_hold_ends_with_its_thread(caplog, until, is_busy):
