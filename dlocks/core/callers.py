@@ -140,23 +140,32 @@ def has_ended(caller: Caller) -> bool:
     return not is_alive(caller)
 
 
-def last_acquired(lock: Any, *, take: bool = False) -> Any:
-    """Return the hold that the caller acquired last by a lock, or None.
+def last_acquired(lock: Any, caller: Caller, *, take: bool = False) -> Any:
+    """Return the hold that a caller acquired last by a lock, or None.
 
     If the caller has none, return the only one in the same event loop. A task that only
     acquires, as in ``asyncio.wait_for()``, is another caller. With ``take``, the caller
     is about to release it.
     """
-    caller = current_caller()
+    key = lock._key_of_tenant()
+
+    def found_in(entries: Any) -> list[tuple[Any, int, Any]]:
+        return [
+            (entries, number, hold)
+            for number, (by, reference) in enumerate(entries)
+            if by == lock and (hold := reference()) is not None
+            if key in {None, hold.parts[0].claim.key}
+        ]
+
     with _mutex:
-        found = _found_in(_acquired.get(caller, ()), lock)
+        found = found_in(_acquired.get(caller, ()))
         if not found and hasattr(caller, "get_loop"):
             loop = caller.get_loop()
             others = [
                 one
                 for other, entries in _acquired.items()
                 if hasattr(other, "get_loop") and other.get_loop() is loop
-                if (one := _found_in(entries, lock))
+                if (one := found_in(entries))
             ]
             found = others[0] if len(others) == 1 else []
         if not found:
@@ -165,15 +174,6 @@ def last_acquired(lock: Any, *, take: bool = False) -> Any:
         if take:
             del entries[number]
     return hold
-
-
-def _found_in(entries: Any, lock: Any) -> list[tuple[Any, int, Any]]:
-    """Return the live holds of a lock, each with its list and its index there."""
-    return [
-        (entries, number, hold)
-        for number, (by, reference) in enumerate(entries)
-        if by == lock and (hold := reference()) is not None
-    ]
 
 
 # The blocks that callers are in, innermost last: the caller, the lock and the hold.

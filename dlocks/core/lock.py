@@ -27,6 +27,7 @@ from dlocks.core.policy import LockPolicy
 from dlocks.exceptions import LockError, LockTimeout
 from dlocks.runtime.coroutines import (
     acquiring,
+    is_away_from_tenant,
     refuse_in_a_coroutine,
     run_in_sync_thread,
     waiting_for_a_lock,
@@ -74,16 +75,14 @@ class Lock(LockPolicy):
         RuntimeError if there is none, and LockLost if it was lost.
         """
         refuse_in_a_coroutine("'await lock.arelease()'")
-        self._last().release()
+        self._last(current_caller()).release()
 
     def held(self) -> bool:
         """Return whether this caller holds the key. This does no I/O."""
-        backend = backends[self.using]
-        mine = hold_by(
-            (current_caller(), backend.identity, self._full_key(backend), self.shared)
-        )
+        backend, caller = backends[self.using], current_caller()
+        mine = hold_by((caller, backend.identity, self._full_key(backend), self.shared))
         if mine is None or not mine.count:
-            mine = last_acquired(self)
+            mine = last_acquired(self, caller)
         return mine is not None and mine.count > 0 and mine.held
 
     def holder(self) -> Holder | None:
@@ -148,7 +147,13 @@ class Lock(LockPolicy):
             return None
 
     async def arelease(self) -> None:
-        await self._last().arelease()
+        caller = current_caller()
+        last = last_acquired(self, caller)
+        # Together, so that a cancellation comes after the release.
+        await run_in_sync_thread(
+            lambda: self._last(caller).release(),
+            in_transaction_only=last is not None and last.scope == "transaction",
+        )
 
     async def aholder(self) -> Holder | None:
         return await run_in_sync_thread(
@@ -188,12 +193,18 @@ class Lock(LockPolicy):
                 obj=self,
             )
 
-    def _last(self) -> Hold:
-        last = last_acquired(self, take=True)
+    def _key_of_tenant(self) -> str | None:
+        """Return the first full key, or None if the prefix is fixed or not known."""
+        backend = backends[self.using]
+        fixed = backend.has_fixed_prefix or is_away_from_tenant()
+        return None if fixed else backend.prefix + self.keys[0]
+
+    def _last(self, caller: Caller) -> Hold:
+        last = last_acquired(self, caller, take=True)
         if last is None:
             raise RuntimeError(
                 f"{self.key!r} was not acquired by this"
-                f" {'task' if hasattr(current_caller(), 'get_loop') else 'thread'}, or"
+                f" {'task' if hasattr(caller, 'get_loop') else 'thread'}, or"
                 " has been released. 'lock.release()' releases what 'lock.acquire()' of"
                 " the same lock returned."
             )

@@ -50,6 +50,12 @@ def refuse_in_a_coroutine(instead: str) -> None:
         )
 
 
+def is_away_from_tenant() -> bool:
+    """Return whether this is an event loop, or the spare thread."""
+    name = threading.current_thread().name
+    return _get_running_loop() is not None or name.startswith("dlocks-spare")
+
+
 @contextmanager
 def waiting_for_a_lock() -> Iterator[None]:
     """Record that this thread waits for a lock.

@@ -149,6 +149,76 @@ def test_a_prefix_can_depend_on_the_caller(using, prefix):
 
 
 @pytest.mark.front
+@pytest.mark.parametrize("keys", [("7",), ("7", "8")])
+def test_a_lock_does_not_touch_the_hold_of_another_tenant(keys, prefix, is_busy):
+    """In a tenant, a lock neither releases nor reports what another tenant holds."""
+    lock = db_lock(*keys)
+    acme = lock.acquire()
+    prefix[0] = "globex:"
+    assert not lock.held()
+    with pytest.raises(RuntimeError, match="was not acquired by this thread"):
+        lock.release()
+    globex = lock.acquire()
+    prefix[0] = "acme:"
+    assert lock.held()
+    lock.release()
+    assert (acme.held, globex.held) == (False, True)
+    assert not lock.held()
+    with pytest.raises(RuntimeError, match="was not acquired by this thread"):
+        lock.release()
+    prefix[0] = "globex:"
+    lock.release()
+    assert not globex.held
+    assert not is_busy("7")
+
+
+@pytest.mark.front
+async def test_a_task_does_not_release_the_hold_of_another_tenant(prefix):
+    """Also not that of another task, which ``wait_for()`` has started."""
+    lock = db_lock("7", using="memory")
+    acme = await asyncio.wait_for(lock.aacquire(), 5)
+    prefix[0] = "globex:"
+    with pytest.raises(RuntimeError, match="was not acquired by this task"):
+        await lock.arelease()
+    globex = await lock.aacquire()
+    prefix[0] = "acme:"
+    await lock.arelease()
+    assert (acme.held, globex.held) == (False, True)
+    prefix[0] = "globex:"
+    await lock.arelease()
+    assert not globex.held
+
+
+@pytest.mark.front
+@pytest.mark.usefixtures("memory_locks")
+async def test_a_task_releases_while_djangos_thread_waits(settings):
+    """A tenant is set in Django's thread, which may wait for the lock itself."""
+    django_thread = await sync_to_async(threading.current_thread)()
+
+    def prefix():
+        there = threading.current_thread() is django_thread
+        return "acme:" if there else "public:"
+
+    settings.DLOCKS = {
+        "default": {**settings.DLOCKS["default"], "OPTIONS": {"prefix": prefix}}
+    }
+    lock = db_lock("7", timeout=None)
+    hold = await lock.aacquire()
+    assert lock.held()
+
+    def wait():
+        with lock:
+            return hold.held
+
+    waiting = asyncio.create_task(sync_to_async(wait)())
+    while not hold.backend.waiting("acme:7"):
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(lock.arelease(), 10)
+    assert await asyncio.wait_for(waiting, 10) is False
+    assert not lock.held()
+
+
+@pytest.mark.front
 @pytest.mark.parametrize("wrong", [None, 7, b"acme:", "a\0b", "x" * KEY_LENGTH])
 def test_the_result_of_a_prefix_function_is_checked(
     wrong, prefix, django_assert_num_queries
