@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
@@ -23,15 +23,16 @@ from dlocks.runtime.process import in_child
 
 T = TypeVar("T")
 
-# Seconds for which a call waits for Django's thread, while a thread of this process
-# waits for a lock.
+# Seconds for which a call waits for Django's thread, while that waits for a lock.
 SYNC_THREAD_TIMEOUT = 0.05
 
 # Tasks that are acquiring a lock. Weak, because a task whose loop was closed never
 # leaves.
-acquiring: weakref.WeakSet[Any] = weakref.WeakSet()
+acquiring = weakref.WeakSet[Any]()
 
 _waiting: set[threading.Thread] = set()
+# The sync threads that have made calls, by what asgiref chooses them by.
+_sync_threads = weakref.WeakKeyDictionary[Any, threading.Thread]()
 _spare: ThreadPoolExecutor
 
 
@@ -79,43 +80,37 @@ async def run_in_sync_thread(
 
     That thread may itself wait for a lock, perhaps for the one to be released. A task
     may outlive its request or its loop, and with it the thread. The function is then
-    called in the spare thread, so that holds are released and holders continue.
-    ``in_transaction_only`` forbids that, for the work of a transaction.
+    called in the spare thread, so that holds are released and holders continue. A
+    thread that is only busy may be in a transaction, which the spare thread cannot see.
+    ``in_transaction_only`` forbids it, for the work of a transaction.
     """
     call = _Call(function)
     outcome = asyncio.wrap_future(call.outcome)
     way: asyncio.Task[None] | None = None
     cancelled: asyncio.CancelledError | None = None
-    timeout: float | None = SYNC_THREAD_TIMEOUT
-    while not outcome.done():
-        if way is None or (way.cancelled() and not call.begun):
-            # A loop that ends all of its tasks has cancelled this one.
-            way = asyncio.create_task(sync_to_async(call)())
-        ends: list[asyncio.Future[Any]] = [outcome] if way.done() else [outcome, way]
-        try:
-            await clock.wait_for_any(ends, timeout)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        no_way = way.exception() if way.done() and not way.cancelled() else None
-        if call.begun:
-            timeout = None
-        elif no_way is not None and in_transaction_only:
-            raise no_way
-        elif timeout is not None and (
-            no_way is not None or (_waiting and not in_transaction_only)
-        ):
-            call.run_in_worker()
-            timeout = None
     # A loop may end, so the task must not stay unfinished. The thread that collects it
     # as garbage would run its last lines, and get the context variables that they
     # restore.
-    while way is not None and not way.done():
-        if call.is_in_worker:
+    while way is None or not (outcome.done() and way.done()):
+        if way is None or (way.cancelled() and not call.begun):
+            # A loop that ends all of its tasks has cancelled this one.
+            way = asyncio.create_task(sync_to_async(call)())
+        if outcome.done() and call.is_in_worker:
             way.cancel()
+        both: list[asyncio.Future[Any]] = [outcome, way]
+        timeout = None if call.begun else SYNC_THREAD_TIMEOUT
         try:
-            await asyncio.wait([way])
+            await clock.wait_for_any([one for one in both if not one.done()], timeout)
         except asyncio.CancelledError as error:
             cancelled = error
+        no_way = way.exception() if way.done() and not way.cancelled() else None
+        if call.begun or call.is_in_worker:
+            continue
+        if in_transaction_only:
+            if no_way is not None:
+                raise no_way
+        elif no_way is not None or _sync_threads.get(call.place) in _waiting:
+            call.run_in_worker()
     if cancelled is not None:
         outcome.exception()
         raise cancelled
@@ -128,6 +123,11 @@ class _Call(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self.outcome: Future[T] = Future()
         self._function = function
+        self.place = (
+            getattr(AsyncToSync.executors, "current", None)
+            or SyncToAsync.thread_sensitive_context.get(None)
+            or _get_running_loop()
+        )
         self._turn = threading.Lock()
         self.is_in_worker = False
 
@@ -139,6 +139,8 @@ class _Call(Generic[T]):
         if not self._turn.acquire(blocking=False):
             return
         try:
+            if not self.is_in_worker:
+                _sync_threads[self.place] = threading.current_thread()
             result = self._function()
         except BaseException as error:  # noqa: BLE001 (passed to the caller)
             self.outcome.set_exception(error)
@@ -160,17 +162,13 @@ class _Call(Generic[T]):
         _spare.submit(run)
 
 
-def _make_spare() -> None:
+def _reset() -> None:
     global _spare
+    # The one thread after a fork neither waits for a lock nor acquires one.
+    _waiting.clear()
+    acquiring.clear()
     _spare = ThreadPoolExecutor(1, "dlocks-spare")
 
 
-def _forked() -> None:
-    # Only one thread is left, and it neither waits for a lock nor acquires one.
-    _waiting.clear()
-    acquiring.clear()
-    _make_spare()
-
-
-_make_spare()
-in_child(_forked)
+_reset()
+in_child(_reset)

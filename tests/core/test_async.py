@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 import time
+from functools import partial
 
 import pytest
 from asgiref.sync import (
@@ -17,7 +18,7 @@ from asgiref.sync import (
 )
 from django.conf import settings
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 from django.test import AsyncClient
 
 from dlocks import LockTimeout, aresume_hold, db_lock, db_semaphore
@@ -25,11 +26,13 @@ from tests.internals import (
     LockClaim,
     ResourceLock,
     backends,
+    clock,
     holds_by_caller,
     keeper,
     waiters_of,
 )
 from tests.models import Counter
+from tests.timing import eventually
 
 pytestmark = [
     pytest.mark.driver,
@@ -416,6 +419,77 @@ async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
         assert await hold.aqueue_length() == 1
         assert not waiting.done()
     assert await waiting > 0
+
+
+@pytest.fixture
+def while_busy(threads, monkeypatch):
+    """Return a coroutine function that awaits another one beside a busy thread.
+
+    A sibling task occupies Django's thread until the call has looked for a thread three
+    times, or has ended. Meanwhile another thread waits for a lock.
+    """
+    wait, looks, go_on = clock.wait_for_any, [], threading.Event()
+
+    async def look(futures, seconds):
+        looks.append(seconds)
+        if len(looks) > 3:
+            go_on.set()
+        await wait(futures, seconds)
+
+    async def call(step):
+        looks.clear()
+        go_on.clear()
+        begun = asyncio.Event()
+        begin = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
+        sibling = asyncio.create_task(
+            sync_to_async(lambda: (begin(), go_on.wait(30)))()
+        )
+        await begun.wait()
+        try:
+            return await step()
+        finally:
+            go_on.set()
+            await sibling
+
+    with db_lock("another", using="memory") as hold:
+        other = threads(
+            lambda: db_lock("another", using="memory", timeout=60).acquire().release()
+        )
+        eventually(hold.queue_length)
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "wait_for_any", look)
+            yield call
+    other.join(30)
+
+
+@pytest.mark.front
+def test_async_code_keeps_a_lease_until_the_commit(while_busy):
+    """Other callers see the key free only with the changes of the transaction.
+
+    The transaction is that of the sync code that runs the async code.
+    """
+    lock = db_lock("stock:7", using="memory", scope="lease")
+
+    async def work():
+        hold = await lock.aacquire()
+        await while_busy(hold.arelease)
+
+    with transaction.atomic():
+        async_to_sync(work)()
+        assert lock.locked()
+    assert not lock.locked()
+
+
+@pytest.mark.front
+def test_async_code_acquires_in_the_transaction_of_its_caller(while_busy):
+    """A lock without a scope belongs to the transaction of the sync code."""
+
+    async def work():
+        hold = await while_busy(db_lock("stock:7").aacquire)
+        return hold.scope
+
+    with transaction.atomic():
+        assert async_to_sync(work)() == "transaction"
 
 
 # The request needs all apps of the test project.
