@@ -23,7 +23,7 @@ from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.waiters import waiters_of
 from dlocks.signals import send_timed_out
 from dlocks.text import duration, permits_taken
-from dlocks.values import UNLIMITED, Claim, Holder
+from dlocks.values import UNLIMITED, Claim, Holder, Ticket
 
 
 class Wait(Claims):
@@ -66,14 +66,13 @@ class Wait(Claims):
             if self.delays is None:
                 self.delays = delays(self._deadline)
             delay = next(self.delays, None)
+            if delay is None and claim is not None and not self.asked:
+                # It was too late to join the queue first. No reply has said yet that
+                # the key is held.
+                delay = 0.0
             if delay is not None:
                 self.paused = True
                 return delay
-            if claim is not None and not self.asked:
-                # It was too late to join the queue first. No reply has said yet that
-                # the key is held.
-                self.paused = True
-                return 0.0
         elif left > 0 and not self.waiter.deadlock:
             if self.waiter.woken and not self.asks_again:
                 # Its turn has come, but the row was locked, for example. That is most
@@ -134,9 +133,10 @@ class Wait(Claims):
                     self.lock.permits, sharers, waiting - (self.waiter is not None)
                 )
         holder = self.backend.holder(self.key)
-        if holder is None or not self.paused:
-            return holder, "" if holder is None else f"held by {holder}"
-        return holder, f"held by {holder}{self._wait_of(holder)}"
+        if holder is None:
+            return None, ""
+        wait = self._wait_of(holder) if self.paused else ""
+        return holder, f"held by {holder}{wait}"
 
     @property
     def _prefix(self) -> str:
@@ -160,18 +160,18 @@ class Wait(Claims):
 
         It is better if other callers were queued a moment ago.
         """
-        waits = self.waiter is None and not self.paused and self.timeout != 0
-        if not (
-            waits
+        return (
+            self.waiter is None
+            and not self.paused
+            and self.timeout != 0
             and claim.fair
             and claim.takeover
             and not claim.beside
             and claim.key in self.backend.contended
-        ):
-            return False
-        # No caller can queue in the transaction of a single writer. The request reports
-        # that.
-        return claim.scope == "lease" or self.backend.refusal(ANY_LEASE) is None
+            # No caller can queue in the transaction of a single writer. The request
+            # reports that.
+            and (claim.scope == "lease" or self.backend.refusal(ANY_LEASE) is None)
+        )
 
     def _join_queue(self, claim: Claim) -> bool:
         """Join the queue, and return whether there is something to try at once."""
@@ -204,11 +204,15 @@ class Wait(Claims):
         """Return whether the key was granted at the last moment, or can be now."""
         for _ in range(2):
             sent = clock.now()
-            poll = partial(self.backend.poll, [waiter.claim], heartbeat=False)
+            # Nothing else sends the heartbeat if the background thread hangs.
+            late = waiter.poll_at < sent
+            poll = partial(self.backend.poll, [waiter.claim], heartbeat=late)
             tickets = run_outside(poll, self.backend, OUTSIDE_TIMEOUT)
-            ticket = tickets.get(waiter.claim.owner)
-            if ticket is None or ticket.grant is not None or ticket.must_retry:
-                return ticket is not None and waiter.apply(ticket, sent)
+            # If the claim was deleted, the caller requests the key once more.
+            gone = Ticket(must_retry=not waiter.woken, ahead=1)
+            ticket = tickets.get(waiter.claim.owner, gone)
+            if ticket.grant is not None or ticket.must_retry:
+                return waiter.apply(ticket, sent)
             if ticket.ahead:
                 break
             # This poll has handed a free key on. The next one shows to which claim.

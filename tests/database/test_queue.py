@@ -607,8 +607,7 @@ def test_a_late_poll_does_not_queue_a_claim_again(in_other_thread, monkeypatch):
     has_timed_out, is_applied = threading.Event(), threading.Event()
 
     def poll_late(claims, *, heartbeat=True):
-        # Only the thread that serves the waiters sends heartbeats.
-        if heartbeat:
+        if threading.current_thread().name == "dlocks-waiting":
             assert has_timed_out.wait(30)
         return poll(claims, heartbeat=heartbeat)
 
@@ -626,6 +625,39 @@ def test_a_late_poll_does_not_queue_a_claim_again(in_other_thread, monkeypatch):
         has_timed_out.set()
         assert is_applied.wait(30)
         assert backend.waiting("stock:7") == 0
+
+
+@pytest.mark.parametrize("end", ["skipped", "deleted"])
+def test_a_free_key_is_acquired_although_a_poll_hangs(
+    end, in_queue, threads, monkeypatch
+):
+    """The background thread hangs in a poll, for example on a dead connection.
+
+    It sends no heartbeats, so the waiter is skipped, and deleted later. At its timeout,
+    the caller still acquires the free key, and then leaves no claim.
+    """
+    apply, hangs, go_on = Waiters._apply, threading.Event(), threading.Event()
+
+    def hang(*arguments, **options):
+        hangs.set()
+        assert go_on.wait(60)
+        return apply(*arguments, **options)
+
+    monkeypatch.setattr(Waiters, "_apply", hang)
+    held = db_lock("stock:7").acquire()
+    waits = threads(lambda: db_lock("stock:7", timeout=3).acquire().release())
+    in_queue(1)
+    assert hangs.wait(30)
+    if end == "skipped":
+        LockClaim.objects.update(end_time="2020-01-01T00:00Z")
+    else:
+        LockClaim.objects.all().delete()
+    held.release()
+    try:
+        waits.join(30)
+    finally:
+        go_on.set()
+    assert not db_lock("stock:7").locked()
 
 
 @pytest.fixture
