@@ -154,6 +154,7 @@ def ids(messages):
 
 
 @pytest.mark.storage
+@pytest.mark.django_db
 def test_correct_settings_pass_the_checks():
     assert check_settings() == []
     call_command("check", "--fail-level", "WARNING")
