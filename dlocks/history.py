@@ -19,6 +19,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
 from dlocks.signals import End, Watcher, watchers
+from dlocks.transactions import in_testcase
 
 if TYPE_CHECKING:
     from dlocks.protocols import ObservedHold
@@ -50,10 +51,7 @@ class HistoryBuffer:
     def record(self, hold: ObservedHold, ending: str) -> None:
         """Add a hold to the buffer. The keeper writes it soon."""
         connection = self.backend.connection
-        if any(
-            getattr(block, "_from_testcase", False)
-            for block in connection.atomic_blocks
-        ):
+        if in_testcase(connection):
             # A TestCase rolls everything back. The keeper would write outside of its
             # transaction.
             return

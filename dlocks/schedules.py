@@ -18,7 +18,9 @@ from dlocks.core.policy import shown
 from dlocks.core.template import Template
 from dlocks.decorators import Key, LockDecorator
 from dlocks.exceptions import LockTimeout
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.coroutines import run_in_sync_thread
+from dlocks.transactions import in_testcase
 from dlocks.values import Duration, seconds
 
 SHARED = replace(ANY_LEASE, shared=True, scope="transaction")
@@ -41,18 +43,16 @@ class _OneRun(LockDecorator[None]):
 
     def lock(self, key: str) -> Lock:
         backend = backends[self.policy["using"]]
-        ttl = max(self.policy["min_hold"], backend.ttl)
-        policy = dict(self.policy)
-        if (
-            backend.in_transaction()
-            and backend.refusal(ANY_LEASE) is None
-            and backend.refusal(SHARED) is not None
+        policy = {**self.policy, "ttl": max(self.policy["min_hold"], backend.ttl)}
+        if backend.in_transaction() and (
+            backend.refusal(SHARED) is not None
+            or not in_testcase(connection_of(backend.database))
         ):
             # A hold in transaction scope would end with the caller's transaction, and a
-            # rollback would undo it. A TestCase accepts even shared holds in its
-            # transaction.
+            # rollback would undo it. A TestCase and SQLite accept even shared holds in
+            # a transaction. SQLite refuses a lease there.
             policy["scope"] = "lease"
-        return Lock(key=key, ttl=ttl, **policy)
+        return Lock(key=key, **policy)
 
     async def alock(self, key: str) -> Lock:
         # The caller's transaction, if any, belongs to the thread of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -89,9 +89,7 @@ class TransactionMarker:
         commit. Return None if no rollback can come, if Django would not report it, or
         in a TestCase, which never commits, and whose callbacks users count.
         """
-        if why_end_is_unknown(connection) is not None or len(
-            list(_own_blocks(connection))
-        ) < len(connection.atomic_blocks):
+        if why_end_is_unknown(connection) is not None or in_testcase(connection):
             return None
         savepoints = _savepoints_of(connection)
         for found, mark, *_ in connection.run_on_commit[:1]:
@@ -113,8 +111,7 @@ class TransactionMarker:
 
         Return None outside of a TestCase.
         """
-        own = list(_own_blocks(connection))
-        return own[0] if len(own) < len(connection.atomic_blocks) else None
+        return _own_blocks(connection)[0] if in_testcase(connection) else None
 
     @classmethod
     def _at(
@@ -148,10 +145,8 @@ class TransactionMarker:
             # The connection was lost before autocommit, so the list was not emptied.
             # For another thread, the transaction may be about to commit.
             return False
-        if not self._is_listed(connection):
-            return False
-        return self._block is None or any(
-            block is self._block for block in connection.atomic_blocks
+        return self._is_listed(connection) and (
+            self._block is None or self._block in connection.atomic_blocks
         )
 
     @property
@@ -198,16 +193,21 @@ class TransactionMarker:
 
 
 def _savepoints_of(connection: BaseDatabaseWrapper) -> set[str]:
-    return {sid for sid in connection.savepoint_ids if sid is not None}
+    return set(connection.savepoint_ids) - {None}
 
 
-def _own_blocks(connection: BaseDatabaseWrapper) -> Iterator[Any]:
-    """Yield the atomic blocks that are not a TestCase's own, outermost first."""
-    return (
+def in_testcase(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether one of the atomic blocks is a TestCase's own."""
+    return len(_own_blocks(connection)) < len(connection.atomic_blocks)
+
+
+def _own_blocks(connection: BaseDatabaseWrapper) -> list[Any]:
+    """Return the atomic blocks that are not a TestCase's own, outermost first."""
+    return [
         block
         for block in connection.atomic_blocks
         if not getattr(block, "_from_testcase", False)
-    )
+    ]
 
 
 def open_connections() -> Sequence[BaseDatabaseWrapper]:
@@ -216,17 +216,14 @@ def open_connections() -> Sequence[BaseDatabaseWrapper]:
     A TestCase's own blocks do not count, nor do transactions whose end Django does not
     report.
     """
-    opened = _in_own_blocks()
-    return opened and [
-        connection for connection in opened if why_end_is_unknown(connection) is None
-    ]
+    return [one for one in _in_own_blocks() if why_end_is_unknown(one) is None]
 
 
 def _in_own_blocks() -> Sequence[BaseDatabaseWrapper]:
-    # Usually there is none, and this is the only cost.
-    opened = in_atomic_blocks()
-    return opened and [
-        one for one in opened if not one.closed_in_transaction and any(_own_blocks(one))
+    return [
+        one
+        for one in in_atomic_blocks()
+        if not one.closed_in_transaction and _own_blocks(one)
     ]
 
 

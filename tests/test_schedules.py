@@ -131,6 +131,29 @@ def test_a_job_in_a_testcase_does_not_affect_the_next_test():
             transaction.set_rollback(True)
 
 
+@pytest.mark.engine("sqlite")
+@pytest.mark.parametrize("use", ["call", "coroutine"])
+def test_a_job_in_a_transaction_of_sqlite_is_refused(use):
+    """A rollback would undo ``min_hold``, and a later node would run the job again."""
+    runs = []
+    job = run_once("nightly", min_hold=60)(lambda: runs.append("ran"))
+
+    @run_once("nightly", min_hold=60)
+    async def coroutine():
+        runs.append("ran")
+
+    run = job if use == "call" else async_to_sync(coroutine)
+    why = "'nightly' cannot .* SQLite has one writer.*Acquire it before the tran"
+    with pytest.raises(RuntimeError, match=why), transaction.atomic():
+        run()
+    assert runs == []
+    run()
+    with transaction.atomic(), pytest.raises(RuntimeError, match=why):
+        run()
+    run()
+    assert runs == ["ran"]
+
+
 def test_a_run_that_belongs_to_a_transaction_is_refused():
     with pytest.raises(ValueError, match="cannot use scope='transaction'"):
         run_once("nightly", min_hold=60, scope="transaction")

@@ -18,6 +18,7 @@ from dlocks.backends.database.sending import T
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.dialect import KEY
 from dlocks.sql.innodb import InnoDB
+from dlocks.transactions import in_testcase
 from dlocks.values import Claim
 
 # Reads that find a row locked before a transaction is assumed to keep it.
@@ -39,11 +40,7 @@ class TransactionLocks(OwnRow):
         wait, and a committed row would remain for the next test.
         """
         return self.in_transaction() and (
-            self.dialect.one_writer
-            or any(
-                getattr(block, "_from_testcase", False)
-                for block in self.connection.atomic_blocks
-            )
+            self.dialect.one_writer or in_testcase(self.connection)
         )
 
     def _run_outside(self, function: Callable[[], T]) -> T:
