@@ -186,7 +186,7 @@ class CheckedModel(models.Model):
     def _found(self, using: str) -> int | None:
         """Return the value in the row, or None if the row is gone."""
         field = self._checked_field()
-        rows = rows_as_they_are(field.model, using).filter(
+        rows = rows_as_they_are(field.model._base_manager.using(using)).filter(
             pk=self._get_pk_val(field.model._meta)
         )
         found: int | None = rows.values_list(field.attname, flat=True).first()

@@ -81,10 +81,13 @@ class FencedModel(CheckedModel):
         using = using or router.db_for_write(type(self), instance=self)
         model: Any = self._meta.get_field("fence").model
         rows = FencedQuerySet(model, using=using)
-        rows.filter(pk=self._get_pk_val(model._meta))._fence(token)
+        if not rows.filter(pk=self._get_pk_val(model._meta))._fence(token):
+            found = self._found(using)
+            if found is None:
+                raise self.DoesNotExist(f"{self._meta.label} {self.pk!r} is gone.")
+            if found > token:
+                raise self.stale_error(token, found)
         self.refresh_from_db(using=using)
-        if self.fence > token:
-            raise self.stale_error(token, self.fence)
         state: Any = self._state
         state.token = token
 
@@ -97,25 +100,15 @@ class FencedModel(CheckedModel):
         await sync_to_async(self.save)(*args, token=token, **kwargs)
 
     def delete(
-        self,
-        using: str | None = None,
-        keep_parents: bool = False,
-        *,
-        token: HasToken | int | None = None,
+        self, *args: Any, token: HasToken | int | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
         with self._with_token(token):
-            return super().delete(using=using, keep_parents=keep_parents)
+            return super().delete(*args, **kwargs)
 
     async def adelete(
-        self,
-        using: str | None = None,
-        keep_parents: bool = False,
-        *,
-        token: HasToken | int | None = None,
+        self, *args: Any, token: HasToken | int | None = None, **kwargs: Any
     ) -> tuple[int, dict[str, int]]:
-        return await sync_to_async(self.delete)(
-            using=using, keep_parents=keep_parents, token=token
-        )
+        return await sync_to_async(self.delete)(*args, token=token, **kwargs)
 
     @classmethod
     def _checked_field(cls) -> Any:

@@ -34,12 +34,8 @@ def among_keys(rows: Any, owner: Any) -> tuple[Any, list[Any]]:
 
     The keys are those in the owner's table.
     """
-    link = (
-        rows.model._meta.get_ancestor_link(owner)
-        if owner is not rows.model._meta.concrete_model
-        else None
-    )
-    name = "pk" if link is None else link.attname
+    link = rows.model._meta.get_ancestor_link(owner)
+    name = link.attname if link else "pk"
     keys = list(rows.order_by().values_list(name, flat=True))
     return rows.filter(**{f"{name}__in": keys}), keys
 
@@ -150,13 +146,14 @@ class VersionedQuerySet(models.QuerySet[Any]):
                     objs, fields, batch_size
                 )
         except _SomeAreStale as some:
+            (keys,) = some.args
             # Read after the increments are rolled back.
             found = dict(
-                rows_as_they_are(model, self.db)
-                .filter(pk__in=some.pks)
+                rows_as_they_are(model._base_manager.using(self.db))
+                .filter(pk__in=keys)
                 .values_list("pk", field.attname)
             )
-            stale = [pk for pk in some.pks if found.get(pk) != held[pk]] or some.pks
+            stale = [pk for pk in keys if found.get(pk) != held[pk]] or keys
             raise StaleVersion(
                 self.model, stale[0], held[stale[0]], found.get(stale[0]), stale
             ) from None
@@ -187,14 +184,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
                 " ignore_conflicts=True, then read the existing rows, and use"
                 " bulk_update() on them."
             )
-        objs = super().bulk_create(
-            objs,
-            batch_size,
-            ignore_conflicts,
-            update_conflicts,
-            update_fields,
-            unique_fields,
-        )
+        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
         if ignore_conflicts:
             field = version_field(self.model)
             for obj in objs:
@@ -237,16 +227,17 @@ def count_up(model: Any, using: str, held: dict[Any, int]) -> None:
 
 
 class _SomeAreStale(Exception):  # noqa: N818
-    """Some rows were not incremented, so the others must be rolled back."""
-
-    def __init__(self, pks: list[Any]) -> None:
-        self.pks = pks
+    """Some rows were not incremented, so roll back the others."""
 
 
-def rows_as_they_are(model: Any, using: str) -> Any:
-    """Return the current rows, even in a transaction with an older snapshot."""
-    rows = model._base_manager.using(using)
-    return rows.select_for_update() if connections[using].in_atomic_block else rows
+def rows_as_they_are(rows: Any) -> Any:
+    """Return the current rows, even in a transaction with an older snapshot.
+
+    PostgreSQL and SQLite have refused the write in such a transaction.
+    """
+    connection = connections[rows.db]
+    is_hidden = connection.vendor == "mysql" and connection.in_atomic_block
+    return rows.select_for_update() if is_hidden else rows
 
 
 @contextmanager

@@ -8,11 +8,12 @@ import pickle
 
 import pytest
 from django.core.management import call_command
-from django.db import IntegrityError, models, transaction
+from django.db import IntegrityError, OperationalError, models, transaction
 
 from dlocks import LockError, StaleToken, db_lock
 from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
 from dlocks.optimistic.fenced_queryset import FencedQuerySet
+from dlocks.optimistic.retry import is_conflict
 from tests import jobs
 from tests.models import Crane, Machine, Place, Robot
 
@@ -311,6 +312,84 @@ def test_a_row_that_starts_to_match_later_is_not_written(write, monkeypatch):
         )
         assert (rows.update(steps=22) if write == "update" else rows.delete()[0]) == 1
     assert stored(second.pk) == ("new", 0, 1)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("seen", [5, 7])
+@pytest.mark.parametrize("write", ["update", "delete", "claim", "refresh"])
+@KINDS
+def test_an_old_snapshot_does_not_hide_a_newer_token(
+    model, write, seen, in_other_thread
+):
+    """A holder that has lost its lock is refused at REPEATABLE READ too.
+
+    Its transaction began before its successor wrote, and writes nothing at all.
+    PostgreSQL refuses the write itself.
+    """
+    first, second = model.objects.create(), model.objects.create()
+    row = model.objects.claim(first.pk, seen)
+
+    def succeed():
+        mine = model.objects.claim(first.pk, 9)
+        mine.steps = 9
+        mine.save()
+
+    with (
+        jobs.isolated("REPEATABLE READ"),
+        pytest.raises((StaleToken, OperationalError)) as caught,
+        transaction.atomic(),
+    ):
+        assert model.objects.get(pk=first.pk).fence == seen
+        model.objects.fenced(7).filter(pk=second.pk).update(state="other")
+        in_other_thread(succeed)
+        rows = model.objects.fenced(7)
+        if write == "update":
+            rows.update(steps=1)
+        elif write == "delete":
+            rows.delete()
+        elif write == "claim":
+            rows.claim(first.pk, 7)
+        else:
+            row.claim(7)
+    if isinstance(caught.value, StaleToken):
+        assert (caught.value.pk, caught.value.found) == (first.pk, 9)
+    else:
+        assert is_conflict(caught.value)
+    assert (stored(first.pk), stored(second.pk)) == (("", 9, 9), ("", 0, 0))
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("use", ["queryset", "instance"])
+def test_a_deleted_row_in_an_old_snapshot_is_not_claimed(use, machine, in_other_thread):
+    """At REPEATABLE READ a plain read still finds the row."""
+    with (
+        jobs.isolated("REPEATABLE READ"),
+        pytest.raises((Machine.DoesNotExist, OperationalError)),
+        transaction.atomic(),
+    ):
+        assert Machine.objects.exists()
+        in_other_thread(lambda: Machine.objects.fenced(5).delete())
+        if use == "queryset":
+            Machine.objects.claim(machine.pk, 7)
+        else:
+            machine.claim(7)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+def test_holders_of_different_rows_do_not_block_each_other(machine, in_other_thread):
+    """A write with a token does not wait for rows that its filter leaves out."""
+    Machine.objects.create(state="other")
+
+    def write_the_other():
+        Machine.objects.fenced(5).filter(state="other").update(steps=1)
+
+    with transaction.atomic():
+        assert Machine.objects.fenced(5).filter(state="new").update(steps=1) == 1
+        in_other_thread(write_the_other)
+        assert Machine.objects.fenced(5).filter(state="new").update(steps=2) == 1
 
 
 @pytest.mark.parametrize("model", [Crane, Robot])
