@@ -16,11 +16,8 @@ its majority before it counts.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -49,7 +46,7 @@ class Term:
 
     owner: str = field(default_factory=new_owner, repr=False)
     ends: float = 0.0
-    over: threading.Event = field(default_factory=threading.Event)
+    over: bool = False
 
 
 class QuorumBackend(Votes):
@@ -94,9 +91,6 @@ class QuorumBackend(Votes):
         self.node_timeout = seconds("node_timeout", node_timeout, above_zero=True)
         self.drift = seconds("drift", drift)
         self._terms: dict[str, Term] = {}
-        self._found: list[Member] = []
-        self._finding = threading.Lock()
-        self._pid = os.getpid()
 
     @property
     def renew_every(self) -> float:  # type: ignore[override]
@@ -117,14 +111,10 @@ class QuorumBackend(Votes):
             # the time that a majority guarantees if that is shorter. A caller that
             # finds it over cancels the claim.
             ttl = self._longer(claim.ttl)
-            leases = sorted(
-                (
-                    ttl if grant.lease is None else min(grant.lease, ttl)
-                    for grant in grants
-                ),
-                reverse=True,
+            lease = self._guaranteed(
+                ttl if grant.lease is None else min(grant.lease, ttl)
+                for grant in grants
             )
-            lease = self._shorter(leases[self.majority - 1])
             term.ends = sent + min(lease, claim.ttl)
             # If the last holder had a majority, at least ``enough`` members of it are
             # among these. A smaller number are members that have not yet received a
@@ -146,45 +136,29 @@ class QuorumBackend(Votes):
         return None
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        terms = {
-            claim.owner: self._terms[claim.owner]
+        mine = [
+            (claim, term)
             for claim in claims
-            if claim.owner in self._terms
-        }
-        mine = [claim for claim in claims if claim.owner in terms]
+            if (term := self._terms.get(claim.owner)) is not None
+        ]
         if not mine:
             return {}
         sent = clock.now()
-
-        def extend(member: Member) -> Mapping[str, float]:
-            asked = {
-                claim.owner: self._at(member, claim, terms[claim.owner])
-                for claim in mine
-            }
-            left = member.backend.renew(list(asked.values()))
-            return {
-                owner: left[one.owner]
-                for owner, one in asked.items()
-                if one.owner in left
-            }
-
-        answers = self._ask(extend, self._suffices)
+        # Members return the time left by the owner of a term.
+        answers = self._ask(
+            lambda member: member.backend.renew(
+                [self._at(member, claim, term) for claim, term in mine]
+            ),
+            self._suffices,
+        )
         self._enough(answers)
         result: dict[str, float] = {}
-        for claim in mine:
-            term = terms[claim.owner]
-            left = sorted(
-                (
-                    said[claim.owner]
-                    for said in answers.said.values()
-                    if claim.owner in said
-                ),
-                reverse=True,
-            )
+        for claim, term in mine:
+            left = [
+                said[term.owner] for said in answers.said.values() if term.owner in said
+            ]
             if len(left) >= self.majority:
-                result[claim.owner] = min(
-                    claim.ttl, self._shorter(left[self.majority - 1])
-                )
+                result[claim.owner] = min(claim.ttl, self._guaranteed(left))
                 term.ends = sent + result[claim.owner]
                 self._retry_members(
                     claim,
@@ -192,7 +166,7 @@ class QuorumBackend(Votes):
                     [
                         alias
                         for alias, said in answers.said.items()
-                        if claim.owner not in said
+                        if term.owner not in said
                     ],
                 )
             elif len(answers.said) - len(left) > len(self.of) - self.majority:
@@ -272,13 +246,16 @@ class QuorumBackend(Votes):
     def _shorter(self, left: float) -> float:
         return (left - TICK) / (1 + self.drift)
 
+    def _guaranteed(self, leases: Iterable[float]) -> float:
+        """Return the time that a majority of these leases lasts."""
+        return self._shorter(sorted(leases, reverse=True)[self.majority - 1])
+
     def _take(self, member: Member, claim: Claim, term: Term) -> Grant | None:
-        if term.over.is_set():
-            return None
-        grant = member.backend.acquire(self._at(member, claim, term))
-        if grant is not None and term.over.is_set():
+        claim = self._at(member, claim, term)
+        grant = None if term.over else member.backend.acquire(claim)
+        if grant is not None and term.over:
             # The grant is too late. The release may have reached the member before it.
-            member.backend.release(self._at(member, claim, term), failed=True)
+            member.backend.release(claim, failed=True)
             return None
         return grant
 
@@ -301,7 +278,7 @@ class QuorumBackend(Votes):
         keep: float = 0.0,
     ) -> Answers:
         """Release the claim at all members, also at those that did not reply."""
-        term.over.set()
+        term.over = True
         answers = self._ask(
             lambda member: member.backend.release(
                 self._at(member, claim, term), failed=failed, keep=keep
@@ -317,5 +294,4 @@ class QuorumBackend(Votes):
             now = clock.now()
             for owner, term in list(self._terms.items()):
                 if 0 < term.ends < now:
-                    with suppress(KeyError):
-                        del self._terms[owner]
+                    self._terms.pop(owner, None)

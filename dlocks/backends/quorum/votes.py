@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any
@@ -37,48 +35,41 @@ class Votes(Backend):
     of: tuple[str, ...]
     majority: int
     node_timeout: float
-    _found: list[Member]
-    _finding: threading.Lock
-    _pid: int
+    _found: Sequence[Member] = ()
 
-    def members(self) -> list[Member]:
+    def members(self) -> Sequence[Member]:
         """Return the members, or raise an error that names an unsuitable one."""
-        if self._found:
-            return self._found
-        if self._pid != os.getpid():
-            # In a fork, a thread of the parent may have held the lock.
-            self._pid, self._finding = os.getpid(), threading.Lock()
-        with self._finding:
-            if not self._found:
-                places: dict[str, str] = {}
-                found = []
-                for alias in self.of:
-                    try:
-                        backend = self.runtime.backend_of(alias)
-                    except ImproperlyConfigured as error:
-                        raise self._impossible(
-                            f"{alias!r} cannot be a member: {error}"
-                        ) from error
-                    if isinstance(backend, Votes) or not backend.exclusive:
-                        raise self._impossible(
-                            f"{alias!r} cannot be a member: it is a"
-                            f" {type(backend).__name__}."
-                        )
-                    if not backend.has_fixed_prefix:
-                        # Requests run in threads of the members, which do not know the
-                        # caller's tenant.
-                        raise self._impossible(
-                            f"{alias!r} cannot be a member: its prefix is a function."
-                            f" Set the prefix on {self.alias!r} instead."
-                        )
-                    if (other := places.setdefault(backend.identity, alias)) != alias:
-                        raise self._impossible(
-                            f"{other!r} and {alias!r} keep their locks in the same"
-                            " place, which has only one vote."
-                        )
-                    found.append(Member(alias, backend))
-                self._found = found
-            return self._found
+        if not self._found:
+            places: dict[str, str] = {}
+            found = []
+            for alias in self.of:
+                try:
+                    backend = self.runtime.backend_of(alias)
+                except ImproperlyConfigured as error:
+                    raise self._impossible(
+                        f"{alias!r} cannot be a member: {error}"
+                    ) from error
+                if isinstance(backend, Votes) or not backend.exclusive:
+                    raise self._impossible(
+                        f"{alias!r} cannot be a member: it is a"
+                        f" {type(backend).__name__}."
+                    )
+                if not backend.has_fixed_prefix:
+                    # Requests run in threads of the members, which do not know the
+                    # caller's tenant.
+                    raise self._impossible(
+                        f"{alias!r} cannot be a member: its prefix is a function."
+                        f" Set the prefix on {self.alias!r} instead."
+                    )
+                if (other := places.setdefault(backend.identity, alias)) != alias:
+                    raise self._impossible(
+                        f"{other!r} and {alias!r} keep their locks in the same"
+                        " place, which has only one vote."
+                    )
+                found.append(Member(alias, backend))
+            # Two threads may both get here. A request is correct with either list.
+            self._found = found
+        return self._found
 
     def _impossible(self, why: str) -> ImproperlyConfigured:
         return ImproperlyConfigured(f"DLOCKS[{self.alias!r}]['OPTIONS']['of']: {why}")
