@@ -32,7 +32,6 @@ from dlocks.backends.redis import scripts
 from dlocks.backends.redis.connection import Address
 from dlocks.backends.redis.notifier import RedisNotifier
 from dlocks.backends.redis.requests import (
-    OF_A_SLOT,
     RedisRequests,
     milliseconds,
     name_of,
@@ -133,22 +132,19 @@ class RedisBackend(RedisRequests):
             (claim.key, claim.owner, (milliseconds(claim.ttl),)) for claim in claims
         ]
         answers = self._run_all(scripts.RENEW, calls)
+        left = {}
         for claim, answer in zip(claims, answers, strict=True):
-            if isinstance(answer, redis.ResponseError) and not isinstance(
-                answer, OF_A_SLOT
-            ):
+            if answer:
+                # A claim that could not be renewed keeps its remaining lease.
+                left[claim.owner] = 0.0 if isinstance(answer, Exception) else claim.ttl
+            if isinstance(answer, redis.ResponseError):
                 logger.warning(
                     "DLOCKS[%r]: %r could not be renewed: %s",
                     self.alias,
                     claim.key,
                     answer,
                 )
-        return {
-            # A claim that could not be renewed keeps its remaining lease.
-            claim.owner: 0.0 if isinstance(renewed, Exception) else claim.ttl
-            for claim, renewed in zip(claims, answers, strict=True)
-            if renewed
-        }
+        return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))

@@ -87,11 +87,7 @@ def _keywords(
     """
     allowed = OPTIONS | (TLS_OPTIONS if scheme == "rediss" else {})
     if scheme == "unix":
-        allowed = {
-            option: test
-            for option, test in allowed.items()
-            if option != "socket_keepalive"
-        }
+        del allowed["socket_keepalive"]
     for option in options:
         if option in allowed:
             continue

@@ -32,17 +32,15 @@ class RedisNotifier(Notifier):
             raise redis.TimeoutError("Timeout subscribing")
 
     def wait(self, timeout: float) -> bool:
-        notified = False
         try:
-            message = self._subscription.get_message(timeout=timeout)
+            # After a reconnect, the confirmation of the new subscription arrives as
+            # well. A grant before it was not notified.
+            message = first = self._subscription.get_message(timeout=timeout)
             while message is not None:
-                # After a reconnect, the confirmation of the new subscription arrives as
-                # well. A grant before it was not notified.
-                notified = True
                 message = self._subscription.get_message(timeout=0)
         except TROUBLE as error:
             raise self._failure(error) from error
-        return notified
+        return first is not None
 
     def close(self) -> None:
         with suppress(*TROUBLE):

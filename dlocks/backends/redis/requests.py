@@ -28,7 +28,6 @@ SILENT = (
     redis.exceptions.RedisClusterException,
     OSError,
 )
-OF_A_SLOT = redis.exceptions.SlotNotCoveredError
 
 
 class RedisRequests(Backend):
@@ -107,8 +106,6 @@ class RedisRequests(Backend):
         for last in (False, True):
             try:
                 return work(self._connected())
-            except redis.TimeoutError as error:
-                raise self._failure(error) from error
             except redis.ConnectionError as error:
                 # An open connection may have been cut since its last use. Every script
                 # may be sent again.
@@ -190,7 +187,7 @@ def _evaluate_each(
             if (
                 node is not None
                 and isinstance(error, SILENT)
-                and not isinstance(error, OF_A_SLOT)
+                and not isinstance(error, redis.exceptions.SlotNotCoveredError)
             ):
                 silent[node] = error
             answers.append(error)
