@@ -48,11 +48,17 @@ class ContractCase(TestCase):
             **{"ttl": 30.0, "holder": "contract", "owner_ip": "192.0.2.1", **options},
         )
 
-    def granted(self, claim: Claim, backend: Backend | None = None) -> Grant:
-        grant = (backend or self.backend).acquire(claim)
+    def granted(self, claim: Claim) -> Grant:
+        grant = self.backend.acquire(claim)
         self.assertIsNotNone(grant)
         assert grant is not None
         return grant
+
+    def refused(self, claim: Claim) -> None:
+        self.assertIsNone(self.backend.acquire(claim))
+
+    def released(self, claim: Claim) -> None:
+        self.assertTrue(self.backend.release(claim))
 
     def held(self, *args: Any, **options: Any) -> Claim:
         """Acquire a key, and return the claim."""
@@ -60,9 +66,9 @@ class ContractCase(TestCase):
         self.granted(claim)
         return claim
 
-    def granted_in_time(self, claim: Claim, seconds: float = 10.0) -> float:
+    def granted_in_time(self, claim: Claim) -> float:
         """Retry until the claim is granted, and return the time of the grant."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 10
         while self.backend.acquire(claim) is None:
             in_time(time.monotonic(), deadline, "the key did not become free")
             time.sleep(0.01)
