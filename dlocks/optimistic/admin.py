@@ -16,7 +16,6 @@ from django.core import checks
 from django.core.signing import BadSignature
 from django.db import connections, router
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.loader import get_template, select_template
 from django.utils.translation import gettext as _
 
 from dlocks.exceptions import StaleVersion
@@ -109,11 +108,8 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
             _set_change(one, form.instance)
         response: Any = super().render_change_form(request, context, *args, **kwargs)
         if getattr(form, "conflict", None) is not None:
-            template = response.template_name
-            response.context_data["changed_template"] = (
-                get_template(template)
-                if isinstance(template, str)
-                else select_template(template)
+            response.context_data["changed_template"] = response.resolve_template(
+                response.template_name
             )
             response.context_data["conflict"] = form.conflict
             response.template_name = "admin/dlocks/conflict.html"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -23,6 +22,7 @@ from django.forms.formsets import DELETION_FIELD_NAME, ManagementForm
 from django.forms.models import BaseInlineFormSet, BaseModelFormSet
 from django.template.loader import render_to_string
 from django.utils import formats
+from django.utils.choices import flatten_choices
 from django.utils.crypto import salted_hmac
 from django.utils.functional import lazy
 from django.utils.html import format_html, format_html_join
@@ -93,6 +93,7 @@ class Difference:
         return self.is_yours and self.is_theirs
 
 
+@dataclass
 class Conflict:
     """The submitted values and the values that another user has written since.
 
@@ -100,16 +101,11 @@ class Conflict:
     last entry of its log since then. As a string, it is an HTML table.
     """
 
+    held: int
+    found: int
+    since: datetime
+    differences: list[Difference]
     change: Any = None
-
-    def __init__(
-        self, held: int, found: int, since: datetime, differences: list[Difference]
-    ) -> None:
-        self.held = held
-        self.found = found
-        self.since = since
-        # The fields that both sides have changed come first.
-        self.differences = sorted(differences, key=lambda one: not one.is_conflict)
 
     @property
     def is_merged(self) -> bool:
@@ -120,8 +116,7 @@ class Conflict:
     def __str__(self) -> str:
         return render_to_string("dlocks/conflict.html", {"conflict": self})
 
-    def __html__(self) -> str:
-        return str(self)
+    __html__ = __str__
 
 
 class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -190,7 +185,9 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             or self._fingerprint(name, self.cleaned_data[name])
             != seen["values"].get(name)
         }
-        self._show_what_is_there(self._values.keys() - touched)
+        for name in (*(self._values.keys() - touched), TOKEN):
+            # The form contains this version when it is submitted again.
+            self.fields[name].bound_data = lambda data, initial: initial  # type: ignore[method-assign]
         if (
             self.in_formset
             and not touched
@@ -224,11 +221,6 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             salt, _canonical(self.fields[name], value), algorithm="sha256"
         ).hexdigest()[:12]
 
-    def _show_what_is_there(self, names: Iterable[str]) -> None:
-        for name in (*names, TOKEN):
-            # The form contains this version when it is submitted again.
-            self.fields[name].bound_data = lambda data, initial: initial  # type: ignore[method-assign]
-
     def _differences(self, touched: set[str], seen: dict[str, str]) -> list[Difference]:
         differences = []
         for name in self._values:
@@ -257,7 +249,8 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             differences.append(
                 Difference(label, yours, theirs, name in touched, is_theirs, control)
             )
-        return differences
+        # The fields that both sides have changed come first.
+        return sorted(differences, key=lambda one: not one.is_conflict)
 
 
 def _canonical(field: forms.Field, value: Any) -> str:
@@ -294,19 +287,16 @@ def shown(field: forms.Field, value: Any) -> str:
     if isinstance(value, SEVERAL):
         return ", ".join(shown(field, one) for one in value)
     if isinstance(field, forms.ChoiceField):
-        choices: Any = field.choices
+        choices: Any = flatten_choices(field.choices)  # type: ignore[arg-type]
         for key, label in choices:
-            group = label if isinstance(label, (list, tuple)) else [(key, label)]
-            for one, text in group:
-                if str(one) == str(value):
-                    return str(text)
+            if str(key) == str(value):
+                return str(label)
     return "" if value is None else str(formats.localize(template_localtime(value)))
 
 
 def _shown_objects(field: Any, value: Any) -> str:
-    several = isinstance(value, SEVERAL)
     texts = []
-    for one in value if several else [value]:
+    for one in value if isinstance(value, SEVERAL) else [value]:
         if one in field.empty_values:
             continue
         if not isinstance(one, models.Model):
