@@ -55,32 +55,15 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("key", metavar="KEY", help="The key to lock.")
         add_using(parser)
-        parser.add_argument(
-            "--timeout",
-            type=float,
-            default=0.0,
-            metavar="SECONDS",
-            help="How long to wait for the lock. Default: 0.",
-        )
-        parser.add_argument(
-            "--ttl",
-            type=float,
-            metavar="SECONDS",
-            help="How long the lock outlives a crash.",
-        )
-        parser.add_argument(
-            "--max-hold",
-            type=float,
-            metavar="SECONDS",
-            help="How long the lock is held at most.",
-        )
-        parser.add_argument(
-            "--min-hold",
-            type=float,
-            default=0.0,
-            metavar="SECONDS",
-            help="How long the lock is held at least.",
-        )
+        for option, default, text in (
+            ("--timeout", 0.0, "How long to wait for the lock. Default: 0."),
+            ("--ttl", None, "How long the lock outlives a crash."),
+            ("--max-hold", None, "How long the lock is held at most."),
+            ("--min-hold", 0.0, "How long the lock is held at least."),
+        ):
+            parser.add_argument(
+                option, type=float, default=default, metavar="SECONDS", help=text
+            )
 
     def run_from_argv(self, argv: list[str]) -> None:
         # Split here, because argparse would remove the "--" of the command's own
