@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,35 +52,32 @@ def _lock(plan: Plan) -> Any:
     return db_lock(plan.key, using=plan.alias, timeout=REPLY_TIMEOUT)
 
 
-def _connect(plan: Plan) -> tuple[bool, Any]:
-    """Acquire the key once. Return whether that succeeded, and the error."""
+def _try(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
+    """Call a function. Return whether it succeeded, and its result or the error."""
     try:
-        with _lock(plan):
-            return True, None
+        return True, function(*arguments)
     except Exception as error:  # noqa: BLE001 (it concerns one alias only)
-        return False, _line(error)
+        return False, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _take_again_and_again(plan: Plan, end: float) -> tuple[bool, Any]:
-    """Acquire the key until the end. Return whether that succeeded, and the times."""
+def _connect(plan: Plan) -> None:
+    with _lock(plan):
+        pass
+
+
+def _take_again_and_again(plan: Plan, end: float) -> bytes:
+    """Acquire the key until the end, and return the times."""
     samples = array("d")
     # The finest clock that all processes of a machine share.
     clock, sleep, is_over = time.perf_counter, time.sleep, processes.stop.is_set
-    try:
-        while not is_over() and (asked := clock()) < end:
-            with _lock(plan):
-                granted = clock()
-                if plan.hold:
-                    sleep(plan.hold)
-                leaving = clock()
-            samples.extend((asked, granted, leaving, clock()))
-    except Exception as error:  # noqa: BLE001 (it concerns one alias only)
-        return False, _line(error)
-    return True, samples.tobytes()
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    while not is_over() and (asked := clock()) < end:
+        with _lock(plan):
+            granted = clock()
+            if plan.hold:
+                sleep(plan.hold)
+            leaving = clock()
+        samples.extend((asked, granted, leaving, clock()))
+    return samples.tobytes()
 
 
 def alone(crew: Processes, plan: Plan, seconds: float) -> dict[str, float]:
@@ -124,20 +122,21 @@ def together(crew: Processes, plan: Plan, seconds: float) -> dict[str, float | N
 def _measure(
     crew: Processes, plan: Plan, seconds: float, size: int
 ) -> tuple[list[array[float]], float, float]:
-    _answers(crew.ask(size, START_SECONDS + REPLY_TIMEOUT, _connect, plan))
+    _answers(crew, size, START_SECONDS + REPLY_TIMEOUT, _connect, plan)
     begin = time.perf_counter() + WARM_UP
     end = begin + seconds
     limit = WARM_UP + seconds + 2 * REPLY_TIMEOUT
     samples = [
         array("d", answer)
-        for answer in _answers(crew.ask(size, limit, _take_again_and_again, plan, end))
+        for answer in _answers(crew, size, limit, _take_again_and_again, plan, end)
     ]
     if not any(grants(samples, begin, end)):
         raise NotMeasured(f"no process acquired the key in {seconds:g} s")
     return samples, begin, end
 
 
-def _answers(replies: list[tuple[bool, Any]]) -> list[Any]:
+def _answers(crew: Processes, size: int, limit: float, *call: Any) -> list[Any]:
+    replies = crew.ask(size, limit, _try, *call)
     for well, answer in replies:
         if not well:
             raise NotMeasured(answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 # The times of a hold: requested, granted, about to be released, and released. All
@@ -75,12 +75,11 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def jain(counts: Iterable[float]) -> float:
+def jain(counts: Sequence[float]) -> float:
     """Return Jain's fairness index of the counts.
 
     It is 1 if all are equal, and 1/n if one of n has everything.
     """
-    counts = list(counts)
     squares = sum(count * count for count in counts)
     return sum(counts) ** 2 / (len(counts) * squares) if squares else 0.0
 
