@@ -92,10 +92,7 @@ class Confirmation(LockColumns):
                 : ROWS_PER_STATEMENT + 1
             ]
         )
-        if len(found) <= ROWS_PER_STATEMENT:
-            return found
-        self._too_many(request)
-        return None
+        return found if self._can_select(request, len(found)) else None
 
     def _confirmation(
         self,
@@ -159,12 +156,12 @@ class Confirmation(LockColumns):
                 [key for key in keys if "\0" not in key]
             )
             selected = {key: found.get(key) for key in keys}
-        if len(selected) <= ROWS_PER_STATEMENT:
-            return selected
-        self._too_many(request)
-        return None
+        return selected if self._can_select(request, len(selected)) else None
 
-    def _too_many(self, request: HttpRequest) -> None:
+    def _can_select(self, request: HttpRequest, number: int) -> bool:
+        """Return whether one action accepts this number of locks, or tell the user."""
+        if number <= ROWS_PER_STATEMENT:
+            return True
         text = _(
             "At most %(number)d locks can be selected. Nothing was changed. 'manage.py"
             " reap_locks' clears all stale locks."
@@ -172,3 +169,4 @@ class Confirmation(LockColumns):
         self.message_user(
             request, text % {"number": ROWS_PER_STATEMENT}, messages.ERROR
         )
+        return False

@@ -135,15 +135,9 @@ class LiveHistory:
                 "ending": "now",
                 "label": state_of(lock),
                 "holder": name_of(lock),
+                "held": shown_duration(lock.seconds_held),
             }
-            holds.insert(
-                0,
-                (
-                    lock.seconds_held,
-                    0.0,
-                    {**current, "held": shown_duration(lock.seconds_held)},
-                ),
-            )
+            holds.insert(0, (lock.seconds_held, 0.0, current))
         holds.sort(key=lambda hold: -hold[0])
         span = max((began for began, _ended, _record in holds), default=0.0) or 1.0
         lanes: list[float] = []

@@ -193,7 +193,6 @@ class Command(LockCommand):
 
     def _shortened(self, widths: list[int]) -> list[int]:
         """Return widths that fit into the terminal, if there is one."""
-        widths = list(widths)
         if self._limit is not None:
             excess = sum(widths) + 2 * (len(widths) - 1) - self._limit
             for _ in range(excess):
