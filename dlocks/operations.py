@@ -185,6 +185,23 @@ def clear(
 
     Return the lock as it was before, or raise NotCleared.
     """
+
+    def read() -> LockRow:
+        lock = shown(backend, key)
+        if lock is None and isinstance(backend, DatabaseBackend):
+            raise NotCleared(_("the row no longer exists"), None)
+        if lock is None or lock.state == LockState.FREE:
+            raise NotCleared(_("already free"), lock)
+        if not in_row(lock):
+            raise NotCleared(_("shared in the meantime"), lock)
+        if lock.version != version:
+            raise NotCleared(_("acquired by another holder in the meantime"), lock)
+        if is_kept(lock):
+            raise NotCleared(in_transaction(), lock)
+        if stale_only and lock.state != LockState.STALE:
+            raise NotCleared(_("not stale"), lock)
+        return lock
+
     why = ""
     if not isinstance(backend, DatabaseBackend):
         why = _("acquired by another holder in the meantime")
@@ -193,7 +210,6 @@ def clear(
             "expired by the database's clock, but not yet by observation: force its"
             " release, with a reason"
         )
-    read = partial(_unchanged, backend, key, version, stale_only)
     act = partial(backend.clear, key, version, stale_only=stale_only)
     return _change(backend, read, act, why)
 
@@ -257,20 +273,18 @@ def purge(backend: DatabaseBackend, key: str, version: int) -> LockRow:
     Return the row as it was before, or raise NotCleared.
     """
 
+    def read() -> LockRow:
+        lock = shown(backend, key)
+        if lock is None:
+            raise NotCleared(_("the row no longer exists"), None)
+        if lock.version != version or not is_unused(lock):
+            raise NotCleared(_("used within the last day, or has waiters"), lock)
+        return lock
+
     def act() -> bool:
         return is_column(version) and backend.purge_one(key, version, IDLE_FOR)
 
-    read = partial(_unused, backend, key, version)
     return _change(backend, read, act, _("in use"))
-
-
-def _unused(backend: DatabaseBackend, key: str, version: int) -> LockRow:
-    lock = shown(backend, key)
-    if lock is None:
-        raise NotCleared(_("the row no longer exists"), None)
-    if lock.version != version or not is_unused(lock):
-        raise NotCleared(_("used within the last day, or has waiters"), lock)
-    return lock
 
 
 def _change(
@@ -292,23 +306,6 @@ def _change(
 def is_column(number: int) -> bool:
     # Some engines raise an error for a number outside of the column's range.
     return -(2**63) <= number < 2**63
-
-
-def _unchanged(backend: Backend, key: str, version: int, stale_only: bool) -> LockRow:
-    lock = shown(backend, key)
-    if lock is None and isinstance(backend, DatabaseBackend):
-        raise NotCleared(_("the row no longer exists"), None)
-    if lock is None or lock.state == LockState.FREE:
-        raise NotCleared(_("already free"), lock)
-    if not in_row(lock):
-        raise NotCleared(_("shared in the meantime"), lock)
-    if lock.version != version:
-        raise NotCleared(_("acquired by another holder in the meantime"), lock)
-    if is_kept(lock):
-        raise NotCleared(in_transaction(), lock)
-    if stale_only and lock.state != LockState.STALE:
-        raise NotCleared(_("not stale"), lock)
-    return lock
 
 
 def name_of(lock: LockRow) -> str:
