@@ -51,25 +51,22 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     try:
         aliases = list(backends)
     except ImproperlyConfigured as error:
-        return [
-            *messages,
-            checks.Error(
-                str(error), hint="Correct the DLOCKS setting.", id="dlocks.E002"
-            ),
-        ]
+        return [*messages, _incorrect(error)]
     for alias in aliases:
         try:
             messages += backends[alias].check()
         except ImproperlyConfigured as error:
-            unknown = isinstance(error, UnknownDatabaseError)
-            messages.append(
-                checks.Error(
-                    str(error),
-                    hint="Correct the DLOCKS setting.",
-                    id="dlocks.E003" if unknown else "dlocks.E002",
-                )
-            )
+            messages.append(_incorrect(error))
     return messages
+
+
+def _incorrect(error: ImproperlyConfigured) -> checks.Error:
+    unknown = isinstance(error, UnknownDatabaseError)
+    return checks.Error(
+        str(error),
+        hint="Correct the DLOCKS setting.",
+        id="dlocks.E003" if unknown else "dlocks.E002",
+    )
 
 
 @checks.register("dlocks", deploy=True)
