@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,19 @@ class Command(BaseCommand):
         )
         parser.add_argument(
             "--seconds",
-            type=_number(float, 0.1, 3600),
+            type=partial(_number, float, 0.1, 3600),
             default=3.0,
             help="How long each measurement takes. Default: %(default)g.",
         )
         parser.add_argument(
             "--processes",
-            type=_number(int, 2, 256),
+            type=partial(_number, int, 2, 256),
             default=8,
             help="How many processes compete for the key. Default: %(default)d.",
         )
         parser.add_argument(
             "--hold-ms",
-            type=_number(float, 0, 60_000),
+            type=partial(_number, float, 0, 60_000),
             default=1.0,
             help="How long each holds it, in milliseconds. Default: %(default)g.",
         )
@@ -248,28 +249,19 @@ def _described(results: Results, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(
-    kind: Callable[[str], Any], least: float, most: float
-) -> Callable[[str], Any]:
-    """Return a function that parses an argument as a number within limits.
-
-    It raises ArgumentTypeError for other arguments.
-    """
-
-    def number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a {'whole number' if kind is int else 'number'}."
-            ) from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not between {least:g} and {most:g}."
-            )
-        return value
-
-    return number
+def _number(kind: Callable[[str], Any], least: float, most: float, text: str) -> Any:
+    """Return an argument as a number within limits, or raise ArgumentTypeError."""
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a {'whole number' if kind is int else 'number'}."
+        ) from None
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not between {least:g} and {most:g}."
+        )
+    return value
 
 
 def _check_writable(name: str) -> None:
