@@ -78,23 +78,20 @@ def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
     from dlocks.backends.dummy import DummyBackend
     from dlocks.backends.memory import MemoryBackend
 
-    messages: list[checks.CheckMessage] = []
-    for alias, backend in _made():
-        if isinstance(backend, (DummyBackend, MemoryBackend)):
-            whom = (
-                "no other caller"
-                if isinstance(backend, DummyBackend)
-                else "no caller in another process"
-            )
-            messages.append(
-                checks.Warning(
-                    f"DLOCKS[{alias!r}] uses {type(backend).__name__}, whose locks"
-                    f" exclude {whom}.",
-                    hint="This backend is for tests. Choose another BACKEND.",
-                    id="dlocks.W007",
-                )
-            )
-    return messages
+    return [
+        checks.Warning(
+            f"DLOCKS[{alias!r}] uses {type(backend).__name__}, whose locks exclude"
+            f" {whom}.",
+            hint="This backend is for tests. Choose another BACKEND.",
+            id="dlocks.W007",
+        )
+        for alias, backend in _made()
+        for kind, whom in (
+            (DummyBackend, "no other caller"),
+            (MemoryBackend, "no caller in another process"),
+        )
+        if isinstance(backend, kind)
+    ]
 
 
 def _made() -> Iterator[tuple[str, Backend]]:
