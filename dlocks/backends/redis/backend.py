@@ -236,9 +236,7 @@ class RedisBackend(RedisRequests):
 
     def notifier(self, channel: str) -> RedisNotifier | None:
         notifier: RedisNotifier = self._request(
-            lambda client: RedisNotifier(
-                client, channel, self.socket_timeout, self._failure
-            )
+            lambda client: RedisNotifier(self, client, channel)
         )
         return notifier
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import redis
 
 from dlocks.backends.notifiers import Notifier
-from dlocks.backends.redis.requests import TROUBLE
-from dlocks.exceptions import LockBackendError
+from dlocks.backends.redis.requests import TROUBLE, RedisRequests
 
 
 class RedisNotifier(Notifier):
     """A listener that receives the notifications of one channel."""
 
-    def __init__(
-        self,
-        client: Any,
-        channel: str,
-        timeout: float,
-        failure: Callable[[Exception], LockBackendError],
-    ) -> None:
-        self._failure = failure
+    def __init__(self, backend: RedisRequests, client: Any, channel: str) -> None:
+        self._failure = backend._failure
         self._subscription = client.pubsub()
         self._subscription.subscribe(channel)
         # No notification that is sent after this confirmation is missed.
-        if self._subscription.get_message(timeout=timeout) is None:
+        if self._subscription.get_message(timeout=backend.socket_timeout) is None:
             self.close()
             raise redis.TimeoutError("Timeout subscribing")
 
