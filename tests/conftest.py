@@ -23,6 +23,7 @@ from tests.internals import (
     backends,
     callers,
     datagram,
+    history_buffers,
     holds_by_caller,
     keeper,
 )
@@ -291,6 +292,9 @@ def nothing_left_behind(has_failed):
     for backend in backends._backends.values():
         if isinstance(backend, DatabaseBackend):
             backend._contended_keys.clear()
+    for buffer in history_buffers.values():
+        # They would be written during the next test.
+        buffer._notes.clear()
     left = keeper.holds
     # A hold that was left is reported only once.
     keeper._kept.clear()

@@ -38,6 +38,7 @@ NAMES = {
     "KeyQueue": "dlocks.backends.database.queue:KeyQueue",
     "datagram": "dlocks.backends.database.notify.datagram",
     "notifications": "dlocks.backends.database.notify.notifications",
+    "history_buffers": "dlocks.history:_books",
     "own_row": "dlocks.backends.database.own_row",
     "table_watchdog": "dlocks.backends.database.watchdog:table_watchdog",
     "PREPARED_AT": "dlocks.sql.prepared:PREPARED_AT",

@@ -159,7 +159,7 @@ class Confirmation(LockColumns):
         return selected if self._can_select(request, len(selected)) else None
 
     def _can_select(self, request: HttpRequest, number: int) -> bool:
-        """Return whether one action accepts this number of locks, or tell the user."""
+        """Return whether one action accepts this number of locks, or show an error."""
         if number <= ROWS_PER_STATEMENT:
             return True
         text = _(

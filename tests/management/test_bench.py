@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
 ROOT = Path(__file__).parent.parent.parent
 
-BRIEF = ("--seconds", "0.2", "--processes", "2")
+BRIEF = ("--seconds", "0.5", "--processes", "2")
 
 FIGURES = {
     "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us",
@@ -81,7 +81,7 @@ def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
     run = json.loads(file.read_text())
     assert list(run["aliases"]) == aliases
-    assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.2, 2, 1.0)
+    assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.5, 2, 1.0)
     for result in run["aliases"].values():
         for part, figures in FIGURES.items():
             assert result[part].keys() == figures
