@@ -97,9 +97,11 @@ def _leave(hold: Hold, forgotten: Any, error: BaseException | None = None) -> No
     if forgotten.detach() is None:
         return
     leave = partial(hold.exit, error)
-    # Django's asynchronous test client closes responses in the event loop.
-    leave() if _get_running_loop() is None else keeper.run(leave, hold.backend)
-    hold._state.prolonged -= 1
+    try:
+        # Django's asynchronous test client closes responses in the event loop.
+        leave() if _get_running_loop() is None else keeper.run(leave, hold.backend)
+    finally:
+        hold._state.prolonged -= 1
 
 
 def _leave_later(hold: Hold) -> None:
@@ -108,6 +110,6 @@ def _leave_later(hold: Hold) -> None:
 
 
 def _release(hold: Hold) -> None:
+    hold._state.prolonged -= 1
     with suppress(LockLost):
         hold.release(failed=True)
-    hold._state.prolonged -= 1

@@ -31,7 +31,7 @@ SYNC_THREAD_TIMEOUT = 0.05
 acquiring = weakref.WeakSet[Any]()
 
 _waiting: set[threading.Thread] = set()
-# The sync threads that have made calls, by what asgiref chooses them by.
+# The sync threads that have made calls or waited, by what asgiref chooses them by.
 _sync_threads = weakref.WeakKeyDictionary[Any, threading.Thread]()
 _spare: ThreadPoolExecutor
 
@@ -57,6 +57,15 @@ def is_away_from_tenant() -> bool:
     return _get_running_loop() is not None or name.startswith("dlocks-spare")
 
 
+def _place_in(loop: Any) -> Any:
+    """Return what asgiref chooses the sync thread of this context by."""
+    return (
+        getattr(AsyncToSync.executors, "current", None)
+        or SyncToAsync.thread_sensitive_context.get(None)
+        or loop
+    )
+
+
 @contextmanager
 def waiting_for_a_lock() -> Iterator[None]:
     """Record that this thread waits for a lock.
@@ -64,6 +73,9 @@ def waiting_for_a_lock() -> Iterator[None]:
     If it is Django's sync thread, it can do nothing else.
     """
     thread = threading.current_thread()
+    place = _place_in(getattr(SyncToAsync.threadlocal, "main_event_loop", None))
+    if place is not None:
+        _sync_threads.setdefault(place, thread)
     _waiting.add(thread)
     try:
         yield
@@ -123,11 +135,7 @@ class _Call(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self.outcome: Future[T] = Future()
         self._function = function
-        self.place = (
-            getattr(AsyncToSync.executors, "current", None)
-            or SyncToAsync.thread_sensitive_context.get(None)
-            or _get_running_loop()
-        )
+        self.place = _place_in(_get_running_loop())
         self._turn = threading.Lock()
         self.is_in_worker = False
 

@@ -725,7 +725,10 @@ def test_a_busy_key_is_no_error_when_the_server_then_leaves(
     assert backend.release(holder)
 
 
-def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatch):
+@pytest.mark.parametrize("keep", [0.0, 60.0])
+def test_a_release_is_false_once_the_expired_lease_has_ended(
+    backend, monkeypatch, keep
+):
     """Another caller may have the key before this process has forgotten its claim."""
     mine, send = claim(ttl=0.2), backend.ensemble.send
     deleted, forgets = threading.Event(), threading.Event()
@@ -740,7 +743,7 @@ def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatc
     assert backend.acquire(mine)
     monkeypatch.setattr(backend.ensemble, "send", send_and_wait)
     assert deleted.wait(30)
-    released = backend.release(mine)
+    released = backend.release(mine, keep=keep)
     forgets.set()
     assert not released
 

@@ -492,6 +492,24 @@ def test_async_code_acquires_in_the_transaction_of_its_caller(while_busy):
         assert async_to_sync(work)() == "transaction"
 
 
+@pytest.mark.front
+async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_thread):
+    """Sync code waits there for a key that only the task can release."""
+    hold = await asyncio.to_thread(
+        in_other_thread, db_lock("stock:7", using="memory").acquire
+    )
+    waiting = asyncio.create_task(
+        sync_to_async(lambda: db_lock("stock:7", using="memory").acquire().release())()
+    )
+    while not hold.queue_length():
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        async with db_lock("report", using="memory"):
+            pass
+    await asyncio.to_thread(in_other_thread, hold.release)
+    await waiting
+
+
 # The request needs all apps of the test project.
 @pytest.mark.front
 @pytest.mark.django_db(transaction=True)

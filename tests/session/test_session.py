@@ -1439,7 +1439,10 @@ def test_a_failed_connection_is_not_contention(monkeypatch):
         lock().acquire()
 
 
-def test_an_expired_holder_cannot_release_during_the_handover(backend, monkeypatch):
+@pytest.mark.parametrize("keep", [0.0, 60.0])
+def test_an_expired_holder_cannot_release_during_the_handover(
+    backend, monkeypatch, keep
+):
     """The key has been taken from it by then.
 
     The next holder may have the key before this is recorded.
@@ -1457,7 +1460,7 @@ def test_an_expired_holder_cannot_release_during_the_handover(backend, monkeypat
     assert backend.acquire(claim)
     assert taken_away.wait(60)
     try:
-        assert backend.release(claim) is False
+        assert backend.release(claim, keep=keep) is False
     finally:
         go_on.set()
 

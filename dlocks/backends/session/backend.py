@@ -181,7 +181,7 @@ class SessionBackend(EngineQueue):
             entry = self._entries.get(claim.owner)
             if entry is None:
                 return False
-            if keep and entry.token is not None:
+            if keep and entry.token is not None and not entry.expired:
                 self._keep(entry, keep)
             else:
                 # From here on, no other thread may request the key for it.

@@ -201,7 +201,7 @@ class ZooKeeperBackend(Waiting):
             entry = self._entries.get(claim.owner)
             if entry is None:
                 return False
-            if keep and entry.token is not None:
+            if keep and entry.token is not None and not entry.expired:
                 self._keep(entry, keep)
                 return True
         timeout = SOON if entry.token is None else None
