@@ -1839,7 +1839,9 @@ async def test_threads_and_tasks_of_a_process_are_notified(in_queue, threads):
     listening = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
     await sync_to_async(in_queue)(1)
     task = asyncio.create_task(db_lock("stock:8", timeout=30).aacquire())
-    await sync_to_async(in_queue)(1, "stock:8")
+    # The task needs Django's thread too.
+    while not await sync_to_async(backends["default"].waiting)("stock:8"):
+        await asyncio.sleep(0.01)
     await held[1].arelease()
     hold = await task
     await hold.arelease()
