@@ -216,14 +216,15 @@ def open_connections() -> Sequence[BaseDatabaseWrapper]:
     A TestCase's own blocks do not count, nor do transactions whose end Django does not
     report.
     """
-    return [one for one in _in_own_blocks() if why_end_is_unknown(one) is None]
+    opened = _in_own_blocks()
+    return opened and [one for one in opened if why_end_is_unknown(one) is None]
 
 
 def _in_own_blocks() -> Sequence[BaseDatabaseWrapper]:
-    return [
-        one
-        for one in in_atomic_blocks()
-        if not one.closed_in_transaction and _own_blocks(one)
+    # Usually there is none, and this is the only cost.
+    opened = in_atomic_blocks()
+    return opened and [
+        one for one in opened if not one.closed_in_transaction and _own_blocks(one)
     ]
 
 
