@@ -16,7 +16,7 @@ help:
 	@echo 'make demo      a flash sale in a shop, without a lock and with each lock'
 	@echo 'make serve     run the shop and its admin at http://$(ADDRESS)/'
 	@echo 'make test      run the tests on SQLite, PostgreSQL, MariaDB and MySQL, and install what is missing'
-	@echo '               (25 minutes; with ARGS=sqlite 8 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
+	@echo '               (23 minutes; with ARGS=sqlite 8 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
 	@echo 'make test-servers  run the tests of storage and faults on the newest PostgreSQL and MariaDB (5 minutes)'
 	@echo 'make test-libmysqlclient  run the tests of the driver with Oracle'"'"'s client library instead of libmariadb (3 minutes)'
 	@echo 'make test-all  run the tests on SQLite with every supported Python that is installed'
