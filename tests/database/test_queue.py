@@ -1692,6 +1692,7 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(threads, until, monkey
         finally:
             if "START TRANSACTION" in sql:
                 outcomes.append(outcome)
+                over.set()
         return result
 
     beat, over = threading.Event(), threading.Event()
@@ -1705,7 +1706,6 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(threads, until, monkey
     other = threads(heartbeat)
     assert beat.wait(30)
     monkeypatch.setattr(backend, "_execute", watch)
-    threads(lambda: time.sleep(0.3) or over.set())
     hold.release()
     other.join(30)
     waiting.join(30)

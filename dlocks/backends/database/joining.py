@@ -108,6 +108,7 @@ class Joining(Admission):
     def _queue(self, claim: Claim, channel: str, number: int | None) -> Ticket | None:
         def step(row: LockedRow | None) -> Ticket | None:
             if row.is_held_by(claim) if row else self._holds_key(claim):
+                # The claim was queued, and its turn has come.
                 return MINE
             if row is None:
                 return self._queue_uncounted(claim, channel, number)

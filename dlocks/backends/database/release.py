@@ -27,6 +27,7 @@ class Release(Admission):
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if claim.scope == "transaction" and not claim.shared and self.in_transaction():
             if self.connection.needs_rollback:
+                # The rollback releases it.
                 return True
             return self._release_on_commit(claim, failed=failed, keep=keep)
         session, began = self._session(), clock.now()

@@ -28,6 +28,7 @@ class LockedRow:
     key: str
     state: KeyState
     at: Moment
+    # The numbers of counted waiters and of shared holds.
     waiters: int
     shares: int
     # The end of the lease in microseconds since 1970.

@@ -144,12 +144,14 @@ class Claims(LocalClaims):
             idle = now >= self._used_at + IDLE_CLOSE_AFTER
             if idle:
                 self._maintainer.end()
+                # A later claim opens a session of its own.
                 client = self.ensemble.detach()
             if now > self._maintains_at + HEARTBEAT_TIMEOUT / 2:
                 # This process was stopped, so its waiters could not send heartbeats.
                 for entry in entries:
                     entry.last_seen_at = max(entry.last_seen_at, now)
             over = [entry for entry in entries if self._ends(entry) <= now]
+            # The next pass detects from this time whether the process was stopped.
             soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
             self._maintains_at = max(now, soon)
             if not idle and not over:

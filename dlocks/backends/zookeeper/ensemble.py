@@ -288,6 +288,7 @@ class Ensemble:
                 self.close()
                 raise LockBackendError(f"{self} rejects the credentials in 'auth'.")
             if late and state == KeeperState.CLOSED:
+                # Its thread has failed.
                 self.close()
             if late:
                 raise self._unanswered(None) from errors.ConnectionLoss()
