@@ -133,7 +133,7 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
                 return (
                     "SQLite has one writer, which may be the transaction open on"
                     f" {self.database!r}. A lease could not be written beside it."
-                    " Acquire it before the transaction, or use scope='transaction'."
+                    " Acquire it before the transaction begins."
                 )
         elif claim.shared:
             # A shared hold is not the lock row, which a transaction could keep.
