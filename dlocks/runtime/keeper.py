@@ -370,6 +370,9 @@ class Keeper(WorkerJobs):
         # Keep the parent's connections. Collecting them here could close its sessions
         # on the server.
         self._inherited += self._connected
+        for hold in self.holds:
+            # A thread of the parent may have held it.
+            hold.lease.mutex = threading.RLock()
         self._reset()
 
 

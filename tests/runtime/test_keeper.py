@@ -551,6 +551,36 @@ def test_a_forked_child_renews_only_its_own_holds(until):
     assert (done.stdout, done.stderr) == ("both kept 0\n", "")
 
 
+@pytest.mark.front
+def test_a_forked_child_leaves_a_block_during_a_renewal():
+    """The block raises LockLost there, also if a thread of the parent works on it."""
+    script = """
+        import os, threading
+        from dlocks import LockLost, db_lock
+        done = threading.Event()
+
+        def work(lease):
+            with lease.mutex:
+                begun.set()
+                done.wait()
+
+        try:
+            with db_lock("stock:7") as hold:
+                begun = threading.Event()
+                thread = threading.Thread(target=work, args=[hold._state.lease])
+                thread.start()
+                begun.wait()
+                if child := os.fork():
+                    done.set()
+                    thread.join()
+                    print(os.waitpid(child, 0)[1])
+        except LockLost:
+            os._exit(7)
+        """
+    done = run_script(script)
+    assert (done.stdout, done.stderr) == (f"{7 << 8}\n", "")
+
+
 @pytest.mark.engine("postgresql")
 def test_a_user_s_test_run_can_drop_its_database(tmp_path):
     """A remaining connection of dlocks would make DROP DATABASE fail."""
