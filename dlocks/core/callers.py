@@ -86,11 +86,13 @@ def note_acquired(lock: Any, hold: Any) -> None:
     """
     if next(_counter) % CALLS_PER_CLEANUP == 0:
         _clean_up()
+    key = hold.parts[0].claim.key
     with _mutex:
         entries = [
             (by, reference)
             for by, reference in _acquired.get(hold.caller, ())
-            if (one := reference()) is not None and (one.held or by != lock)
+            if (one := reference()) is not None
+            if one.held or (by, one.parts[0].claim.key) != (lock, key)
         ]
         _acquired[hold.caller] = [*entries, (lock, weakref.ref(hold))]
     if hold.scope == "transaction":

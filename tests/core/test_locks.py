@@ -173,6 +173,23 @@ def test_a_lock_does_not_touch_the_hold_of_another_tenant(keys, prefix, is_busy)
 
 
 @pytest.mark.front
+def test_a_tenant_hears_of_its_loss_after_another_acquires(prefix):
+    """The other tenant uses the same lock object."""
+    lock = db_lock("7")
+    acme = lock.acquire()
+    backends["default"].clear("acme:7", acme.token)
+    with pytest.raises(LockLost):
+        acme.renew()
+    prefix[0] = "globex:"
+    globex = lock.acquire()
+    prefix[0] = "acme:"
+    with pytest.raises(LockLost):
+        lock.release()
+    assert globex.held
+    globex.release()
+
+
+@pytest.mark.front
 async def test_a_task_does_not_release_the_hold_of_another_tenant(prefix):
     """Also not that of another task, which ``wait_for()`` has started."""
     lock = db_lock("7", using="memory")
