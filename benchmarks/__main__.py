@@ -109,7 +109,9 @@ def _run(
                 absent[name] = why
                 names.remove(name)
     databases = [
-        name for name in ("postgresql", "mariadb", "mysql") if name in servers
+        name
+        for name in ("postgresql", "mariadb", "mysql", "mysql-no-binlog")
+        if name in servers
     ] + ["sqlite"]
     crew.in_child(tables.create, databases, ports)
     run: dict[str, Any] = {

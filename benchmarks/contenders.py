@@ -112,6 +112,7 @@ DATABASE_LABELS = {
     "postgresql": "PostgreSQL",
     "mariadb": "MariaDB",
     "mysql": "MySQL",
+    "mysql-no-binlog": "MySQL without binary log",
     "sqlite": "SQLite",
 }
 
@@ -602,6 +603,7 @@ CONTENDERS: dict[str, Contender] = {
         _dlocks("mysql", "pessimistic"),
         _dlocks("mysql", "optimistic"),
         _dlocks("mysql", "session"),
+        _dlocks("mysql-no-binlog", "pessimistic"),
         _in_transaction("mysql"),
         _row_of_django("mysql"),
         _dlocks("sqlite", "pessimistic"),

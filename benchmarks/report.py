@@ -180,6 +180,7 @@ TARGETS = [
     _contended("dlocks-mariadb", "jain", None, 0.95),
     _contended("dlocks-mysql", "rate", "kazoo", 1.0),
     _contended("dlocks-mysql", "jain", None, 0.95),
+    _contended("dlocks-mysql-no-binlog", "rate", "kazoo", 1.0),
     _contended("dlocks-sqlite", "rate", "kazoo", 1.0),
     _contended("dlocks-sqlite", "jain", None, 0.95),
     _pair("dlocks-postgresql", "raw-postgresql", 1.5),

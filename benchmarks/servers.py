@@ -66,6 +66,16 @@ class MySQL(tested.MySQL):
         )
 
 
+class MySQLWithoutBinaryLog(MySQL):
+    """MySQL with one flushed log per commit, as MariaDB and ZooKeeper have."""
+
+    engine = "mysql-no-binlog"
+    durability = "innodb_flush_log_at_trx_commit=1 (its default), binary log off"
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--skip-log-bin"]
+
+
 class Redis(tested.Redis):
     durability = (
         "none: in memory only (its default snapshots switched off, so that they do not"
@@ -108,6 +118,7 @@ SERVERS: dict[str, type[Server]] = {
         PostgreSQL,
         MariaDB,
         MySQL,
+        MySQLWithoutBinaryLog,
         Redis,
         DurableRedis,
         *map(_member, REDLOCK),

@@ -31,6 +31,14 @@ DATABASES = {
         "HOST": "127.0.0.1",
         "PORT": os.environ.get("BENCHMARKS_MYSQL", ""),
     },
+    # MySQL as a server that is not replicated, like the MariaDB above.
+    "mysql-no-binlog": {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": "dlocks",
+        "USER": "root",
+        "HOST": "127.0.0.1",
+        "PORT": os.environ.get("BENCHMARKS_MYSQL_NO_BINLOG", ""),
+    },
     "sqlite": {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": DIRECTORY / "benchmarks.sqlite3",
@@ -55,7 +63,7 @@ if find_spec("dlocks.backends.session"):
     KINDS["session"] = "dlocks.backends.session.SessionBackend"
 DLOCKS = {
     f"{database}-{kind}": {"BACKEND": path, "OPTIONS": {"database": database}}
-    for database in ("postgresql", "mariadb", "mysql", "sqlite")
+    for database in DATABASES.keys() - {"default"}
     for kind, path in KINDS.items()
     if (database, kind) != ("sqlite", "session")
 }

@@ -27,7 +27,8 @@ _EPOCH = {
 def create(databases: list[str], ports: Mapping[str, int]) -> None:
     """Create the tables, with the rows that every contender needs."""
     for database in databases:
-        if database in {"mariadb", "mysql"}:
+        engine = database.partition("-")[0]
+        if engine in {"mariadb", "mysql"}:
             import MySQLdb
 
             MySQLdb.connect(host="127.0.0.1", port=ports[database], user="root").query(
@@ -40,7 +41,7 @@ def create(databases: list[str], ports: Mapping[str, int]) -> None:
             "mariadb": ("datetime(6)", ""),
             "mysql": ("datetime(6)", ""),
             "sqlite": ("text", ""),
-        }[database]
+        }[engine]
         with connections[database].cursor() as cursor:
             cursor.execute(
                 f"CREATE TABLE {TABLE} (name varchar(255) PRIMARY KEY, version bigint"
@@ -53,12 +54,13 @@ def create(databases: list[str], ports: Mapping[str, int]) -> None:
 def fill(databases: list[str], rows: int) -> None:
     """Add rows to the tables until each has ``rows``."""
     for database in databases:
+        engine = database.partition("-")[0]
         with connections[database].cursor() as cursor:
             for table, columns, values in (
                 (
                     TABLE,
                     "name, version, owner, end_time",
-                    f"{{key}}, 0, '', {_EPOCH[database]}",
+                    f"{{key}}, 0, '', {_EPOCH[engine]}",
                 ),
                 (
                     "dlocks_resourcelock",
@@ -66,7 +68,7 @@ def fill(databases: list[str], rows: int) -> None:
                         "key_resource, status, owner, holder, end_time, hold_count,"
                         " version"
                     ),
-                    f"{{key}}, 'S', '', '', {_EPOCH[database]}, 0, 1",
+                    f"{{key}}, 'S', '', '', {_EPOCH[engine]}, 0, 1",
                 ),
             ):
                 cursor.execute(
@@ -77,23 +79,23 @@ def fill(databases: list[str], rows: int) -> None:
                 first = cursor.fetchone()[0]
                 if first < rows:
                     cursor.execute(
-                        _insert(database, table, columns, values, first, rows - 1)
+                        _insert(engine, table, columns, values, first, rows - 1)
                     )
-                    word = "TABLE " if database in {"mariadb", "mysql"} else ""
+                    word = "TABLE " if engine in {"mariadb", "mysql"} else ""
                     cursor.execute(f"ANALYZE {word}{table}")
 
 
 def _insert(
-    database: str, table: str, columns: str, values: str, first: int, last: int
+    engine: str, table: str, columns: str, values: str, first: int, last: int
 ) -> str:
-    source, key = _NUMBERS[database]
+    source, key = _NUMBERS[engine]
     generated = hint = ""
     if source == "numbers":
         generated = (
             f"WITH RECURSIVE numbers (number) AS (SELECT {first} UNION ALL SELECT"
             f" number + 1 FROM numbers WHERE number < {last}) "
         )
-    if database == "mysql":
+    if engine == "mysql":
         # By default, MySQL aborts a recursion after 1,000 rows.
         hint = f" /*+ SET_VAR(cte_max_recursion_depth = {last + 1}) */"
     source, values = source.format(first=first, last=last), values.format(key=key)
@@ -101,7 +103,7 @@ def _insert(
         "postgresql": ("", " ON CONFLICT DO NOTHING"),
         "sqlite": (" OR IGNORE", ""),
     }
-    before, after = ignore.get(database, (" IGNORE", ""))
+    before, after = ignore.get(engine, (" IGNORE", ""))
     return (
         f"INSERT{hint}{before} INTO {table} ({columns}) {generated}SELECT {values} FROM"
         f" {source}{after}"
