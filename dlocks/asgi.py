@@ -27,8 +27,8 @@ def release_at_shutdown(application: Application) -> Application:
     A server may end its process by the same signal that stopped the server. It then
     neither waits for requests that are still running nor runs exit handlers. The
     lifespan's shutdown comes before that. Tasks that hold a lock or wait for one are
-    cancelled, and the process's remaining holds are released. The next holder acquires
-    such a key at once instead of after its ttl.
+    cancelled, elections are stopped, and the process's remaining holds are released.
+    The next holder acquires such a key at once instead of after its ttl.
     """
 
     async def with_lifespan(scope: Any, receive: Receive, send: Send) -> None:
@@ -48,7 +48,7 @@ def release_at_shutdown(application: Application) -> Application:
             await clock.wait_for_any(
                 [asyncio.gather(*tasks, return_exceptions=True)], CANCEL_TIMEOUT
             )
-        await asyncio.to_thread(keeper.run, keeper.close)
+        await asyncio.to_thread(keeper.run, keeper.exit)
         await send({"type": "lifespan.shutdown.complete"})
 
     return with_lifespan

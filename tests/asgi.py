@@ -17,7 +17,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
 django.setup()
 
 # These imports need the settings.
-from dlocks import LockTimeout, db_lock, locked_view  # noqa: E402
+from dlocks import LeaderElection, LockTimeout, db_lock, locked_view  # noqa: E402
 from dlocks.asgi import release_at_shutdown  # noqa: E402
 
 COUNTER = Path(os.environ["DLOCKS_TEST_COUNTER"])
@@ -77,6 +77,21 @@ def keep(request):
     return HttpResponse("kept")
 
 
+def lead(request):
+    """Lead an election, and write whether the lead is held at its stop."""
+
+    def work(hold):
+        elected.set()
+        election.wait(60)
+        COUNTER.write_text(str(election.leader().token == hold.token))
+
+    elected = threading.Event()
+    election = LeaderElection("scheduler", on_elected=work)
+    election.start()
+    elected.wait()
+    return HttpResponse("elected")
+
+
 def busy(request):
     try:
         with db_lock("held", timeout=0):
@@ -93,6 +108,7 @@ urlpatterns = [
     path("wait/", wait),
     path("beat/", beat),
     path("keep/", keep),
+    path("lead/", lead),
     path("busy/", busy),
 ]
 

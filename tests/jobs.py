@@ -1753,4 +1753,4 @@ def hold_at_exit(pipe, key):
     """Acquire, close the connection, and keep the hold until the process ends."""
     _kept.append(db_lock(key).acquire())
     connections.close_all()
-    keeper.close()
+    keeper.exit()

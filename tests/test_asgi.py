@@ -189,3 +189,11 @@ def test_a_server_releases_its_holds_at_shutdown(uvicorn, until):
     assert not ResourceLock.objects.exclude(waiters=0, shares=0).exists()
     holder.close()
     waiting.close()
+
+
+def test_an_elections_work_ends_before_its_lead_at_shutdown(uvicorn, counter):
+    """The next leader starts the work when it no longer runs in this process."""
+    assert uvicorn.get("/lead/") == (200, "elected")
+    uvicorn.end()
+    assert counter.read_text() == "True"
+    assert not is_held("leader:scheduler")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -236,7 +235,4 @@ def _at_exit() -> None:
         election.end_at_exit()
 
 
-# atexit calls the last function first, so this one runs before the keeper's. The second
-# line covers processes that skip atexit.
-atexit.register(_at_exit)
 keeper.before_exit.append(_at_exit)

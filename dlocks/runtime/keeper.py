@@ -211,13 +211,9 @@ class Keeper(WorkerJobs):
                     worker.run(lambda: None)
 
     def exit(self) -> None:
-        """Stop all background work and release all holds, at the end of the process."""
+        """Stop elections, release all holds and do deferred work before the end."""
         for step in self.before_exit:
             self._at_exit(step)
-        self.close()
-
-    def close(self) -> None:
-        """Release all holds and do deferred work, at the end of the process."""
         with self._mutex:
             holds = self.holds
         # No other thread can start any more, and a pool may be exhausted.

@@ -259,13 +259,15 @@ def test_a_broken_connection_is_replaced_before_the_next_lead(
     assert broken is not whole
 
 
-def test_a_leader_is_deposed_when_its_process_ends(tmp_path):
+@pytest.mark.parametrize("ending", ["", "shutdown()\nshutdown()"])
+def test_a_leader_is_deposed_when_its_process_ends(ending):
     """The key is released for good when the process ends.
 
-    The release of its other holds takes some time.
+    The release of its other holds takes some time. A shutdown before that, and a second
+    one, are harmless.
     """
     ended = subprocess.run(
-        [sys.executable, "-c", ENDING],
+        [sys.executable, "-c", ENDING + ending],
         capture_output=True,
         text=True,
         timeout=60,
@@ -277,20 +279,20 @@ def test_a_leader_is_deposed_when_its_process_ends(tmp_path):
 
 ENDING = """
 import atexit, time
-from dlocks.conf import backends
-from django.conf import settings
-settings.configure(
-    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}
-)
 
 def look():
     print("free" if backends["default"].holder("leader:x") is None else "taken")
 
 # The last to be called.
 atexit.register(look)
+from dlocks.conf import backends
+from django.conf import settings
+settings.configure(
+    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}
+)
 import django
 django.setup()
-from dlocks import LeaderElection, db_lock
+from dlocks import LeaderElection, db_lock, shutdown
 release = backends["default"].release
 def slow_release(*args, **kwargs):
     time.sleep(0.01)
