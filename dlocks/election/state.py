@@ -161,13 +161,13 @@ class ElectionState:
         finally:
             self._wakeups_of_work.remove(wakeup)
 
-    def end_at_exit(self) -> None:
+    def end_at_exit(self, timeout: float = EXIT_TIMEOUT) -> None:
         """Stop at the end of the process, if the election runs in another thread.
 
         Otherwise it would campaign again when the keeper releases its lead.
         """
         if self._runner is not None and is_alive(self._runner):
-            self.stop(EXIT_TIMEOUT)
+            self.stop(timeout)
 
     # Internal methods.
 
@@ -231,8 +231,10 @@ begun: weakref.WeakSet[ElectionState] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    for election in list(begun):
-        election.end_at_exit()
+    # Stop all of them before the wait for the first one.
+    for timeout in (0.0, EXIT_TIMEOUT):
+        for election in list(begun):
+            election.end_at_exit(timeout)
 
 
 keeper.before_exit.append(_at_exit)

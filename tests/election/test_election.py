@@ -311,6 +311,49 @@ while not one.is_leader:
 """
 
 
+def test_all_elections_are_stopped_at_once_at_exit():
+    """The works of two elections end, although each waits for the other's stop.
+
+    A process with many elections has as little time to end as one with a single one.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED_TOGETHER],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+    )
+    assert ended.stdout.split() == ["met", "met"], ended.stderr
+
+
+STOPPED_TOGETHER = """
+import threading
+from django.conf import settings
+settings.configure(
+    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}
+)
+import django
+django.setup()
+from dlocks import LeaderElection
+elected, stopped = threading.Barrier(3), threading.Barrier(2)
+def start(name):
+    def work(hold):
+        elected.wait()
+        election.wait(60)
+        # Shorter than the bound of the wait for one election.
+        stopped.wait(4)
+        print("met ", end="")
+
+    election = LeaderElection(name, on_elected=work)
+    election.start()
+
+start("x")
+start("y")
+elected.wait()
+"""
+
+
 async def test_an_election_that_is_cancelled_twice_ends(monkeypatch):
     """``asyncio.run()`` cancels remaining tasks a second time.
 
