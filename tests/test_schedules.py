@@ -6,6 +6,7 @@ The recipes are in docs/how-to/schedules.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -13,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -629,6 +631,58 @@ def test_run_locked_can_be_called_from_code(capfd):
     with pytest.raises(SystemExit) as caught:
         call_command("run_locked", "backup", command=["false"])
     assert caught.value.code == 1
+
+
+class Interrupt(BaseException):
+    """Raised by a signal handler, as for the time limit of a task."""
+
+
+def test_an_interrupt_ends_the_command_before_the_lock(capfd, is_busy):
+    """The command never runs without the lock."""
+
+    def interrupt(number, frame):
+        raise Interrupt
+
+    code = (
+        "import os, signal, time; print(os.getpid(), flush=True);"
+        " os.kill(os.getppid(), signal.SIGUSR1); time.sleep(60)"
+    )
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupt):
+            call_command("run_locked", "backup", command=[sys.executable, "-c", code])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # The command is neither running nor a zombie.
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(capfd.readouterr().out), 0)
+    assert not is_busy("backup")
+
+
+def test_the_lock_is_held_if_no_thread_can_start(capfd, monkeypatch):
+    """The command never runs without the lock."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if not thread.name.startswith("dlocks-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    call_command("run_locked", "backup", command=["echo", "done"])
+    assert capfd.readouterr().out == "done\n"
+
+
+def test_a_signal_that_the_command_refuses_keeps_the_lock(capfd, monkeypatch):
+    """The command may run as another user, for example by sudo."""
+
+    def refuse(process, number):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", refuse)
+    code = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); print('done')"
+    call_command("run_locked", "backup", command=[sys.executable, "-c", code])
+    assert capfd.readouterr().out == "done\n"
 
 
 # The recipes.

@@ -169,22 +169,23 @@ class _Child:
         self._runs = True
         try:
             # The command runs in this process group, so that it can use the terminal.
-            self._process = subprocess.Popen(self._command)  # noqa: S603 (the command of the caller)
-            self._pass_on()
-            # Wait in another thread. A signal that arrives just before this thread
-            # starts waiting for a process would be handled only after the process has
-            # ended.
-            waiter = threading.Thread(
-                target=self._process.wait, name="run_locked", daemon=True
-            )
-            waiter.start()
-            while waiter.is_alive():
-                waiter.join(0.5)
+            with subprocess.Popen(self._command) as self._process:  # noqa: S603 (the command of the caller)
+                try:
+                    self._pass_on()
+                    # A signal that arrives just before a wait is handled after it.
+                    while self._process.poll() is None:
+                        with suppress(subprocess.TimeoutExpired):
+                            self._process.wait(0.5)
+                except BaseException:
+                    # The command must not run without the lock.
+                    with suppress(OSError):
+                        self._process.kill()
+                    raise
         finally:
             # Reset only now. A signal sent to another thread before the end of the
             # command is handled when this thread continues.
             self._runs = False
-        status = self._process.wait()
+        status = self._process.returncode
         return BY_SIGNAL - status if status < 0 else status
 
     def lost(self, hold: Hold) -> None:
@@ -203,9 +204,9 @@ class _Child:
 
     def _pass_on(self) -> None:
         while self._process is not None and self._signals:
-            # The other thread may have taken the last signal, and the command may have
-            # ended.
-            with suppress(IndexError, ProcessLookupError):
+            # The other thread may have taken the last signal. The command may have
+            # ended, or run as another user.
+            with suppress(IndexError, OSError):
                 self._process.send_signal(self._signals.popleft())
 
 
