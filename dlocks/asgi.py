@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dlocks.runtime import clock
@@ -38,17 +39,19 @@ def release_at_shutdown(application: Application) -> Application:
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        if tasks := {
+        tasks = {
             task
             for task in asyncio.all_tasks()
             if task in acquiring or keeper.keeps_for(task)
-        }:
-            for task in tasks:
-                task.cancel("The server is shutting down.")
-            await clock.wait_for_any(
-                [asyncio.gather(*tasks, return_exceptions=True)], CANCEL_TIMEOUT
-            )
-        await asyncio.to_thread(keeper.run, keeper.exit)
+        }
+        for task in tasks:
+            task.cancel("The server is shutting down.")
+        await clock.wait_for_any(
+            [asyncio.gather(*tasks, return_exceptions=True)], CANCEL_TIMEOUT
+        )
+        # The threads of the loop may all be busy.
+        executor = ThreadPoolExecutor(1)
+        await asyncio.wrap_future(executor.submit(keeper.run, keeper.exit))
         await send({"type": "lifespan.shutdown.complete"})
 
     return with_lifespan

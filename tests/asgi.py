@@ -92,6 +92,13 @@ def lead(request):
     return HttpResponse("elected")
 
 
+async def fill(request):
+    """Occupy every thread of the event loop's executor until the process ends."""
+    for _ in range(40):
+        asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    return HttpResponse("full")
+
+
 def busy(request):
     try:
         with db_lock("held", timeout=0):
@@ -109,6 +116,7 @@ urlpatterns = [
     path("beat/", beat),
     path("keep/", keep),
     path("lead/", lead),
+    path("fill/", fill),
     path("busy/", busy),
 ]
 

@@ -197,3 +197,11 @@ def test_an_elections_work_ends_before_its_lead_at_shutdown(uvicorn, counter):
     uvicorn.end()
     assert counter.read_text() == "True"
     assert not is_held("leader:scheduler")
+
+
+def test_a_server_whose_threads_are_busy_releases_its_holds(uvicorn):
+    """Threads of ``asyncio.to_thread()`` outlast their requests."""
+    assert uvicorn.get("/fill/") == (200, "full")
+    uvicorn.get("/keep/")
+    uvicorn.end()
+    assert not is_held("kept")
