@@ -218,12 +218,12 @@ class ElectionState:
 
     def _release(self) -> None:
         hold, self._hold = self._hold, None
-        self._deposing = False
         if hold is not None:
             # The loss of a lead has been reported already. If the backend cannot be
             # reached, the lease expires.
             with suppress(LockError):
                 hold.release(failed=self._error is not None)
+        self._deposing = False
 
 
 # The elections that may have to be stopped at the end of the process.

@@ -19,7 +19,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
 
-from dlocks import LeaderElection, LockBackendError, LockLost, db_lock
+from dlocks import Hold, LeaderElection, LockBackendError, LockLost, db_lock
 from tests import jobs
 from tests.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.internals import KeyState, backends, election
@@ -352,6 +352,23 @@ start("x")
 start("y")
 elected.wait()
 """
+
+
+def test_a_deposed_leader_does_not_lead_until_its_release(elections, monkeypatch):
+    """A thread that reads ``is_leader`` meanwhile may have read the hold before."""
+    release, answers = Hold.release, []
+
+    def read_and_release(hold, **options):
+        one._hold = hold
+        answers.append(one.is_leader)
+        one._hold = None
+        release(hold, **options)
+
+    monkeypatch.setattr(Hold, "release", read_and_release)
+    one = elections(on_elected=fail, give_up_after=1)
+    with pytest.raises(ZeroDivisionError):
+        one.run()
+    assert answers == [False]
 
 
 async def test_an_election_that_is_cancelled_twice_ends(monkeypatch):
