@@ -154,7 +154,7 @@ class LeaderElection(ElectionState):
         try:
             while not self._stopping:
                 await self._acquire(drive)
-                if self._hold is not None:
+                if self._hold is not None and not self._stopping:
                     await self._lead(self._hold)
                     await self._result(call(self._release))
                     await self._pause(self._end_lead())

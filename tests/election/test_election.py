@@ -19,7 +19,14 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
 
-from dlocks import Hold, LeaderElection, LockBackendError, LockLost, db_lock
+from dlocks import (
+    Hold,
+    LeaderElection,
+    LockBackendError,
+    LockLost,
+    db_lock,
+    lock_acquired,
+)
 from tests import jobs
 from tests.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.internals import KeyState, backends, election
@@ -352,6 +359,22 @@ start("x")
 start("y")
 elected.wait()
 """
+
+
+def test_an_election_that_is_stopped_begins_no_work(elections, heard):
+    """Also if it is stopped while the grant is on its way."""
+    one = elections(**telling(heard, "one"))
+
+    def stop(**_):
+        one.stop(0)
+
+    lock_acquired.connect(stop)
+    try:
+        one.run()
+    finally:
+        lock_acquired.disconnect(stop)
+    assert heard.empty()
+    assert one.leader() is None
 
 
 def test_a_deposed_leader_does_not_lead_until_its_release(elections, monkeypatch):
