@@ -23,7 +23,14 @@ from asgiref.sync import async_to_sync
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
-from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, run_once
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    lock_acquired,
+    run_once,
+)
 from dlocks.testing import abandoned, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.internals import ResourceLock, backends, keeper
@@ -671,6 +678,21 @@ def test_the_lock_is_held_if_no_thread_can_start(capfd, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     call_command("run_locked", "backup", command=["echo", "done"])
     assert capfd.readouterr().out == "done\n"
+
+
+def test_a_command_does_not_start_after_its_lock_was_lost(capfd):
+    """The process may have been paused for longer than its ttl."""
+
+    def clear(hold, **_):
+        backends["default"].clear("backup", hold.token)
+
+    lock_acquired.connect(clear)
+    try:
+        with pytest.raises(CommandError, match="was cleared"):
+            call_command("run_locked", "backup", command=["echo", "done"])
+    finally:
+        lock_acquired.disconnect(clear)
+    assert capfd.readouterr().out == ""
 
 
 def test_a_signal_that_the_command_refuses_keeps_the_lock(capfd, monkeypatch):

@@ -87,9 +87,11 @@ class Command(BaseCommand):
             with (
                 _named(f"run_locked {shlex.join(command)}"),
                 child.listening(),
-                self._lock(child, options),
+                self._lock(child, options) as hold,
             ):
                 entered = True
+                # This process may have been paused since.
+                hold.check()
                 status = child.run()
         except LockTimeout as error:
             if entered:
