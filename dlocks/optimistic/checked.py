@@ -8,7 +8,7 @@ from django.db import models, router, transaction
 
 from dlocks.exceptions import StaleToken, StaleVersion
 from dlocks.optimistic.version_field import is_copy
-from dlocks.optimistic.versioned_queryset import refusable, rows_as_they_are
+from dlocks.optimistic.versioned_queryset import current_rows, refusable
 
 
 class CheckedModel(models.Model):
@@ -183,11 +183,10 @@ class CheckedModel(models.Model):
         owner = self._checked_field().model._meta.concrete_model
         return owner is model._meta.concrete_model
 
-    def _found(self, using: str) -> int | None:
+    def _found(self, using: str, lock: bool = False) -> int | None:
         """Return the value in the row, or None if the row is gone."""
         field = self._checked_field()
-        rows = rows_as_they_are(field.model._base_manager.using(using)).filter(
-            pk=self._get_pk_val(field.model._meta)
-        )
+        rows = current_rows(field.model._base_manager.using(using), lock)
+        rows = rows.filter(pk=self._get_pk_val(field.model._meta))
         found: int | None = rows.values_list(field.attname, flat=True).first()
         return found

@@ -10,7 +10,7 @@ from asgiref.sync import sync_to_async
 from django.db import models, transaction
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.versioned_queryset import among_keys, is_joined, rows_as_they_are
+from dlocks.optimistic.versioned_queryset import among_keys, current_rows, is_joined
 
 
 class HasToken(Protocol):
@@ -46,7 +46,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         token = token_of(hold)
         self._for_write = True
         rows = self.using(self.db).filter(pk=pk)
-        instance = (rows if rows._fence(token) else rows_as_they_are(rows)).get()
+        instance = (rows if rows._fence(token) else current_rows(rows)).get()
         if instance.fence > token:
             raise StaleToken(self.model, pk, token, instance.fence)
         instance._state.token = token
@@ -204,7 +204,7 @@ class FencedQuerySet(models.QuerySet[Any]):
                 newer = newer.values_list("pk", "fence")
                 # An old snapshot hides newer tokens. A locking read waits even for rows
                 # that the filter leaves out, so it is not used otherwise.
-                if found := newer.last() or rows_as_they_are(newer).last():
+                if found := newer.last() or current_rows(newer).last():
                     raise StaleToken(rows.model, found[0], token, found[1])
             # Only the rows that were written above and are locked. Other rows may have
             # begun to match since.

@@ -57,7 +57,7 @@ class VersionedModel(CheckedModel):
         """
         held = self._held()
         using = using or router.db_for_write(type(self), instance=self)
-        found = self._found(using)
+        found = self._found(using, lock=True)
         if found != held:
             raise self.stale_error(held, found)
 
@@ -187,11 +187,10 @@ class VersionedModel(CheckedModel):
         except BaseException:
             # The values that this save has set are rolled back, for this table or a
             # parent's.
-            before = state.__dict__.pop("version_before", None)
-            if before is not None and before[0] is not None:
-                setattr(self, attname, before[0])
-            if before is not None:
+            if before := state.__dict__.pop("version_before", None):
                 state.written = before[1]
+                if before[0] is not None:
+                    setattr(self, attname, before[0])
             raise
         if raw and updated and self._is_checked(cls):
             # The row has another version than the fixture.

@@ -93,14 +93,9 @@ class VersionedQuerySet(models.QuerySet[Any]):
         rows, keys = among_keys(self.using(self.db), owner)
         # The next statement checks the conditions again, when no other transaction can
         # write the rows. One order avoids deadlocks.
-        locked = (
-            owner._base_manager.using(self.db)
-            .filter(pk__in=keys)
-            .order_by("pk")
-            .select_for_update()
-        )
-        list(locked.values_list("pk"))
-        return rows
+        locked = owner._base_manager.using(self.db).filter(pk__in=keys)
+        list(locked.order_by("pk").select_for_update().values_list("pk"))
+        return current_rows(rows)
 
     def bulk_update(
         self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
@@ -148,11 +143,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         except _SomeAreStale as some:
             (keys,) = some.args
             # Read after the increments are rolled back.
-            found = dict(
-                rows_as_they_are(model._base_manager.using(self.db))
-                .filter(pk__in=keys)
-                .values_list("pk", field.attname)
-            )
+            rows = current_rows(model._base_manager.using(self.db))
+            found = dict(rows.filter(pk__in=keys).values_list("pk", field.attname))
             stale = [pk for pk in keys if found.get(pk) != held[pk]] or keys
             raise StaleVersion(
                 self.model, stale[0], held[stale[0]], found.get(stale[0]), stale
@@ -230,14 +222,14 @@ class _SomeAreStale(Exception):  # noqa: N818
     """Some rows were not incremented, so roll back the others."""
 
 
-def rows_as_they_are(rows: Any) -> Any:
+def current_rows(rows: Any, lock: bool = False) -> Any:
     """Return the current rows, even in a transaction with an older snapshot.
 
-    PostgreSQL and SQLite have refused the write in such a transaction.
+    PostgreSQL and SQLite refuse a write there. ``lock`` locks rows on PostgreSQL too.
     """
     connection = connections[rows.db]
-    is_hidden = connection.vendor == "mysql" and connection.in_atomic_block
-    return rows.select_for_update() if is_hidden else rows
+    lock = (lock or connection.vendor == "mysql") and not connection.get_autocommit()
+    return rows.select_for_update() if lock else rows
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from django.core.management import call_command
 from django.db import (
     DatabaseError,
     IntegrityError,
+    OperationalError,
     connection,
     connections,
     models,
@@ -31,6 +32,8 @@ from dlocks.optimistic import (
     VersionField,
     microseconds,
 )
+from dlocks.optimistic.retry import is_conflict
+from tests import jobs
 from tests.models import (
     Article,
     ArticleProxy,
@@ -685,18 +688,21 @@ def test_a_deleted_row_read_from_a_replica_is_not_recreated(article, settings):
 # Conditions on other tables.
 
 
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.parametrize(
-    ("rows", "table"),
+JOINED = pytest.mark.parametrize(
+    "rows",
     [
-        (lambda: Report.objects.filter(version=1), "tests_report"),
-        (lambda: Article.objects.filter(version=1, author__name="o"), "tests_article"),
-        (lambda: Restaurant.objects.filter(version=1), "tests_place"),
+        lambda: Report.objects.filter(version=1),
+        lambda: Article.objects.filter(version=1, author__name="o"),
+        lambda: Restaurant.objects.filter(version=1),
     ],
     ids=["parent", "joined", "child"],
 )
-def test_a_version_filter_is_atomic_across_tables(rows, table, in_other_thread):
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@JOINED
+def test_a_version_filter_is_atomic_across_tables(rows, in_other_thread):
     owner = Counter.objects.create(name="o")
     model = rows().model
     field = "name" if model is Restaurant else "title"
@@ -713,6 +719,43 @@ def test_a_version_filter_is_atomic_across_tables(rows, table, in_other_thread):
         updated = rows().update(**{field: "mine"})
     assert (updated, theirs) in [(1, [False]), (0, [True])]
     assert getattr(model.objects.get(), field) == ("mine" if updated else "theirs")
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@JOINED
+def test_a_version_filter_compares_at_repeatable_read(rows, in_other_thread):
+    """A row that has changed since the transaction's snapshot is not overwritten."""
+    owner = Counter.objects.create(name="o")
+    model = rows().model
+    field = "name" if model is Restaurant else "title"
+    model.objects.create(**{"author": owner} if model is not Restaurant else {})
+    try:
+        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+            assert rows().exists()
+            in_other_thread(lambda: model.objects.update(**{field: "theirs"}))
+            assert rows().update(**{field: "mine"}) == 0
+    except OperationalError as error:
+        assert is_conflict(error)
+    assert getattr(model.objects.get(), field) == "theirs"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.engine("mariadb", "mysql")
+def test_manual_transactions_do_not_hide_a_conflict(in_other_thread):
+    """``check_version()`` reads the current row after ``set_autocommit(False)``."""
+    Article.objects.create()
+    with jobs.isolated("REPEATABLE READ"):
+        transaction.set_autocommit(False)
+        try:
+            article = Article.objects.get()
+            in_other_thread(lambda: Article.objects.update(title="theirs"))
+            with pytest.raises((StaleVersion, OperationalError)) as caught:
+                article.check_version()
+            assert is_conflict(caught.value)
+        finally:
+            transaction.rollback()
+            transaction.set_autocommit(True)
 
 
 def write_if_not_locked(model, field):
@@ -1135,6 +1178,18 @@ def test_check_version_does_not_write(article, another):
     article.delete()
     with pytest.raises(StaleVersion, match="is gone"):
         another.check_version()
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("model", [Article, Report])
+def test_check_version_locks_the_row_in_a_transaction(model, in_other_thread):
+    """The row stays unchanged until the end of the transaction."""
+    row = model.objects.create()
+    with transaction.atomic():
+        row.check_version()
+        assert not in_other_thread(write_if_not_locked, model, "title")
+    assert in_other_thread(write_if_not_locked, model, "title")
 
 
 def test_ignored_fields_do_not_change_the_version():
