@@ -19,6 +19,7 @@ from dlocks.exceptions import StaleToken
 from dlocks.optimistic.checked import CheckedModel
 from dlocks.optimistic.fenced_queryset import FencedQuerySet, HasToken, token_of
 from dlocks.optimistic.versioned import VersionedModel
+from dlocks.optimistic.versioned_queryset import current_rows
 
 
 class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
@@ -81,13 +82,11 @@ class FencedModel(CheckedModel):
         using = using or router.db_for_write(type(self), instance=self)
         model: Any = self._meta.get_field("fence").model
         rows = FencedQuerySet(model, using=using)
+        current = current_rows(type(self)._base_manager.using(using))
         if not rows.filter(pk=self._get_pk_val(model._meta))._fence(token):
-            found = self._found(using)
-            if found is None:
-                raise self.DoesNotExist(f"{self._meta.label} {self.pk!r} is gone.")
-            if found > token:
-                raise self.stale_error(token, found)
-        self.refresh_from_db(using=using)
+            newer = current.get(pk=self.pk, fence__gt=token)
+            raise self.stale_error(token, newer.fence)
+        self.refresh_from_db(from_queryset=current)
         state: Any = self._state
         state.token = token
 

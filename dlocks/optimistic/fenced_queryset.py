@@ -45,8 +45,11 @@ class FencedQuerySet(models.QuerySet[Any]):
         """
         token = token_of(hold)
         self._for_write = True
-        rows = self.using(self.db).filter(pk=pk)
-        instance = (rows if rows._fence(token) else current_rows(rows)).get()
+        rows = current_rows(self.using(self.db).filter(pk=pk))
+        if not rows._fence(token):
+            # A row that was inserted since is not claimed.
+            rows = rows.filter(fence__gt=token)
+        instance = rows.get()
         if instance.fence > token:
             raise StaleToken(self.model, pk, token, instance.fence)
         instance._state.token = token
@@ -82,6 +85,9 @@ class FencedQuerySet(models.QuerySet[Any]):
         Raise StaleToken, and delete nothing, if a row has a newer token.
         """
         with self._fenced() as rows:
+            if rows.query.select_for_update:
+                # Django would read an old snapshot.
+                rows = rows._by_key(self.model)
             deleted = super(FencedQuerySet, rows).delete()
         self._result_cache = None
         return deleted
@@ -170,12 +176,15 @@ class FencedQuerySet(models.QuerySet[Any]):
         if owner is not self.model._meta.concrete_model or is_joined(self):
             # Otherwise the statement would not check the fence again after it has
             # waited for a row.
-            rows = FencedQuerySet(owner, using=self.db).filter(
-                pk__in=among_keys(self, owner)[1]
-            )
+            rows = self._by_key(owner)
         rows = rows.filter(fence__lte=token).order_by()
         written: int = rows._update([(field, None, token)])
         return written
+
+    def _by_key(self, model: Any) -> Any:
+        """Return the rows that match now, by their keys in the model's table."""
+        keys = among_keys(self, model)[1]
+        return type(self)(model, using=self.db).filter(pk__in=keys)
 
     @contextmanager
     def _fenced(self) -> Iterator[Any]:
@@ -192,9 +201,8 @@ class FencedQuerySet(models.QuerySet[Any]):
                     "A slice or a combination of querysets cannot be written with a"
                     " token."
                 )
-            owner = rows.model._meta.get_field("fence").model._meta.concrete_model
             if is_joined(rows):
-                rows, _ = among_keys(rows, owner)
+                rows = current_rows(among_keys(rows, rows.model)[0])
             written = rows._fence(token)
             seen = rows.aggregate(
                 models.Count("pk", distinct=True), models.Max("fence")
@@ -202,10 +210,11 @@ class FencedQuerySet(models.QuerySet[Any]):
             if [*seen.values()] != [written, token if written else None]:
                 newer = rows.filter(fence__gt=token).order_by("fence")
                 newer = newer.values_list("pk", "fence")
-                # An old snapshot hides newer tokens. A locking read waits even for rows
+                # An old snapshot hides later writes. A locking read waits even for rows
                 # that the filter leaves out, so it is not used otherwise.
                 if found := newer.last() or current_rows(newer).last():
                     raise StaleToken(rows.model, found[0], token, found[1])
+                rows = current_rows(rows)
             # Only the rows that were written above and are locked. Other rows may have
             # begun to match since.
             yield rows.filter(fence=token)

@@ -379,6 +379,111 @@ def test_a_deleted_row_in_an_old_snapshot_is_not_claimed(use, machine, in_other_
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("use", ["queryset", "instance"])
+@pytest.mark.parametrize("token", [6, 7])
+@KINDS
+def test_a_claim_in_an_old_snapshot_reads_the_last_values(
+    model, token, use, in_other_thread
+):
+    """At REPEATABLE READ a save after a claim loses no update either.
+
+    The last writer was an earlier holder, or the same hold in another connection.
+    PostgreSQL refuses the claim itself.
+    """
+    row = model.objects.create()
+    name = "arms" if model is Robot else "steps"
+
+    def write():
+        mine = model.objects.claim(row.pk, token)
+        setattr(mine, name, 10)
+        mine.save()
+
+    added = 0
+    try:
+        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+            assert model.objects.exists()
+            in_other_thread(write)
+            if use == "queryset":
+                row = model.objects.claim(row.pk, 7)
+            else:
+                row.claim(7)
+            setattr(row, name, getattr(row, name) + 1)
+            row.save()
+            added = 1
+    except OperationalError as error:
+        assert is_conflict(error)
+    assert getattr(model.objects.get(), name) == 10 + added
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("use", ["queryset", "instance"])
+def test_a_claim_of_a_row_outside_the_snapshot_is_written(use, in_other_thread):
+    """At REPEATABLE READ a claimed row is fenced even if it was inserted later."""
+    row = Crane(pk=1)
+    with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+        assert not Crane.objects.exists()
+        in_other_thread(lambda: Crane.objects.fenced(5).create(pk=1))
+        try:
+            if use == "queryset":
+                Crane.objects.claim(1, 7)
+            else:
+                row.claim(7)
+            claimed = True
+        except (Crane.DoesNotExist, OperationalError):
+            claimed = False
+            transaction.set_rollback(True)
+    assert Crane.objects.get().fence == (7 if claimed else 5)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("write", ["update", "delete"])
+@KINDS
+def test_a_hold_in_two_connections_writes_all_rows(model, write, in_other_thread):
+    """At REPEATABLE READ the hold's own token in another connection hides no row."""
+    model.objects.create()
+    written = 0
+    try:
+        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+            assert model.objects.exists()
+            in_other_thread(lambda: model.objects.fenced(7).update(state="other"))
+            rows = model.objects.fenced(7)
+            written = rows.update(steps=1) if write == "update" else rows.delete()[0]
+            assert written
+    except OperationalError as error:
+        assert is_conflict(error)
+    left = [row.steps for row in model.objects.all()]
+    assert left == ([0] if not written else [1] if write == "update" else [])
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("token", [5, 9])
+@pytest.mark.parametrize("write", ["update", "delete"])
+@pytest.mark.parametrize(("model", "name"), [(Machine, "steps"), (Robot, "arms")])
+def test_a_row_that_has_changed_since_the_snapshot_is_kept(
+    model, name, write, token, in_other_thread
+):
+    """At REPEATABLE READ a filter is compared with the last committed values."""
+    row = model.objects.create(**{name: 1})
+    row.claim(min(token, 7))
+    try:
+        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+            assert model.objects.exists()
+            in_other_thread(lambda: model.objects.fenced(token).update(**{name: 2}))
+            rows = model.objects.fenced(7).filter(**{name: 1})
+            if write == "update":
+                assert rows.update(**{name: 3}) == 0
+            else:
+                assert rows.delete()[0] == 0
+    except (OperationalError, StaleToken) as error:
+        assert isinstance(error, StaleToken) or is_conflict(error)
+    assert getattr(model.objects.get(), name) == 2
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
 def test_holders_of_different_rows_do_not_block_each_other(machine, in_other_thread):
     """A write with a token does not wait for rows that its filter leaves out."""
     Machine.objects.create(state="other")
