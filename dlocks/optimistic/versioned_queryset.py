@@ -132,11 +132,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         try:
             with transaction.atomic(using=self.db):
                 for start in range(0, len(pks), size):
-                    count_up(
-                        model,
-                        self.db,
-                        {pk: held[pk] for pk in pks[start : start + size]},
-                    )
+                    batch = {pk: held[pk] for pk in pks[start : start + size]}
+                    count_up(model, self.db, batch)
                 updated = super(VersionedQuerySet, counted).bulk_update(
                     objs, fields, batch_size
                 )
@@ -146,9 +143,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
             rows = current_rows(model._base_manager.using(self.db))
             found = dict(rows.filter(pk__in=keys).values_list("pk", field.attname))
             stale = [pk for pk in keys if found.get(pk) != held[pk]] or keys
-            raise StaleVersion(
-                self.model, stale[0], held[stale[0]], found.get(stale[0]), stale
-            ) from None
+            pk = stale[0]
+            raise StaleVersion(self.model, pk, held[pk], found.get(pk), stale) from None
         for obj in objs:
             setattr(obj, field.attname, held[obj._get_pk_val(model._meta)] + 1)
         note_written(self.model, objs, self.db)
