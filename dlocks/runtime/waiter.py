@@ -39,12 +39,11 @@ class Waiter:
         self.given: tuple[Grant, float] | None = None
         self.error: LockBackendError | None = None
         self.position: int | None = None
-        # Held while the claim rejoins the queue, and while the waiter leaves for good.
+        # Held while the claim rejoins the queue, and once the waiter has left for good.
         self.mutex = threading.Lock()
         self.is_queued = False
         # When to poll for it next, at the latest.
         self.poll_at = 0.0
-        self.has_left = False
         # When it was woken, unless it waits again.
         self.woken = 0.0
         # Whether the key may become free without a notification.

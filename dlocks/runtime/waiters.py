@@ -22,6 +22,7 @@ from dlocks.runtime.delays import (
     SHORTEST_POLL_DELAY,
     PollSchedule,
 )
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.threads import BackgroundThread
@@ -101,11 +102,12 @@ class Waiters:
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter. From now on nothing returns its claim to the queue."""
-        with waiter.mutex:
-            waiter.has_left = True
         with self._mutex:
-            self._waiters.pop(waiter.claim.owner, None)
+            left = self._waiters.pop(waiter.claim.owner, None)
             self._removed_at = clock.now()
+        if left:
+            # A request to return it may hang. That claim is soon skipped.
+            waiter.mutex.acquire(timeout=OUTSIDE_TIMEOUT)
 
     def poll_now(self) -> None:
         """Poll in the caller's thread, after a test has moved a frozen clock."""
@@ -309,13 +311,15 @@ class Waiters:
 
     def _rejoin(self, waiter: Waiter) -> Ticket | None:
         """Return a claim to its position, which it lost for missing heartbeats."""
-        with waiter.mutex:
-            if waiter.has_left or waiter.woken:
-                # A woken waiter has had its turn, and returns only when it goes on.
-                return None
+        # A woken waiter has had its turn, and returns only when it goes on.
+        if waiter.woken or not waiter.mutex.acquire(blocking=False):
+            return None
+        try:
             return self.backend.enqueue(
                 waiter.claim, self.channel, waiter.position
             ) or Ticket(next_check=0.0)
+        finally:
+            waiter.mutex.release()
 
     def _cancel_abandoned(self) -> None:
         with self._mutex:

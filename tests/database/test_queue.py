@@ -51,6 +51,7 @@ from tests.internals import (
     keeper,
     own_row,
     statements,
+    waiters,
     waiters_of,
 )
 from tests.processes import Worker
@@ -658,6 +659,33 @@ def test_a_free_key_is_acquired_although_a_poll_hangs(
     finally:
         go_on.set()
     assert not db_lock("stock:7").locked()
+
+
+def test_a_wait_ends_although_a_return_to_the_queue_hangs(
+    in_queue, threads, monkeypatch
+):
+    """A caller times out while the server does not answer the background thread."""
+    backend = backends["default"]
+    enqueue, hangs, go_on = backend.enqueue, threading.Event(), threading.Event()
+
+    def hang(*arguments):
+        if threading.current_thread().name == "dlocks-waiting":
+            hangs.set()
+            assert go_on.wait(60)
+        return enqueue(*arguments)
+
+    monkeypatch.setattr(backend, "enqueue", hang)
+    monkeypatch.setattr(waiters, "OUTSIDE_TIMEOUT", 0.1, raising=False)
+    with db_lock("stock:7"):
+        waits = threads(db_lock("stock:7", timeout=3).acquire)
+        in_queue(1)
+        LockClaim.objects.all().delete()
+        assert hangs.wait(30)
+        try:
+            with pytest.raises(LockTimeout):
+                waits.join(15)
+        finally:
+            go_on.set()
 
 
 @pytest.fixture
