@@ -1339,6 +1339,20 @@ def clear(pipe, key, token):
     return backends["default"].clear(key, token)
 
 
+def run_command(pipe, *words):
+    """Run a command of dlocks. Return its output, or the message of its error."""
+    from io import StringIO
+
+    from django.core.management import CommandError, call_command
+
+    out = StringIO()
+    try:
+        call_command(*words, stdout=out)
+    except CommandError as error:
+        return str(error)
+    return out.getvalue()
+
+
 def acquire_several(pipe, keys, **policy):
     held = db_lock(*keys, **policy).acquire()
     _kept.append(held)

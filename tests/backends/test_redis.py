@@ -555,6 +555,17 @@ def test_a_release_whose_reply_is_lost_is_a_release(proxied, backend):
     assert backend.poll([waits])[waits.owner].grant
 
 
+def test_a_clear_whose_reply_is_lost_is_reported_as_done(proxied, backend):
+    proxy, mine = proxied
+    token = backend.acquire(claim()).token
+    with redis.Redis(port=proxy._target) as client:
+        client.script_load(scripts.RELEASE.text)
+    proxy.swallow(scripts.RELEASE.sha.encode())
+    assert mine.clear("key", token)
+    assert proxy.swallowed.wait(10)
+    assert backend.holder("key") is None
+
+
 def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(proxied, backend):
     proxy, mine = proxied
     backend.acquire(claim())

@@ -401,6 +401,27 @@ def test_a_release_after_a_clear_and_a_lost_session_raises(using, held, on_serve
     assert isinstance(other.call(jobs.try_once, f"with {key}", using=using), int)
 
 
+@pytest.mark.parametrize("kind", ["lock", "share"])
+def test_a_clear_whose_reply_is_lost_is_reported_as_done(kind, server, on_server):
+    """``clear_lock`` says what has happened, although it had to ask twice."""
+    proxy = Proxy(server.port)
+    try:
+        operator, holder = on_server(proxy.port), on_server()
+        key, forced = f"cleared {kind}", ["--yes", "--reason", "tests"]
+        holder.call(jobs.acquire, key, shared=kind == "share")
+        # The connection is open before the reply is lost.
+        operator.call(jobs.try_once, "other")
+        proxy.swallow(b"COMMIT")
+        words = ["--all-shares"] if kind == "share" else []
+        said = operator.call(jobs.run_command, "clear_lock", key, *words, *forced)
+        assert proxy.swallowed.wait(10)
+        done = "1 shared hold was ended" if words else f"'{key}' was cleared"
+        assert done in said
+        assert holder.call(jobs.release_all) == ["LockLost"]
+    finally:
+        proxy.close()
+
+
 @FAMILY
 def test_a_session_killed_by_the_server_is_replaced(using, server, on_server):
     worker, admin = on_server(), on_server()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dlocks.backends import table
@@ -29,7 +30,6 @@ UNUSED = (
     " shares = 0 AND NOT EXISTS (SELECT 1 FROM {claims} WHERE {claims}.key_resource ="
     " {locks}.key_resource)"
 )
-DEAD_CLAIM = f"{IN_QUEUE} AND end_time <= {{forgotten}}"
 
 
 class Maintenance(KeyQueue):
@@ -46,7 +46,7 @@ class Maintenance(KeyQueue):
         transaction. With ``stale_only``, also return False if the key is not stale.
         """
 
-        def step(row: LockedRow | None) -> bool:
+        def step(_: Any, row: LockedRow | None) -> bool:
             if row is None or (stale_only and not row.is_stale):
                 return False
             return bool(self._apply(row, table.clear, version)[0])
@@ -55,13 +55,20 @@ class Maintenance(KeyQueue):
             # No trusted clock shows that the key is stale, and this process has not
             # observed it.
             return False
-        # Read the row first, because a step would create a missing row.
-        now = self._rows(
-            self._text(f"SELECT version FROM {{locks}} WHERE {KEY}"), {"key": key}
-        )
-        if not now or now[0][0] != version:
-            return False
-        return self._step(key, step, busy=lambda: False)
+        sql = f"SELECT 1 FROM {{locks}} WHERE {KEY} AND version = %(version)s"
+        return self._end(step, sql, {"key": key, "version": version})
+
+    def _end(self, step: Any, sql: str, parameters: dict[str, Any]) -> bool:
+        """End what a statement finds in a step, and return whether this was done."""
+        sql = self._text(sql)
+        # Read first, because a step would create a missing lock row.
+        for found in self._rows(sql, parameters):
+            session = self._session()
+            if self._step(parameters["key"], partial(step, found), busy=lambda: False):
+                return True
+            # A lost reply ends the session, and the step is sent again.
+            return self._session() is not session and not self._rows(sql, parameters)
+        return False
 
     def end_share(self, key: str, token: int, *, stale_only: bool = False) -> bool:
         """End a shared hold; its holder learns of it at its next renewal.
@@ -73,7 +80,7 @@ class Maintenance(KeyQueue):
         if stale_only and self.observations is not None:
             return False
         where = "version = %(token)s" + (" AND end_time <= {now}" if stale_only else "")
-        return self._delete_claim(key, where, {"token": token})
+        return self._delete_claim(where, {"key": key, "token": token})
 
     def take_out(self, key: str, number: int) -> bool:
         """Remove a claim without a heartbeat, and advance the queue.
@@ -83,33 +90,31 @@ class Maintenance(KeyQueue):
         the queue at the same position.
         """
         return self._delete_claim(
-            key,
             f"id = %(number)s AND {IN_QUEUE} AND end_time <= {{now}}",
-            {"number": number},
+            {"key": key, "number": number},
         )
 
-    def _delete_claim(self, key: str, where: str, parameters: dict[str, Any]) -> bool:
+    def _delete_claim(self, where: str, parameters: dict[str, Any]) -> bool:
         """Delete the one claim that matches a condition, and advance the queue."""
 
-        def step(row: LockedRow | None) -> bool:
+        def step(found: Sequence[Any], row: LockedRow | None) -> bool:
             # Select the claim by its id. With the condition alone, locked rows of other
             # claims would be waited for as well.
             mine = (
                 "SELECT id FROM {claims} WHERE id = %(id)s AND"
                 f" {where}{self.dialect.for_update_patiently}"
             )
-            if row is None or not self._rows(self._text(mine), found):
+            number, owner = found
+            if row is None or not self._rows(
+                self._text(mine), parameters | {"id": number}
+            ):
                 return False
-            claim = Claim(key=key, ttl=0.0, owner=found["owner"])
+            claim = Claim(key=row.key, ttl=0.0, owner=owner)
             self._apply(row, table.release, claim, recount=True)
             return True
 
-        # Read the claim first, because a step would create a missing lock row.
-        sql = self._text(f"SELECT id, owner FROM {{claims}} WHERE {KEY} AND {where}")
-        for number, owner in self._rows(sql, {"key": key, **parameters}):
-            found = {"id": number, "owner": owner, **parameters}
-            return self._step(key, step, busy=lambda: False)
-        return False
+        sql = f"SELECT id, owner FROM {{claims}} WHERE {KEY} AND {where}"
+        return self._end(step, sql, parameters)
 
     def purge_one(self, key: str, version: int, idle_for: float) -> bool:
         """Delete the row of one key as ``purge()`` would.
@@ -137,15 +142,14 @@ class Maintenance(KeyQueue):
         def step(row: LockedRow | None) -> tuple[int, int]:
             if row is None:
                 return 0, 0
+            end = self.dialect.after("forgotten")
             dead = self._delete_claims(
-                f"{KEY} AND {self._old(DEAD_CLAIM)}", {"key": key, **self._ages()}
+                f"{KEY} AND {IN_QUEUE} AND end_time <= {end}",
+                {"key": key, **self._ages()},
             )
             return self._apply(row, table.tidy, recount=True)[0], dead
 
         return self._step(key, step, busy=lambda: (0, 0))
-
-    def _old(self, condition: str) -> str:
-        return condition.replace("{forgotten}", self.dialect.after("forgotten"))
 
     def _ages(self) -> dict[str, int]:
         return {
@@ -161,17 +165,11 @@ class Maintenance(KeyQueue):
         Work in batches. For each batch, yield the number of locks and shared holds that
         were freed.
         """
-        where = f"{STALE} AND end_time <= {{grace}}"
         for keys, parameters in self._batches("P"):
             parameters["grace"] = self._grace
-            assignments = CLEAR + ", version = {token}"
-            yield self._sweep(
-                self.dialect.update,
-                assignments,
-                f"{keys} AND {where}",
-                parameters,
-                dry_run,
-            )
+            where = f"{keys} AND {STALE} AND end_time <= {{grace}}"
+            sql = self._sql(self.dialect.update, CLEAR + ", version = {token}", where)
+            yield self._sweep(sql, where, parameters, dry_run)
         if dry_run:
             yield self._count_ended_shares()
             return
@@ -186,9 +184,9 @@ class Maintenance(KeyQueue):
         """
         for keys, parameters in self._batches("S", "F"):
             parameters["idle"] = -round(idle_for * MICROSECONDS)
-            yield self._sweep(
-                self.dialect.delete, "", f"{keys} AND {UNUSED}", parameters, dry_run
-            )
+            where = f"{keys} AND {UNUSED}"
+            sql = self._sql(self.dialect.delete, where)
+            yield self._sweep(sql, where, parameters, dry_run)
 
     def _batches(self, *statuses: str) -> Iterator[tuple[str, dict[str, Any]]]:
         # Read ranges of the primary key. The columns that change have no index, and
@@ -268,20 +266,11 @@ class Maintenance(KeyQueue):
         return len(found) - locked
 
     def _sweep(
-        self,
-        statement: Callable[..., str],
-        assignments: str,
-        where: str,
-        parameters: dict[str, Any],
-        dry_run: bool,
+        self, sql: str, where: str, parameters: dict[str, Any], dry_run: bool
     ) -> int:
         if dry_run:
-            sql = self._sql(
-                lambda table, where: f"SELECT key_resource FROM {table} WHERE {where}",
-                where,
-            )
+            sql = self._text(f"SELECT key_resource FROM {{locks}} WHERE {where}")
             return self._count_unlocked(
                 self._rows(sql, parameters), "{locks}", "key_resource"
             )
-        pieces = (assignments, where) if assignments else (where,)
-        return self._count(self._sql(statement, *pieces), parameters)
+        return self._count(sql, parameters)

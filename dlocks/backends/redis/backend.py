@@ -151,7 +151,7 @@ class RedisBackend(RedisRequests):
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         arguments = "F" if failed else "S", milliseconds(keep) if keep else 0
-        sent: list[Claim] = []
+        sent: list[Any] = []
         released = bool(self._run(scripts.RELEASE, claim, *arguments, sent=sent))
         # The reply to the first request was lost. It may have released the key, which
         # another claim may hold by now.
@@ -195,9 +195,9 @@ class RedisBackend(RedisRequests):
         name, fields = name_of(key), ("token", "owner")
         owner = self._request(lambda client: client.get(name))
         token, last = self._request(lambda client: client.hmget(f"{name}:last", fields))
-        # The script releases only the hold of this owner.
-        call = key, last if owner is None else owner, ("F", 0)
-        return token == str(version) and self._run_all(scripts.RELEASE, [call]) == [1]
+        # Only the hold of this owner is released.
+        claim = Claim(key=key, ttl=0.0, owner=last if owner is None else owner)
+        return token == str(version) and self.release(claim, failed=True)
 
     # The queue.
 
