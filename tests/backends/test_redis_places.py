@@ -213,6 +213,31 @@ def test_a_silent_cluster_fails_in_bounded_time(
             eventually(lambda client=client: _is_whole(client.cluster("info")))
 
 
+def test_a_cluster_release_whose_reply_is_lost_is_a_release(empty, monkeypatch):
+    """The client sends the request again, and nobody else has taken the key."""
+    backend = RedisBackend(
+        "cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True
+    )
+    claim = Claim(key="key", ttl=30.0, holder="somebody")
+    # The script is loaded, so the next reply is that to the release.
+    assert backend.acquire(claim)
+    assert backend.release(claim)
+    assert backend.acquire(claim)
+    read, lost = redis.Connection.read_response, []
+
+    def lose(*arguments, **options):
+        reply = read(*arguments, **options)
+        if not lost:
+            lost.append(reply)
+            raise redis.ConnectionError("lost")
+        return reply
+
+    monkeypatch.setattr(redis.Connection, "read_response", lose)
+    assert backend.release(claim)
+    assert lost == [1]
+    assert backend.holder("key") is None
+
+
 def test_a_migrating_slot_does_not_delay_other_renewals(
     empty,
 ):

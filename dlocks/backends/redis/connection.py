@@ -128,15 +128,14 @@ def client(
 ) -> Any:
     """Return a client for the address whose requests time out.
 
-    Connecting and each reply may take ``timeout`` seconds. Only a cluster client
-    retries.
+    Connecting and each reply may take ``timeout`` seconds. No client retries.
     """
     common: dict[str, Any] = {
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "decode_responses": True,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), CLUSTER_TRIES if cluster else 0),
+        "retry": Retry(NoBackoff(), 0),
     }
     if not (cluster or sentinels):
         return _server(address, common)
@@ -156,7 +155,3 @@ def client(
 
 def _server(address: Address, common: dict[str, Any]) -> Any:
     return redis.Redis.from_pool(redis.ConnectionPool(**address.keywords, **common))
-
-
-# The number of retries of a cluster client. Each retry looks up the slots again.
-CLUSTER_TRIES = 3

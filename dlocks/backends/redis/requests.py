@@ -29,6 +29,10 @@ SILENT = (
     OSError,
 )
 
+# The number of retries in a cluster, whose client looks up the slots again after an
+# error.
+CLUSTER_TRIES = 3
+
 
 class RedisRequests(Backend):
     """The client of a backend, and its requests."""
@@ -49,18 +53,11 @@ class RedisRequests(Backend):
         script: scripts.Script,
         claim: Claim,
         *arguments: Any,
-        sent: list[Claim] | None = None,
+        sent: list[Any] | None = None,
     ) -> Any:
-        """Run a script for a claim, and append the claim to ``sent`` per request."""
-
-        def run(client: Any) -> Any:
-            if sent is not None:
-                sent.append(claim)
-            return _evaluate(
-                client, script, self._words(claim.key, claim.owner, arguments)
-            )
-
-        return self._request(run)
+        """Run a script for a claim, and append to ``sent`` per request."""
+        words = self._words(claim.key, claim.owner, arguments)
+        return self._request(lambda client: _evaluate(client, script, words, sent))
 
     def _run_all(
         self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]
@@ -160,12 +157,25 @@ def name_of(key: str) -> str:
     return "dlocks:{" + key.replace("%", "%25").replace("}", "%7D") + "}"
 
 
-def _evaluate(client: Any, script: scripts.Script, words: Sequence[Any]) -> Any:
-    try:
-        return client.evalsha(script.sha, *words)
-    except redis.exceptions.NoScriptError:
-        # EVAL also loads the script.
-        return client.eval(script.text, *words)
+def _evaluate(
+    client: Any,
+    script: scripts.Script,
+    words: Sequence[Any],
+    sent: list[Any] | None = None,
+) -> Any:
+    tries = CLUSTER_TRIES if isinstance(client, redis.RedisCluster) else 0
+    while True:
+        if sent is not None:
+            sent.append(script)
+        try:
+            return client.evalsha(script.sha, *words)
+        except redis.exceptions.NoScriptError:
+            # EVAL also loads the script.
+            return client.eval(script.text, *words)
+        except redis.RedisCluster.ERRORS_ALLOW_RETRY:
+            if not tries:
+                raise
+            tries -= 1
 
 
 def _evaluate_each(
