@@ -1339,6 +1339,11 @@ def clear(pipe, key, token):
     return backends["default"].clear(key, token)
 
 
+def run_sql(pipe, sql):
+    with connections["default"].cursor() as cursor:
+        cursor.execute(sql)
+
+
 def run_command(pipe, *words):
     """Run a command of dlocks. Return its output, or the message of its error."""
     from io import StringIO

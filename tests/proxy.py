@@ -44,6 +44,10 @@ class Proxy:
         self.swallowed.clear()
         self._armed.set()
 
+    def disconnect(self) -> None:
+        """End all connections. The server completes what it executes."""
+        _end(*self._open)
+
     def close(self) -> None:
         self._closed = True
         # close() would not wake up a thread in accept().

@@ -18,7 +18,7 @@ from tests.internals import LockClaim, ResourceLock, backends
 from tests.models import Counter
 from tests.processes import Worker
 from tests.proxy import Proxy
-from tests.servers import SERVERS, MariaDB
+from tests.servers import SERVERS, MariaDB, PostgreSQL
 from tests.settings import ENGINE
 from tests.timing import eventually, in_time
 
@@ -326,6 +326,50 @@ def test_an_acquire_whose_reply_is_lost_is_held_by_its_caller(using, server, on_
         assert other.call(jobs.try_once, key, using=using) > token
     finally:
         proxy.close()
+
+
+class SlowToCommit(PostgreSQL):
+    """A server whose commits wait for a standby, in the sessions that want it."""
+
+    def command(self):
+        return [
+            *super().command(),
+            *("-c", "synchronous_standby_names=nobody"),
+            *("-c", "synchronous_commit=local"),
+        ]
+
+
+@pytest.mark.engine("postgresql")
+@pytest.mark.parametrize("timeout", [0, 60])
+def test_a_grant_after_the_end_of_its_connection_is_bounded(timeout, doomed):
+    """A waiter receives the grant. Without a waiter, the key is free after its ttl."""
+    with SlowToCommit() as server:
+        proxy = Proxy(server.port)
+        worker = doomed(**environment(server, proxy.port))
+        other = doomed(**environment(server))
+        other.call(jobs.migrate)
+        before = worker.call(jobs.try_once, "key")
+        worker.call(jobs.run_sql, "SET synchronous_commit = on")
+        stuck = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+        try:
+            worker.start(jobs.acquire, "key", timeout=timeout, ttl=2.0)
+            eventually(lambda: server.execute(stuck))
+            proxy.disconnect()
+            if timeout:
+                eventually(lambda: other.call(jobs.waiters, "key")[0] == 1)
+            else:
+                assert worker.hear() == "LockTimeout"
+            assert other.call(jobs.state, "key")["version"] == before
+            # The wait ends, and the transaction is committed.
+            server.execute(stuck.replace("1", "pg_cancel_backend(pid)"))
+            if timeout:
+                assert worker.hear() > before
+                assert worker.call(jobs.release_all) == ["released"]
+            else:
+                eventually(lambda: other.call(jobs.state, "key")["state"] == "held")
+            assert isinstance(other.call(jobs.acquire, "key", timeout=20), int)
+        finally:
+            proxy.close()
 
 
 HELD = pytest.mark.parametrize("held", ["alone", "from the line", "with another"])
