@@ -7,12 +7,12 @@ it is interrupted. No other code does that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
 from dlocks.runtime import clock
-from dlocks.runtime.coroutines import run_in_sync_thread
+from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.threads import Flag
 
 DONE: Any = object()
@@ -22,6 +22,7 @@ class Steps(Protocol):
     """An acquisition. See ``dlocks.core.acquire.Acquisition``."""
 
     hold: Any
+    wakeup: Any
 
     @property
     def in_transaction(self) -> bool: ...
@@ -30,15 +31,10 @@ class Steps(Protocol):
     def abandon(self) -> None: ...
 
 
-def drive(
-    acquisition: Steps,
-    rest: Callable[[float | None], object],
-    is_stopped: Callable[[], bool] | None = None,
-) -> Any:
+def drive(acquisition: Steps, is_stopped: Callable[[], bool] | None = None) -> Any:
     """Run an acquisition in this thread, and return its hold.
 
-    ``rest(seconds)`` sleeps until the acquisition wakes its caller. Return None if
-    ``is_stopped()`` becomes true first.
+    Return None if ``is_stopped()`` becomes true first.
     """
     steps = acquisition.steps()
     try:
@@ -47,7 +43,8 @@ def drive(
                 pause = next(steps, DONE)
                 if pause is DONE:
                     return acquisition.hold
-                rest(pause)
+                with waiting_for_a_lock():
+                    acquisition.wakeup.rest(pause)
         except BaseException:
             acquisition.cancel()
             raise
@@ -60,9 +57,7 @@ def drive(
 
 
 async def adrive(
-    acquisition: Steps,
-    rest: Callable[[float | None], Awaitable[object]],
-    is_stopped: Callable[[], bool] | None = None,
+    acquisition: Steps, is_stopped: Callable[[], bool] | None = None
 ) -> Any:
     """Run an acquisition in an event loop. Each step runs in Django's sync thread."""
     steps = acquisition.steps()
@@ -74,7 +69,8 @@ async def adrive(
             )
             if pause is DONE:
                 return acquisition.hold
-            await rest(pause)
+            with waiting_for_a_lock():
+                await acquisition.wakeup.rest(pause)
     except GeneratorExit:
         # For example, the garbage collector closes a task whose loop was closed.
         # Nothing can be awaited.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeVar, cast
 
 from dlocks.conf import backends
 from dlocks.core.acquire import Acquisition
@@ -20,7 +20,6 @@ from dlocks.core.callers import (
     last_acquired,
     run_outside,
 )
-from dlocks.core.claims import Wakeup
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import Hold
 from dlocks.core.policy import LockPolicy
@@ -30,7 +29,6 @@ from dlocks.runtime.coroutines import (
     is_away_from_tenant,
     refuse_in_a_coroutine,
     run_in_sync_thread,
-    waiting_for_a_lock,
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.values import Holder
@@ -53,6 +51,8 @@ OF_THE_HOLD = {
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Lock(LockPolicy):
     """A key and a policy, as returned by ``db_lock()``."""
+
+    _acquisition: ClassVar[Any] = Acquisition
 
     def acquire(self) -> Hold:
         """Wait for the key up to ``timeout``, and return the hold.
@@ -214,18 +214,13 @@ class Lock(LockPolicy):
         """Acquire the key. With ``keep``, the hold is kept alive until it ends."""
         refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
         wakeup = ThreadWakeup()
-        acquisition = self._acquisition(caller, wakeup, wait=wait, keep=keep)
-
-        def rest(seconds: float | None) -> None:
-            with waiting_for_a_lock():
-                wakeup.rest(seconds)
-
+        acquisition = self._acquisition(self, caller, wakeup, wait=wait, keep=keep)
         # One line, so that no interrupt can come between the grant and the return.
-        return drive(acquisition, rest)  # type: ignore[no-any-return]
+        return drive(acquisition)  # type: ignore[no-any-return]
 
     async def _aacquire(self, *, wait: bool, keep: bool) -> Hold:
         wakeup, caller = TaskWakeup(), current_caller()
-        begin = partial(self._acquisition, caller, wakeup, wait=wait, keep=keep)
+        begin = partial(self._acquisition, self, caller, wakeup, wait=wait, keep=keep)
         if backends[self.using].has_fixed_prefix:
             acquisition = begin()
         else:
@@ -234,15 +229,10 @@ class Lock(LockPolicy):
             acquisition = await run_in_sync_thread(begin, in_transaction_only=True)
         acquiring.add(caller)
         try:
-            hold: Hold = await adrive(acquisition, wakeup.rest)
+            hold: Hold = await adrive(acquisition)
         finally:
             acquiring.discard(caller)
         return hold
-
-    def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
-    ) -> Any:
-        return Acquisition(self, caller, wakeup, wait=wait, keep=keep)
 
 
 # The function that puts a function under a lock. The module of the decorators adds it,

@@ -83,11 +83,6 @@ class MultiLock(Lock):
         """Return whether this caller holds all keys. This does no I/O."""
         return all(lock.held() for lock in self.locks)
 
-    def _acquisition(
-        self, caller: Caller, wakeup: Wakeup, *, wait: bool, keep: bool
-    ) -> MultiAcquisition:
-        return MultiAcquisition(self, caller, wakeup, wait=wait, keep=keep)
-
 
 class MultiAcquisition:
     """The acquisition of several keys, first of all at once, and then one by one."""
@@ -178,3 +173,6 @@ class MultiAcquisition:
             strict=False,
         ):
             member.hold = member.accept(grant, sent)
+
+
+MultiLock._acquisition = MultiAcquisition

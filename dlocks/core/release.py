@@ -236,11 +236,7 @@ class Release(HoldState):
             return False
         marks = [mark for mark in list(self.pinned_in) if mark.stands]
         if not self.leaves_at_exit:
-            marks += [
-                mark
-                for mark in map(TransactionMarker.whole, open_connections())
-                if mark not in marks
-            ]
+            marks += map(TransactionMarker.whole, open_connections())
         elif not marks and self.backend.refusal(self.claim) is not None:
             # A rollback would undo a release written here.
             marks = [

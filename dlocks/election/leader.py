@@ -182,9 +182,10 @@ class LeaderElection(ElectionState):
         """Wait for the lead, unless the election is stopped."""
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
-                caller, wakeup = current_caller(), self._wakeup
-                acquisition = Acquisition(self._lock, caller, wakeup, wait=True)
-                hold = drive(acquisition, wakeup.rest, lambda: self._stopping)
+                acquisition = Acquisition(
+                    self._lock, current_caller(), self._wakeup, wait=True
+                )
+                hold = drive(acquisition, lambda: self._stopping)
                 # A call in between might raise an interrupt, and lose the hold.
                 self._hold = (await hold) if self._in_task else hold
                 return

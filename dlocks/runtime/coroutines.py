@@ -20,6 +20,7 @@ from django.db import connections
 from dlocks.runtime import clock
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import in_child
+from dlocks.transactions import open_connections
 
 T = TypeVar("T")
 
@@ -30,9 +31,11 @@ SYNC_THREAD_TIMEOUT = 0.05
 # leaves.
 acquiring = weakref.WeakSet[Any]()
 
-_waiting: set[threading.Thread] = set()
-# The sync threads that have made calls or waited, by what asgiref chooses them by.
-_sync_threads = weakref.WeakKeyDictionary[Any, threading.Thread]()
+# The threads that wait for a lock, and the executor whose calls they still make.
+_waiting: list[Any] = []
+# The sync threads that have made calls or waited, by what asgiref chooses them by, or
+# None if the last call was in a transaction.
+_sync_threads = weakref.WeakKeyDictionary[Any, threading.Thread | None]()
 _spare: ThreadPoolExecutor
 
 
@@ -68,19 +71,32 @@ def _place_in(loop: Any) -> Any:
 
 @contextmanager
 def waiting_for_a_lock() -> Iterator[None]:
-    """Record that this thread waits for a lock.
+    """Record that this thread or coroutine waits for a lock.
 
-    If it is Django's sync thread, it can do nothing else.
+    If it is Django's sync thread, it can do nothing else. While a coroutine waits in
+    ``async_to_sync()``, that thread only makes its calls.
     """
-    thread = threading.current_thread()
-    place = _place_in(getattr(SyncToAsync.threadlocal, "main_event_loop", None))
-    if place is not None:
-        _sync_threads.setdefault(place, thread)
-    _waiting.add(thread)
+    served = None
+    thread: Any = threading.current_thread()
+    if _get_running_loop() is not None:
+        served = getattr(AsyncToSync.executors, "current", None)
+        thread = getattr(served, "_work_thread", False)
+    elif not open_connections():
+        place = _place_in(getattr(SyncToAsync.threadlocal, "main_event_loop", None))
+        if place is not None:
+            _sync_threads.setdefault(place, thread)
+    wait = thread, served
+    _waiting.append(wait)
     try:
         yield
     finally:
-        _waiting.discard(thread)
+        _waiting.remove(wait)
+
+
+def _is_blocked(place: Any) -> bool:
+    """Return whether the sync thread waits for a lock, in no caller's transaction."""
+    thread = _sync_threads.get(place)
+    return any(one is thread and served is not place for one, served in set(_waiting))
 
 
 async def run_in_sync_thread(
@@ -121,7 +137,7 @@ async def run_in_sync_thread(
         if in_transaction_only:
             if no_way is not None:
                 raise no_way
-        elif no_way is not None or _sync_threads.get(call.place) in _waiting:
+        elif no_way is not None or _is_blocked(call.place):
             call.run_in_worker()
     if cancelled is not None:
         outcome.exception()
@@ -148,7 +164,8 @@ class _Call(Generic[T]):
             return
         try:
             if not self.is_in_worker:
-                _sync_threads[self.place] = threading.current_thread()
+                thread = threading.current_thread()
+                _sync_threads[self.place] = None if open_connections() else thread
             result = self._function()
         except BaseException as error:  # noqa: BLE001 (passed to the caller)
             self.outcome.set_exception(error)
@@ -172,9 +189,6 @@ class _Call(Generic[T]):
 
 def _reset() -> None:
     global _spare
-    # The one thread after a fork neither waits for a lock nor acquires one.
-    _waiting.clear()
-    acquiring.clear()
     _spare = ThreadPoolExecutor(1, "dlocks-spare")
 
 

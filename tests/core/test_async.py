@@ -7,7 +7,6 @@ import contextlib
 import gc
 import threading
 import time
-from functools import partial
 
 import pytest
 from asgiref.sync import (
@@ -421,14 +420,17 @@ async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
     assert await waiting > 0
 
 
-@pytest.fixture
-def while_busy(threads, monkeypatch):
+@pytest.fixture(params=["busy", "waiting"])
+def while_busy(request, threads, in_other_thread, monkeypatch):
     """Return a coroutine function that awaits another one beside a busy thread.
 
     A sibling task occupies Django's thread until the call has looked for a thread three
-    times, or has ended. Meanwhile another thread waits for a lock.
+    times, or has ended. It may wait for a lock there. Meanwhile another thread waits
+    for that lock.
     """
     wait, looks, go_on = clock.wait_for_any, [], threading.Event()
+    lock = db_lock("another", using="memory", timeout=60)
+    hold = in_other_thread(lock.acquire)
 
     async def look(futures, seconds):
         looks.append(seconds)
@@ -437,29 +439,36 @@ def while_busy(threads, monkeypatch):
         await wait(futures, seconds)
 
     async def call(step):
-        looks.clear()
-        go_on.clear()
-        begun = asyncio.Event()
-        begin = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
+        begun = threading.Event()
         sibling = asyncio.create_task(
-            sync_to_async(lambda: (begin(), go_on.wait(30)))()
+            sync_to_async(
+                (lambda: lock.acquire().release())
+                if request.param == "waiting"
+                else (lambda: (begun.set(), go_on.wait(30)))
+            )()
         )
-        await begun.wait()
+        while not begun.is_set():
+            if request.param == "waiting" and hold.queue_length() == 2:
+                break
+            await asyncio.sleep(0.01)
+        looks.clear()
         try:
             return await step()
         finally:
             go_on.set()
             await sibling
 
-    with db_lock("another", using="memory") as hold:
-        other = threads(
-            lambda: db_lock("another", using="memory", timeout=60).acquire().release()
-        )
-        eventually(hold.queue_length)
-        with monkeypatch.context() as patch:
-            patch.setattr(clock, "wait_for_any", look)
-            yield call
-    other.join(30)
+    others = [
+        threads(lambda: lock.acquire().release()),
+        threads(lambda: (go_on.wait(60), hold.release())),
+    ]
+    eventually(hold.queue_length)
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "wait_for_any", look)
+        yield call
+    go_on.set()
+    for thread in others:
+        thread.join(30)
 
 
 @pytest.mark.front
@@ -508,6 +517,48 @@ async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_t
             pass
     await asyncio.to_thread(in_other_thread, hold.release)
     await waiting
+
+
+@pytest.mark.front
+async def test_sync_code_in_a_transaction_waits_for_a_task():
+    """A task releases a key while its request's sync code waits for it in atomic().
+
+    The transaction began after the task's work, so the release does not await it.
+    """
+
+    def wait():
+        with transaction.atomic(), db_lock("stock:7", using="memory", timeout=20) as it:
+            return it.waited
+
+    async with asyncio.timeout(10):
+        async with db_lock("stock:7", using="memory") as hold:
+            waiting = asyncio.create_task(sync_to_async(wait)())
+            while not hold.queue_length():
+                await asyncio.sleep(0.01)
+        assert await waiting > 0
+
+
+@pytest.mark.front
+async def test_a_task_releases_while_nested_async_code_waits():
+    """Sync code of the same request calls a coroutine, which waits for the key.
+
+    The sync code may be in a transaction, which does not concern the task.
+    """
+
+    async def wait():
+        async with db_lock("stock:7", using="memory", timeout=20) as hold:
+            return hold.waited
+
+    def call():
+        with transaction.atomic():
+            return async_to_sync(wait)()
+
+    async with asyncio.timeout(10):
+        async with db_lock("stock:7", using="memory") as hold:
+            waiting = asyncio.create_task(sync_to_async(call)())
+            while not hold.queue_length():
+                await asyncio.sleep(0.01)
+        assert await waiting > 0
 
 
 # The request needs all apps of the test project.
