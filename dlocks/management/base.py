@@ -32,6 +32,10 @@ def add_using(parser: CommandParser) -> None:
     )
 
 
+def add_flag(parser: Any, option: str, text: str) -> None:
+    parser.add_argument(option, action="store_true", help=text)
+
+
 class LockCommand(BaseCommand):
     """A command for the locks of one alias."""
 

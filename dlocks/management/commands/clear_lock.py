@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from dlocks import audit
 from dlocks.backends.base import Backend
 from dlocks.core.policy import check_key
-from dlocks.management.base import LockCommand, matching, plural
+from dlocks.management.base import LockCommand, add_flag, matching, plural
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
     LockRow,
@@ -58,19 +58,11 @@ class Command(LockCommand):
             metavar="TOKEN",
             help="End the shared hold that has this token.",
         )
-        shares.add_argument(
-            "--all-shares", action="store_true", help="End all current shared holds."
-        )
-        parser.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="Only show the locks, and change nothing.",
-        )
-        parser.add_argument("--yes", action="store_true", help="Do not confirm.")
-        parser.add_argument(
-            "--stale-only",
-            action="store_true",
-            help="Clear only what is stale, and refuse what is held.",
+        add_flag(shares, "--all-shares", "End all current shared holds.")
+        add_flag(parser, "--dry-run", "Only show the locks, and change nothing.")
+        add_flag(parser, "--yes", "Do not confirm.")
+        add_flag(
+            parser, "--stale-only", "Clear only what is stale, and refuse what is held."
         )
         parser.add_argument(
             "--reason",

@@ -16,6 +16,7 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.checks import check_tables
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
+from dlocks.management.base import add_flag
 from dlocks.models import LockState
 from dlocks.operations import pages
 
@@ -52,9 +53,7 @@ class Command(BaseCommand):
                 metavar="NUMBER",
                 help=f"Report more than this number of {what} as a problem.",
             )
-        parser.add_argument(
-            "--json", action="store_true", help="A JSON object by alias."
-        )
+        add_flag(parser, "--json", "A JSON object by alias.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:

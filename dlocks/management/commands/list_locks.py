@@ -18,7 +18,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from dlocks.backends.base import Backend
-from dlocks.management.base import LockCommand, matching
+from dlocks.management.base import LockCommand, add_flag, matching
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
     PAGE,
@@ -73,23 +73,15 @@ class Command(LockCommand):
             help="Keys, or patterns such as 'stock:*'.",
         )
         states = parser.add_mutually_exclusive_group()
-        states.add_argument(
-            "--held", action="store_true", help="Only locks that are held or shared."
+        add_flag(states, "--held", "Only locks that are held or shared.")
+        add_flag(
+            states, "--stale", "Only locks whose lease has expired without a release."
         )
-        states.add_argument(
-            "--stale",
-            action="store_true",
-            help="Only locks whose lease has expired without a release.",
-        )
-        states.add_argument(
-            "--all",
-            action="store_true",
-            help="Also free locks, with their last holders.",
-        )
-        parser.add_argument(
+        add_flag(states, "--all", "Also free locks, with their last holders.")
+        add_flag(
+            parser,
             "--waiting",
-            action="store_true",
-            help=(
+            (
                 "Also the shared holds and waiters of each lock, what they wait for,"
                 " and free locks with waiters."
             ),
@@ -99,17 +91,9 @@ class Command(LockCommand):
             choices=SORTED_BY,
             help="Order by the time held or by the number of waiters, largest first.",
         )
-        parser.add_argument(
-            "--wide",
-            action="store_true",
-            help="Do not fit keys and holders into the terminal.",
-        )
+        add_flag(parser, "--wide", "Do not fit keys and holders into the terminal.")
         output = parser.add_mutually_exclusive_group()
-        output.add_argument(
-            "--json",
-            action="store_true",
-            help="A JSON array, with UTC times, and ages in seconds.",
-        )
+        add_flag(output, "--json", "A JSON array, with UTC times, and ages in seconds.")
         output.add_argument(
             "--watch",
             nargs="?",

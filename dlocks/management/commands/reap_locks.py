@@ -9,7 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.management.base import LockCommand, plural
+from dlocks.management.base import LockCommand, add_flag, plural
 from dlocks.values import seconds
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -41,9 +41,7 @@ class Command(LockCommand):
                 " %(default)s."
             ),
         )
-        parser.add_argument(
-            "--dry-run", action="store_true", help="Only count, and change nothing."
-        )
+        add_flag(parser, "--dry-run", "Only count, and change nothing.")
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
         idle_for, dry_run = options["idle_for"], options["dry_run"]
