@@ -60,6 +60,10 @@ class ContractCase(TestCase):
     def released(self, claim: Claim) -> None:
         self.assertTrue(self.backend.release(claim))
 
+    def lost(self, claim: Claim) -> None:
+        self.assertEqual(dict(self.backend.renew([claim])), {})
+        self.assertFalse(self.backend.verify([claim], 2))
+
     def held(self, *args: Any, **options: Any) -> Claim:
         """Acquire a key, and return the claim."""
         claim = self.claim(*args, **options)

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 from django.test import TransactionTestCase, override_settings
 
 from dlocks.testing import BackendContract
@@ -114,13 +114,10 @@ class TestInsert(BackendContract, TransactionTestCase):
 
     def test_the_row_of_a_transaction_is_deleted_after_its_commit(self):
         claim = self.claim(scope="transaction")
-
-        def hold():
+        with transaction.atomic():
             self.granted(claim)
             self.wait_for_the_clock(claim)
             self.backend.release(claim)
-
-        self.in_transaction(hold)
         assert not ResourceLock.objects.filter(pk=claim.key).exists()
 
 
