@@ -6,7 +6,7 @@ A change applies only to the version of a lock that the user was shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -145,6 +145,15 @@ def _by_pages(found: Any) -> Iterator[LockRow]:
             Q(key_resource__gt=last.key_resource)
             | Q(key_resource=last.key_resource, id__gt=last.pk)
         )
+
+
+def with_positions(claims: Iterable[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
+    """Yield queued claims with their positions, or None without a heartbeat."""
+    position = 0
+    for claim in claims:
+        if claim.version is None:
+            position += claim.state == ClaimState.WAITING
+            yield position if claim.state == ClaimState.WAITING else None, claim
 
 
 def in_row(lock: LockRow) -> bool:

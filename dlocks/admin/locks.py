@@ -14,8 +14,8 @@ from dlocks.admin.actions import LockActions
 from dlocks.admin.base import ReadOnlyAdmin
 from dlocks.admin.links import url
 from dlocks.admin.target import Target
-from dlocks.models import ClaimState, ControlRoom, LockQuerySet, LockState, ResourceLock
-from dlocks.operations import LockRow, claims, in_row, name_of
+from dlocks.models import ControlRoom, LockQuerySet, LockState, ResourceLock
+from dlocks.operations import LockRow, claims, in_row, name_of, with_positions
 from dlocks.text import shown_duration, shows_holder
 from dlocks.values import Kept
 
@@ -31,11 +31,9 @@ class StateFilter(admin.SimpleListFilter):
         return LockState.choices
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return (
-            queryset.filter(state=self.value())
-            if self.value() in LockState.values
-            else queryset
-        )
+        if self.value() in LockState.values:
+            return queryset.filter(state=self.value())
+        return queryset
 
 
 @admin.register(ResourceLock)
@@ -138,15 +136,19 @@ class ResourceLockAdmin(LockActions):
         lock, backend = context.get("original"), self.backend()
         if lock is not None and backend is not None:
             of_key = claims(backend, [lock.pk])
-            sharing, queued = (
-                of_key.filter(version__isnull=False),
-                of_key.filter(version__isnull=True),
-            )
+            sharing = of_key.filter(version__isnull=False)
+            queued = of_key.filter(version__isnull=True)
             may_force = self.has_force_release_permission(request)
             context |= {
                 "shares": [self._row(share, may_force) for share in sharing[:SHOWN]],
                 "more_shares": max(0, sharing.count() - SHOWN),
-                "queue": self._queue_rows(queued[:SHOWN], may_force),
+                "queue": [
+                    {
+                        **self._row(claim, may_force and position is None),
+                        "position": position,
+                    }
+                    for position, claim in with_positions(queued[:SHOWN])
+                ],
                 "more_waiters": max(0, queued.count() - SHOWN),
                 "waits": [
                     {
@@ -168,19 +170,6 @@ class ResourceLockAdmin(LockActions):
                 ),
             }
         return super().render_change_form(request, context, *args, **kwargs)
-
-    def _queue_rows(self, queued: Any, may_force: bool) -> list[dict[str, Any]]:
-        position, rows = 0, []
-        for claim in queued:
-            waits = claim.state == ClaimState.WAITING
-            position += waits
-            rows.append(
-                {
-                    **self._row(claim, may_force and not waits),
-                    "position": position if waits else None,
-                }
-            )
-        return rows
 
     def _stale_fields(self, lock: LockRow, of_key: Any) -> list[str]:
         """Return the form fields of everything stale on this page."""

@@ -19,7 +19,7 @@ from django.core.management.base import CommandParser
 
 from dlocks.backends.base import Backend
 from dlocks.management.base import LockCommand, add_flag, matching
-from dlocks.models import ClaimState, LockState
+from dlocks.models import LockState
 from dlocks.operations import (
     PAGE,
     LockRow,
@@ -31,6 +31,7 @@ from dlocks.operations import (
     state_of,
     time_left,
     with_claims,
+    with_positions,
 )
 from dlocks.text import duration, printable
 from dlocks.values import UNLIMITED, WaitingClaim
@@ -163,14 +164,11 @@ class Command(LockCommand):
             widths = self._shortened(widths)
             if first:
                 self._write_row(COLUMNS, widths)
-            behind = (
-                with_claims(backend, page) if waiting else ((lock, []) for lock in page)
-            )
-            waits = backend.inspector.waits_of(page) if waiting else {}
-            for row, (lock, claims) in zip(rows, behind, strict=True):
+            found = _with_queue(backend, page, waiting)
+            for row, (lock, claims, waits) in zip(rows, found, strict=True):
                 stale = lock.state == LockState.STALE
                 self._write_row(row, widths, self.style.WARNING if stale else str)
-                self._write_waits(waits.get(lock.pk, ()), backend.prefix)
+                self._write_waits(waits, backend.prefix)
                 self._write_claims(claims, backend.prefix)
         if not widths:
             self.stdout.write("No locks.")
@@ -208,7 +206,7 @@ class Command(LockCommand):
                     f"    held by {describe(share)}, {mode(share)} (token"
                     f" {share.version})"
                 )
-        for position, claim in _queued(claims):
+        for position, claim in with_positions(claims):
             number = "-" if position is None else position
             held = [printable(key.removeprefix(prefix)) for key in claim.held_keys]
             holds = f", holds {', '.join(map(repr, held))}" if held else ""
@@ -239,14 +237,9 @@ class Command(LockCommand):
     ) -> None:
         before = "["
         for page in locks:
-            waits = backend.inspector.waits_of(page) if waiting else {}
-            for lock, claims in (
-                with_claims(backend, page)
-                if waiting
-                else ((lock, None) for lock in page)
-            ):
+            for lock, claims, waits in _with_queue(backend, page, waiting):
                 fields = self._fields(lock, backend.prefix)
-                if claims is not None:
+                if waiting:
                     fields["shared_by"] = [
                         _share_fields(share)
                         for share in claims
@@ -254,11 +247,10 @@ class Command(LockCommand):
                     ]
                     fields["queue"] = [
                         _queue_fields(position, claim, backend.prefix)
-                        for position, claim in _queued(claims)
+                        for position, claim in with_positions(claims)
                     ]
                     fields["holders_wait_for"] = [
-                        claim.key.removeprefix(backend.prefix)
-                        for claim in waits[lock.pk]
+                        claim.key.removeprefix(backend.prefix) for claim in waits
                     ]
                 self.stdout.write(before + json.dumps(fields), ending="")
                 before = ",\n "
@@ -286,13 +278,15 @@ class Command(LockCommand):
         }
 
 
-def _queued(claims: list[LockRow]) -> Iterator[tuple[int | None, LockRow]]:
-    """Yield queued claims with their positions, or None without a heartbeat."""
-    position = 0
-    for claim in claims:
-        if claim.version is None:
-            position += claim.state == ClaimState.WAITING
-            yield position if claim.state == ClaimState.WAITING else None, claim
+def _with_queue(
+    backend: Backend, locks: list[LockRow], waiting: bool
+) -> Iterator[tuple[LockRow, list[LockRow], Iterable[WaitingClaim]]]:
+    """Yield each lock with its claims and its holders' waits, if ``waiting``."""
+    waits = backend.inspector.waits_of(locks) if waiting else {}
+    for lock, claims in (
+        with_claims(backend, locks) if waiting else ((lock, []) for lock in locks)
+    ):
+        yield lock, claims, waits.get(lock.pk, ())
 
 
 def _claim_fields(claim: LockRow) -> dict[str, Any]:
