@@ -257,17 +257,6 @@ class LockActions(Confirmation):
                     via="admin",
                     database=backend.database,
                 )
-        self._tell(request, done, refused, trouble)
-        return bool(done or refused or trouble)
-
-    def _tell(
-        self,
-        request: HttpRequest,
-        done: dict[audit.What, list[str]],
-        refused: dict[str, list[str]],
-        trouble: str | None,
-    ) -> None:
-        """Show the user the changed keys and the refused ones."""
         for each, keys in done.items():
             text = DONE[each] % {"count": len(keys), "keys": _named(keys)}
             self.message_user(request, text, messages.SUCCESS)
@@ -276,6 +265,7 @@ class LockActions(Confirmation):
             self.message_user(request, text, messages.WARNING)
         if trouble:
             self.message_user(request, trouble, messages.ERROR)
+        return bool(done or refused or trouble)
 
 
 def _clear_one(backend: DatabaseBackend, target: Target, stale_only: bool) -> Change:
@@ -299,9 +289,6 @@ def _clear_one(backend: DatabaseBackend, target: Target, stale_only: bool) -> Ch
 
 def _named(keys: list[str]) -> str:
     named = ", ".join(map(printable, keys[:NAMED]))
-    return (
-        _("%(named)s and %(number)d more")
-        % {"named": named, "number": len(keys) - NAMED}
-        if keys[NAMED:]
-        else named
-    )
+    if (number := len(keys) - NAMED) <= 0:
+        return named
+    return _("%(named)s and %(number)d more") % {"named": named, "number": number}

@@ -184,8 +184,6 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> Any:
         # PostgreSQL raises an error for a NUL in a query's parameter.
-        return (
-            None
-            if "\0" in object_id
-            else super().get_object(request, object_id, from_field)
-        )
+        if "\0" in object_id:
+            return None
+        return super().get_object(request, object_id, from_field)

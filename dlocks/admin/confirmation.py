@@ -28,10 +28,8 @@ class Confirmation(LockColumns):
 
     def _confirmed(self, request: HttpRequest) -> list[Target] | None:
         """Return the targets of a confirmation, or None if it is incomplete."""
-        keys, versions = (
-            request.POST.getlist(name)
-            for name in (helpers.ACTION_CHECKBOX_NAME, "version")
-        )
+        keys = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
+        versions = request.POST.getlist("version")
         try:
             return [
                 Target.parse(key, version)

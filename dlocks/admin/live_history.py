@@ -113,14 +113,13 @@ class LiveHistory:
         """
         if not self.key:
             return None
-        found = list(self._ended.with_times().order_by("-token")[:HOLDS])
         holds = [
             (
                 record.seconds_ago + _seconds(record),
                 record.seconds_ago,
                 self._record(record),
             )
-            for record in found
+            for record in self._ended.with_times().order_by("-token")[:HOLDS]
         ]
         lock = self._busy.first()
         if lock is not None and lock.state == LockState.STALE and self._find_kept():
