@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from dlocks.backends.session.backend import SessionBackend
 
 
+Messages = list[checks.CheckMessage]
+
+
 @checks.register("dlocks")
-def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
+def check_settings(**kwargs: Any) -> Messages:
     """Check that the app is installed, and check each alias of DLOCKS."""
-    messages: list[checks.CheckMessage] = []
+    messages: Messages = []
     if not apps.is_installed("dlocks"):
         messages.append(
             checks.Error(
@@ -70,7 +73,7 @@ def _incorrect(error: ImproperlyConfigured) -> checks.Error:
 
 
 @checks.register("dlocks", deploy=True)
-def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
+def check_deployment(**kwargs: Any) -> Messages:
     """Check that no alias of DLOCKS has a backend for tests.
 
     It is run by 'manage.py check --deploy'.
@@ -106,9 +109,7 @@ def _made() -> Iterator[tuple[str, Backend]]:
 
 
 @checks.register("dlocks", checks.Tags.database)
-def check_tables(
-    databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[checks.CheckMessage]:
+def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> Messages:
     """Check the tables in the databases.
 
     It is run by 'manage.py check --database default'.
@@ -116,7 +117,7 @@ def check_tables(
     from dlocks.backends.database.backend import DatabaseBackend
     from dlocks.backends.session.backend import SessionBackend
 
-    messages: list[checks.CheckMessage] = []
+    messages: Messages = []
     if not apps.is_installed("dlocks"):
         return messages
     seen = set()
@@ -147,7 +148,7 @@ def check_tables(
     return messages
 
 
-def _check_session(backend: SessionBackend) -> list[checks.CheckMessage]:
+def _check_session(backend: SessionBackend) -> Messages:
     try:
         backend.try_session()
     except ImproperlyConfigured as error:
@@ -161,7 +162,7 @@ def _check_session(backend: SessionBackend) -> list[checks.CheckMessage]:
     return []
 
 
-def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+def _check_migrated(backend: DatabaseBackend) -> Messages:
     from dlocks.models import HoldRecord, LockClaim, ResourceLock
 
     locks, claims = ResourceLock._meta.db_table, LockClaim._meta.db_table
@@ -193,7 +194,7 @@ def _check_migrated(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     ]
 
 
-def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+def _check_schema(backend: DatabaseBackend) -> Messages:
     if backend.connection.vendor != "postgresql":
         return []
     refusal = find_tables(backend.connection).refusal(backend.database)
@@ -201,16 +202,10 @@ def _check_schema(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     return [] if refusal is None else [checks.Warning(refusal, id="dlocks.W008")]
 
 
-def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+def _check_innodb(backend: DatabaseBackend) -> Messages:
     from dlocks.fields import KeyField
     from dlocks.models import LockClaim, ResourceLock
 
-    fields = [
-        field
-        for model in (ResourceLock, LockClaim)
-        for field in model._meta.concrete_fields
-        if isinstance(field, KeyField)
-    ]
     ours = "table_schema = DATABASE() AND table_name IN (%s, %s)"
     names = [ResourceLock._meta.db_table, LockClaim._meta.db_table]
     with backend.connection.cursor() as cursor:
@@ -227,7 +222,7 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         collations = {
             (table, column): collation for table, column, collation in cursor.fetchall()
         }
-    messages: list[checks.CheckMessage] = [
+    messages: Messages = [
         checks.Error(
             f"The table {table} on database {backend.database!r} uses {engine}, which"
             " has neither transactions nor row locks, so its locks are not safe.",
@@ -237,7 +232,12 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
         for table, engine in engines
         if engine != "InnoDB"
     ]
-    for field in fields:
+    for field in (
+        *ResourceLock._meta.concrete_fields,
+        *LockClaim._meta.concrete_fields,
+    ):
+        if not isinstance(field, KeyField):
+            continue
         table, column = field.model._meta.db_table, field.column
         wanted = field.db_parameters(backend.connection)["collation"]
         if (found := collations.get((table, column), wanted)) != wanted:
@@ -255,7 +255,7 @@ def _check_innodb(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     return messages
 
 
-def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
+def _check_isolation(backend: DatabaseBackend) -> Messages:
     """Check the isolation level of a session.
 
     It may be a default of the server, the database or the role.
@@ -268,13 +268,11 @@ def _check_isolation(backend: DatabaseBackend) -> list[checks.CheckMessage]:
     with connection.cursor() as cursor:
         cursor.execute(backend.dialect.show_isolation)
         level, *all_or_nothing = cursor.fetchone()
-    messages: list[checks.CheckMessage] = []
-    # PostgreSQL treats READ UNCOMMITTED as READ COMMITTED.
-    fit = (
-        {"READ COMMITTED", "READ UNCOMMITTED"}
-        if connection.vendor == "postgresql"
-        else {"READ COMMITTED"}
-    )
+    messages: Messages = []
+    fit = {"READ COMMITTED"}
+    if connection.vendor == "postgresql":
+        # PostgreSQL treats READ UNCOMMITTED as READ COMMITTED.
+        fit.add("READ UNCOMMITTED")
     if level.upper().replace("-", " ") not in fit:
         how = (
             "'read committed'"
