@@ -70,15 +70,10 @@ class SchemaQuerySet(models.QuerySet[Any]):
     """
 
     def __init__(
-        self,
-        model: Any = None,
-        query: Any = None,
-        using: str | None = None,
-        hints: Any = None,
+        self, model: Any = None, query: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(
-            model, SchemaQuery(model) if query is None else query, using, hints
-        )
+        query = SchemaQuery(model) if query is None else query
+        super().__init__(model, query, *args, **kwargs)
 
 
 class ClockQuerySet(SchemaQuerySet):
@@ -113,18 +108,21 @@ class LockQuerySet(ClockQuerySet):
         ``state`` ignores shared holds. This method includes them.
         """
         by_row, shared = self.query.annotations["state"], models.Q(shares__gt=0)
+        claims = LockClaim.objects.filter(key_resource=models.OuterRef("pk"))
+        claims = claims.annotate(left=SecondsUntil("end_time")).order_by()
+        shares = claims.filter(version__isnull=False)
         free = models.Q(seconds_left__lte=0) & ~self.model.LEFT
         live = models.Q(left__gt=0) | models.Q(pk__in=kept.shares)
         return self.annotate(
-            waiting=_number_of(version__isnull=True, left__gt=0),
+            waiting=_number_of(claims.filter(version__isnull=True, left__gt=0)),
             sharing=models.Case(
                 models.When(shares=0, then=0),
-                default=_number_of(live, version__isnull=False),
+                default=_number_of(shares.filter(live)),
             ),
             state=models.Case(
                 models.When(~free | ~shared, then=by_row),
-                _when(_any_of(live, version__isnull=False), LockState.SHARED),
-                _when(_any_of(version__isnull=False), LockState.STALE),
+                _when(models.Exists(shares.filter(live)), LockState.SHARED),
+                _when(models.Exists(shares), LockState.STALE),
                 default=by_row,
             ),
         )
@@ -171,27 +169,9 @@ def _when(condition: Any, state: models.TextChoices) -> models.When:
     return models.When(condition, then=models.Value(state.value))
 
 
-def _claims(*terms: models.Q, **conditions: Any) -> Any:
-    claims = LockClaim.objects.filter(key_resource=models.OuterRef("pk"))
-    return (
-        claims.annotate(left=SecondsUntil("end_time"))
-        .filter(*terms, **conditions)
-        .order_by()
-    )
-
-
-def _any_of(*terms: models.Q, **conditions: Any) -> models.Exists:
-    return models.Exists(_claims(*terms, **conditions))
-
-
-def _number_of(*terms: models.Q, **conditions: Any) -> Coalesce:
-    number = (
-        _claims(*terms, **conditions)
-        .values("key_resource")
-        .annotate(number=models.Count("pk"))
-        .values("number")
-    )
-    return Coalesce(models.Subquery(number), 0)
+def _number_of(claims: Any) -> Coalesce:
+    by_key = claims.values("key_resource").annotate(number=models.Count("pk"))
+    return Coalesce(models.Subquery(by_key.values("number")), 0)
 
 
 class ResourceLock(models.Model):
