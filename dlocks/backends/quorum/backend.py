@@ -16,9 +16,10 @@ its majority before it counts.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from statistics import mode
 from typing import Any, ClassVar
 
 from django.utils.translation import gettext_lazy
@@ -160,15 +161,12 @@ class QuorumBackend(Votes):
             if len(left) >= self.majority:
                 result[claim.owner] = min(claim.ttl, self._guaranteed(left))
                 term.ends = sent + result[claim.owner]
-                self._retry_members(
-                    claim,
-                    term,
-                    [
-                        alias
-                        for alias, said in answers.said.items()
-                        if term.owner not in said
-                    ],
-                )
+                without = [
+                    alias
+                    for alias, said in answers.said.items()
+                    if term.owner not in said
+                ]
+                self._retry_members(claim, term, without)
             elif len(answers.said) - len(left) > len(self.of) - self.majority:
                 self._end(claim, term)
             else:
@@ -202,11 +200,10 @@ class QuorumBackend(Votes):
         if answers.no() >= self.majority:
             return None
         holders = [holder for holder in answers.said.values() if holder is not None]
-        ((who, _),) = Counter(
-            (holder.holder, holder.owner_ip) for holder in holders
-        ).most_common(1)
-        same = [holder for holder in holders if (holder.holder, holder.owner_ip) == who]
-        last: Holder = min(same, key=lambda holder: holder.remaining)
+        who = attrgetter("holder", "owner_ip")
+        most = mode(map(who, holders))
+        same = [holder for holder in holders if who(holder) == most]
+        last: Holder = min(same, key=attrgetter("remaining"))
         return replace(
             last,
             key=key,

@@ -17,11 +17,9 @@ T = TypeVar("T")
 # reply blocks that many requests.
 THREADS = 8
 
-
 # Requests to a member that wait for a thread. The oldest is dropped, since its caller
 # no longer waits for it.
 QUESTIONS = 1000
-
 
 # Seconds for which an idle thread keeps its connections. It is less than the time for
 # which DROP DATABASE waits for them to close.
