@@ -19,7 +19,6 @@ from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 T = TypeVar("T")
 
 DEFAULT_ALIAS = "default"
-DEFAULT: dict[str, Any] = {DEFAULT_ALIAS: {}}
 DEFAULT_BACKEND = "dlocks.backends.database.PessimisticBackend"
 
 
@@ -57,7 +56,7 @@ class BackendHandler:
             raise ImproperlyConfigured(
                 f"DLOCKS must be a dict of aliases, not {type(configured).__name__}."
             )
-        return {**DEFAULT, **configured}
+        return {DEFAULT_ALIAS: {}, **configured}
 
     def __getitem__(self, alias: str) -> Backend:
         try:

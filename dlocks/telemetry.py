@@ -128,17 +128,14 @@ class OpenTelemetry(Watcher):
         meter = metrics.get_meter("dlocks", __version__)
         self._tracer = trace.get_tracer("dlocks", __version__)
         self._spans: WeakKeyDictionary[ObservedHold, trace.Span] = WeakKeyDictionary()
-        self._wait = meter.create_histogram(
-            "dlocks.wait.duration",
-            "s",
-            "Time for which callers waited for a key.",
-            explicit_bucket_boundaries_advisory=BOUNDARIES,
-        )
-        self._hold = meter.create_histogram(
-            "dlocks.hold.duration",
-            "s",
-            "Time for which keys were held.",
-            explicit_bucket_boundaries_advisory=BOUNDARIES,
+        self._wait, self._hold = (
+            meter.create_histogram(
+                name, "s", text, explicit_bucket_boundaries_advisory=BOUNDARIES
+            )
+            for name, text in (
+                ("dlocks.wait.duration", "Time for which callers waited for a key."),
+                ("dlocks.hold.duration", "Time for which keys were held."),
+            )
         )
         self._contentions = meter.create_counter(
             "dlocks.contentions", "{attempt}", "Attempts that found the key busy."

@@ -86,10 +86,5 @@ def jain(counts: Sequence[float]) -> float:
 
 def number_of(value: float) -> str:
     """Return a figure with about three significant digits."""
-    return (
-        f"{value:,.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-    )
+    decimals = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{decimals}f}"
