@@ -97,9 +97,7 @@ class SessionBackend(EngineQueue):
     def supports_sharing(self) -> bool:  # type: ignore[override]
         return self._kind.shares
 
-    @property
-    def supports_transactions(self) -> bool:  # type: ignore[override]
-        return self._kind.shares
+    supports_transactions = supports_sharing
 
     @property
     def identity(self) -> str:
