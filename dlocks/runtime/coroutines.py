@@ -60,13 +60,9 @@ def is_away_from_tenant() -> bool:
     return _get_running_loop() is not None or name.startswith("dlocks-spare")
 
 
-def _place_in(loop: Any) -> Any:
+def _place_in(executor: Any, loop: Any) -> Any:
     """Return what asgiref chooses the sync thread of this context by."""
-    return (
-        getattr(AsyncToSync.executors, "current", None)
-        or SyncToAsync.thread_sensitive_context.get(None)
-        or loop
-    )
+    return executor or SyncToAsync.thread_sensitive_context.get(None) or loop
 
 
 @contextmanager
@@ -82,7 +78,10 @@ def waiting_for_a_lock() -> Iterator[None]:
         served = getattr(AsyncToSync.executors, "current", None)
         thread = getattr(served, "_work_thread", False)
     elif not open_connections():
-        place = _place_in(getattr(SyncToAsync.threadlocal, "main_event_loop", None))
+        loop = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
+        # An interrupt could leave the lock of ``AsyncToSync.executors`` locked, and all
+        # other threads would hang.
+        place = _place_in(AsyncToSync.loop_thread_executors.get(loop), loop)
         if place is not None:
             _sync_threads.setdefault(place, thread)
     wait = thread, served
@@ -151,7 +150,8 @@ class _Call(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self.outcome: Future[T] = Future()
         self._function = function
-        self.place = _place_in(_get_running_loop())
+        executor = getattr(AsyncToSync.executors, "current", None)
+        self.place = _place_in(executor, _get_running_loop())
         self._turn = threading.Lock()
         self.is_in_worker = False
 

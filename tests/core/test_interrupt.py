@@ -10,9 +10,18 @@ import threading
 import time
 
 import pytest
+from asgiref.sync import AsyncToSync
 from django.db import connection, connections, transaction
 
-from dlocks import Lock, LockError, LockLost, db_lock, db_semaphore, resume_hold
+from dlocks import (
+    Lock,
+    LockError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_semaphore,
+    resume_hold,
+)
 from tests.internals import (
     LockClaim,
     ResourceLock,
@@ -329,6 +338,19 @@ def test_random_signals_leave_no_key_taken(
     assert is_free(using)
     until(nothing_is_kept)
     leaves_no_claim(until)
+
+
+@pytest.mark.front
+def test_a_waiting_thread_leaves_asgiref_s_lock_alone(monkeypatch, held_elsewhere):
+    """An interrupt could leave it locked, and other threads would wait without end."""
+
+    class Locked:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(AsyncToSync, "executors", Locked())
+    with held_elsewhere(), pytest.raises(LockTimeout):
+        db_lock("stock:7", timeout=0.2).acquire()
 
 
 def is_before_exit(error):
