@@ -371,8 +371,11 @@ def _check_gaps(
     waiting = _union(
         piece for turn in turns for piece in _minus(turn.waits, stops.get(turn.pid, ()))
     )
+    unnoticed = _unnoticed_deaths(events)
     occupied = _union(
-        piece for turn in turns if (piece := _occupied(turn, stops)) is not None
+        piece
+        for turn in turns
+        if (piece := _occupied(turn, stops, unnoticed)) is not None
     )
     released_at = {
         turn.end: turn for turn in turns if turn.scope == "lease" and turn.answer == ""
@@ -474,12 +477,21 @@ def _check_registers(history: History, report: Report) -> None:
             )
 
 
-def _occupied(turn: Held, stops: Mapping[int, list[Interval]]) -> Interval | None:
+def _occupied(
+    turn: Held, stops: Mapping[int, list[Interval]], unnoticed: set[int]
+) -> Interval | None:
     """Return when a hold rightly kept other callers out.
 
     The lease of a worker that waits for another key is renewed until the worker is
-    stopped, although the worker does not record it.
+    stopped, although the worker does not record it. A transaction whose process died
+    unnoticed stays open on the server, with its row locks.
     """
+    if (
+        turn.scope == "transaction"
+        and turn.pid in unnoticed
+        and turn.died < min(turn.gone, turn.refused)
+    ):
+        return turn.asked, FOREVER
     if not turn.waited_inside or turn.scope == "transaction" or turn.got is None:
         return turn.occupies
     got = turn.got
@@ -505,6 +517,26 @@ def _note_waits_inside(turns: Iterable[Held]) -> None:
 
 
 # Intervals.
+
+
+def _unnoticed_deaths(events: Iterable[list[Any]]) -> set[int]:
+    """Return the processes that were killed while they were cut off.
+
+    The kernel gives up sending the end of their connections after the worker's
+    ``tcp_user_timeout``. The server learns of it by its keepalive, after two hours by
+    default.
+    """
+    cut_off: set[int] = set()
+    dead = set()
+    for kind, _, *details in events:
+        if kind == "partition":
+            cut_off.add(details[0])
+        elif kind == "heal":
+            # One link connects all of them.
+            cut_off.clear()
+        elif kind == "kill" and details[0] in cut_off:
+            dead.add(details[0])
+    return dead
 
 
 def _stops(events: Iterable[list[Any]]) -> Mapping[int, list[Interval]]:

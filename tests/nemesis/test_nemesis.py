@@ -266,6 +266,30 @@ def test_the_checker_detects_a_key_stuck_after_a_partition():
 
 
 @pytest.mark.front
+@pytest.mark.parametrize(
+    ("scope", "healed", "found"),
+    [
+        ("transaction", 15, set()),
+        ("transaction", 11, {"stuck"}),
+        ("lease", 15, {"stuck"}),
+    ],
+)
+def test_the_checker_knows_of_transactions_nobody_can_end(scope, healed, found):
+    """The server does not notice a death behind a partition, but a lease expires."""
+    dead = turn(1, 10, 12, 5, scope=scope)
+    dead.end, dead.gone, dead.answer, dead.died = 1e6, 1e6, None, 12
+    late = turn(2, 40, 41, 6)
+    late.asked = 10.6
+    events = [
+        ["partition", 10.5, 1, "holding", "k"],
+        ["heal", healed, 3],
+        ["kill", 12, 1, "holding", "k"],
+    ]
+    events.sort(key=lambda event: event[1])
+    assert violations(dead, late, events=events) == found
+
+
+@pytest.mark.front
 def test_the_checker_detects_a_grant_unknown_to_the_database():
     assert violations(turn(1, 10, 11, 5), granted={("k", 4)}) == {"phantoms"}
     assert violations(turn(1, 10, 11, 5), granted={("k", 5)}) == set()
