@@ -558,9 +558,9 @@ def test_every_row_of_the_safety_page_names_a_test():
     assert [row for row in rows if ".py::test_" not in row] == []
 
 
-async def test_the_examples_on_deployment():
+async def test_the_example_on_servers():
     """The application answers a server that starts, as Django's own does not."""
-    application = pages.run("how-to/deployment").application
+    application = pages.run("how-to/async").application
     sent = []
 
     async def receive():
