@@ -78,7 +78,7 @@ def waiting_for_a_lock() -> Iterator[None]:
         served = getattr(AsyncToSync.executors, "current", None)
         thread = getattr(served, "_work_thread", False)
     elif not open_connections():
-        loop = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
+        loop: Any = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
         # An interrupt could leave the lock of ``AsyncToSync.executors`` locked, and all
         # other threads would hang.
         place = _place_in(AsyncToSync.loop_thread_executors.get(loop), loop)
