@@ -9,7 +9,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import Caller, note_acquired
@@ -18,70 +18,6 @@ from dlocks.core.lock import Lock
 from dlocks.core.multi_hold import LossOfMember, MultiHold
 from dlocks.core.policy import check_key
 from dlocks.runtime import clock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MultiLock(Lock):
-    """A lock on several keys, as returned by ``db_lock()``.
-
-    It is acquired when all keys are. All are requested at once, in one statement where
-    the backend can. If one is busy, they are acquired one by one, in the order of their
-    bytes and each in its queue. ``timeout`` covers all keys together. When it passes,
-    the keys acquired so far are released. ``key`` lists all keys, for people.
-    """
-
-    # One lock per key, in order.
-    locks: tuple[Lock, ...]
-
-    def __post_init__(self) -> None:
-        """Check nothing. The lock of each key checks itself."""
-
-    @classmethod
-    def of(cls, keys: Sequence[str], **options: Any) -> MultiLock:
-        """Return the lock on the keys. A duplicate key counts once."""
-        for key in keys:
-            check_key(key)
-        # Strings sort like their UTF-8, also behind a common prefix.
-        ordered = sorted(set(keys))
-        locks = tuple(Lock(key=key, **options) for key in ordered)
-        # As the locks have them, with durations in seconds.
-        policy = {name: getattr(locks[0], name) for name in options}
-        return cls(key=", ".join(ordered), locks=locks, **policy)
-
-    # These return the hold of several keys. Type checkers need to know.
-    if TYPE_CHECKING:
-
-        def acquire(self) -> MultiHold: ...
-        def try_acquire(self) -> MultiHold | None: ...
-        def __enter__(self) -> MultiHold: ...
-        async def aacquire(self) -> MultiHold: ...
-        async def atry_acquire(self) -> MultiHold | None: ...
-        async def __aenter__(self) -> MultiHold: ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(lock.key for lock in self.locks)
-
-    def __call__(self, function: Any) -> Any:
-        raise TypeError(
-            "A lock on several keys cannot be a decorator. Use 'with db_lock(…)' inside"
-            " the function."
-        )
-
-    def holder(self) -> Any:
-        """Return the holder of the first key that is held, or None."""
-        return next(
-            (holder for lock in self.locks if (holder := lock.holder()) is not None),
-            None,
-        )
-
-    def locked(self) -> bool:
-        """Return whether any of the keys is leased, by this caller or another."""
-        return any(lock.locked() for lock in self.locks)
-
-    def held(self) -> bool:
-        """Return whether this caller holds all keys. This does no I/O."""
-        return all(lock.held() for lock in self.locks)
 
 
 class MultiAcquisition:
@@ -175,4 +111,66 @@ class MultiAcquisition:
             member.hold = member.accept(grant, sent)
 
 
-MultiLock._acquisition = MultiAcquisition
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MultiLock(Lock):
+    """A lock on several keys, as returned by ``db_lock()``.
+
+    It is acquired when all keys are. All are requested at once, in one statement where
+    the backend can. If one is busy, they are acquired one by one, in the order of their
+    bytes and each in its queue. ``timeout`` covers all keys together. When it passes,
+    the keys acquired so far are released. ``key`` lists all keys, for people.
+    """
+
+    _acquisition: ClassVar[Any] = MultiAcquisition
+    # One lock per key, in order.
+    locks: tuple[Lock, ...]
+
+    def __post_init__(self) -> None:
+        """Check nothing. The lock of each key checks itself."""
+
+    @classmethod
+    def of(cls, keys: Sequence[str], **options: Any) -> MultiLock:
+        """Return the lock on the keys. A duplicate key counts once."""
+        for key in keys:
+            check_key(key)
+        # Strings sort like their UTF-8, also behind a common prefix.
+        ordered = sorted(set(keys))
+        locks = tuple(Lock(key=key, **options) for key in ordered)
+        # As the locks have them, with durations in seconds.
+        policy = {name: getattr(locks[0], name) for name in options}
+        return cls(key=", ".join(ordered), locks=locks, **policy)
+
+    # These return the hold of several keys. Type checkers need to know.
+    if TYPE_CHECKING:
+
+        def acquire(self) -> MultiHold: ...
+        def try_acquire(self) -> MultiHold | None: ...
+        def __enter__(self) -> MultiHold: ...
+        async def aacquire(self) -> MultiHold: ...
+        async def atry_acquire(self) -> MultiHold | None: ...
+        async def __aenter__(self) -> MultiHold: ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(lock.key for lock in self.locks)
+
+    def __call__(self, function: Any) -> Any:
+        raise TypeError(
+            "A lock on several keys cannot be a decorator. Use 'with db_lock(…)' inside"
+            " the function."
+        )
+
+    def holder(self) -> Any:
+        """Return the holder of the first key that is held, or None."""
+        return next(
+            (holder for lock in self.locks if (holder := lock.holder()) is not None),
+            None,
+        )
+
+    def locked(self) -> bool:
+        """Return whether any of the keys is leased, by this caller or another."""
+        return any(lock.locked() for lock in self.locks)
+
+    def held(self) -> bool:
+        """Return whether this caller holds all keys. This does no I/O."""
+        return all(lock.held() for lock in self.locks)

@@ -214,11 +214,11 @@ def test_a_silent_cluster_fails_in_bounded_time(
 
 
 def test_a_cluster_release_whose_reply_is_lost_is_a_release(empty, monkeypatch):
-    """The client sends the request again, and nobody else has taken the key."""
+    """The request is sent again, and no other caller has acquired the key."""
     backend = RedisBackend(
         "cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True
     )
-    claim = Claim(key="key", ttl=30.0, holder="somebody")
+    claim = Claim(key="key", ttl=30.0, holder="holder")
     # The script is loaded, so the next reply is that to the release.
     assert backend.acquire(claim)
     assert backend.release(claim)

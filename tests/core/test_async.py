@@ -519,43 +519,30 @@ async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_t
     await waiting
 
 
-@pytest.mark.front
-async def test_sync_code_in_a_transaction_waits_for_a_task():
-    """A task releases a key while its request's sync code waits for it in atomic().
-
-    The transaction began after the task's work, so the release does not await it.
-    """
-
-    def wait():
-        with transaction.atomic(), db_lock("stock:7", using="memory", timeout=20) as it:
-            return it.waited
-
-    async with asyncio.timeout(10):
-        async with db_lock("stock:7", using="memory") as hold:
-            waiting = asyncio.create_task(sync_to_async(wait)())
-            while not hold.queue_length():
-                await asyncio.sleep(0.01)
-        assert await waiting > 0
+def wait_in_a_transaction():
+    with transaction.atomic(), db_lock("stock:7", using="memory", timeout=20) as hold:
+        return hold.waited
 
 
-@pytest.mark.front
-async def test_a_task_releases_while_nested_async_code_waits():
-    """Sync code of the same request calls a coroutine, which waits for the key.
-
-    The sync code may be in a transaction, which does not concern the task.
-    """
-
+def wait_in_nested_async_code():
     async def wait():
         async with db_lock("stock:7", using="memory", timeout=20) as hold:
             return hold.waited
 
-    def call():
-        with transaction.atomic():
-            return async_to_sync(wait)()
+    with transaction.atomic():
+        return async_to_sync(wait)()
 
+
+@pytest.mark.front
+@pytest.mark.parametrize("wait", [wait_in_a_transaction, wait_in_nested_async_code])
+async def test_a_task_releases_while_its_sync_code_waits(wait):
+    """Sync code of the same request waits for the key of a task, also in ``atomic()``.
+
+    The transaction began after the task's work, so the release does not await it.
+    """
     async with asyncio.timeout(10):
         async with db_lock("stock:7", using="memory") as hold:
-            waiting = asyncio.create_task(sync_to_async(call)())
+            waiting = asyncio.create_task(sync_to_async(wait)())
             while not hold.queue_length():
                 await asyncio.sleep(0.01)
         assert await waiting > 0

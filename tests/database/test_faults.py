@@ -334,7 +334,7 @@ class SlowToCommit(PostgreSQL):
     def command(self):
         return [
             *super().command(),
-            *("-c", "synchronous_standby_names=nobody"),
+            *("-c", "synchronous_standby_names=absent"),
             *("-c", "synchronous_commit=local"),
         ]
 

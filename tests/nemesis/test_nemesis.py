@@ -274,7 +274,7 @@ def test_the_checker_detects_a_key_stuck_after_a_partition():
         ("lease", 15, {"stuck"}),
     ],
 )
-def test_the_checker_knows_of_transactions_nobody_can_end(scope, healed, found):
+def test_the_checker_expects_no_end_of_a_cut_off_transaction(scope, healed, found):
     """The server does not notice a death behind a partition, but a lease expires."""
     dead = turn(1, 10, 12, 5, scope=scope)
     dead.end, dead.gone, dead.answer, dead.died = 1e6, 1e6, None, 12

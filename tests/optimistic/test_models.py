@@ -699,14 +699,21 @@ JOINED = pytest.mark.parametrize(
 )
 
 
+def create_a_row_of(rows):
+    """Create a row that matches. Return its model, and the field that tests write."""
+    model = rows().model
+    if model is Restaurant:
+        model.objects.create()
+        return model, "name"
+    model.objects.create(author=Counter.objects.create(name="o"))
+    return model, "title"
+
+
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @JOINED
 def test_a_version_filter_is_atomic_across_tables(rows, in_other_thread):
-    owner = Counter.objects.create(name="o")
-    model = rows().model
-    field = "name" if model is Restaurant else "title"
-    model.objects.create(**{"author": owner} if model is not Restaurant else {})
+    model, field = create_a_row_of(rows)
     theirs = []
 
     def come_between(execute, sql, params, many, context):
@@ -726,10 +733,7 @@ def test_a_version_filter_is_atomic_across_tables(rows, in_other_thread):
 @JOINED
 def test_a_version_filter_compares_at_repeatable_read(rows, in_other_thread):
     """A row that has changed since the transaction's snapshot is not overwritten."""
-    owner = Counter.objects.create(name="o")
-    model = rows().model
-    field = "name" if model is Restaurant else "title"
-    model.objects.create(**{"author": owner} if model is not Restaurant else {})
+    model, field = create_a_row_of(rows)
     try:
         with jobs.isolated("REPEATABLE READ"), transaction.atomic():
             assert rows().exists()

@@ -59,7 +59,7 @@ class Maintenance(KeyQueue):
         return self._end(step, sql, {"key": key, "version": version})
 
     def _end(self, step: Any, sql: str, parameters: dict[str, Any]) -> bool:
-        """End what a statement finds in a step, and return whether this was done."""
+        """Run a step on the row that is found, and return whether it was ended."""
         sql = self._text(sql)
         # Read first, because a step would create a missing lock row.
         for found in self._rows(sql, parameters):

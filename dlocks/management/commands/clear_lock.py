@@ -62,7 +62,7 @@ class Command(LockCommand):
         add_flag(parser, "--dry-run", "Only show the locks, and change nothing.")
         add_flag(parser, "--yes", "Do not confirm.")
         add_flag(
-            parser, "--stale-only", "Clear only what is stale, and refuse what is held."
+            parser, "--stale-only", "Clear only stale locks, and refuse held ones."
         )
         parser.add_argument(
             "--reason",
