@@ -93,7 +93,7 @@ def test_an_alias_with_options_alone_has_the_default_backend():
             },
             (
                 r"accepts database, deadlock_after, expiry, grace, history, listen,"
-                r" prefix, prepare, slow_hold, slow_wait, timeout, ttl"
+                r" prefix, prepare, slow_hold, slow_wait, spin, timeout, ttl"
             ),
         ),
         (

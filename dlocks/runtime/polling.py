@@ -14,8 +14,8 @@ from types import BuiltinFunctionType
 
 from dlocks.runtime import clock
 
-# Seconds for which a reader polls before it sleeps. Waking a thread often takes as long
-# as the reply.
+# Seconds for which a reader polls before it sleeps, unless the option ``spin`` says
+# otherwise. Waking a thread often takes as long as the reply.
 SPIN_SECONDS = 0.000_25
 
 # Number of slower replies in a row after which a reader sleeps at once, until a reply
@@ -23,18 +23,17 @@ SPIN_SECONDS = 0.000_25
 LATE_REPLIES_LIMIT = 3
 
 
-def readable(file: int) -> Callable[..., object]:
+def readable(file: int, spin: float = SPIN_SECONDS) -> Callable[..., object]:
     """Return a function that waits until a file is readable or closed.
 
     It is meant for frequent waits for short replies. The function takes a ``timeout``
     in seconds and returns whether the file is ready. While replies arrive quickly, it
-    polls before it sleeps, as mutexes do. Between two polls it yields the processor.
+    polls for ``spin`` seconds before it sleeps, as mutexes do. Between two polls it
+    yields the processor.
     """
-    if not isinstance(
-        getattr(select, "poll", None), BuiltinFunctionType
-    ) or not hasattr(os, "sched_yield"):
-        # There is no poll(), or it is gevent's, which belongs to the thread that
-        # created it.
+    # gevent's poll() belongs to the thread that created it.
+    is_own = isinstance(getattr(select, "poll", None), BuiltinFunctionType)
+    if not spin or not is_own or not hasattr(os, "sched_yield"):
         return partial(ready, file)
     poll = select.poll()
     poll.register(file, select.POLLIN)
@@ -46,7 +45,7 @@ def readable(file: int) -> Callable[..., object]:
             return bool(look(0))
         began = clock.real_now()
         if late < LATE_REPLIES_LIMIT:
-            while clock.real_now() - began < SPIN_SECONDS:
+            while clock.real_now() - began < spin:
                 if look(0):
                     late = 0
                     return True
@@ -54,7 +53,7 @@ def readable(file: int) -> Callable[..., object]:
         # Use another poll object. A signal handler that runs in the middle of this wait
         # may wait for the same file.
         found = ready(file, timeout=timeout)
-        late = 0 if clock.real_now() - began < SPIN_SECONDS else late + 1
+        late = 0 if clock.real_now() - began < spin else late + 1
         return bool(found)
 
     return wait

@@ -218,6 +218,7 @@ class Dialect:
         parameters: Mapping[str, Any],
         *,
         through_a_pooler: bool,
+        spin: float,
     ) -> Reply | None:
         """Execute a statement with the driver, without Django's cursor.
 

@@ -101,11 +101,9 @@ class InnoDB(Dialect):
         index = " FORCE INDEX (PRIMARY)" if primary == "key_resource" else ""
         return (
             f"(SELECT {primary} AS picked FROM {table}{index} WHERE {where} LIMIT"
-            f" 1000000 FOR UPDATE SKIP LOCKED) AS picks {self._joined(table, primary)}"
+            f" 1000000 FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN {table} FORCE"
+            f" INDEX (PRIMARY) ON {primary} = picked"
         )
-
-    def _joined(self, table: str, primary: str) -> str:
-        return f"STRAIGHT_JOIN {table} FORCE INDEX (PRIMARY) ON {primary} = picked"
 
     def fitted(self, text: str, raw: Any) -> str:
         # The columns are in utf8mb4, whatever the database's character set. The session

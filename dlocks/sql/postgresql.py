@@ -93,10 +93,9 @@ class PostgreSQL(Dialect):
         parameters: Mapping[str, Any],
         *,
         through_a_pooler: bool,
+        spin: float,
     ) -> Reply | None:
-        statements = PreparedStatements.of(
-            connection, through_a_pooler=through_a_pooler
-        )
+        statements = PreparedStatements.of(connection, through_a_pooler, spin)
         if statements is None:
             return None
         try:
@@ -109,11 +108,9 @@ class PostgreSQL(Dialect):
         # reading it needs no statement.
         encoding = raw.info.parameter_status("server_encoding") or "UTF8"
         # SQL_ASCII stores the bytes as they are, and the session sends UTF-8.
-        return (
-            text
-            if encoding in {"UTF8", "SQL_ASCII"}
-            else escape_unencodable(text, encoding)
-        )
+        if encoding in {"UTF8", "SQL_ASCII"}:
+            return text
+        return escape_unencodable(text, encoding)
 
     def code_of(self, error: BaseException) -> object:
         return sqlstate_of(error)

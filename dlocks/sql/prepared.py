@@ -70,7 +70,7 @@ class PreparedStatements:
     instrumented, see ``is_instrumented()``.
     """
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, spin: float) -> None:
         from psycopg import pq
 
         # These are numbers, since a lookup in a set of enum members costs more than the
@@ -78,7 +78,7 @@ class PreparedStatements:
         self._tuples_ok = int(pq.ExecStatus.TUPLES_OK)
         self._command_ok = int(pq.ExecStatus.COMMAND_OK)
         self._pgconn: PGconn = connection.pgconn
-        self._await_answer = readable(self._pgconn.socket)
+        self._await_answer = readable(self._pgconn.socket, spin)
         self._backend_pid: int = connection.info.backend_pid
         # Whether the session belongs to this process alone. None if that is not known
         # yet.
@@ -87,7 +87,9 @@ class PreparedStatements:
         self._statements: dict[str, _Statement] = {}
 
     @classmethod
-    def of(cls, wrapper: Any, *, through_a_pooler: bool) -> PreparedStatements | None:
+    def of(
+        cls, wrapper: Any, through_a_pooler: bool, spin: float
+    ) -> PreparedStatements | None:
         """Return the prepared statements of an open connection, or None.
 
         None means that statements have to use Django's cursor.
@@ -98,7 +100,7 @@ class PreparedStatements:
             # psycopg 2 has no ``pgconn``.
             if not hasattr(connection, "pgconn"):
                 return None
-            found = _of_connection[connection] = cls(connection)
+            found = _of_connection[connection] = cls(connection, spin)
             found._own = through_a_pooler or None
         return found if found._own is not False else None
 

@@ -145,6 +145,21 @@ def test_prepared_statements_can_be_switched_off():
         type(backend)("default", prepare="yes")
 
 
+def test_spinning_for_a_reply_can_be_switched_off(monkeypatch):
+    """With ``spin=0`` a caller sleeps until the server replies."""
+    backend = type(backends["default"])("default", spin=0, listen=False)
+    with db_lock("stock:7") as hold:
+        claim = hold.claim
+    connection.close()
+    monkeypatch.setattr("os.sched_yield", lambda: pytest.fail("it polled"))
+    for _ in range(PREPARED_AT + 3):
+        assert backend.acquire(claim)
+        assert backend.release(claim)
+    assert prepared()
+    with pytest.raises(ValueError, match="spin"):
+        type(backend)("default", spin=-1)
+
+
 def test_a_session_that_was_killed_is_replaced():
     """The lock is acquired through a new session."""
     use(PREPARED_AT + 3)

@@ -23,6 +23,7 @@ from dlocks.backends.database.maintenance import Maintenance
 from dlocks.backends.database.release import Release
 from dlocks.backends.database.renewal import Renewal
 from dlocks.backends.notifiers import RecentKeys
+from dlocks.runtime.polling import SPIN_SECONDS
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.engines import refuse_lost
 from dlocks.values import Claim, seconds
@@ -54,6 +55,9 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
     prepared. By default this needs a session that belongs to the process alone. With
     ``True`` it includes poolers that support prepared statements.
 
+    ``spin`` is the number of seconds for which a caller polls for the reply of a
+    prepared statement before it sleeps.
+
     ``history`` says whether each hold that ends is recorded in the history.
 
     ``expiry`` says how other callers detect that a holder is gone. With ``"clock"`` it
@@ -80,6 +84,7 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         database: str = "default",
         listen: bool | None = None,
         prepare: bool | None = None,
+        spin: float = SPIN_SECONDS,
         history: bool = False,
         expiry: str = "clock",
         deadlock_after: float | None = 1.0,
@@ -98,6 +103,7 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         self.database = database
         self.listening = listen
         self.prepare = prepare
+        self.spin = seconds("spin", spin)
         self.history = history
         self._contended_keys = RecentKeys()
         self._requested_keys = set()

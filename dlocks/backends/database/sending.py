@@ -32,6 +32,7 @@ class Sender(DatabaseConnection):
     # Whether statements may bypass Django's cursor. PostgreSQL prepares them. ``None``
     # means that on PostgreSQL they do so only if the session is the process's own.
     prepare: bool | None = None
+    spin: float
 
     def _rows(self, sql: str, parameters: Mapping[str, Any]) -> Any:
         return self._ask(sql, parameters).rows
@@ -73,52 +74,37 @@ class Sender(DatabaseConnection):
             and not is_instrumented(connection)
         ):
             try:
-                try:
-                    # This may detect that the connection was lost in an earlier
-                    # statement, which was not ours.
-                    reply = self.dialect.send(
-                        connection,
-                        sql,
-                        parameters,
-                        through_a_pooler=self.prepare is True,
-                    )
-                except Exception:
-                    # Convert the driver's errors to Django's. This is done only after
-                    # an error, because the context manager takes time.
-                    with connection.wrap_database_errors:
-                        raise
-                if reply is not None:
-                    return reply
-            except Error:
-                raise
-            except BaseException:
-                self.dialect.abort_statement(connection)
-                raise
+                # This may detect that the connection was lost in an earlier statement,
+                # which was not ours.
+                reply = self.dialect.send(
+                    connection,
+                    sql,
+                    parameters,
+                    through_a_pooler=self.prepare is True,
+                    spin=self.spin,
+                )
+            except Exception:
+                # Convert the driver's errors to Django's. This is done only after an
+                # error, because the context manager takes time.
+                with connection.wrap_database_errors:
+                    raise
+            if reply is not None:
+                return reply
         return self._by_cursor(connection, in_transaction, sql, parameters)
 
     def _by_cursor(
         self,
         connection: BaseDatabaseWrapper,
-        in_transaction: bool,
+        _in_transaction: bool,
         sql: str,
         parameters: Mapping[str, Any],
     ) -> Reply:
         with connection.cursor() as cursor:
-            try:
-                cursor.execute(sql, parameters)
-                # Fetch all rows, because an unfinished statement keeps SQLite's write
-                # lock.
-                rows = cursor.fetchall() if cursor.description else []
-                while connection.vendor == "mysql" and cursor.nextset():
-                    rows = cursor.fetchall() if cursor.description else rows
-            except Error:
-                raise
-            except BaseException:
-                # The statement was interrupted, by Ctrl-C or by an exception from a
-                # signal handler.
-                if not in_transaction:
-                    self.dialect.abort_statement(connection)
-                raise
+            cursor.execute(sql, parameters)
+            # Fetch all rows, because an unfinished statement keeps SQLite's write lock.
+            rows = cursor.fetchall() if cursor.description else []
+            while connection.vendor == "mysql" and cursor.nextset():
+                rows = cursor.fetchall() if cursor.description else rows
             return Reply(
                 rows,
                 int(cursor.rowcount),
@@ -133,22 +119,12 @@ class Sender(DatabaseConnection):
 
         def send(connection: BaseDatabaseWrapper, in_transaction: bool) -> Any:
             try:
-                try:
-                    return self._execute(
-                        connection, in_transaction, sql, parameters
-                    ).rows
-                except DatabaseError:
-                    if connection.vendor == "mysql":
-                        # The failed statement may have begun a transaction.
-                        with connection.cursor() as cursor:
-                            cursor.execute("ROLLBACK")
-                    raise
-            except Error:
-                raise
-            except BaseException:
-                # The statement was interrupted, perhaps before the rollback.
-                if not in_transaction:
-                    self.dialect.abort_statement(connection)
+                return self._execute(connection, in_transaction, sql, parameters).rows
+            except DatabaseError:
+                if connection.vendor == "mysql":
+                    # The failed statement may have begun a transaction.
+                    with connection.cursor() as cursor:
+                        cursor.execute("ROLLBACK")
                 raise
 
         return self._run(send, locked=lambda: None)
@@ -221,6 +197,12 @@ class Sender(DatabaseConnection):
                     continue
                 self._drop_half_made(connection)
                 raise self._failure(error) from error
+            except BaseException:
+                # The statement was interrupted, by Ctrl-C or by an exception from a
+                # signal handler.
+                if not in_transaction:
+                    self.dialect.abort_statement(connection)
+                raise
             finally:
                 table_watchdog.end(watched)
 
