@@ -13,7 +13,8 @@ must find an error in each.
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,52 +100,90 @@ class Found(Exception):  # noqa: N818 (it is what is sought)
 
 
 def search(rules: Rules, clients: int = 2) -> int:
-    """Visit every state, and return their number or raise ``Found``."""
+    """Visit every state, and return their number or raise ``Found``.
+
+    States that differ only by the names of the clients have the same future. One of
+    them is visited, and all are counted.
+    """
     row = Row(-1, -rules.grace, 0, ())
-    start = State(
-        row, (Client("idle"),) * clients, 0, 0, rules.steps, rules.losses, rules.deaths
+    first, number = _canonical(
+        State(
+            row,
+            (Client("idle"),) * clients,
+            0,
+            0,
+            rules.steps,
+            rules.losses,
+            rules.deaths,
+        )
     )
-    came_from: dict[State, tuple[State, str] | None] = {start: None}
-    waiting = deque([start])
+    came_from: dict[State, State | None] = {first: None}
+    waiting = deque([first])
     while waiting:
         state = waiting.popleft()
-        for what, after in _steps(rules, state):
-            broken = _broken(rules, after)
-            normal = _ranked(after)
-            if normal in came_from and not broken:
+        for _, after in _steps(rules, state):
+            normal, names = _canonical(after)
+            if normal in came_from:
                 continue
-            came_from[normal] = (state, what)
-            if broken:
-                raise Found(f"{broken}: {' · '.join(_way(came_from, normal))}")
+            came_from[normal] = state
+            if broken := _broken(rules, normal):
+                raise Found(f"{broken}: {' · '.join(_way(rules, came_from, normal))}")
+            number += names
             waiting.append(normal)
-    return len(came_from)
+    return number
 
 
-def _way(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
-    way = []
-    while (before := came_from[state]) is not None:
-        state, what = before
-        way.append(what)
-    return way[::-1]
+def _way(
+    rules: Rules, came_from: dict[State, State | None], last: State
+) -> Iterator[str]:
+    """Yield the steps that lead to a state, with the same names all the way."""
+    way = [last]
+    while (before := came_from[way[-1]]) is not None:
+        way.append(before)
+    state = way.pop()
+    while way:
+        wanted = way.pop()
+        what, state = next(
+            (what, after)
+            for what, after in _steps(rules, state)
+            if _canonical(after)[0] == wanted
+        )
+        yield what
 
 
-def _ranked(state: State) -> State:
-    row = state.row
-    tokens = {
-        row.token,
-        state.fence,
-        state.highest,
-        *(client.token for client in state.clients),
-    } - {0}
-    ranks = {0: 0, **{token: rank for rank, token in enumerate(sorted(tokens), 1)}}
-    return state._replace(
-        row=row._replace(token=ranks[row.token]),
-        clients=tuple(
-            client._replace(token=ranks[client.token]) for client in state.clients
+def _canonical(state: State) -> tuple[State, int]:
+    """Return a state with ranks for tokens and sorted clients.
+
+    The number says how many states differ from it only by the names of the clients.
+    """
+    row, clients = state.row, state.clients
+    tokens = {row.token, state.fence, state.highest}
+    tokens.update([client.token for client in clients])
+    ranks = {token: rank for rank, token in enumerate(sorted(tokens | {0}))}
+    ranked = [
+        (
+            Client(at, age, left, ranks[token], fresh),
+            row.owner == me,
+            row.line.index(me) if me in row.line else -1,
+        )
+        for me, (at, age, left, token, fresh) in enumerate(clients)
+    ]
+    order = sorted(range(len(clients)), key=ranked.__getitem__)
+    names = math.factorial(len(order))
+    for equal in Counter(ranked).values():
+        names //= math.factorial(equal)
+    normal = state._replace(
+        row=Row(
+            order.index(row.owner) if row.owner >= 0 else row.owner,
+            row.left,
+            ranks[row.token],
+            tuple(order.index(me) for me in row.line),
         ),
+        clients=tuple(ranked[me][0] for me in order),
         fence=ranks[state.fence],
         highest=ranks[state.highest],
     )
+    return normal, names
 
 
 def _broken(rules: Rules, state: State) -> str:
