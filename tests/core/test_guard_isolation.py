@@ -70,26 +70,20 @@ def renew_in_other_thread(in_other_thread):
     )
 
 
-# Each turn has 50 guarded commits, so that the turns can run in parallel.
-@pytest.mark.parametrize("turn", range(volume(2)))
-@pytest.mark.parametrize("kind", ["lease", "read lock"])
-def test_no_guard_fails_next_to_a_busy_queue(kind, turn, stock, threads):
+@pytest.mark.parametrize("kind", LOCKS)
+def test_no_guard_fails_next_to_a_busy_queue(kind, stock, threads):
     """Guarded commits at REPEATABLE READ succeed next to a busy queue.
 
     Six threads join the queue of the key and time out.
     """
-    guard_beside_a_busy_queue(
-        kind, stock, threads, times=30, refuse_changes=turn % 2 == 0
-    )
+    guard_beside_a_busy_queue(kind, stock, threads, refuse_changes=True)
+    if kind == "lease" and refuses_changes() and connection.vendor == "mysql":
+        # This MariaDB behaves as older versions do.
+        guard_beside_a_busy_queue(kind, stock, threads, refuse_changes=False)
 
 
-@pytest.mark.parametrize("kind", ["permit", "two leases"])
-def test_no_other_kind_of_guard_fails_next_to_a_busy_queue(kind, stock, threads):
-    """The same holds for a permit and for a hold of several keys."""
-    guard_beside_a_busy_queue(kind, stock, threads, times=30, refuse_changes=True)
-
-
-def guard_beside_a_busy_queue(kind, stock, threads, *, times, refuse_changes):
+def guard_beside_a_busy_queue(kind, stock, threads, *, refuse_changes):
+    times = volume(15)
     stop = threading.Event()
 
     def join_and_leave():
