@@ -21,11 +21,15 @@ from tests.internals import (
     keeper,
 )
 from tests.timing import in_time
+from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = [
+    pytest.mark.driver,
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+]
 
 FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
 @SERVERS
@@ -35,16 +39,18 @@ def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
 
     It can meet the row just when another caller acquires it.
     """
-    crowd = workers(6)
+    crowd, seconds = workers(6), volume(1)
     for number, worker in enumerate(crowd):
         if number % 2:
-            worker.start(jobs.hold_and_time_releases, "stock:7", using=using, seconds=2)
+            worker.start(
+                jobs.hold_and_time_releases, "stock:7", using=using, seconds=seconds
+            )
         else:
             worker.start(
                 jobs.wait_in_transactions,
                 "stock:7",
                 using=using,
-                seconds=2,
+                seconds=seconds,
                 timeout=0.05,
             )
     longest = max(worker.hear() or 0 for worker in crowd)
@@ -52,8 +58,8 @@ def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
 
 
 @SERVERS
-@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a transaction"])
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert", "shared"])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a transaction"])
 def test_a_row_that_appears_meanwhile_is_not_waited_for(
     using, inside, monkeypatch, threads
 ):
@@ -114,36 +120,33 @@ def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
 
 @pytest.mark.front
 def test_each_call_of_an_atomic_function_has_its_own_hold():
-    """The decorator is a single object for all calls."""
+    """The decorator is a single object for all calls.
+
+    The rollback of a recursive call ends its hold.
+    """
     lock, holds = db_lock("stock:7"), []
 
     @transaction.atomic
-    def work():
+    def work(depth=0):
+        if depth:
+            with contextlib.suppress(ZeroDivisionError):
+                work(depth - 1)
+            assert not holds[-1].held
+            return
         holds.append(lock.acquire())
         assert holds[-1].held
+        if fails:
+            1 / 0  # noqa: B018
 
+    fails = False
     work()
     assert not holds[0].held
     work()
     assert holds[1] is not holds[0]
     assert holds[1].token > holds[0].token
-
-
-@pytest.mark.front
-def test_a_hold_ends_with_the_rollback_of_a_recursive_call():
-    lock, holds = db_lock("stock:7"), []
-
-    @transaction.atomic
-    def work(depth):
-        if depth:
-            with contextlib.suppress(ZeroDivisionError):
-                work(depth - 1)
-            assert not holds[0].held
-        else:
-            holds.append(lock.acquire())
-            1 / 0  # noqa: B018
-
+    fails = True
     work(1)
+    assert len(holds) == 3
 
 
 @pytest.mark.front
@@ -162,7 +165,6 @@ def test_a_hold_of_an_inner_block_lasts_until_the_outer_commit(is_busy):
     assert not is_busy()
 
 
-@pytest.mark.driver
 def test_a_closed_connection_ends_its_holds():
     with contextlib.suppress(Exception), transaction.atomic():
         hold = db_lock("stock:7").acquire()
@@ -285,7 +287,7 @@ def test_a_lease_taken_first_in_a_transaction_takes_no_snapshot():
 
 
 @pytest.mark.front
-def test_two_aliases_on_one_database_are_one_lock_to_a_caller(in_other_thread):
+def test_two_aliases_on_one_database_are_one_lock_to_a_caller():
     for block in (contextlib.nullcontext, transaction.atomic):
         with (
             block(),
@@ -298,16 +300,12 @@ def test_two_aliases_on_one_database_are_one_lock_to_a_caller(in_other_thread):
 
 @pytest.mark.front
 def test_reentrant_false_allows_consecutive_holds():
-    lock = db_lock("stock:7", reentrant=False)
-    with transaction.atomic():
-        for _ in range(2):
-            with lock:
-                pass
-    memory = db_lock("stock:7", using="memory", reentrant=False)
-    with transaction.atomic():
-        for _ in range(2):
-            with memory:
-                pass
+    for using in ("default", "memory"):
+        lock = db_lock("stock:7", using=using, reentrant=False)
+        with transaction.atomic():
+            for _ in range(2):
+                with lock:
+                    pass
 
 
 @FAMILY
@@ -376,29 +374,27 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
 
 
 @pytest.mark.engine("sqlite")
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_busy_key_is_refused_at_once_in_a_sqlite_transaction(shared, workers, until):
+def test_a_busy_key_is_refused_at_once_in_a_sqlite_transaction(workers):
     """The holder could never release the key.
 
     The waiting transaction is SQLite's only writer.
     """
     (holder,) = workers(1)
-    lock = (
-        db_rwlock("stock:7", timeout=20).read()
-        if shared
-        else db_lock("stock:7", timeout=20)
-    )
     holder.start(jobs.hold, "stock:7")
     holder.hear()
     # Now this process knows that the key has a queue.
     with pytest.raises(LockTimeout):
         db_lock("stock:7", timeout=0.1).acquire()
     started = time.monotonic()
-    with (
-        transaction.atomic(),
-        pytest.raises(LockError, match="cannot be waited for inside a transaction"),
+    for lock in (
+        db_lock("stock:7", timeout=20),
+        db_rwlock("stock:7", timeout=20).read(),
     ):
-        lock.acquire()
+        with (
+            transaction.atomic(),
+            pytest.raises(LockError, match="cannot be waited for inside a transaction"),
+        ):
+            lock.acquire()
     took = time.monotonic() - started
     holder.tell()
     assert holder.hear() == "released"
@@ -465,6 +461,10 @@ def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
         until(lambda: hold._state.lease.deadline > deadline)
 
 
+def no_worker_runs():
+    return all(thread.name != "dlocks-worker" for thread in threading.enumerate())
+
+
 @pytest.fixture
 def desks_fail(monkeypatch, until):
     """Return a function that makes the next starts of desk threads fail.
@@ -485,22 +485,10 @@ def desks_fail(monkeypatch, until):
         left = times
         return lambda: left == 0
 
-    until(
-        lambda: (
-            not any(thread.name == "dlocks-worker" for thread in threading.enumerate())
-        )
-    )
+    until(no_worker_runs)
     monkeypatch.setattr(threading.Thread, "start", begin)
     yield fail
     left = 0
-
-
-@pytest.mark.front
-def test_starting_a_worker_thread_of_the_keeper_is_retried(desks_fail, until):
-    with db_lock("stock:7", using="memory", ttl=2.4) as hold:
-        failed, deadline = desks_fail(1), hold._state.lease.deadline
-        until(failed)
-        until(lambda: hold._state.lease.deadline > deadline)
 
 
 @pytest.mark.front
@@ -538,6 +526,7 @@ def test_a_call_whose_worker_could_not_start_is_not_run_later(desks_fail):
 
 @pytest.mark.front
 def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
+    """A renewal is such a task."""
     done, failed = [], desks_fail(1)
 
     def chore():
@@ -548,6 +537,11 @@ def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
     until(lambda: done)
     until(lambda: chore not in keeper._deferred)
     assert done == [1]
+    until(no_worker_runs)
+    with db_lock("stock:7", using="memory", ttl=2.4) as hold:
+        failed, deadline = desks_fail(1), hold._state.lease.deadline
+        until(failed)
+        until(lambda: hold._state.lease.deadline > deadline)
 
 
 @pytest.mark.front

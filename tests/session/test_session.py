@@ -41,13 +41,16 @@ from tests.proxy import Proxy
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.timing import in_time
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
-    pytest.mark.engine("postgresql", "mariadb", "mysql"),
+    # The contract and some of these tests run on MySQL too. Its other statements are
+    # those of MariaDB.
+    pytest.mark.engine("postgresql", "mariadb"),
 ]
 POSTGRESQL = pytest.mark.engine("postgresql")
-MARIADB = pytest.mark.engine("mariadb", "mysql")
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
 def lock(key="stock:7", **policy):
@@ -106,60 +109,47 @@ def own_sessions():
     return {one.pid for one in backends["session"]._sessions() if one.identity}
 
 
-def end_session(pid):
+def query(postgresql, mysql, *values):
+    """Run the statement of this engine, and return the rows."""
     with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
-        else:
-            cursor.execute(f"KILL {pid}")
+        cursor.execute(
+            postgresql if connection.vendor == "postgresql" else mysql, values
+        )
+        return cursor.fetchall() if cursor.description else []
+
+
+def end_session(pid):
+    query("SELECT pg_terminate_backend(%s)", "KILL %s", pid)
 
 
 def sessions_on_server():
     """Return the ids of all sessions of the server."""
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute("SELECT pid FROM pg_stat_activity")
-        else:
-            cursor.execute("SELECT id FROM information_schema.processlist")
-        return {pid for (pid,) in cursor.fetchall()}
+    rows = query(
+        "SELECT pid FROM pg_stat_activity",
+        "SELECT id FROM information_schema.processlist",
+    )
+    return {pid for (pid,) in rows}
 
 
 @contextlib.contextmanager
 def taken_elsewhere(key="stock:7"):
     """Hold the key in a session that does not belong to the backend."""
     name = backends["session"]._name(key)
-    with connection.cursor() as cursor:
-        is_postgresql = connection.vendor == "postgresql"
-        cursor.execute(
-            (
-                "SELECT pg_advisory_lock(%s)"
-                if is_postgresql
-                else "SELECT GET_LOCK(%s, 10)"
-            ),
-            [name],
-        )
-        yield
-        cursor.execute(
-            (
-                "SELECT pg_advisory_unlock(%s)"
-                if is_postgresql
-                else "SELECT RELEASE_LOCK(%s)"
-            ),
-            [name],
-        )
+    query("SELECT pg_advisory_lock(%s)", "SELECT GET_LOCK(%s, 10)", name)
+    yield
+    query("SELECT pg_advisory_unlock(%s)", "SELECT RELEASE_LOCK(%s)", name)
 
 
 def is_free_elsewhere(key="stock:7"):
     """Return whether another session could acquire the key exclusively now."""
     name = backends["session"]._name(key)
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute(
-                "SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)", [name, name]
-            )
-        else:
-            cursor.execute("SELECT GET_LOCK(%s, 0), RELEASE_LOCK(%s)", [name, name])
-        return bool(cursor.fetchone()[0])
+    ((got, _),) = query(
+        "SELECT pg_try_advisory_lock(%s), pg_advisory_unlock(%s)",
+        "SELECT GET_LOCK(%s, 0), RELEASE_LOCK(%s)",
+        name,
+        name,
+    )
+    return bool(got)
 
 
 def is_taken(key="stock:7"):
@@ -167,72 +157,41 @@ def is_taken(key="stock:7"):
 
     Trying the key could interfere with a caller that tries it just then.
     """
-    name = backends["session"]._name(key)
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute(
-                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND"
-                " granted AND objsubid = 1 AND (classid::bigint << 32 | objid::bigint)"
-                " = %s)",
-                [name],
-            )
-        else:
-            cursor.execute("SELECT IS_USED_LOCK(%s) IS NOT NULL", [name])
-        return bool(cursor.fetchone()[0])
+    ((taken,),) = query(
+        "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND"
+        " granted AND objsubid = 1 AND (classid::bigint << 32 | objid::bigint) = %s)",
+        "SELECT IS_USED_LOCK(%s) IS NOT NULL",
+        backends["session"]._name(key),
+    )
+    return bool(taken)
 
 
 # Exclusion.
 
 
-def test_two_threads_of_one_process_exclude_each_other(in_other_thread):
-    """The engine itself would grant a session its own lock twice."""
-    with lock():
-        assert in_other_thread(lock(timeout=0).try_acquire) is None
-        assert len(own_sessions()) == 1
-    found = in_other_thread(lock(timeout=0).try_acquire)
-    found.release()
-
-
-def test_two_processes_exclude_each_other(workers):
-    one, two = workers(2)
-    one.start(jobs.hold, "stock:7", using="session")
-    one.hear()
-    assert two.call(jobs.try_once, "stock:7", using="session") is None
-    one.tell()
-    one.hear()
-    assert two.call(jobs.try_once, "stock:7", using="session")
-
-
 def test_no_increment_is_lost_by_processes(workers, tmp_path):
     path = tmp_path / "counter"
     path.write_text("0 0")
-    crowd = workers(6)
+    crowd, times = workers(6), volume(80)
+    policy = {"scope": "lease", "using": "session", "timeout": None}
     for worker in crowd:
-        worker.start(
-            jobs.count,
-            str(path),
-            "counter",
-            times=200,
-            scope="lease",
-            using="session",
-            timeout=None,
-        )
-    tokens = [worker.hear(150) for worker in crowd]
+        worker.start(jobs.count, str(path), "counter", times=times, **policy)
+    tokens = list(itertools.chain.from_iterable(worker.hear(150) for worker in crowd))
     value, last = map(int, path.read_text().split())
-    everybody = list(itertools.chain.from_iterable(tokens))
-    assert value == 1200 == len(set(everybody))
-    assert last == max(everybody)
+    assert value == len(crowd) * times == len(set(tokens))
+    assert last == max(tokens)
 
 
 def test_no_increment_is_lost_by_threads(threads):
     """Some threads come from the engine's queue, and others find the key free.
 
-    They use different sessions of one process.
+    They use different sessions of one process. The engine itself would grant a session
+    its own lock twice.
     """
-    counter = [0]
+    counter, times = [0], volume(40)
 
     def add():
-        for _ in range(100):
+        for _ in range(times):
             with lock(timeout=None):
                 value = counter[0]
                 time.sleep(0)
@@ -240,13 +199,10 @@ def test_no_increment_is_lost_by_threads(threads):
 
     for thread in [threads(add) for _ in range(12)]:
         thread.join(150)
-    assert counter == [1200]
+    assert counter == [12 * times]
 
 
-@pytest.mark.parametrize("waiting", ["1", "3"])
-def test_no_increment_is_lost_with_few_connections_for_waiting(
-    waiting, doomed, tmp_path
-):
+def test_no_increment_is_lost_with_few_connections_for_waiting(doomed, tmp_path):
     """Some callers wait in the engine's queue, and some for a connection.
 
     Some keys are polled, and some callers time out.
@@ -254,7 +210,7 @@ def test_no_increment_is_lost_with_few_connections_for_waiting(
     paths = [str(tmp_path / name) for name in "abc"]
     for path in paths:
         Path(path).write_text("0")
-    crowd = [doomed(DLOCKS_TEST_SESSION_WAITING=waiting) for _ in range(3)]
+    crowd = [doomed(DLOCKS_TEST_SESSION_WAITING="2") for _ in range(3)]
     for worker in crowd:
         worker.start(jobs.count_by_threads, paths, threads=6, times=40, using="session")
     done = [worker.hear(150) for worker in crowd]
@@ -271,15 +227,10 @@ def test_in_a_transaction_no_increment_is_lost(workers, tmp_path):
     """
     path = tmp_path / "counter"
     path.write_text("0 0")
-    crowd = workers(4)
+    crowd, policy = workers(4), {"using": "session", "timeout": None}
     for worker in crowd:
         worker.start(
-            jobs.count_in_transactions,
-            str(path),
-            "counter",
-            times=50,
-            using="session",
-            timeout=None,
+            jobs.count_in_transactions, str(path), "counter", times=50, **policy
         )
     for worker in crowd:
         worker.hear(100)
@@ -310,45 +261,26 @@ def test_keys_of_a_database_are_compared_byte_for_byte(backend):
 # The end of a hold.
 
 
-def test_a_killed_holder_frees_its_keys_at_once(doomed, until, is_busy):
-    worker = doomed()
-    worker.start(jobs.hold, "stock:7", using="session", ttl=300)
-    worker.hear()
-    assert is_busy(using="session")
-    worker.kill()
-    until(lambda: not is_busy(using="session"), 3.0)
-
-
 def test_a_killed_holders_key_goes_to_the_waiter(doomed, workers, in_queue):
-    worker, (waiter,) = doomed(), workers(1)
-    worker.start(jobs.hold, "stock:7", using="session", ttl=300)
-    worker.hear()
-    waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+    """A waiter that was killed does not block the next."""
+    holder, killed, (waiter,) = doomed(), doomed(), workers(1)
+    holder.start(jobs.hold, "stock:7", using="session", ttl=300)
+    holder.hear()
+    killed.start(jobs.hold, "stock:7", using="session", timeout=None)
     in_queue(1)
-    worker.kill()
+    waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+    in_queue(2)
+    killed.kill()
+    holder.kill()
     granted, _ = waiter.hear()
-    in_time(granted - worker.killed_at, 2.0)
-
-
-def test_a_killed_waiter_does_not_block_the_next(doomed, workers, in_queue):
-    killed, (waiter,) = doomed(), workers(1)
-    with lock():
-        killed.start(jobs.hold, "stock:7", using="session", timeout=None)
-        in_queue(1)
-        waiter.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
-        in_queue(2)
-        killed.kill()
-    released = time.monotonic()
-    granted, _ = waiter.hear()
-    in_time(granted - released, 3.0)
+    in_time(granted - holder.killed_at, 2.0)
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [{}, {"renew": False}, {"max_hold": 20}],
+    ("waited", "policy"),
+    [(True, {}), (False, {"renew": False}), (False, {"max_hold": 20})],
     ids=["renewed", "not renewed", "bounded"],
 )
-@pytest.mark.parametrize("waited", [False, True])
 def test_a_hold_with_an_ended_session_is_lost_within_a_second(
     waited, policy, threads, in_queue, in_other_thread, until, backend, monkeypatch
 ):
@@ -451,8 +383,13 @@ def test_a_free_key_is_not_busy_after_a_slow_request(backend, threads, until):
         assert until(lambda: trying.results)[0] is not None
 
 
-def test_an_expired_hold_that_is_being_released_is_shown(backend, monkeypatch, until):
-    """A caller that times out at that moment gets an error that names the holder."""
+def test_an_expired_holder_cannot_release_during_the_handover(
+    backend, monkeypatch, until
+):
+    """The key has been taken from it by then, which an error of a waiter says.
+
+    The next holder may have the key before this is recorded.
+    """
     ending, ends, end = threading.Event(), threading.Event(), backend._end
 
     def end_later(entry):
@@ -467,6 +404,8 @@ def test_an_expired_hold_that_is_being_released_is_shown(backend, monkeypatch, u
     try:
         assert "its lease expired" in str(backend.holder(mine.key))
         assert dict(backend.renew([mine])) == {}
+        assert backend.release(mine, keep=60.0) is False
+        assert backend.release(mine) is False
     finally:
         ends.set()
     until(lambda: backend.holder(mine.key) is None)
@@ -735,6 +674,11 @@ def test_a_missed_turn_is_not_granted_while_it_is_released(
 
 
 def test_check_detects_an_ended_session_at_once():
+    """A session that ends while it is idle is replaced."""
+    with lock():
+        pass
+    for pid in own_sessions():
+        end_session(pid)
     held = lock(renew=False).acquire()
     held.check()
     (pid,) = own_sessions()
@@ -745,6 +689,7 @@ def test_check_detects_an_ended_session_at_once():
         held.release()
 
 
+@SERVERS
 def test_a_stopped_holder_loses_its_session_after_its_ttl(doomed, workers):
     """The server ends a session that sends nothing for the ttl of its holds."""
     worker, (other,) = doomed(DLOCKS_TEST_SESSION_TTL="2"), workers(1)
@@ -761,15 +706,6 @@ def test_a_stopped_holder_loses_its_session_after_its_ttl(doomed, workers):
     in_time(granted - stopped, 8.0)
     assert worker.call(jobs.check) == "LockLost"
     assert worker.call(jobs.release_all) == ["LockLost"]
-
-
-def test_a_session_ended_while_idle_is_replaced():
-    with lock():
-        pass
-    for pid in own_sessions():
-        end_session(pid)
-    with lock():
-        pass
 
 
 def test_a_claim_whose_thread_is_gone_ends_with_its_ttl(backend, until):
@@ -843,6 +779,7 @@ def test_a_database_can_be_dropped_after_use(doomed):
 # Waiting.
 
 
+@SERVERS
 def test_the_engines_queue_is_first_come_first_served(workers, in_queue):
     crowd = workers(5)
     with lock():
@@ -880,20 +817,26 @@ def test_no_session_waiter_is_overtaken(threads, in_queue):
         found.release()
 
 
-def test_a_session_waiter_that_times_out_leaves_nothing(
-    doomed, in_queue, until, in_other_thread
-):
-    worker = doomed()
+@SERVERS
+def test_a_session_waiter_that_times_out_leaves_nothing(workers, until):
+    """Its error shows the holder, which is in another process."""
+    (worker,) = workers(1)
     worker.start(jobs.hold, "stock:7", using="session")
     worker.hear()
     with pytest.raises(LockTimeout) as caught:
         lock(timeout=0.4).acquire()
     assert "held by" in str(caught.value)
+    holder = lock().holder()
+    assert holder.owner_ip == "127.0.0.1"
     if connection.vendor == "postgresql":
         assert str(worker.process.pid) in str(caught.value)
+        assert f":{worker.process.pid} " in str(holder)
+    assert "left" not in str(holder)
+    assert lock().locked()
     assert backends["session"].waiting("stock:7") == 0
     worker.tell()
     worker.hear()
+    assert not lock().locked()
     until(
         lambda: (found := lock(timeout=0).try_acquire()) and (found.release() or True)
     )
@@ -966,6 +909,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
     assert is_free_elsewhere()
 
 
+@SERVERS
 def test_a_cancelled_release_is_repeated(monkeypatch, backend):
     """An administrator may cancel any running statement."""
     other = lock("another").acquire()
@@ -989,6 +933,7 @@ def test_a_cancelled_release_is_repeated(monkeypatch, backend):
     other.release()
 
 
+@SERVERS
 def test_a_timeout_does_not_cancel_an_unrelated_statement(
     in_other_thread, in_queue, until
 ):
@@ -1001,47 +946,30 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     in_queue(1)
     other = connections["default"].copy()
     other.inc_thread_sharing()
-    running = {
-        "postgresql": (
-            "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND state = 'active'"
-        ),
-        "mysql": (
+    running = (
+        "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND state = 'active'",
+        (
             "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND"
             " command = 'Query'"
         ),
-    }[other.vendor]
-
-    def sleeps():
-        with connection.cursor() as mine:
-            mine.execute(running, [number])
-            return mine.fetchone()[0]
-
+    )
+    is_postgresql = other.vendor == "postgresql"
     with other.cursor() as cursor:
         cursor.execute(
-            "SELECT "
-            + (
-                "pg_backend_pid()"
-                if other.vendor == "postgresql"
-                else "CONNECTION_ID()"
-            )
+            f"SELECT {'pg_backend_pid' if is_postgresql else 'CONNECTION_ID'}()"
         )
         backend._entries[waiting.owner].session.pid = number = cursor.fetchone()[0]
         slept = []
 
         def sleep():
             cursor.execute(
-                "SELECT "
-                + (
-                    "1 FROM pg_sleep(2)"
-                    if other.vendor == "postgresql"
-                    else "SLEEP(2) + 1"
-                )
+                f"SELECT {'1 FROM pg_sleep(2)' if is_postgresql else 'SLEEP(2) + 1'}"
             )
             slept.append(cursor.fetchone()[0])
 
         sleeper = threading.Thread(target=sleep, daemon=True)
         sleeper.start()
-        until(sleeps)
+        until(lambda: query(*running, number)[0][0])
         backend.release(waiting)
         sleeper.join(20)
     other.close()
@@ -1180,38 +1108,33 @@ def test_a_signal_handler_gets_an_error_instead_of_a_deadlock(during):
 
 
 @POSTGRESQL
-@pytest.mark.parametrize("roll_back", [False, True])
-def test_in_a_transaction_the_lock_ends_with_it(roll_back, is_busy):
-    with transaction.atomic():
-        with lock() as held:
-            assert held.scope == "transaction"
+def test_in_a_transaction_the_lock_ends_with_it(is_busy):
+    """``check()`` detects a rollback to an earlier savepoint.
+
+    A transaction with an old snapshot is refused.
+    """
+    for roll_back in (False, True):
+        with transaction.atomic():
+            with lock() as held:
+                assert held.scope == "transaction"
+                assert is_busy(using="session")
+                held.check()
             assert is_busy(using="session")
-            held.check()
-        assert is_busy(using="session")
-        transaction.set_rollback(roll_back)
-    assert not is_busy(using="session")
-
-
-@POSTGRESQL
-def test_check_detects_a_lock_lost_by_a_savepoint_rollback():
+            transaction.set_rollback(roll_back)
+        assert not is_busy(using="session")
     with transaction.atomic():
         savepoint = transaction.savepoint()
         held = lock().acquire()
         transaction.savepoint_rollback(savepoint)
         with pytest.raises(LockLost):
             held.check()
-
-
-@POSTGRESQL
-def test_a_transaction_with_an_old_snapshot_is_refused():
     with transaction.atomic():
-        with connection.cursor() as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        query("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "")
         with pytest.raises(RuntimeError, match="READ COMMITTED"):
             lock().acquire()
 
 
-@MARIADB
+@pytest.mark.engine("mariadb")
 def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
     with transaction.atomic():
         with lock() as held:
@@ -1280,38 +1203,14 @@ def test_a_shared_hold_outlives_other_shared_holds(workers, in_other_thread):
     assert other.call(jobs.try_once, "stock:7", using="session")
 
 
-@MARIADB
-def test_mariadb_has_no_shared_locks():
-    with pytest.raises(
-        RuntimeError, match="SessionBackend does not support shared locks"
-    ):
-        db_rwlock("stock:7", using="session").read().acquire()
-
-
-@POSTGRESQL
 def test_session_locks_cannot_limit_shared_holds():
-    with pytest.raises(
-        RuntimeError, match="SessionBackend does not support semaphores"
-    ):
+    """There are no semaphores, and on MariaDB no shared locks either."""
+    refused = "SessionBackend does not support"
+    with pytest.raises(RuntimeError, match=f"{refused} (semaphores|shared locks)"):
         db_semaphore("stock:7", 3, using="session").acquire()
-
-
-# Holders.
-
-
-def test_a_holder_in_another_process_is_shown(doomed):
-    worker = doomed()
-    worker.start(jobs.hold, "stock:7", using="session")
-    worker.hear()
-    holder = lock().holder()
-    assert holder.owner_ip == "127.0.0.1"
-    if connection.vendor == "postgresql":
-        assert f":{worker.process.pid} " in str(holder)
-    assert "left" not in str(holder)
-    assert lock().locked()
-    worker.tell()
-    worker.hear()
-    assert not lock().locked()
+    if connection.vendor == "mysql":
+        with pytest.raises(RuntimeError, match=f"{refused} shared locks"):
+            db_rwlock("stock:7", using="session").read().acquire()
 
 
 # Settings.
@@ -1326,27 +1225,20 @@ def test_sqlite_has_no_session_locks():
         assert [found.id for found in check_settings()] == ["dlocks.E004"]
 
 
-@pytest.mark.engine("sqlite", "postgresql", "mariadb", "mysql")
-@pytest.mark.parametrize(
-    "options",
-    [
+@pytest.mark.engine("sqlite")
+def test_invalid_options_are_refused():
+    for options in (
         {"waiting": -1},
         {"waiting": True},
         {"ping": 0},
         {"linger": "1"},
         {"deadlock_after": -1},
-    ],
-)
-def test_invalid_options_are_refused(options):
-    with override_settings(
-        DLOCKS={
-            "session": {
-                "BACKEND": "dlocks.backends.session.SessionBackend",
-                "OPTIONS": options,
-            }
-        }
     ):
-        with pytest.raises(ImproperlyConfigured, match=next(iter(options))):
+        backend = {"BACKEND": "dlocks.backends.session.SessionBackend"}
+        with (
+            override_settings(DLOCKS={"session": {**backend, "OPTIONS": options}}),
+            pytest.raises(ImproperlyConfigured, match=next(iter(options))),
+        ):
             backends["session"]
 
 
@@ -1388,14 +1280,16 @@ def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
         lock().acquire()
     assert "dlocks.E007" in [found.id for found in check_tables(databases=["default"])]
     # The session of the pooler is unchanged.
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_prepared_statements")
-        assert cursor.fetchone() == (0,)
-        cursor.execute(
-            "SELECT current_setting('idle_session_timeout'),"
-            " current_setting('application_name')"
-        )
-        assert cursor.fetchone() == ("0", "")
+    assert query("SELECT count(*) FROM pg_prepared_statements", "") == [(0,)]
+    settings = (
+        "SELECT current_setting('idle_session_timeout'),"
+        " current_setting('application_name')"
+    )
+    assert query(settings, "") == [("0", "")]
+    # In a transaction the pooler does not matter.
+    with transaction.atomic(), lock() as held:
+        assert held.scope == "transaction"
+        held.check()
 
 
 @POSTGRESQL
@@ -1423,14 +1317,6 @@ def test_a_wrong_session_pooling_option_is_detected(pooled):
         lock().acquire()
 
 
-@POSTGRESQL
-def test_in_a_transaction_a_pooler_does_not_matter(pooled):
-    pooled("transaction")
-    with transaction.atomic(), lock() as held:
-        assert held.scope == "transaction"
-        held.check()
-
-
 def test_a_failed_connection_is_not_contention(monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "PORT", "1")
     with pytest.raises(
@@ -1439,33 +1325,7 @@ def test_a_failed_connection_is_not_contention(monkeypatch):
         lock().acquire()
 
 
-@pytest.mark.parametrize("keep", [0.0, 60.0])
-def test_an_expired_holder_cannot_release_during_the_handover(
-    backend, monkeypatch, keep
-):
-    """The key has been taken from it by then.
-
-    The next holder may have the key before this is recorded.
-    """
-    taken_away, go_on = threading.Event(), threading.Event()
-    end = backend._end
-
-    def slowly(entry):
-        taken_away.set()
-        assert go_on.wait(60)
-        end(entry)
-
-    monkeypatch.setattr(backend, "_end", slowly)
-    claim = Claim(key="stock:7", ttl=0.2, holder="silent")
-    assert backend.acquire(claim)
-    assert taken_away.wait(60)
-    try:
-        assert backend.release(claim, keep=keep) is False
-    finally:
-        go_on.set()
-
-
-@pytest.mark.engine("mariadb", "mysql")
+@pytest.mark.engine("mysql")
 def test_no_deprecated_table_is_read(threads, in_queue):
     """``holder()`` and the number of waiters use no deprecated table.
 
@@ -1474,7 +1334,6 @@ def test_no_deprecated_table_is_read(threads, in_queue):
 
     def uses_of_deprecated_table():
         with connection.cursor() as cursor:
-            # MariaDB has no such counter, and no other table.
             cursor.execute(
                 "SHOW GLOBAL STATUS LIKE 'Deprecated_use_i_s_processlist_count'"
             )
