@@ -15,14 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dlocks import (
-    Hold,
-    LockBackendError,
-    LockError,
-    LockLost,
-    LockTimeout,
-    db_lock,
-)
+from dlocks import Hold, LockBackendError, LockError, LockLost, LockTimeout, db_lock
 from tests.internals import (
     DONE,
     HANDOVER_LEASE,

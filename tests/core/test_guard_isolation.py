@@ -211,8 +211,7 @@ def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_in_other_thre
 
         if refuses_changes():
             with pytest.raises(
-                LockBackendError,
-                match="'stock' cannot guard .* Retry the transaction",
+                LockBackendError, match="'stock' cannot guard .* Retry the transaction"
             ):
                 write()
             assert Counter.objects.get().value == 7

@@ -149,22 +149,6 @@ def test_each_call_of_an_atomic_function_has_its_own_hold():
     assert len(holds) == 3
 
 
-@pytest.mark.front
-def test_a_hold_of_an_inner_block_lasts_until_the_outer_commit(is_busy):
-    @transaction.atomic
-    def helper():
-        return db_lock("stock:7").acquire()
-
-    with transaction.atomic():
-        hold = helper()
-        assert hold.held
-        hold.check()
-        assert is_busy()
-        hold.release()
-        assert is_busy()
-    assert not is_busy()
-
-
 def test_a_closed_connection_ends_its_holds():
     with contextlib.suppress(Exception), transaction.atomic():
         hold = db_lock("stock:7").acquire()

@@ -16,7 +16,7 @@ from tests.internals import ResourceLock, backends
 from tests.volume import volume
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 ]
 
 PROCESSES = 8

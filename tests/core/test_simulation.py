@@ -74,11 +74,7 @@ original, apply = KeptHold.__init__, Waiter.apply
 
 MUTANTS = {
     "a hold after its own deadline": (KeptHold, "held", property(never)),
-    "a queue's lease that counts as a ttl": (
-        Waiter,
-        "apply",
-        believed,
-    ),
+    "a queue's lease that counts as a ttl": (Waiter, "apply", believed),
     "deadline from the response": (KeptHold, "__init__", from_the_response),
 }
 
