@@ -17,7 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TTL = 2
 KEPT = 1
@@ -106,17 +106,8 @@ def search(rules: Rules, clients: int = 2) -> int:
     them is visited, and all are counted.
     """
     row = Row(-1, -rules.grace, 0, ())
-    first, number = _canonical(
-        State(
-            row,
-            (Client("idle"),) * clients,
-            0,
-            0,
-            rules.steps,
-            rules.losses,
-            rules.deaths,
-        )
-    )
+    idle, faults = Client("idle"), (rules.steps, rules.losses, rules.deaths)
+    first, number = _canonical(State(row, (idle,) * clients, 0, 0, *faults))
     came_from: dict[State, State | None] = {first: None}
     waiting = deque([first])
     while waiting:
@@ -241,20 +232,19 @@ def _client_steps(
     rules: Rules, state: State, me: int, client: Client
 ) -> Iterator[tuple[str, State]]:
     row, at = state.row, client.at
+
+    def to(at: str, state: State = state, **changes: Any) -> State:
+        return _with(state, me, client._replace(at=at, **changes))
+
+    asks = _with(state, me, Client("sent"))
     if at == "idle":
-        yield "sends a request", _with(state, me, Client("sent"))
+        yield "sends a request", asks
     elif at == "sent" and not rules.free_is_asked_again and _free(rules, state, me):
-        yield (
-            "reads that the key is free",
-            _with(state, me, client._replace(at="looked")),
-        )
+        yield "reads that the key is free", to("looked")
     elif at == "looked" or (at == "sent" and _free(rules, state, me)):
         left = TTL - client.age if rules.end_from == "transaction" else TTL
         after = _granted(rules, state, me, left)
-        yield (
-            "is granted",
-            _with(after, me, client._replace(at="reply", token=after.row.token)),
-        )
+        yield "is granted", to("reply", after, token=after.row.token)
     elif at == "sent":
         if me not in row.line and row.owner != me:
             lined = state._replace(row=row._replace(line=(*row.line, me)))
@@ -263,26 +253,25 @@ def _client_steps(
         yield from _answers(rules, state, me, client)
     elif at == "line":
         if row.owner == me and row.left > 0:
-            yield (
-                "sees its turn",
-                _with(state, me, Client("told", left=row.left, token=row.token)),
-            )
+            yield "sees its turn", to("told", left=row.left, token=row.token)
         elif me not in row.line:
-            yield "sees that its turn is over", _with(state, me, Client("sent"))
+            yield "sees that its turn is over", asks
         elif row.line[0] == me and _free(rules, state, me):
             yield "hands the key to the queue", _was_handed_over(rules, state)
     elif at == "told":
         if client.left > 0 or rules.notice == "believed":
             left = TTL if rules.notice == "believed" else client.left
-            yield (
-                "holds the key after its turn",
-                _with(state, me, Client("held", left=left, token=client.token)),
-            )
+            yield "holds the key after its turn", to("held", left=left)
         else:
-            yield "sees that its turn is over", _with(state, me, Client("sent"))
+            yield "sees that its turn is over", asks
     elif at in {"held", "read"}:
         yield from _work(rules, state, me, client)
-        yield from _renewals(rules, state, me, client)
+        mine = row.owner == me and row.token == client.token
+        if (mine or (not rules.owner_at_renewal and row.owner >= 0)) and (
+            row.left > 0 or rules.renewed_late
+        ):
+            renewed = state._replace(row=row._replace(left=TTL))
+            yield "renews", to(at, renewed, left=TTL)
     if at in {"written", "held", "read"}:
         yield "releases", _released(rules, state, me)
 
@@ -294,16 +283,14 @@ def _answers(
         yield "receives the reply too late, and cancels", _released(rules, state, me)
     else:
         left = TTL - client.age if rules.deadline_from == "request" else TTL
-        yield (
-            "holds the key",
-            _with(state, me, Client("held", left=left, token=client.token)),
-        )
+        held = Client("held", left=left, token=client.token)
+        yield "holds the key", _with(state, me, held)
     if state.losses:
-        lost = state._replace(losses=state.losses - 1)
-        yield (
-            "loses the reply and requests again",
-            _with(lost, me, Client("sent", age=client.age)),
+        lost, again = (
+            state._replace(losses=state.losses - 1),
+            Client("sent", client.age),
         )
+        yield "loses the reply and requests again", _with(lost, me, again)
         yield "loses the reply and cancels", _released(rules, lost, me)
 
 
@@ -314,48 +301,22 @@ def _work(
 
     This models a pause that the client does not notice.
     """
-    fenced_off = client.token < state.fence
-    if (rules.fence == "claim" and fenced_off) or (
-        rules.fence == "write" and client.at == "read" and fenced_off
-    ):
+    fence = max(state.fence, client.token)
+    checks = rules.fence == "claim" or (rules.fence == "write" and client.at == "read")
+    if checks and client.token < state.fence:
         yield "is refused by the register", _released(rules, state, me)
     elif client.at == "held":
-        claimed = (
-            state._replace(fence=max(state.fence, client.token))
-            if rules.fence == "claim"
-            else state
-        )
+        claimed = state._replace(fence=fence) if rules.fence == "claim" else state
         yield "reads", _with(claimed, me, client._replace(at="read"))
     else:
-        stale = tuple(
-            other._replace(fresh=other.at != "read") for other in state.clients
-        )
         after = state._replace(
-            clients=stale,
-            fence=max(state.fence, client.token)
-            if rules.fence != "none"
-            else state.fence,
+            clients=tuple(
+                other._replace(fresh=other.at != "read") for other in state.clients
+            ),
+            fence=fence if rules.fence != "none" else state.fence,
             broken="" if client.fresh else "a lost update",
         )
         yield "writes", _with(after, me, Client("written", token=client.token))
-
-
-def _renewals(
-    rules: Rules, state: State, me: int, client: Client
-) -> Iterator[tuple[str, State]]:
-    row = state.row
-    mine = row.owner == me and row.token == client.token
-    if (mine or (not rules.owner_at_renewal and row.owner >= 0)) and (
-        row.left > 0 or rules.renewed_late
-    ):
-        yield (
-            "renews",
-            _with(
-                state._replace(row=row._replace(left=TTL)),
-                me,
-                client._replace(left=TTL),
-            ),
-        )
 
 
 # The lock row.
@@ -403,47 +364,23 @@ def _with(state: State, number: int, client: Client) -> State:
     return state._replace(clients=tuple(clients))
 
 
-# Each mutant changes one rule. The second item is the error that the search must find.
-MUTANTS: dict[str, tuple[Rules, str]] = {
-    "release without an owner": (Rules(owner_at_release=False), "two valid holds"),
-    "renewal without an owner": (Rules(owner_at_renewal=False), "two valid holds"),
-    "deadline from the response": (Rules(deadline_from="response"), "two valid holds"),
-    "a hold after its own deadline": (
-        Rules(deadline_looked_at=False),
-        "two valid holds",
-    ),
-    "the row is deleted with its token": (
-        Rules(row_kept=False),
-        "a token that does not grow",
-    ),
-    "a token that does not grow": (
-        Rules(token_grows=False),
-        "a token that does not grow",
-    ),
-    "no fence": (Rules(fence="none"), "a lost update"),
-    "a fence that is only checked at the write": (
-        Rules(fence="write"),
-        "a lost update",
-    ),
-    "a grant that does not check the row again": (
-        Rules(free_is_asked_again=False),
-        "two valid holds",
-    ),
-    "a late reply that is accepted": (
-        Rules(deadline_from="response", late_answer_refused=False),
-        "two valid holds",
-    ),
-    "a late notification that is accepted": (
-        Rules(notice="believed"),
-        "two valid holds",
-    ),
-    "a dead waiter whose turn never ends": (
-        Rules(kept_for_the_next=99),
-        "a free key that no waiter acquires",
-    ),
-    "an end counted from the start of the transaction": (
-        Rules(end_from="transaction", deadline_from="response"),
-        "two valid holds",
-    ),
-    "a clock that steps, without a grace": (Rules(steps=1), "two valid holds"),
+# The rules of each mutant, by the error that the search must find.
+MUTANTS: dict[str, list[dict[str, Any]]] = {
+    "two valid holds": [
+        {"owner_at_release": False},
+        {"owner_at_renewal": False},
+        {"deadline_from": "response"},
+        {"deadline_looked_at": False},
+        # A grant that does not check the row again, and a late reply or notification.
+        {"free_is_asked_again": False},
+        {"deadline_from": "response", "late_answer_refused": False},
+        {"notice": "believed"},
+        {"end_from": "transaction", "deadline_from": "response"},
+        # A clock that steps, without a grace.
+        {"steps": 1},
+    ],
+    "a token that does not grow": [{"row_kept": False}, {"token_grows": False}],
+    "a lost update": [{"fence": "none"}, {"fence": "write"}],
+    # A dead waiter whose turn never ends.
+    "a free key that no waiter acquires": [{"kept_for_the_next": 99}],
 }

@@ -57,7 +57,7 @@ def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
     in_time(longest, 2.0)
 
 
-@SERVERS
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.parametrize("using", ["default", "optimistic", "insert", "shared"])
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a transaction"])
 def test_a_row_that_appears_meanwhile_is_not_waited_for(
