@@ -10,6 +10,7 @@ caller is a process of its own, with its own backend, keeper and ``Waiters``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,12 +73,20 @@ class Database:
     def live(self) -> list[QueuedClaim]:
         return [ticket for ticket in self.line if ticket.heard_until > self.now]
 
+    def grants(self, claim: Claim) -> bool:
+        """Return whether this claim has the key now."""
+        return self.owner == claim.owner and self.processing and self.end > self.now
+
+    def queued(self, claim: Claim) -> list[QueuedClaim]:
+        return [ticket for ticket in self.line if ticket.claim.owner == claim.owner]
+
+    def leave(self, claim: Claim) -> None:
+        self.line = [one for one in self.line if one.claim.owner != claim.owner]
+
     def grant(self, claim: Claim, seconds: float) -> int:
         self.owner, self.processing, self.end = claim.owner, True, self.now + seconds
         self.token += 1
-        self.line = [
-            ticket for ticket in self.line if ticket.claim.owner != claim.owner
-        ]
+        self.leave(claim)
         return self.token
 
     def move_on(self, grace: float) -> None:
@@ -86,6 +95,25 @@ class Database:
             claim = live[0].claim
             self.grant(claim, min(claim.ttl, HANDOVER_LEASE))
             self.sim.notified.append(claim.owner)
+
+
+def request(act: Callable[..., Any]) -> Any:
+    """Make a method a request, which may be lost, or whose reply may be lost."""
+
+    @functools.wraps(act)
+    def call(backend: SimulatedBackend, *args: Any, **options: Any) -> Any:
+        sim = backend.sim
+        fault = sim.fault()
+        sim.meanwhile()
+        if fault == "request":
+            raise LockBackendError("the request was lost")
+        answer = act(backend, *args, **options)
+        sim.meanwhile()
+        if fault == "reply":
+            raise LockBackendError("the reply was lost")
+        return answer
+
+    return call
 
 
 class SimulatedBackend(Backend):
@@ -101,133 +129,78 @@ class SimulatedBackend(Backend):
         # Each caller is a process of its own.
         return self.alias
 
-    def _call(self, act: Callable[[], Any]) -> Any:
-        sim = self.sim
-        fault = sim.fault()
-        sim.meanwhile()
-        if fault == "request":
-            raise LockBackendError("the request was lost")
-        answer = act()
-        sim.meanwhile()
-        if fault == "reply":
-            raise LockBackendError("the reply was lost")
-        return answer
-
+    @request
     def acquire(self, claim: Claim) -> Grant | None:
-        def act() -> Grant | None:
-            database = self.database
-            if database.owner == claim.owner and (
-                database.processing or database.end > database.now
-            ):
-                return Grant(database.grant(claim, claim.ttl))
-            if not database.free(self.grace) or database.live():
-                return None
-            return Grant(database.grant(claim, claim.ttl))
+        database = self.database
+        again = database.owner == claim.owner and (
+            database.processing or database.end > database.now
+        )
+        if not again and (not database.free(self.grace) or database.live()):
+            return None
+        return Grant(database.grant(claim, claim.ttl))
 
-        found: Grant | None = self._call(act)
-        return found
-
+    @request
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        def act() -> dict[str, float]:
-            left = {}
-            for claim in claims:
-                if self._live(claim):
-                    self.database.end = self.database.now + claim.ttl
-                    left[claim.owner] = claim.ttl
-            return left
+        held = [claim for claim in claims if self.database.grants(claim)]
+        for claim in held:
+            self.database.end = self.database.now + claim.ttl
+        return {claim.owner: claim.ttl for claim in held}
 
-        found: dict[str, float] = self._call(act)
-        return found
-
+    @request
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
-        return bool(self._call(lambda: self._live(claims[0])))
+        return self.database.grants(claims[0])
 
+    @request
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        def act() -> bool:
-            database = self.database
-            database.line = [
-                ticket for ticket in database.line if ticket.claim.owner != claim.owner
-            ]
-            if database.owner != claim.owner:
-                return False
-            if database.processing:
-                database.processing, database.end = False, database.now
-                database.move_on(self.grace)
-            return True
-
-        return bool(self._call(act))
+        database = self.database
+        database.leave(claim)
+        if database.owner != claim.owner:
+            return False
+        if database.processing:
+            database.processing, database.end = False, database.now
+            database.move_on(self.grace)
+        return True
 
     def holder(self, key: str) -> None:
         return None
 
+    @request
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
-        def act() -> Ticket:
-            database = self.database
-            if (
-                database.owner == claim.owner
-                and database.processing
-                and not database.free(self.grace)
-            ):
+        database = self.database
+        free = database.free(self.grace)
+        if database.owner == claim.owner and database.processing and not free:
+            return Ticket(must_retry=True)
+        if not database.queued(claim):
+            if free and not database.live():
                 return Ticket(must_retry=True)
-            if all(ticket.claim.owner != claim.owner for ticket in database.line):
-                if database.free(self.grace) and not database.live():
-                    return Ticket(must_retry=True)
-                database.tickets += 1
-                ticket = QueuedClaim(
-                    claim,
-                    position or database.tickets,
-                    database.now + HEARTBEAT_TIMEOUT,
-                )
-                database.line.append(ticket)
-                database.line.sort(key=lambda one: one.number)
-                number_ = ticket.number
-            else:
-                number_ = next(
-                    ticket.number
-                    for ticket in database.line
-                    if ticket.claim.owner == claim.owner
-                )
-            database.move_on(self.grace)
-            return Ticket(position=number_)
+            database.tickets += 1
+            heard_until = database.now + HEARTBEAT_TIMEOUT
+            database.line.append(
+                QueuedClaim(claim, position or database.tickets, heard_until)
+            )
+            database.line.sort(key=lambda one: one.number)
+        (ticket,) = database.queued(claim)
+        database.move_on(self.grace)
+        return Ticket(position=ticket.number)
 
-        found: Ticket = self._call(act)
-        return found
-
+    @request
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
-        def act() -> dict[str, Ticket]:
-            database, places = self.database, {}
-            for claim in claims:
-                for ticket in database.line:
-                    if ticket.claim.owner == claim.owner and heartbeat:
-                        ticket.heard_until = database.now + HEARTBEAT_TIMEOUT
-            database.move_on(self.grace)
-            for claim in claims:
-                if (
-                    database.owner == claim.owner
-                    and database.processing
-                    and database.end > database.now
-                ):
-                    places[claim.owner] = Ticket(
-                        grant=Grant(database.token, database.end - database.now)
-                    )
-                elif any(ticket.claim.owner == claim.owner for ticket in database.line):
-                    places[claim.owner] = Ticket(ahead=1)
-            return places
-
-        found: dict[str, Ticket] = self._call(act)
-        return found
-
-    def _live(self, claim: Claim) -> bool:
-        database = self.database
-        return (
-            database.owner == claim.owner
-            and database.processing
-            and database.end > database.now
-        )
+        database, places = self.database, {}
+        for claim in claims:
+            for ticket in database.queued(claim) if heartbeat else ():
+                ticket.heard_until = database.now + HEARTBEAT_TIMEOUT
+        database.move_on(self.grace)
+        for claim in claims:
+            if database.grants(claim):
+                grant = Grant(database.token, database.end - database.now)
+                places[claim.owner] = Ticket(grant=grant)
+            elif database.queued(claim):
+                places[claim.owner] = Ticket(ahead=1)
+        return places
 
 
 class Room(Waiters):
