@@ -962,19 +962,6 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     holder.release()
 
 
-async def test_waiting_tasks_do_not_block_djangos_thread():
-    """The holder needs that thread to release the key."""
-    order = []
-
-    async def work(number):
-        async with lock(timeout=30):
-            order.append(number)
-            await asyncio.sleep(0.01)
-
-    await asyncio.gather(*(work(number) for number in range(20)))
-    assert sorted(order) == list(range(20))
-
-
 def test_a_waiter_with_an_ended_session_queues_again(threads, in_queue, until):
     done = []
     with lock():
