@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -58,28 +57,24 @@ class Crowd:
     def __init__(self, doomed, directory, **environment):
         self.directory = directory
         (directory / "counter").write_bytes(b"%020d" % 0)
-        self.key = "crowd"
+        (directory / "log").touch()
         self.worker, self.observer = (doomed(**environment) for _ in range(2))
-        self.worker.start(jobs.crowd, WAITERS, str(directory), self.key, ttl=TTL)
+        self.worker.start(jobs.crowd, WAITERS, str(directory), "crowd", ttl=TTL)
         self.alive = set(self.worker.hear())
         self.killed = {}
         # Periods that may make others wait, as pairs of start and end.
         self.causes = []
 
-    def line(self):
-        return self.observer.call(jobs.line, self.key)
-
     def in_full(self):
-        """Wait until every process but the holder is in the queue.
+        """Wait until nearly all processes are in the queue, and one holds the key.
 
         Return the queued processes and the holder.
         """
 
         def full():
-            waiting, holder = self.line()
-            if len(waiting) >= len(self.alive) - 2 and holder in self.alive:
-                return waiting, holder
-            return None
+            waiting, holder = line = self.observer.call(jobs.line, "crowd")
+            is_full = len(waiting) >= len(self.alive) - 2 and holder in self.alive
+            return is_full and line
 
         return eventually(full)
 
@@ -96,20 +91,19 @@ class Crowd:
         self.worker.tell("more")
         self.alive.add(self.worker.hear())
 
-    def grants(self):
-        return sum(kind == "granted" for _, kind, *_ in self.notes())
-
     def notes(self):
-        if not (self.directory / "log").exists():
-            return []
         # The last line may be incomplete.
         lines = (self.directory / "log").read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
     def moves_on(self, number=WAITERS):
         """Wait until ``number`` more holds were granted."""
-        before = self.grants()
-        eventually(lambda: self.grants() >= before + number)
+
+        def grants():
+            return sum(kind == "granted" for _, kind, *_ in self.notes())
+
+        number += grants()
+        eventually(lambda: grants() >= number)
 
     def check(self, *, refuses=True):
         """Check that every live process was served and that no holds overlap.
@@ -156,82 +150,67 @@ class Crowd:
         return max(later[0] - one[0] for one, later in itertools.pairwise(holds))
 
 
-@pytest.fixture
-def crowd(doomed, tmp_path):
-    """Return a function that starts a crowd, on this server or on another one."""
-    started = []
-
-    def start(**environment):
-        started.append(Crowd(doomed, tmp_path, **environment))
-        return started[-1]
-
-    yield start
-    for pid in (pid for one in started for pid in one.alive):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
 @TWO_SERVERS
-def test_a_killed_process_delays_others_only_by_its_lease(crowd):
+def test_a_killed_process_delays_others_only_by_its_lease(doomed, tmp_path):
     """The victim is the holder, the first waiter, or one in the middle."""
-    line_of = crowd()
+    crowd = Crowd(doomed, tmp_path)
     for who in ("holder", "head", "middle") * volume(1):
-        waiting, holder = line_of.in_full()
+        waiting, holder = crowd.in_full()
         middle = waiting[len(waiting) // 2]
-        line_of.kill({"holder": holder, "head": waiting[0], "middle": middle}[who])
-        line_of.moves_on()
-        line_of.replace()
-    longest = line_of.check()
+        crowd.kill({"holder": holder, "head": waiting[0], "middle": middle}[who])
+        crowd.moves_on()
+        crowd.replace()
+    longest = crowd.check()
     in_time(longest, TTL + 3.0)
 
 
 @TWO_SERVERS
-def test_random_kills_lose_no_waiter(crowd):
+def test_random_kills_lose_no_waiter(doomed, tmp_path):
     """A process is killed each second, and another one takes its place."""
-    line_of = crowd()
+    crowd = Crowd(doomed, tmp_path)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         time.sleep(1.0)
-        line_of.kill(random.choice(sorted(line_of.alive)))
-        line_of.replace()
-    line_of.moves_on()
-    line_of.check()
+        crowd.kill(random.choice(sorted(crowd.alive)))
+        crowd.replace()
+    crowd.moves_on()
+    crowd.check()
 
 
 @TWO_SERVERS
-def test_a_stopped_first_waiter_is_skipped(crowd):
+def test_a_stopped_first_waiter_is_skipped(doomed, tmp_path):
     """It is skipped, and served when it continues."""
-    line_of = crowd()
+    crowd = Crowd(doomed, tmp_path)
     for _ in range(volume(1)):
-        waiting, _ = line_of.in_full()
+        waiting, _ = crowd.in_full()
         stopped_at = time.monotonic()
         os.kill(waiting[0], signal.SIGSTOP)
         try:
-            line_of.moves_on(2 * WAITERS)
+            crowd.moves_on(2 * WAITERS)
             time.sleep(3.0)
         finally:
             os.kill(waiting[0], signal.SIGCONT)
-            line_of.causes.append((stopped_at, time.monotonic()))
-        line_of.moves_on()
-    longest = line_of.check(refuses=False)
+            crowd.causes.append((stopped_at, time.monotonic()))
+        crowd.moves_on()
+    longest = crowd.check(refuses=False)
     in_time(longest, TTL + 3.0)
 
 
 @TWO_SERVERS
-def test_the_queue_survives_a_restart_of_the_server(server, crowd):
+def test_the_queue_survives_a_restart_of_the_server(server, doomed, tmp_path):
     """The server is stopped once, and crashes once."""
-    line_of = crowd(**environment(server))
+    crowd = Crowd(doomed, tmp_path, **environment(server))
     for end in (server.stop, server.crash):
-        line_of.in_full()
-        line_of.observer.call(jobs.close_connections)
+        crowd.in_full()
+        crowd.observer.call(jobs.close_connections)
         began = time.monotonic()
         try:
             end()
         finally:
             server.start()
-        line_of.causes.append((began, time.monotonic()))
-        line_of.moves_on(2 * WAITERS)
-    line_of.check()
+        crowd.causes.append((began, time.monotonic()))
+        crowd.moves_on(2 * WAITERS)
+    crowd.check()
 
 
 # Lost replies.
