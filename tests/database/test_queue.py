@@ -242,9 +242,6 @@ def test_a_key_without_waiters_costs_one_statement_again(in_queue, threads):
         assert [len(acquiring), len(releasing)] == [1, 1], (using, acquiring, releasing)
 
 
-# Positions in the queue.
-
-
 def test_forgotten_queue_numbers_are_not_assigned_twice():
     """A crash of the server may lose the last claims and their numbers.
 
@@ -284,9 +281,6 @@ def test_forgotten_queue_numbers_are_not_assigned_twice():
         assert backend.release(one) == (one in (share, holder))
 
 
-# Waiters of one process.
-
-
 @SERVERS
 @pytest.mark.alone
 @pytest.mark.timeout(400)
@@ -309,11 +303,11 @@ async def test_many_waiting_tasks_use_at_most_three_connections():
     tasks = [asyncio.create_task(wait()) for _ in range(number)]
     while await holder.aqueue_length() != number:
         most = max(most, await count())
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
     await holder.arelease()
     while not all(task.done() for task in tasks):
         most = max(most, await count())
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
     await asyncio.gather(*tasks)
     assert len(served) == number
     assert served == sorted(set(served)), "in the order of their tokens"
@@ -445,25 +439,36 @@ def hang_in_background(monkeypatch):
     go_on.set()
 
 
+@pytest.mark.driver
+@pytest.mark.parametrize("late", ["poll", "enqueue"])
 def test_a_late_poll_does_not_queue_a_claim_again(
-    in_other_thread, monkeypatch, hang_in_background
+    late, in_queue, threads, monkeypatch, hang_in_background
 ):
-    """A caller times out while the poll for its claim has no reply yet."""
+    """A caller times out while a request for its claim has no reply yet.
+
+    The background thread polls, or returns a claim that was deleted to the queue.
+    """
     backend, apply = backends["default"], Waiters._apply
-    _, has_timed_out = hang_in_background(backend, "poll")
+    hangs, go_on = hang_in_background(backend, late)
     is_applied = threading.Event()
 
     def note(waiters, *arguments, **options):
         ahead = apply(waiters, *arguments, **options)
-        if has_timed_out.is_set():
+        if go_on.is_set():
             is_applied.set()
         return ahead
 
     monkeypatch.setattr(Waiters, "_apply", note)
     with db_lock("stock:7"):
+        waits = threads(db_lock("stock:7", timeout=2).acquire)
+        in_queue(1)
+        if late == "enqueue":
+            LockClaim.objects.all().delete()
+        assert hangs.wait(30)
+        # The timeout has passed by then. The caller may be waiting for the reply.
+        threading.Timer(2.5, go_on.set).start()
         with pytest.raises(LockTimeout):
-            in_other_thread(db_lock("stock:7", timeout=2).acquire)
-        has_timed_out.set()
+            waits.join(30)
         assert is_applied.wait(30)
         assert backend.waiting("stock:7") == 0
 
@@ -1071,9 +1076,6 @@ def test_readers_and_writers_in_processes_exclude_each_other(workers, tmp_path):
     for worker in crowd:
         worker.hear()
     assert path.read_text() == f"{4 * times}"
-
-
-# Tests of projects that use dlocks.
 
 
 class InATestCase(TestCase):
