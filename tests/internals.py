@@ -48,7 +48,6 @@ NAMES = {
     "_with_limit": "dlocks.backends.database.sqlite:_with_limit",
     "Statements": "dlocks.backends.database.statements:Statements",
     "statements": "dlocks.backends.database.statements",
-    "SQLITE_BUSY_TIMEOUT_MS": "dlocks.backends.database.sqlite:SQLITE_BUSY_TIMEOUT_MS",
     "DummyBackend": "dlocks.backends.dummy:DummyBackend",
     "MemoryBackend": "dlocks.backends.memory:MemoryBackend",
     "QuorumBackend": "dlocks.backends.quorum.backend:QuorumBackend",
