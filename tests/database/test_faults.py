@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes.util
 import glob
+import itertools
 import json
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 from django.db import connection, transaction
@@ -21,6 +23,7 @@ from tests.proxy import Proxy
 from tests.servers import SERVERS, MariaDB, PostgreSQL
 from tests.settings import ENGINE
 from tests.timing import eventually, in_time
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
@@ -35,7 +38,6 @@ class MariaDBWithOptions(MariaDB):
 
 
 USING = ["default", "optimistic", "insert"]
-FAMILY = pytest.mark.parametrize("using", USING)
 
 
 @pytest.fixture(scope="module")
@@ -73,35 +75,59 @@ def on_server(server, doomed):
 # Processes.
 
 
-@FAMILY
-def test_a_killed_holder_keeps_its_key_for_its_ttl_and_no_longer(
-    using, doomed, workers
-):
-    victim = doomed()
-    (waiter,) = workers(1)
-    victim.start(jobs.hold_timed, "stock:7", using=using, ttl=1.0)
-    before, after, first = victim.hear()
-    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
-    assert waiter.hear() == "waiting"
-    victim.kill()
-    granted, token = waiter.hear()
-    assert token > first
-    assert granted - before >= 1.0
-    # The victim may have renewed its lease once before the kill.
-    in_time(granted - max(after, victim.killed_at), 1.0 + 1.0)
+@pytest.fixture
+def waits(threads, in_queue):
+    """Return a function that lets threads wait for the keys named after the aliases.
+
+    The function returns another one, which returns when an alias was granted its key,
+    and the token.
+    """
+
+    def wait(using):
+        with db_lock(using, using=using, timeout=30) as hold:
+            return time.monotonic(), hold.token
+
+    def start():
+        waiting = {using: threads(partial(wait, using)) for using in USING}
+        for using in USING:
+            in_queue(1, using)
+
+        def grant(using):
+            waiting[using].join(60)
+            return waiting[using].results[0]
+
+        return grant
+
+    return start
 
 
-@FAMILY
-def test_a_kill_inside_a_transaction_frees_the_key_at_once(using, doomed, workers):
-    victim = doomed()
-    (waiter,) = workers(1)
-    victim.start(jobs.hold_in_transaction, "stock:7", using=using)
-    victim.hear()
-    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
-    assert waiter.hear() == "waiting"
+def test_a_killed_holder_keeps_its_key_for_its_ttl_and_no_longer(doomed, waits):
+    """A waiter is granted the key of a killed process after the ttl."""
+    victim, before, first = doomed(), {}, {}
+    for using in USING:
+        before[using] = time.monotonic()
+        first[using] = victim.call(jobs.acquire, using, using=using, ttl=1.0)
+    grant = waits()
     victim.kill()
-    granted, _ = waiter.hear()
-    in_time(granted - victim.killed_at, 2.0)
+    for using in USING:
+        granted, token = grant(using)
+        assert token > first[using]
+        assert granted - before[using] >= 1.0
+        # The victim may have renewed its lease once before the kill.
+        in_time(granted - victim.killed_at, 1.0 + 1.0)
+
+
+def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, waits):
+    """The end of the session ends the transaction and its lock."""
+    victims = {using: doomed() for using in USING}
+    for using, victim in victims.items():
+        victim.start(jobs.hold_in_transaction, using, using=using)
+        victim.hear()
+    grant = waits()
+    for victim in victims.values():
+        victim.kill()
+    for using, victim in victims.items():
+        in_time(grant(using)[0] - victim.killed_at, 2.0)
 
 
 # The server.
@@ -144,28 +170,19 @@ def test_innodb_rollback_on_timeout_is_refused_in_transactions(
 @pytest.mark.engine("mariadb")
 def test_locks_work_with_innodb_snapshot_isolation(doomed, tmp_path):
     """Newer servers do this by default."""
-    with MariaDBWithOptions("--innodb-snapshot-isolation=ON") as server:
-        crowd = [doomed(**environment(server)) for _ in range(4)]
-        crowd[0].call(jobs.migrate)
-        for using in "default", "optimistic", "insert":
-            for scope in "lease", "transaction":
-                path, key = tmp_path / f"{using} {scope}", f"{using} {scope}"
-                path.write_text("0 0")
-                for worker in crowd:
-                    worker.start(
-                        jobs.count,
-                        str(path),
-                        key,
-                        times=25,
-                        scope=scope,
-                        using=using,
-                        timeout=None,
-                    )
-                tokens = [token for worker in crowd for token in worker.hear()]
-                assert path.read_text() == f"100 {max(tokens)}"
-            assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
-        for worker in crowd:
-            worker.kill()
+    option = {"init_command": "SET SESSION innodb_snapshot_isolation = ON"}
+    crowd = [doomed(DLOCKS_TEST_OPTIONS=json.dumps(option)) for _ in range(3)]
+    times = volume(10)
+    for using in USING:
+        for scope in "lease", "transaction":
+            path, key = tmp_path / f"{using} {scope}", f"{using} {scope}"
+            path.write_text("0 0")
+            policy = {"scope": scope, "using": using, "timeout": None}
+            for worker in crowd:
+                worker.start(jobs.count, str(path), key, times=times, **policy)
+            tokens = [token for worker in crowd for token in worker.hear()]
+            assert path.read_text() == f"{times * len(crowd)} {max(tokens)}"
+        assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
 
 
 @pytest.mark.engine("mariadb")
@@ -199,56 +216,57 @@ def test_a_step_that_the_server_rolls_back_runs_again(threads, until):
 # A server takes seconds to start, so these tests restart it once for all backends.
 
 
-@pytest.mark.parametrize("how", ["stop", "crash"])
-def test_a_hold_outlives_a_restart_of_the_server(how, server, on_server):
-    holders, other = {using: on_server() for using in USING}, on_server()
-    first = {}
-    for using, holder in holders.items():
-        first[using] = holder.call(jobs.acquire, f"held {using} {how}", using=using)
-        assert other.call(jobs.try_once, f"held {using} {how}", using=using) is None
-    getattr(server, how)()
-    server.start()
-    for using, holder in holders.items():
-        key = f"held {using} {how}"
-        assert other.call(jobs.try_once, key, using=using) is None
+def test_a_hold_outlives_a_restart_of_the_server(server, on_server):
+    """A planned restart and a crash end no lease of a running process."""
+    holder, other = on_server(), on_server()
+    for how in server.stop, server.crash:
+        keys = {using: f"held {using} {how.__name__}" for using in USING}
+        first = {}
+        for using, key in keys.items():
+            first[using] = holder.call(jobs.acquire, key, using=using)
+            assert other.call(jobs.try_once, key, using=using) is None
+        how()
+        server.start()
+        for using, key in keys.items():
+            assert other.call(jobs.try_once, key, using=using) is None, key
         assert holder.call(jobs.check) == "held"
-        assert holder.call(jobs.release_all) == ["released"]
-        assert other.call(jobs.try_once, key, using=using) > first[using]
+        assert holder.call(jobs.release_all) == ["released"] * len(USING)
+        for using, key in keys.items():
+            assert other.call(jobs.try_once, key, using=using) > first[using]
 
 
 @pytest.mark.engine("postgresql")
-@FAMILY
-def test_a_grant_is_durable_before_it_is_reported(using):
+def test_a_grant_is_durable_before_it_is_reported():
     """A crash at any later moment does not make the key free for another caller.
 
     Other sessions of the server, such as autovacuum, may write at the same moment. So
     some grants may appear not to be written.
     """
-    written = []
-    for number in range(10):
-        with db_lock(f"stock:{number}", using=using), connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn()"
-            )
-            written += cursor.fetchone()
-    assert written.count(True) > 5
+    for using in USING:
+        written = []
+        for number in range(10):
+            with db_lock(f"stock:{number}", using=using), connection.cursor() as cursor:
+                cursor.execute(
+                    "SELECT pg_current_wal_insert_lsn() <= pg_current_wal_flush_lsn()"
+                )
+                written += cursor.fetchone()
+        assert written.count(True) > 5, using
 
 
 def test_a_server_that_is_down_is_not_taken_for_a_busy_key(server, on_server):
     """The error comes in bounded time, and the next call after a restart works."""
-    workers, took = {using: on_server() for using in USING}, []
-    for using, worker in workers.items():
+    worker = on_server()
+    for using in USING:
         assert isinstance(worker.call(jobs.try_once, f"down {using}", using=using), int)
     server.stop()
-    for using, worker in workers.items():
+    for using in USING:
         started = time.monotonic()
         error = worker.call(jobs.acquire, f"down {using}", using=using)
-        took.append(time.monotonic() - started)
         assert error == "LockBackendError"
+        in_time(time.monotonic() - started, 10)
     server.start()
-    for using, worker in workers.items():
+    for using in USING:
         assert isinstance(worker.call(jobs.try_once, f"down {using}", using=using), int)
-    in_time(max(took), 10)
 
 
 def test_a_release_fails_if_the_server_is_down(server, on_server):
@@ -270,12 +288,10 @@ def test_a_release_fails_if_the_server_is_down(server, on_server):
         assert token > first[using]
 
 
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_crashing_server_never_causes_two_holders(server, on_server, tmp_path):
     """A counter survives crashes: errors are raised, and no increment is lost."""
     crowds = {using: [on_server() for _ in range(2)] for using in USING}
-    # The ttl must be longer than the start of the server. MySQL needs some seconds for
-    # it.
-    ttl = 8.0 if ENGINE == "mysql" else 2.0
     for using, crowd in crowds.items():
         (tmp_path / using).write_text("0 0")
         for worker in crowd:
@@ -283,9 +299,10 @@ def test_a_crashing_server_never_causes_two_holders(server, on_server, tmp_path)
                 jobs.count_through_trouble,
                 str(tmp_path / using),
                 f"crowd {using}",
-                times=60,
+                times=volume(30),
                 using=using,
-                ttl=ttl,
+                # Longer than the start of the server.
+                ttl=2.0,
             )
     for _ in range(2):
         for crowd in crowds.values():
@@ -306,11 +323,18 @@ def test_a_crashing_server_never_causes_two_holders(server, on_server, tmp_path)
 # Replies.
 
 
-@FAMILY
-def test_an_acquire_whose_reply_is_lost_is_held_by_its_caller(using, server, on_server):
+@pytest.fixture
+def proxy(server):
     proxy = Proxy(server.port)
-    try:
-        worker, other = on_server(proxy.port), on_server()
+    yield proxy
+    proxy.cut.clear()
+    proxy.close()
+
+
+def test_an_acquire_whose_reply_is_lost_is_held_by_its_caller(proxy, on_server):
+    """The caller finds its grant in the row, and its lost release too."""
+    worker, other = on_server(proxy.port), on_server()
+    for using in USING:
         key = f"reply {using}"
         assert isinstance(worker.call(jobs.try_once, key, using=using), int)
         proxy.swallow(b"begin_time")
@@ -324,8 +348,6 @@ def test_an_acquire_whose_reply_is_lost_is_held_by_its_caller(using, server, on_
         assert worker.call(jobs.release_all) == ["released"]
         assert proxy.swallowed.wait(10)
         assert other.call(jobs.try_once, key, using=using) > token
-    finally:
-        proxy.close()
 
 
 class SlowToCommit(PostgreSQL):
@@ -340,39 +362,42 @@ class SlowToCommit(PostgreSQL):
 
 
 @pytest.mark.engine("postgresql")
-@pytest.mark.parametrize("timeout", [0, 60])
-def test_a_grant_after_the_end_of_its_connection_is_bounded(timeout, doomed):
+def test_a_grant_after_the_end_of_its_connection_is_bounded(doomed):
     """A waiter receives the grant. Without a waiter, the key is free after its ttl."""
     with SlowToCommit() as server:
         proxy = Proxy(server.port)
         worker = doomed(**environment(server, proxy.port))
         other = doomed(**environment(server))
         other.call(jobs.migrate)
-        before = worker.call(jobs.try_once, "key")
-        worker.call(jobs.run_sql, "SET synchronous_commit = on")
         stuck = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
         try:
-            worker.start(jobs.acquire, "key", timeout=timeout, ttl=2.0)
-            eventually(lambda: server.execute(stuck))
-            proxy.disconnect()
-            if timeout:
-                eventually(lambda: other.call(jobs.waiters, "key")[0] == 1)
-            else:
-                assert worker.hear() == "LockTimeout"
-            assert other.call(jobs.state, "key")["version"] == before
-            # The wait ends, and the transaction is committed.
-            server.execute(stuck.replace("1", "pg_cancel_backend(pid)"))
-            if timeout:
-                assert worker.hear() > before
-                assert worker.call(jobs.release_all) == ["released"]
-            else:
-                eventually(lambda: other.call(jobs.state, "key")["state"] == "held")
-            assert isinstance(other.call(jobs.acquire, "key", timeout=20), int)
+            for timeout in 0, 60:
+                key = f"timeout {timeout}"
+                before = worker.call(jobs.try_once, key)
+                worker.call(jobs.run_sql, "SET synchronous_commit = on")
+                worker.start(jobs.acquire, key, timeout=timeout, ttl=2.0)
+                eventually(lambda: server.execute(stuck))
+                proxy.disconnect()
+                if timeout:
+                    eventually(lambda key=key: other.call(jobs.waiters, key)[0] == 1)
+                else:
+                    assert worker.hear() == "LockTimeout"
+                assert other.call(jobs.state, key)["version"] == before
+                # The wait ends, and the transaction is committed.
+                server.execute(stuck.replace("1", "pg_cancel_backend(pid)"))
+                if timeout:
+                    assert worker.hear() > before
+                    assert worker.call(jobs.release_all) == ["released"]
+                else:
+                    eventually(
+                        lambda key=key: other.call(jobs.state, key)["state"] == "held"
+                    )
+                assert isinstance(other.call(jobs.acquire, key, timeout=20), int)
         finally:
             proxy.close()
 
 
-HELD = pytest.mark.parametrize("held", ["alone", "from the line", "with another"])
+HELD = ["alone", "from the line", "with another"]
 
 
 def take(held, worker, other, key, using):
@@ -397,136 +422,114 @@ def take(held, worker, other, key, using):
     return token
 
 
-@FAMILY
-@HELD
-def test_a_release_whose_reply_is_lost_is_a_release(using, held, server, on_server):
-    proxy, taken = Proxy(server.port), threading.Event()
-    try:
-        worker, other = on_server(proxy.port), on_server()
-        key = f"taken {using} {held}"
+def test_a_release_whose_reply_is_lost_is_a_release(proxy, on_server):
+    """The retried release succeeds, although another process holds the key by then."""
+    worker, other = on_server(proxy.port), on_server()
+    for using, held in itertools.product(USING, HELD):
+        taken, key = threading.Event(), f"taken {using} {held}"
         first = take(held, worker, other, key, using)
+        text = b"hold_count = 0"
         if using == "insert":
-            proxy.swallow(b"DELETE", until=taken)
+            text = b"DELETE"
         elif held == "from the line":
-            proxy.swallow(
-                b"taken AS" if ENGINE == "postgresql" else b"COMMIT", until=taken
-            )
-        else:
-            proxy.swallow(b"hold_count = 0", until=taken)
-        worker.start(jobs.release_all)
-        assert proxy.swallowed.wait(10)
-        later = other.call(jobs.acquire, key, using=using)
-        taken.set()
+            text = b"taken AS" if ENGINE == "postgresql" else b"COMMIT"
+        try:
+            proxy.swallow(text, until=taken)
+            worker.start(jobs.release_all)
+            assert proxy.swallowed.wait(10), key
+            later = other.call(jobs.acquire, key, using=using)
+        finally:
+            taken.set()
         assert isinstance(later, int), (later, worker.hear())
         assert later > first
-        assert worker.hear() == ["released"]
-        assert other.call(jobs.check) == "held"
+        assert worker.hear() == ["released"], key
+        assert other.call(jobs.check) == "held", key
         assert other.call(jobs.release_all) == ["released"]
-    finally:
-        taken.set()
-        proxy.close()
 
 
-@FAMILY
-@HELD
-def test_a_release_after_a_clear_and_a_lost_session_raises(using, held, on_server):
+def test_a_release_after_a_clear_and_a_lost_session_raises(on_server):
     """A retried release only finds that another process holds the key."""
     worker, other = on_server(), on_server()
-    key = f"taken away {using} {held}"
-    first = take(held, worker, other, key, using)
-    assert other.call(jobs.clear, key, first)
-    assert other.call(jobs.acquire, key, using=using) > first
-    # The grant of the other process must be older than one query takes under load.
-    time.sleep(0.5)
-    assert other.call(jobs.kill_other_sessions) >= 1
-    assert worker.call(jobs.release_all) == ["LockLost"]
-    assert other.call(jobs.check) == "held"
-    assert other.call(jobs.release_all) == ["released"]
-    assert isinstance(other.call(jobs.try_once, f"with {key}", using=using), int)
+    for using, held in itertools.product(USING, HELD):
+        key = f"taken away {using} {held}"
+        first = take(held, worker, other, key, using)
+        assert other.call(jobs.clear, key, first)
+        assert other.call(jobs.acquire, key, using=using) > first
+        # The grant of the other process must be older than one query takes under load.
+        time.sleep(0.5)
+        assert other.call(jobs.kill_other_sessions) >= 1
+        assert worker.call(jobs.release_all) == ["LockLost"], key
+        assert other.call(jobs.check) == "held", key
+        assert other.call(jobs.release_all) == ["released"]
+        assert isinstance(other.call(jobs.try_once, f"with {key}", using=using), int)
 
 
-@pytest.mark.parametrize("kind", ["lock", "share"])
-def test_a_clear_whose_reply_is_lost_is_reported_as_done(kind, server, on_server):
+def test_a_clear_whose_reply_is_lost_is_reported_as_done(proxy, on_server):
     """``clear_lock`` says what has happened, although it had to ask twice."""
-    proxy = Proxy(server.port)
-    try:
-        operator, holder = on_server(proxy.port), on_server()
-        key, forced = f"cleared {kind}", ["--yes", "--reason", "tests"]
-        holder.call(jobs.acquire, key, shared=kind == "share")
+    operator, holder = on_server(proxy.port), on_server()
+    for shared, words, done in (
+        (False, [], "'cleared False' was cleared"),
+        (True, ["--all-shares"], "1 shared hold was ended"),
+    ):
+        key = f"cleared {shared}"
+        holder.call(jobs.acquire, key, shared=shared)
         # The connection is open before the reply is lost.
         operator.call(jobs.try_once, "other")
         proxy.swallow(b"COMMIT")
-        words = ["--all-shares"] if kind == "share" else []
-        said = operator.call(jobs.run_command, "clear_lock", key, *words, *forced)
+        words += ["--yes", "--reason", "tests"]
+        said = operator.call(jobs.run_command, "clear_lock", key, *words)
         assert proxy.swallowed.wait(10)
-        done = "1 shared hold was ended" if words else f"'{key}' was cleared"
         assert done in said
         assert holder.call(jobs.release_all) == ["LockLost"]
-    finally:
-        proxy.close()
 
 
-@FAMILY
-def test_a_session_killed_by_the_server_is_replaced(using, server, on_server):
+def test_a_session_killed_by_the_server_is_replaced(on_server):
+    """A check, a release and an acquire each open a new session."""
     worker, admin = on_server(), on_server()
-    key = f"session {using}"
-    token = worker.call(jobs.acquire, key, using=using)
-    assert admin.call(jobs.kill_other_sessions) >= 1
-    assert worker.call(jobs.check) == "held"
-    admin.call(jobs.kill_other_sessions)
-    assert worker.call(jobs.release_all) == ["released"]
-    admin.call(jobs.kill_other_sessions)
-    assert worker.call(jobs.try_once, key, using=using) > token
+    for using in USING:
+        key = f"session {using}"
+        token = worker.call(jobs.acquire, key, using=using)
+        assert admin.call(jobs.kill_other_sessions) >= 1
+        assert worker.call(jobs.check) == "held"
+        admin.call(jobs.kill_other_sessions)
+        assert worker.call(jobs.release_all) == ["released"]
+        admin.call(jobs.kill_other_sessions)
+        assert worker.call(jobs.try_once, key, using=using) > token
 
 
-@FAMILY
-def test_a_cut_off_holder_is_lost_before_the_key_is_taken_over(
-    using, server, on_server
-):
+def test_a_cut_off_holder_is_lost_before_the_key_is_taken_over(proxy, on_server):
     """No data passes, and neither side is notified.
 
-    The holder relies on its own clock.
+    The holder relies on its own clock, whichever backend it uses.
     """
-    proxy = Proxy(server.port)
-    try:
-        holder, other = on_server(proxy.port), on_server()
-        key = f"cut off {using}"
-        holder.start(jobs.hold_until_lost, key, using=using, ttl=2.0)
-        first = holder.hear()
-        proxy.cut.set()
-        since = time.monotonic()
-        granted, token = other.call(jobs.wait_quietly, key, using=using, timeout=20)
-        believed = holder.hear()
-        assert since < believed < granted
-        assert token > first
-        in_time(granted - since, 2.0 + 1.0)
-    finally:
-        proxy.cut.clear()
-        proxy.close()
+    using = {"postgresql": "default", "mariadb": "optimistic", "mysql": "insert"}[
+        ENGINE
+    ]
+    holder, other = on_server(proxy.port), on_server()
+    holder.start(jobs.hold_until_lost, "cut off", using=using, ttl=2.0)
+    first = holder.hear()
+    proxy.cut.set()
+    since = time.monotonic()
+    granted, token = other.call(jobs.wait_quietly, "cut off", using=using, timeout=20)
+    believed = holder.hear()
+    assert since < believed < granted
+    assert token > first
+    in_time(granted - since, 2.0 + 1.0)
 
 
-@FAMILY
-def test_a_cut_off_holder_is_notified_and_keeps_its_other_holds(
-    using, server, on_server
-):
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_cut_off_holder_is_notified_and_keeps_its_other_holds(proxy, on_server):
     """The renewal gets no reply, and no driver times out."""
-    proxy = Proxy(server.port)
-    try:
-        holder = on_server(proxy.port)
-        holder.start(
-            jobs.hold_here_and_elsewhere, f"told {using}", using=using, ttl=4.0
-        )
-        holder.hear()
-        proxy.cut.set()
-        since = time.monotonic()
-        told = holder.hear()
-        assert since < told
-        # The other hold was renewed meanwhile, because its ttl has passed.
-        assert holder.hear() == "held"
-        in_time(told - since, 4.0 + 1.0)
-    finally:
-        proxy.cut.clear()
-        proxy.close()
+    holder = on_server(proxy.port)
+    holder.start(jobs.hold_here_and_elsewhere, "told", ttl=4.0)
+    holder.hear()
+    proxy.cut.set()
+    since = time.monotonic()
+    told = holder.hear()
+    assert since < told
+    # The other hold was renewed meanwhile, because its ttl has passed.
+    assert holder.hear() == "held"
+    in_time(told - since, 4.0 + 1.0)
 
 
 # Clocks.
@@ -538,29 +541,33 @@ def libfaketime():
     return found[0]
 
 
-@FAMILY
-@pytest.mark.parametrize("offset", ["+5h", "-5h"])
+@pytest.mark.engine("postgresql", "mariadb")
 def test_the_clock_of_the_application_host_does_not_matter(
-    using, offset, doomed, workers, monkeypatch
+    doomed, workers, monkeypatch
 ):
-    with monkeypatch.context() as patch:
-        patch.setenv("LD_PRELOAD", libfaketime())
-        patch.setenv("FAKETIME", offset)
-        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-        liar = doomed()
+    """A process whose clock is hours fast or slow excludes others as usual."""
     (honest,) = workers(1)
-    assert abs(abs(liar.call(jobs.wall_clock) - time.time()) - 5 * 3600) < 60
-    first = honest.call(jobs.acquire, "stock:7", using=using)
-    assert liar.call(jobs.try_once, "stock:7", using=using) is None
-    honest.call(jobs.release_all)
-    second = liar.call(jobs.acquire, "stock:7", using=using)
-    assert second > first
-    assert honest.call(jobs.try_once, "stock:7", using=using) is None
-    assert liar.call(jobs.check) == "held"
-    liar.call(jobs.release_all)
-    assert honest.call(jobs.try_once, "stock:7", using=using) > second
+    for offset in "+5h", "-5h":
+        with monkeypatch.context() as patch:
+            patch.setenv("LD_PRELOAD", libfaketime())
+            patch.setenv("FAKETIME", offset)
+            patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+            liar = doomed()
+        assert abs(abs(liar.call(jobs.wall_clock) - time.time()) - 5 * 3600) < 60
+        for using in USING:
+            key = f"{using} {offset}"
+            first = honest.call(jobs.acquire, key, using=using)
+            assert liar.call(jobs.try_once, key, using=using) is None, key
+            honest.call(jobs.release_all)
+            second = liar.call(jobs.acquire, key, using=using)
+            assert second > first, key
+            assert honest.call(jobs.try_once, key, using=using) is None, key
+            assert liar.call(jobs.check) == "held", key
+            liar.call(jobs.release_all)
+            assert honest.call(jobs.try_once, key, using=using) > second, key
 
 
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_clock_step_below_the_grace_causes_no_second_holder(server, doomed):
     """The second alias is the control: without the grace there is an overlap."""
     ttl, step = 2.4, 1.5

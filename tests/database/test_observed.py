@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -28,163 +30,144 @@ def watched(key="stock:7", using="watching", **policy):
     return db_lock(key, using=using, **policy)
 
 
-def ran_out(model=ResourceLock):
-    """Expire all leases by the database's clock, as a step of that clock would."""
+def ran_out(*keys, model=ResourceLock):
+    """Expire leases by the database's clock, as a step of that clock would.
+
+    Without keys, all leases expire.
+    """
+    end = {
+        "postgresql": "end_time - interval '1 hour'",
+        "mysql": "end_time - INTERVAL 1 HOUR",
+        "sqlite": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', end_time, '-1 hour') || '000'",
+    }[connection.vendor]
+    where = f"WHERE key_resource IN ({', '.join(['%s'] * len(keys))})" if keys else ""
     with connection.cursor() as cursor:
-        table = model._meta.db_table
-        if connection.vendor == "postgresql":
-            cursor.execute(
-                f"UPDATE {table} SET end_time = end_time - interval '1 hour'"
-            )
-        elif connection.vendor == "mysql":
-            cursor.execute(f"UPDATE {table} SET end_time = end_time - INTERVAL 1 HOUR")
-        else:
-            cursor.execute(
-                f"UPDATE {table} SET end_time = strftime('%Y-%m-%d %H:%M:%f', end_time,"
-                " '-1 hour') || '000'"
-            )
+        cursor.execute(
+            f"UPDATE {model._meta.db_table} SET end_time = {end} {where}", keys
+        )
 
 
-@pytest.mark.parametrize("using", KINDS)
-@pytest.mark.parametrize("fair", [True, False])
-def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(using, fair, doomed):
+def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
+    """An observer counts from when it first saw the row of a dead process.
+
+    So does a writer that waits for a reader. A single attempt cannot observe. It finds
+    the key busy until its process has observed the row for long enough. With
+    ``takeover=False``, an observer gets ``LockStale``, and a reader an error at its
+    timeout at the latest.
+    """
     victim = doomed()
-    victim.start(jobs.hold, "stock:7", using=using)
-    token = victim.hear()
+    cases = {
+        f"{using} {fair}": (using, fair) for using in KINDS for fair in (True, False)
+    }
+    tokens = {
+        key: victim.call(jobs.acquire, key, using=using)
+        for key, (using, _) in cases.items()
+    }
+    for key in "once", "cautious", "cautious reader":
+        victim.call(jobs.acquire, key, using="watching")
+    victim.call(jobs.acquire, "read", using="watching", shared=True)
     victim.kill()
+    ran_out("once")
     began = time.monotonic()
-    with watched(using=using, fair=fair, timeout=20) as hold:
-        assert time.monotonic() - began >= TTL + GRACE
-        assert hold.token > token
-        in_time(hold.waited, TTL + GRACE + 1.5)
+
+    def take_over(key, using, fair):
+        with watched(key, using=using, fair=fair, timeout=20) as hold:
+            assert time.monotonic() - began >= TTL + GRACE, key
+            assert hold.token > tokens[key], key
+            in_time(hold.waited, TTL + GRACE + 1.5)
+
+    def write():
+        with db_rwlock("read", using="watching", timeout=20).write():
+            assert time.monotonic() - began >= TTL + GRACE
+
+    def wait_cautiously():
+        with pytest.raises(LockStale):
+            watched("cautious", takeover=False, timeout=20).acquire()
+
+    def read_cautiously():
+        timeout = TTL + GRACE + 0.5
+        lock = db_rwlock(
+            "cautious reader", using="watching", takeover=False, timeout=timeout
+        )
+        started = time.monotonic()
+        with pytest.raises((LockStale, LockTimeout)):
+            lock.read().acquire()
+        in_time(time.monotonic() - started, timeout + 3.0)
+
+    crowd = [threads(partial(take_over, key, *policy)) for key, policy in cases.items()]
+    crowd += [threads(one) for one in (write, wait_cautiously, read_cautiously)]
+    assert watched("once").try_acquire() is None
+    time.sleep(TTL + GRACE)
+    with watched("once", timeout=0) as hold:
+        assert hold.takeover
+    for thread in crowd:
+        thread.join(60)
 
 
-@pytest.mark.parametrize("using", KINDS)
-@pytest.mark.parametrize("fair", [True, False])
-def test_a_holder_expired_by_the_clock_still_excludes(
-    using, fair, in_other_thread, until
-):
-    with watched(using=using) as hold:
-        ran_out()
+def test_a_holder_expired_by_the_clock_still_excludes(threads):
+    """A living holder, or reader, keeps its key whatever the database's clock does."""
+    holds = {using: watched(using, using=using).acquire() for using in KINDS}
+    holds["read"] = db_rwlock("read", using="watching").read().acquire()
+    ran_out()
+    ran_out(model=LockClaim)
+
+    def wait(lock):
         with pytest.raises(LockTimeout):
-            in_other_thread(watched(using=using, fair=fair, timeout=2 * TTL).acquire)
+            lock.acquire()
+
+    locks = [
+        watched(using, using=using, fair=fair, timeout=2 * TTL)
+        for using in KINDS
+        for fair in (True, False)
+    ]
+    locks.append(db_rwlock("read", using="watching", timeout=2 * TTL).write())
+    for thread in [threads(partial(wait, lock)) for lock in locks]:
+        thread.join(60)
+    for hold in holds.values():
         hold.check()
         hold.renew()
         hold.check()
-
-
-def test_an_observing_reader_without_takeover_times_out(
-    doomed,
-):
-    """It raises at its timeout, although it must retry until the key is cleared."""
-    victim = doomed()
-    victim.start(jobs.hold, "stock:7", using="watching")
-    victim.hear()
-    victim.kill()
-    timeout = TTL + GRACE + 0.5
-    began = time.monotonic()
-    with pytest.raises((LockStale, LockTimeout)):
-        db_rwlock(
-            "stock:7", using="watching", takeover=False, timeout=timeout
-        ).read().acquire()
-    in_time(time.monotonic() - began, timeout + 3.0)
-
-
-def test_a_single_attempt_cannot_observe_and_finds_the_key_busy(doomed):
-    victim = doomed()
-    victim.start(jobs.hold, "stock:7", using="watching")
-    victim.hear()
-    victim.kill()
-    ran_out()
-    assert watched().try_acquire() is None
-    time.sleep(TTL + GRACE)
-    # The process has observed the row before, so one attempt is enough.
-    with watched(timeout=0) as hold:
-        assert hold.takeover
+        hold.release()
 
 
 @pytest.mark.front
-def test_a_ttl_longer_than_the_observation_is_refused(
-    django_assert_num_queries,
-):
-    with django_assert_num_queries(0), pytest.raises(ValueError, match="Raise OPTIONS"):
-        watched(ttl=TTL + 0.001).acquire()
-    with watched(ttl=TTL / 2):
-        pass
+def test_a_lease_longer_than_the_observation_is_refused(django_assert_num_queries):
+    """The error of a ttl, a handover or a quorum says what to do, without a query.
 
+    An unknown kind of expiry is refused too.
+    """
 
-@pytest.mark.front
-def test_a_handover_longer_than_the_observation_is_refused(django_assert_num_queries):
-    with watched() as hold:
+    @contextmanager
+    def refused():
         with (
             django_assert_num_queries(0),
             pytest.raises(ValueError, match="Raise OPTIONS"),
         ):
+            yield
+
+    with refused():
+        watched(ttl=TTL + 0.001).acquire()
+    with watched(ttl=TTL / 2):
+        pass
+    with watched() as hold:
+        with refused():
             hold.detach(within=TTL + 0.001)
         assert hold.held
-
-
-@pytest.mark.front
-def test_a_quorum_refuses_a_ttl_longer_than_the_observation(django_assert_num_queries):
     quorum = {
         "BACKEND": "dlocks.backends.quorum.QuorumBackend",
         "OPTIONS": {"of": ["watching", "memory", "third"]},
     }
     memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
-    with override_settings(
-        DLOCKS={**DLOCKS, "quorum": quorum, "memory": memory, "third": memory}
-    ):
-        with (
-            django_assert_num_queries(0),
-            pytest.raises(ValueError, match="Raise OPTIONS"),
-        ):
+    never = {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "never"}}
+    settings = {**DLOCKS, "quorum": quorum, "memory": memory, "third": memory}
+    with override_settings(DLOCKS={**settings, "never": never}):
+        with refused():
             watched(using="quorum", ttl=TTL + 0.001).acquire()
+        with pytest.raises(ImproperlyConfigured, match="'clock' or 'observed'"):
+            backends["never"]
 
 
-@pytest.mark.front
-def test_an_unknown_expiry_option_is_refused():
-    settings = {
-        **DLOCKS,
-        "default": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "never"}},
-    }
-    with (
-        override_settings(DLOCKS=settings),
-        pytest.raises(ImproperlyConfigured, match="'clock' or 'observed'"),
-    ):
-        backends["default"]
-
-
-def test_an_observer_without_takeover_gets_lock_stale(doomed):
-    victim = doomed()
-    victim.start(jobs.hold, "stock:7", using="watching")
-    victim.hear()
-    victim.kill()
-    with pytest.raises(LockStale):
-        watched(takeover=False, timeout=20).acquire()
-
-
-def test_a_dead_reader_is_replaced_after_ttl_and_grace(doomed):
-    victim = doomed()
-    victim.start(jobs.read, "stock:7", using="watching")
-    victim.hear()
-    victim.kill()
-    began = time.monotonic()
-    with db_rwlock("stock:7", using="watching", timeout=20).write():
-        assert time.monotonic() - began >= TTL + GRACE
-
-
-def test_a_reader_expired_by_the_clock_still_excludes(in_other_thread):
-    with db_rwlock("stock:7", using="watching").read() as hold:
-        ran_out(LockClaim)
-        with pytest.raises(LockTimeout):
-            in_other_thread(
-                db_rwlock("stock:7", using="watching", timeout=2 * TTL).write().acquire
-            )
-        hold.renew()
-        hold.check()
-
-
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
     (other,) = workers(1)
     kept, mine = (
@@ -203,19 +186,15 @@ def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
         kept.release()
 
 
-@pytest.mark.parametrize(
-    "lock",
-    [watched(), db_rwlock("stock:7", using="watching").read()],
-    ids=["alone", "shared"],
-)
-def test_a_lease_that_cannot_be_written_is_not_prolonged(lock, monkeypatch):
+def test_a_lease_that_cannot_be_written_is_not_prolonged(monkeypatch):
     """Other processes see the row unchanged, and count from then."""
     backend = backends["watching"]
-    with lock as hold:
-        monkeypatch.setattr(backend, "_count", lambda *args, locked=None: locked())
-        left = backend.renew([hold.claim])
-        monkeypatch.undo()
-        assert left == {hold.claim.owner: 0.0}
+    for lock in watched(), db_rwlock("stock:7", using="watching").read():
+        with lock as hold, monkeypatch.context() as patch:
+            patch.setattr(backend, "_count", lambda *args, locked=None: locked())
+            left = backend.renew([hold.claim])
+            patch.undo()
+            assert left == {hold.claim.owner: 0.0}
 
 
 def test_commands_end_no_observed_lease_by_the_clock():
@@ -241,8 +220,16 @@ def test_commands_end_no_observed_lease_by_the_clock():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("using", KINDS)
+@pytest.mark.parametrize(
+    "using",
+    [
+        pytest.param("watching", marks=pytest.mark.engine("postgresql", "mysql")),
+        pytest.param("watching optimistic", marks=pytest.mark.engine("mariadb")),
+        pytest.param("watching insert", marks=pytest.mark.engine("sqlite")),
+    ],
+)
 def test_clock_steps_lose_no_increment(using, workers, tmp_path):
+    """Processes that exclude each other by observation ignore a stepping clock."""
     path = tmp_path / "counter"
     path.write_text("0 0")
     crowd, tokens = workers(4), []

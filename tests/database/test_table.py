@@ -148,9 +148,19 @@ class Run:
         )
 
 
-@pytest.mark.parametrize("kind", [PessimisticBackend, OptimisticBackend, InsertBackend])
+# The strategies share the queue. They differ in the first grant and in the release.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        PessimisticBackend,
+        pytest.param(
+            OptimisticBackend, marks=pytest.mark.engine("postgresql", "mysql")
+        ),
+        pytest.param(InsertBackend, marks=pytest.mark.engine("sqlite", "mariadb")),
+    ],
+)
 @settings(
-    max_examples=volume(40),
+    max_examples=volume(20),
     derandomize=True,
     deadline=None,
     database=None,
@@ -196,15 +206,14 @@ def test_the_database_follows_the_rules_of_the_table(kind, kinds, history, long_
         assert found == expected, done
 
 
-@pytest.mark.parametrize("kind", [MemoryBackend, PessimisticBackend])
-def test_the_grace_applies_to_shared_holds(kind):
+def test_the_grace_applies_to_shared_holds():
     """A clock that steps by less than the grace admits no writer beside a reader."""
-    backend, key = kind("default", grace=10_000_000), next(keys)
-    reader = Claim(key=key, ttl=LONG, shared=True)
-    assert backend.acquire(reader)
-    helpers._end_lease(backend, reader)
-
-    assert backend.acquire(Claim(key=key, ttl=LONG)) is None
+    for kind in MemoryBackend, PessimisticBackend:
+        backend, key = kind("default", grace=10_000_000), next(keys)
+        reader = Claim(key=key, ttl=LONG, shared=True)
+        assert backend.acquire(reader)
+        helpers._end_lease(backend, reader)
+        assert backend.acquire(Claim(key=key, ttl=LONG)) is None, kind
 
 
 @pytest.fixture(scope="module")
