@@ -31,12 +31,6 @@ pytestmark = [
 ]
 
 
-class MariaDBWithOptions(MariaDB):
-    def __init__(self, *options):
-        super().__init__()
-        self.options = options
-
-
 USING = ["default", "optimistic", "insert"]
 
 
@@ -134,14 +128,14 @@ def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, waits):
 
 
 @pytest.mark.engine("mariadb")
-def test_innodb_rollback_on_timeout_is_refused_in_transactions(
-    doomed,
-):
+def test_innodb_rollback_on_timeout_is_refused_in_transactions(doomed):
     """The error gives the reason, and nothing is rolled back.
 
     A lease works as on any other server.
     """
-    with MariaDBWithOptions("--innodb-rollback-on-timeout=ON") as server:
+    own = MariaDB()
+    own.options = ("--innodb-rollback-on-timeout=ON",)
+    with own as server:
         worker, other = (doomed(**environment(server)) for _ in range(2))
         worker.call(jobs.migrate)
         for using in "default", "optimistic", "insert":
@@ -253,6 +247,7 @@ def test_a_grant_is_durable_before_it_is_reported():
         assert written.count(True) > 5, using
 
 
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_server_that_is_down_is_not_taken_for_a_busy_key(server, on_server):
     """The error comes in bounded time, and the next call after a restart works."""
     worker = on_server()
@@ -269,6 +264,7 @@ def test_a_server_that_is_down_is_not_taken_for_a_busy_key(server, on_server):
         assert isinstance(worker.call(jobs.try_once, f"down {using}", using=using), int)
 
 
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_release_fails_if_the_server_is_down(server, on_server):
     holders, other = {using: on_server() for using in USING}, on_server()
     first = {

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
 import math
 import threading
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import pytest
 from django.db import connection, transaction
 
-from dlocks import (
-    LockBackendError,
-    LockLost,
-    LockStale,
-    LockTimeout,
-    db_lock,
-    db_rwlock,
-    db_semaphore,
-)
+from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import expire
 from tests import rows
 from tests.admin.test_admin import (
@@ -35,15 +26,7 @@ from tests.admin.test_admin import (
     releaser,
     told,
 )
-from tests.internals import (
-    Claim,
-    LockClaim,
-    ResourceLock,
-    backends,
-    callers,
-    clock,
-    keeper,
-)
+from tests.internals import Claim, LockClaim, ResourceLock, backends, clock
 from tests.management.test_commands import nobody_there, refused, run
 from tests.models import Counter
 from tests.timing import seldom
@@ -87,19 +70,9 @@ def test_a_key_released_just_then_is_not_taken_over(
     assert not caplog.records
 
 
-def test_a_key_of_a_dead_holder_is_taken_over(in_other_thread, threads, caplog):
-    """Acquiring an expired, unreleased key is a takeover and logs a warning.
-
-    Of several keys acquired at once, only the expired one is taken over. Callers that
-    check the row at once with ``takeover=False`` all get ``LockStale``.
-    """
-
-    def crash(key, using):
-        hold = in_other_thread(db_lock(key, using=using).acquire)
-        expire(hold)
-        # Forget the hold, as if the holder had crashed.
-        keeper.drop(hold._state)
-        callers.forget_acquired(hold._state)
+def test_a_key_of_a_dead_holder_is_still_stale(threads):
+    """Callers that check an unlocked expired row at once all get ``LockStale``."""
+    rows.stale("stock:7")
 
     def attempt(lock, start, scope):
         start.wait(30)
@@ -109,48 +82,11 @@ def test_a_key_of_a_dead_holder_is_taken_over(in_other_thread, threads, caplog):
         ):
             lock.acquire()
 
-    for using in FAMILY:
-        key, other = f"{using} 7", f"{using} 8"
-        crash(key, using)
-        with db_lock(key, using=using) as hold:
-            assert hold.takeover
-        said = [one.levelno for one in caplog.records if "taken over" in one.message]
-        assert said == [logging.WARNING]
-        caplog.clear()
-        crash(key, using)
-        with db_lock(other, key, using=using) as hold:
-            assert {one.key: one.takeover for one in hold.holds} == {
-                key: True,
-                other: False,
-            }
-            assert hold.takeover
-        caplog.clear()
-        crash(key, using)
-        lock = db_lock(key, using=using, takeover=False, timeout=0)
-        for scope in "lease", "transaction":
-            start = threading.Barrier(4)
-            work = partial(attempt, lock, start, scope)
-            for thread in [threads(work) for _ in range(4)]:
-                thread.join(60)
-
-
-def test_a_long_transaction_causes_no_takeover(threads, until, caplog):
-    """A guarded transaction that outlasts the ttl causes no takeover.
-
-    The waiter acquires the key after the release.
-    """
-
-    def wait():
-        with db_lock("stock:7", using="brisk", timeout=30) as hold:
-            return hold.takeover, hold.token
-
-    with db_lock("stock:7", using="brisk", ttl=TTL) as hold, hold.atomic():
-        thread = threads(wait)
-        time.sleep(4 * TTL)
-    thread.join(60)
-    ((takeover, token),) = thread.results
-    assert (takeover, token > hold.token) == (False, True)
-    assert not caplog.records
+    for using, scope in itertools.product(FAMILY, ["lease", "transaction"]):
+        lock = db_lock("stock:7", using=using, takeover=False, timeout=0)
+        work = partial(attempt, lock, threading.Barrier(4), scope)
+        for thread in [threads(work) for _ in range(4)]:
+            thread.join(60)
 
 
 # Leases that expire while nothing can be written, on SQLite.
@@ -249,49 +185,6 @@ def test_a_key_acquired_by_another_caller_is_lost(in_other_thread):
     other.release()
 
 
-@pytest.mark.engine("sqlite")
-def test_a_lease_that_cannot_be_renewed_is_lost_at_its_deadline(monkeypatch, until):
-    """Errors do not prolong an expired lease. It is lost at its deadline."""
-    lost = []
-
-    def fail(claims):
-        raise LockBackendError("could not ask")
-
-    with pytest.raises(LockLost, match="not renewed within its ttl"):
-        with db_lock("stock:7", using="brisk", ttl=TTL, on_lost=lost.append):
-            monkeypatch.setattr(backends["brisk"], "renew", fail)
-            until(lambda: lost)
-
-
-@pytest.mark.engine("sqlite")
-def test_only_a_late_claim_is_renewed_late():
-    """An expired claim is renewed only if it is marked as late.
-
-    A claim whose key was acquired by another caller is never renewed.
-    """
-    backend = backends["brisk"]
-    for shared in False, True:
-        key = f"shared {shared}"
-        claim = Claim(key=key, ttl=0.001, shared=shared)
-        assert backend.acquire(claim) is not None
-        late, other = replace(claim, ttl=30.0, late=True), Claim(key=key, ttl=30.0)
-        time.sleep(0.01)
-        assert not backend.renew([claim])
-        assert not backend.verify([claim], 2)
-        assert dict(backend.renew([late])) == {claim.owner: 30.0}
-        backend.renew([claim])
-        time.sleep(0.01)
-        assert backend.verify([late], 2)
-        assert backend.holder(key).remaining > 1
-        backend.renew([claim])
-        time.sleep(0.01)
-        assert backend.acquire(other) is not None
-        assert not backend.renew([late])
-        assert not backend.verify([late], 2)
-        assert not backend.release(late)
-        assert backend.release(other)
-
-
 # Expired leases that a transaction keeps. The key is busy, and its holder is alive.
 
 
@@ -360,10 +253,8 @@ def test_a_key_that_a_transaction_keeps_is_busy(using, guarded, until, caplog):
     for timeout in (0, 0.5):
         with pytest.raises(LockTimeout, match="in a transaction") as error:
             db_lock("stock:7", using=using, takeover=False, timeout=timeout).acquire()
-        assert (error.value.holder.in_transaction, error.value.holder.stale) == (
-            True,
-            False,
-        )
+        assert error.value.holder.in_transaction
+        assert not error.value.holder.stale
     token = finish().token
     with db_lock("stock:7", using=using, takeover=False, timeout=10) as hold:
         assert hold.token > token
@@ -414,42 +305,6 @@ def test_a_lease_that_the_commit_renews_is_not_stale(guarded, monkeypatch):
         assert not hold.takeover
 
 
-@pytest.mark.parametrize(
-    "lock",
-    [
-        pytest.param(
-            partial(db_semaphore, permits=1),
-            marks=pytest.mark.engine("mysql", "sqlite"),
-        ),
-        pytest.param(read_lock, marks=pytest.mark.engine("postgresql", "mariadb")),
-    ],
-    ids=["semaphore", "read"],
-)
-def test_a_shared_hold_that_a_transaction_keeps_is_busy(lock, guarded):
-    """A shared hold that a transaction keeps is busy, and shown as shared."""
-    finish = guarded(lock)
-    for other in (lock if lock is not read_lock else db_lock, db_lock):
-        with pytest.raises(LockTimeout):
-            other("stock:7", using="brisk", takeover=False, timeout=0).acquire()
-    holder = db_lock("stock:7", using="brisk").holder()
-    assert (holder.in_transaction, holder.stale, holder.remaining) == (
-        True,
-        False,
-        math.inf,
-    )
-    assert db_lock("stock:7", using="brisk").locked()
-    (row,) = listed()
-    assert (row["state"], row["sharing"]) == ("shared", 1)
-    assert "in a transaction" in run("list_locks", "--waiting")
-    token = str(holder.token)
-    assert "held by an open transaction" in refused(
-        "clear_lock", "stock:7", "--share", token, "--yes"
-    )
-    assert run("reap_locks", "--dry-run") == "0 stale locks would be cleared.\n"
-    finish()
-    assert listed() == []
-
-
 # Commands and the admin show the same.
 
 
@@ -457,32 +312,46 @@ def listed(*flags):
     return json.loads(run("list_locks", "--json", *flags))
 
 
-@pytest.mark.engine("postgresql", "sqlite")
-def test_commands_show_that_a_transaction_keeps_a_key(guarded):
+@pytest.mark.parametrize(
+    "lock",
+    [
+        pytest.param(db_lock, marks=pytest.mark.engine("postgresql", "sqlite")),
+        pytest.param(
+            partial(db_semaphore, permits=1),
+            marks=pytest.mark.engine("mysql", "sqlite"),
+        ),
+        pytest.param(read_lock, marks=pytest.mark.engine("postgresql", "mariadb")),
+    ],
+    ids=["lock", "semaphore", "read"],
+)
+def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
     """Commands and ``holder()`` show the key as held, in a transaction.
 
-    Nothing treats it as stale.
+    Nothing treats it as stale, also if the hold is shared.
     """
-    finish = guarded()
+    finish, words = guarded(lock), []
+    for other in (db_lock if lock is read_lock else lock, db_lock):
+        with pytest.raises(LockTimeout):
+            other("stock:7", using="brisk", takeover=False, timeout=0).acquire()
     holder = db_lock("stock:7", using="brisk").holder()
-    assert (holder.in_transaction, holder.stale, holder.remaining) == (
-        True,
-        False,
-        math.inf,
-    )
-    assert str(holder).endswith(", in a transaction")
+    assert holder.in_transaction
+    assert (holder.stale, holder.remaining) == (False, math.inf)
     assert db_lock("stock:7", using="brisk").locked()
-    for flags in ((), ("--held",), ("--all",)):
-        (row,) = listed(*flags)
-        assert (row["state"], row["seconds_left"]) == ("held", None)
-        assert "held, in a transaction" in run("list_locks", *flags)
-    assert listed("--stale") == []
-    for flags in (
-        ("--yes",),
-        ("--yes", "--stale-only"),
-        ("--yes", "--reason", "tests"),
-    ):
-        assert "held by an open transaction" in refused("clear_lock", "stock:7", *flags)
+    if lock is db_lock:
+        assert str(holder).endswith(", in a transaction")
+        for flags in ((), ("--held",), ("--all",)):
+            (row,) = listed(*flags)
+            assert (row["state"], row["seconds_left"]) == ("held", None)
+            assert "held, in a transaction" in run("list_locks", *flags)
+        assert listed("--stale") == []
+    else:
+        (row,) = listed()
+        assert (row["state"], row["sharing"]) == ("shared", 1)
+        assert "in a transaction" in run("list_locks", "--waiting")
+        words = ["--share", str(holder.token)]
+    for flags in [words] if words else [[], ["--stale-only"], ["--reason", "tests"]]:
+        said = refused("clear_lock", "stock:7", "--yes", *flags)
+        assert "held by an open transaction" in said
     assert run("reap_locks", "--dry-run") == "0 stale locks would be cleared.\n"
     if connection.vendor == "sqlite":
         # There the command waits for the only writer.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 import pytest
-from django.db import connection
 
 from dlocks import db_lock
 from tests import jobs
@@ -14,13 +14,14 @@ from tests.internals import backends
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.timing import in_time
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
 
-FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+FAMILY = ["default", "optimistic", "insert"]
 
 
 @pytest.fixture(scope="module")
@@ -51,60 +52,41 @@ def inspect(bouncer):
     """
     import psycopg
 
-    clients = []
-    try:
-        fresh = settings(psycopg.connect(dbname=os.environ["DLOCKS_TEST_NAME"],
-        host="127.0.0.1", port=PORT,
-                                         user="dlocks",
-                                             options="-c TimeZone=UTC"))  # fmt: skip
+    there = {
+        "host": "127.0.0.1",
+        "user": "dlocks",
+        "dbname": os.environ["DLOCKS_TEST_NAME"],
+    }
+    with contextlib.ExitStack() as stack:
+        direct = psycopg.connect(port=PORT, options="-c TimeZone=UTC", **there)
+        fresh = settings(stack.enter_context(contextlib.closing(direct)))
         seen = set()
         for _ in range(bouncer.sessions):
-            client = psycopg.connect(
-                host="127.0.0.1", port=bouncer.port, user="dlocks",
-                    dbname=os.environ["DLOCKS_TEST_NAME"],
-                prepare_threshold=None,
-            )  # fmt: skip
-            clients.append(client)
+            client = psycopg.connect(port=bouncer.port, prepare_threshold=None, **there)
+            stack.enter_context(contextlib.closing(client))
             # Each client is in its own transaction, and so has its own session.
             (pid,) = client.execute("SELECT pg_backend_pid()").fetchone()
+            assert pid != client.info.backend_pid, "not behind the pooler"
             seen.add(pid)
             client.execute("SET LOCAL TimeZone = 'UTC'")
-            assert settings(client, keep=True) == fresh
+            assert settings(client) == fresh
             for what in (
                 "pg_listening_channels()",
                 "pg_prepared_statements",
                 "pg_cursors",
+                "pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()",
             ):
                 assert client.execute(f"SELECT * FROM {what}").fetchall() == []
-            assert client.execute(
-                "SELECT * FROM pg_locks WHERE locktype = 'advisory'"
-                " AND pid = pg_backend_pid()"
-            ).fetchall() == []  # fmt: skip
         assert len(seen) == bouncer.sessions
-    finally:
-        for client in clients:
-            client.close()
 
 
-def settings(client, *, keep=False):
-    names = ("lock_timeout", "statement_timeout", "synchronous_commit",
-        "idle_in_transaction_session_timeout",
-             "search_path", "default_transaction_isolation", "session_replication_role",
-             "role")  # fmt: skip
-    found = [client.execute(f"SHOW {name}").fetchone()[0] for name in names]
-    if not keep:
-        client.close()
-    return found
-
-
-def test_the_tests_connect_through_the_pooler(bouncer):
-    import psycopg
-
-    with psycopg.connect(
-        host="127.0.0.1", port=bouncer.port, user="dlocks", dbname="postgres"
-    ) as client:
-        (pid,) = client.execute("SELECT pg_backend_pid()").fetchone()
-        assert pid != client.info.backend_pid
+def settings(client):
+    names = (
+        "lock_timeout, statement_timeout, synchronous_commit, search_path, role,"
+        " idle_in_transaction_session_timeout, default_transaction_isolation,"
+        " session_replication_role"
+    )
+    return [client.execute(f"SHOW {name}").fetchone() for name in names.split(", ")]
 
 
 def test_processes_listen_only_without_the_pooler(pooled, workers):
@@ -114,71 +96,59 @@ def test_processes_listen_only_without_the_pooler(pooled, workers):
     assert direct.call(jobs.listens, listening=False) is False
 
 
-def test_the_option_says_whether_to_listen(channel):
-    backend = backends["default"]
-    assert type(backend)("default", listen=False).notifier(channel) is None
-    assert type(backend)("default", listen=True).notifier(channel) is not None
-    connection.close()
-    with pytest.raises(TypeError, match="listen"):
-        type(backend)("default", listen="yes")
-
-
-@FAMILY
-@pytest.mark.parametrize("scope", ["lease", "transaction"])
+@pytest.mark.parametrize(
+    ("using", "scope"),
+    [
+        ("default", "lease"),
+        ("default", "transaction"),
+        ("optimistic", "transaction"),
+        ("insert", "lease"),
+    ],
+)
 def test_no_increment_is_lost_behind_the_pooler(using, scope, pooled, tmp_path):
-    path = tmp_path / "counter"
+    """Leases and locks in transactions exclude each other without a session."""
+    path, times = tmp_path / "counter", volume(10)
     path.write_text("0 0")
     crowd = [pooled() for _ in range(5)]
+    policy = {"scope": scope, "using": using, "timeout": None}
     for worker in crowd:
-        worker.start(
-            jobs.count,
-            str(path),
-            "counter",
-            times=20,
-            scope=scope,
-            using=using,
-            timeout=None,
-        )
+        worker.start(jobs.count, str(path), "counter", times=times, **policy)
     tokens = sorted(token for worker in crowd for token in worker.hear(120))
-    assert path.read_text() == f"100 {tokens[-1]}"
-    assert len(set(tokens)) == 100
+    assert path.read_text() == f"{5 * times} {tokens[-1]}"
+    assert len(set(tokens)) == 5 * times
 
 
-@FAMILY
-def test_the_queue_keeps_its_order_behind_the_pooler(using, pooled, until):
+def test_the_queue_keeps_its_order_behind_the_pooler(pooled, until):
+    """A release, the end of a transaction and an expired lease hand over the key."""
     crowd = [pooled() for _ in range(4)]
     for worker in crowd:
         # The process has started when it replies.
         worker.call(jobs.threads)
-    with db_lock("stock:7", using=using) as hold:
-        for number, worker in enumerate(crowd):
-            worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
-            until(lambda number=number: hold.queue_length() == number + 1)
-    released = time.monotonic()
-    answers = [worker.hear() for worker in crowd]
-    assert answers == sorted(answers, key=lambda answer: answer[1])
-    in_time(answers[-1][0] - released, 2.0)
+    for using in FAMILY:
+        with db_lock("stock:7", using=using) as hold:
+            for number, worker in enumerate(crowd):
+                worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
+                until(lambda number=number: hold.queue_length() == number + 1)
+        released = time.monotonic()
+        answers = [worker.hear() for worker in crowd]
+        assert answers == sorted(answers, key=lambda answer: answer[1])
+        in_time(answers[-1][0] - released, 2.0)
+    holder, waiting, *_ = crowd
 
-
-def test_the_end_of_a_transaction_hands_over_behind_the_pooler(pooled, until):
-    holder, waiting = pooled(), pooled()
-    for roll_back in (False, True):
-        holder.start(jobs.hold_in_transaction, "stock:7", roll_back=roll_back)
+    def wait():
         holder.hear()
         waiting.start(jobs.wait_quietly, "stock:7", timeout=30)
         until(lambda: backends["default"].waiting("stock:7") == 1)
+
+    for roll_back in (False, True):
+        holder.start(jobs.hold_in_transaction, "stock:7", roll_back=roll_back)
+        wait()
         ended = time.monotonic()
         holder.tell()
         assert holder.hear() == "ended"
         in_time(waiting.hear()[0] - ended, 1.5)
-
-
-def test_a_dead_holders_key_is_handed_over_behind_the_pooler(pooled, until):
-    holder, waiting = pooled(), pooled()
     holder.start(jobs.hold, "stock:7", ttl=1.0)
-    holder.hear()
-    waiting.start(jobs.wait_quietly, "stock:7", timeout=30)
-    until(lambda: backends["default"].waiting("stock:7") == 1)
+    wait()
     holder.kill()
     in_time(waiting.hear()[0] - holder.killed_at, 1.0 + 0.5 + 0.7)
 

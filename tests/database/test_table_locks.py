@@ -86,16 +86,23 @@ def session_settings():
         return cursor.fetchall()
 
 
-@pytest.mark.parametrize(
-    "statement", [LOCK_TABLE, READ_LOCK], ids=["lock", "read-lock"]
-)
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_a_locked_table_is_an_error_within_two_seconds(using, statement, table_locked):
+def read_lock(key, **policy):
+    return db_rwlock(key, **policy).read()
+
+
+def test_a_locked_table_is_an_error_within_two_seconds(table_locked):
     """``timeout=0`` does not wait for a migration or a backup.
 
-    The error names the cause, and the session is unchanged.
+    The error names the cause, and the session is unchanged. A transaction loses the
+    lock, but no write.
     """
-    for make in db_lock, lambda *args, **policy: db_rwlock(*args, **policy).read():
+    for using, make, statement in (
+        ("default", db_lock, LOCK_TABLE),
+        ("default", read_lock, READ_LOCK),
+        ("optimistic", db_lock, READ_LOCK),
+        ("insert", db_lock, LOCK_TABLE),
+        ("insert", read_lock, LOCK_TABLE),
+    ):
         lock = make("stock:7", using=using, timeout=0)
         lock.acquire().release()
         session, before = connection.connection, session_settings()
@@ -110,51 +117,39 @@ def test_a_locked_table_is_an_error_within_two_seconds(using, statement, table_l
         connection.close()
         with table_locked(statement), pytest.raises(LockBackendError, match=SAYS):
             lock.acquire()
+    for using in "default", "optimistic", "insert":
+        with transaction.atomic():
+            Place.objects.create(name=f"{using} before")
+            with table_locked(LOCK_TABLE):
+                began = time.monotonic()
+                with pytest.raises(LockBackendError, match=SAYS):
+                    db_lock("stock:7", using=using, timeout=0).acquire()
+                in_time(time.monotonic() - began, 2.0)
+            Place.objects.create(name=f"{using} after")
+    assert Place.objects.count() == 2 * 3
 
 
-@pytest.mark.parametrize(
-    "keys", [("stock:7",), ("stock:7", "stock:8")], ids=["one key", "two keys"]
-)
-def test_a_release_waits_for_the_end_of_a_table_lock(keys, table_locked, monkeypatch):
+def test_a_release_waits_for_the_end_of_a_table_lock(
+    table_locked, threads, monkeypatch
+):
     """The key is free after a migration, not only after the ttl."""
     monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.1)
-    acquired, release, errors = threading.Event(), threading.Event(), []
+    for keys in ("stock:7",), ("stock:7", "stock:8"):
+        acquired, release = threading.Event(), threading.Event()
 
-    def work():
-        try:
+        def work(keys=keys, acquired=acquired, release=release):
             with db_lock(*keys):
                 acquired.set()
                 release.wait()
-        except Exception as error:
-            errors.append(error)
-        finally:
-            connection.close()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    acquired.wait()
-    with table_locked(LOCK_TABLE):
-        release.set()
-        thread.join(0.8)
-        assert thread.is_alive()
-    thread.join()
-    assert errors == []
-    db_lock(*keys, timeout=0).acquire().release()
-
-
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_a_transaction_continues_without_the_lock(using, table_locked):
-    """A locked table costs the lock, but no write of the transaction."""
-    db_lock("stock:7", using=using).acquire().release()
-    with transaction.atomic():
-        Place.objects.create(name="before")
+        thread = threads(work)
+        acquired.wait()
         with table_locked(LOCK_TABLE):
-            began = time.monotonic()
-            with pytest.raises(LockBackendError, match=SAYS):
-                db_lock("stock:7", using=using, timeout=0).acquire()
-            in_time(time.monotonic() - began, 2.0)
-        Place.objects.create(name="after")
-    assert Place.objects.count() == 2
+            release.set()
+            thread.join(0.8)
+            assert thread.is_alive(), keys
+        thread.join()
+        db_lock(*keys, timeout=0).acquire().release()
 
 
 @pytest.mark.engine("postgresql")

@@ -35,12 +35,11 @@ SHOWN = [
 ]
 NONE, RUSSIAN, ALL = range(3)
 
-# WIN1251 and KOI8R are PostgreSQL's names. Python has other names for them.
+# WIN1251 is PostgreSQL's name. Python has another one.
 CHARSETS = {
     "postgresql": {
         "LATIN1": NONE,
         "WIN1251": RUSSIAN,
-        "KOI8R": RUSSIAN,
         "SQL_ASCII": ALL,
     },
     "mysql": {"latin1": ALL, "utf8mb3": ALL},
@@ -80,39 +79,38 @@ def _prepare(pipe, options):
     threading.current_thread().name = NAME
 
 
-def _name(holder):
-    return holder.split(":", 2)[2]
+def names_of_holders(pipe):
+    """Use every kind of lock, and wait for one.
 
-
-def use_every_kind_of_lock(pipe):
-    """Return the names under which this thread was shown as a holder."""
+    Return the names under which this thread, and one that waited, was shown.
+    """
     from tests.internals import HoldRecord
 
     names = set()
     options = {"OPTIONS": {"history": True}}
+
+    def note(using, key):
+        names.add(backends[using].holder(key).holder)
+
     with override_settings(
         DLOCKS={alias: settings.DLOCKS[alias] | options for alias in FAMILY}
     ):
         for using in FAMILY:
             with db_lock("lease", using=using) as hold, hold.atomic():
-                names.add(_name(backends[using].holder("lease").holder))
+                note(using, "lease")
             with transaction.atomic(), db_lock("transaction", using=using) as hold:
                 assert hold.scope == "transaction"
             with db_rwlock("shared", using=using).read():
-                names.add(_name(backends[using].holder("shared").holder))
+                note(using, "shared")
             with db_lock("one", "other", using=using):
-                names.add(_name(backends[using].holder("other").holder))
+                note(using, "other")
         history.flush()
-    return names | {_name(record.holder) for record in HoldRecord.objects.all()}
-
-
-def wait_for_a_key(pipe):
-    """Return the name of a holder that has waited."""
-    names = []
+    names |= {record.holder for record in HoldRecord.objects.all()}
+    waited = []
 
     def wait():
         with db_lock("stock:7"):
-            names.append(_name(backends["default"].holder("stock:7").holder))
+            waited.append(backends["default"].holder("stock:7").holder)
         connection.close()
 
     waiter = threading.Thread(target=wait, name=NAME, daemon=True)
@@ -120,7 +118,8 @@ def wait_for_a_key(pipe):
         waiter.start()
         eventually(lambda: backends["default"].waiting("stock:7") == 1)
     waiter.join(30)
-    return names
+    assert waited
+    return {holder.split(":", 2)[2] for holder in [*names, *waited]}
 
 
 def ask_for_a_key_that_cannot_be_stored(pipe, key):
@@ -146,22 +145,14 @@ def ask_for_a_key_that_cannot_be_stored(pipe, key):
     return refused, logged
 
 
+@pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.parametrize(("charset", "letters"), CHARSETS.items())
-def test_a_holder_may_have_any_name_in_any_database(charset, letters, in_database):
+def test_a_thread_may_have_any_name_in_any_database(charset, letters, in_database):
     """A thread whose name the database cannot store acquires every kind of lock.
 
-    Its name is shown with escapes.
+    It can wait for a lock too. Its name is shown with escapes.
     """
-    assert in_database(use_every_kind_of_lock, charset) == {SHOWN[letters]}
-
-
-@pytest.mark.parametrize(("charset", "letters"), CHARSETS.items())
-def test_a_waiter_may_have_any_name_in_any_database(charset, letters, in_database):
-    """A waiter whose name the database cannot store joins the queue.
-
-    It acquires the key when its turn comes.
-    """
-    assert in_database(wait_for_a_key, charset) == [SHOWN[letters]]
+    assert in_database(names_of_holders, charset) == {SHOWN[letters]}
 
 
 @pytest.mark.engine("mariadb")
@@ -169,18 +160,14 @@ def test_a_waiter_may_have_any_name_in_any_database(charset, letters, in_databas
     ("charset", "letters"),
     {"utf8mb3": RUSSIAN, "latin1": NONE, "cp1251": RUSSIAN}.items(),
 )
-@pytest.mark.parametrize(
-    ("job", "kind"),
-    [(use_every_kind_of_lock, set), (wait_for_a_key, list)],
-    ids=["locks", "waiter"],
-)
-def test_a_connection_may_have_any_charset(job, kind, charset, letters, in_database):
+def test_a_connection_may_have_any_charset(charset, letters, in_database):
     """Every kind of lock works with any ``OPTIONS["charset"]``.
 
     This option limits the characters that can be sent. A holder's name is shown with
     escapes.
     """
-    assert in_database(job, "utf8mb4", charset=charset) == kind([SHOWN[letters]])
+    found = in_database(names_of_holders, "utf8mb4", charset=charset)
+    assert found == {SHOWN[letters]}
 
 
 def test_a_key_that_cannot_be_stored_is_refused(in_database):

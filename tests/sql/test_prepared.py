@@ -45,16 +45,31 @@ def new_session():
     connection.close()
 
 
-def use(times, lock=None):
-    lock = lock or db_lock("stock:7")
+def run(sql, parameters=None):
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+
+
+def use(times):
     tokens = []
     for _ in range(times):
-        with lock as hold:
+        with db_lock("stock:7") as hold:
             tokens.append(hold.token)
     assert tokens == sorted(set(tokens))
 
 
 def test_frequent_statements_are_prepared_and_planned_once():
+    """A request that acquires a lock once prepares nothing.
+
+    In a transaction nothing is prepared. A statement that the session has forgotten
+    raises an error, which would abort the caller's work there.
+    """
+    with CaptureQueriesContext(connection) as queries:
+        use(1)
+    assert not [query for query in queries if "pg_backend_pid" in query["sql"]]
+    for _ in range(PREPARED_AT + 3):
+        with transaction.atomic(), db_lock("stock:7"):
+            pass
     use(PREPARED_AT - 1)
     assert not prepared()
     use(PREPARED_AT + 10)
@@ -63,84 +78,46 @@ def test_frequent_statements_are_prepared_and_planned_once():
     assert min(counts.values()) > 10
 
 
-def test_a_short_session_prepares_nothing():
-    """A request that acquires a lock once prepares nothing."""
-    with CaptureQueriesContext(connection) as queries:
-        use(1)
-    assert not [query for query in queries if "pg_backend_pid" in query["sql"]]
-    assert not prepared()
+def test_a_changed_session_does_not_break_prepared_statements():
+    """A pool may clean up a session between two clients.
 
-
-def test_in_a_transaction_nothing_is_prepared():
-    """A statement that the session has forgotten raises an error.
-
-    In a transaction, this error would abort the caller's work.
+    A name that exists already is not used, and a table may be altered.
     """
-    for _ in range(PREPARED_AT + 3):
-        with transaction.atomic(), db_lock("stock:7"):
-            pass
-    assert not prepared()
-
-
-@pytest.mark.parametrize("forget", ["DISCARD ALL", "DEALLOCATE ALL"])
-def test_a_session_without_its_prepared_statements_recovers(forget):
-    """A pool may clean up a session between two clients."""
-    use(PREPARED_AT + 3)
-    with connection.cursor() as cursor:
-        cursor.execute(forget)
-    use(20)
-
-
-def test_an_existing_statement_name_is_not_used():
+    alter = "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE"
     use(PREPARED_AT + 3)
     (first, *_) = prepared()
+    for sql in "DISCARD ALL", "DEALLOCATE ALL":
+        run(sql)
+        use(20)
+    try:
+        run(f"{alter} numeric")
+        use(5)
+    finally:
+        run(f"{alter} bigint")
+    use(5)
     connection.close()
-    with connection.cursor() as cursor:
-        cursor.execute(f"PREPARE {first} AS SELECT 1")
+    run(f"PREPARE {first} AS SELECT 1")
     use(20)
     assert prepared()[first] == 0
 
 
-def test_an_altered_table_does_not_break_prepared_statements():
-    use(PREPARED_AT + 3)
-    try:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE numeric"
-            )
-        use(5)
-    finally:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE bigint"
-            )
-    use(5)
-
-
 def test_the_number_of_prepared_statements_is_limited():
-    with db_lock("stock:7", using="default") as hold:
-        backend = backends["default"]
-        for length in range(1, STATEMENTS_PREPARED + 20):
-            claims = [hold.claim] * length
-            for _ in range(PREPARED_AT + 1):
-                backend.renew(claims)
-    assert len(prepared()) <= STATEMENTS_PREPARED
+    for number in range(STATEMENTS_PREPARED + 20):
+        for _ in range(PREPARED_AT + 1):
+            backends["default"]._rows(f"SELECT {number}", {})
+    assert len(prepared()) == STATEMENTS_PREPARED
     use(5)
 
 
 def test_prepared_statements_can_be_switched_off():
     backend = type(backends["default"])("default", prepare=False)
-    claims = backends["default"]
-    for _ in range(PREPARED_AT + 3):
-        with db_lock("stock:7") as hold:
-            claim = hold.claim
-    assert len(prepared()) == 2
-    connection.close()
+    with db_lock("stock:7") as hold:
+        claim = hold.claim
     for _ in range(PREPARED_AT + 3):
         assert backend.acquire(claim)
         assert backend.release(claim)
     assert not prepared()
-    assert claims.prepare is None
+    assert backends["default"].prepare is None
     with pytest.raises(TypeError, match="prepare"):
         type(backend)("default", prepare="yes")
 
@@ -160,34 +137,22 @@ def test_spinning_for_a_reply_can_be_switched_off(monkeypatch):
         type(backend)("default", spin=-1)
 
 
-def test_a_session_that_was_killed_is_replaced():
-    """The lock is acquired through a new session."""
+def test_a_session_that_was_killed_is_replaced(in_other_thread):
+    """The lock is acquired through a new session.
+
+    So it is if a statement of the application fails before this thread's first lock.
+    """
+    kill = "SELECT pg_terminate_backend(%s, 5000)"
     use(PREPARED_AT + 3)
     pid = connection.connection.info.backend_pid
-    killer = threading.Thread(target=kill, args=[pid])
-    killer.start()
-    killer.join()
+    in_other_thread(run, kill, [pid])
     use(PREPARED_AT + 3)
     assert connection.connection.info.backend_pid != pid
-
-
-def kill(pid):
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
-    connection.close()
-
-
-def test_a_dead_session_found_by_the_application_is_replaced():
-    """A statement of the application fails before this thread's first lock."""
     connection.close()
     connection.ensure_connection()
-    killer = threading.Thread(
-        target=kill, args=[connection.connection.info.backend_pid]
-    )
-    killer.start()
-    killer.join()
-    with pytest.raises(OperationalError), connection.cursor() as cursor:
-        cursor.execute("SELECT 1")
+    in_other_thread(run, kill, [connection.connection.info.backend_pid])
+    with pytest.raises(OperationalError):
+        run("SELECT 1")
     use(1)
 
 
@@ -263,8 +228,15 @@ def is_over(pid):
         return cursor.fetchone() is None
 
 
-@pytest.mark.parametrize("times", [PREPARED_AT, 1])
-def test_an_interrupted_statement_leaves_no_pending_reply(interrupt, until, times):
+def times(interrupt):
+    """Return how often to run a statement before it is interrupted.
+
+    It is prepared in one of the two cases.
+    """
+    return PREPARED_AT + 3 if interrupt.kind is KeyboardInterrupt else 1
+
+
+def test_an_interrupted_statement_leaves_no_pending_reply(interrupt, until):
     """The server ends a statement that a Ctrl-C interrupts.
 
     The next statement gets its own reply.
@@ -272,7 +244,7 @@ def test_an_interrupted_statement_leaves_no_pending_reply(interrupt, until, time
     use(PREPARED_AT + 3)
     backend, pid = backends["default"], connection.connection.info.backend_pid
     sql = "SELECT pg_sleep(%(seconds)s)::text, 5"
-    for _ in range(times):
+    for _ in range(times(interrupt)):
         backend._rows(sql, {"seconds": 0})
     interrupt()
     with pytest.raises(interrupt.kind):
@@ -298,13 +270,12 @@ def test_a_grant_pending_at_an_interrupt_is_released(interrupt, stopped, until, 
     hold.release()
 
 
-@pytest.mark.parametrize("times", [PREPARED_AT + 3, 1])
 def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
-    interrupt, stopped, until, in_other_thread, monkeypatch, times
+    interrupt, stopped, until, in_other_thread, monkeypatch
 ):
     held = in_other_thread(db_lock("stock:7").acquire)
     backend = backends["default"]
-    for _ in range(times):
+    for _ in range(times(interrupt)):
         with pytest.raises(LockTimeout):
             db_lock("stock:7", timeout=0.001).acquire()
     pid, queue = connection.connection.info.backend_pid, backend.enqueue
@@ -321,35 +292,28 @@ def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
     in_other_thread(held.release)
 
 
-@pytest.mark.parametrize(
-    ("share", "all_of_it"),
-    [
-        (db_rwlock("stock:7").read, db_rwlock("stock:7").write),
-        (
-            partial(db_semaphore, "stock:7", permits=1),
-            partial(db_semaphore, "stock:7", permits=1),
-        ),
-    ],
-)
 def test_a_shared_hold_committing_at_an_interrupt_is_released(
-    interrupt, stopped, until, monkeypatch, share, all_of_it
+    interrupt, stopped, until, monkeypatch
 ):
     """Django cannot clean up during the COMMIT and raises its own error instead."""
-    use(1)
-    pid, commit = connection.connection.info.backend_pid, connection.commit
+    lock = db_rwlock("stock:7")
+    permit = db_semaphore("a permit", permits=1)
+    for share, all_of_it in ((lock.read(), lock.write()), (permit, permit)):
+        use(1)
+        pid, commit = connection.connection.info.backend_pid, connection.commit
 
-    def slowly():
-        monkeypatch.undo()
-        interrupt(then=stopped())
-        commit()
+        def slowly(commit=commit):
+            monkeypatch.undo()
+            interrupt(then=stopped())
+            commit()
 
-    monkeypatch.setattr(connection, "commit", slowly)
-    with pytest.raises(interrupt.kind):
-        share().acquire()
-    until(lambda: is_over(pid))
-    hold = all_of_it().try_acquire()
-    assert hold is not None
-    hold.release()
+        monkeypatch.setattr(connection, "commit", slowly)
+        with pytest.raises(interrupt.kind):
+            share.acquire()
+        until(lambda pid=pid: is_over(pid))
+        hold = all_of_it.try_acquire()
+        assert hold is not None
+        hold.release()
 
 
 def test_an_interrupt_does_not_wait_for_a_silent_server(
@@ -374,22 +338,15 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(
 def test_prepared_statements_raise_the_same_errors():
     """A statement that the server refuses raises the same error and code.
 
-    It is never reported as a busy key.
+    It is never reported as a busy key. The same text is accepted.
     """
     use(PREPARED_AT + 3)
-    backend = backends["default"]
+    backend, sql = backends["default"], "SELECT length(%(holder)s)"
     for _ in range(PREPARED_AT + 1):
         with pytest.raises(LockBackendError, match="division by zero") as error:
             backend._rows("SELECT 1 / %(number)s", {"number": 0})
         assert error.value.__cause__.__cause__.sqlstate == "22012"
-    use(1)
-
-
-def test_prepared_statements_accept_the_same_text():
-    use(PREPARED_AT + 3)
-    backend = backends["default"]
-    sql = "SELECT length(%(holder)s)"
-    for _ in range(PREPARED_AT + 1):
         assert backend._rows(sql, {"holder": "ä'\\ €"}) == [(5,)]
     with pytest.raises(LockBackendError, match="NUL"):
         backend._rows(sql, {"holder": "a\0b"})
+    use(1)

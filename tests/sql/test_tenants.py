@@ -66,75 +66,40 @@ def projects():
         project.close()
 
 
-@pytest.fixture(params=["shared", "both"])
-def project(request, projects):
-    yield projects[request.param]
-    # The tables of the tenants stay empty, whatever was locked.
-    tables = projects[request.param].call("tables")
-    assert [tables["acme"], tables["globex"]] == (
-        [None, None] if request.param == "shared" else [[], []]
-    )
+# What a tenant does, and what it finds with its search path.
+SITUATIONS = {
+    # The background thread renews the row that the tenant's thread has written.
+    "renewed_for_longer_than_its_ttl": True,
+    # Another connection creates its row in the schema of the transaction.
+    "new_key_in_a_transaction": ["transaction"] * 3,
+    "every_kind": [True] * 3,
+    "without_the_public_schema": ["transaction", "held"],
+    # The row in which a lock was granted guards. The tables that another alias would
+    # find do not matter.
+    "guarded_on_another_alias": ["stock:7", "permits"],
+    "handed_over_to_another_tenant": [["acme", False, False], ["globex", True, False]],
+    "seen_by_the_commands": [True] * 4,
+    "recorded": 1,
+    # Both tenants hold the same key, and the commands show each its own. A key is
+    # locked, and there are two rows.
+    "keys_of_each_tenant": [["acme:nightly", "globex:nightly"], [1, 1, 0], True, 2],
+    "keys_of_each_tenant_in_a_coroutine": ["acme:nightly", True, "acme:nightly"],
+    "resumed_in_another_tenant": "acme:handed",
+}
 
 
-def test_a_hold_in_a_tenant_is_renewed(project):
-    """It outlives its ttl.
+@pytest.mark.parametrize("lists", ["shared", "both"])
+def test_all_tenants_share_the_public_locks(lists, projects):
+    """Every kind of lock, the commands and the history use the same tables.
 
-    The background thread renews the row that the tenant's thread has written.
+    A prefix separates the keys of tenants. The tables of the tenants stay empty,
+    whatever was locked.
     """
-    assert project.call("renewed_for_longer_than_its_ttl") is True
-
-
-def test_a_tenants_transaction_can_lock_a_new_key(project):
-    """Another connection creates its row in the schema of the transaction."""
-    assert project.call("new_key_in_a_transaction") == ["transaction"] * 3
-
-
-def test_every_kind_of_lock_works_in_a_tenant(project):
-    assert project.call("every_kind") == [True] * 3
-
-
-def test_locks_work_without_the_public_schema(project):
-    assert project.call("without_the_public_schema") == ["transaction", "held"]
-
-
-def test_an_alias_with_another_path_guards_the_granted_row(project):
-    """It guards with the row in which the lock was granted.
-
-    The tables that the alias would find do not matter.
-    """
-    assert project.call("guarded_on_another_alias") == ["stock:7", "permits"]
-
-
-def test_tenants_queue_for_one_key(project):
-    assert project.call("handed_over_to_another_tenant") == [
-        ["acme", False, False],
-        ["globex", True, False],
-    ]
-
-
-def test_commands_in_a_tenant_see_all_locks(project):
-    assert project.call("seen_by_the_commands") == [True] * 4
-
-
-def test_all_tenants_have_one_history(project):
-    assert project.call("recorded") == 1
-
-
-def test_a_prefix_separates_the_keys_of_tenants(project):
-    """Both tenants hold the same key, and the commands show each its own."""
-    keys, listed, locked, rows = project.call("keys_of_each_tenant")
-    assert keys == ["acme:nightly", "globex:nightly"]
-    assert listed == [1, 1, 0]
-    assert (locked, rows) == (True, 2)
-
-
-def test_a_prefix_separates_tenants_in_coroutines(project):
-    result = project.call("keys_of_each_tenant_in_a_coroutine")
-    assert result == ["acme:nightly", True, "acme:nightly"]
-
-
-def test_a_hold_is_resumed_in_another_tenant(project):
-    assert project.call("resumed_in_another_tenant") == "acme:handed"
+    for situation, expected in SITUATIONS.items():
+        assert projects[lists].call(situation) == expected, situation
+        tables = projects[lists].call("tables")
+        found = [tables["acme"], tables["globex"]]
+        assert found == ([[], []] if lists == "both" else [None, None]), situation
 
 
 def test_tables_in_tenants_alone_are_refused(projects):
@@ -208,40 +173,36 @@ def is_empty(schema):
         return not cursor.fetchall()
 
 
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert", "brisk"])
 @pytest.mark.usefixtures("afresh")
-def test_a_search_path_set_by_hand_changes_nothing(schema, using):
+def test_a_search_path_set_by_hand_changes_nothing(schema):
     """The first lock of the process is acquired with this search path.
 
-    Callers without this search path use the same lock.
+    Callers without this search path use the same lock. Prepared statements keep their
+    schema.
     """
-    with db_lock("stock:7", using=using) as hold:
-        assert db_lock("stock:7", using=using).locked()
+    for using in "default", "optimistic", "insert", "brisk":
+        key, new = f"{using} 7", f"{using} 8"
+        schemas._schemas.clear()
+        backends.reset()
         with connection.cursor() as cursor:
-            cursor.execute("RESET search_path")
-        hold.renew()
-        assert ResourceLock.objects.filter(pk="stock:7").exists()
-        with hold.atomic(), connection.cursor() as cursor:
-            cursor.execute('SET LOCAL search_path TO "its own"')
-            hold.check()
-            assert (
-                ResourceLock.objects.filter(pk="stock:7")
-                .by_clock()
-                .with_queue()
-                .get()
-                .state
-                == "held"
-            )
-    with transaction.atomic():
-        with connection.cursor() as cursor:
-            cursor.execute('SET LOCAL search_path TO "its own"')
-        with db_lock("stock:8", using=using) as hold:
-            assert hold.scope == "transaction"
-    assert is_empty(schema)
-
-
-@pytest.mark.usefixtures("afresh")
-def test_prepared_statements_keep_their_schema(schema):
+            cursor.execute('SET search_path TO "its own", public')
+        with db_lock(key, using=using) as hold:
+            assert db_lock(key, using=using).locked()
+            with connection.cursor() as cursor:
+                cursor.execute("RESET search_path")
+            hold.renew()
+            assert ResourceLock.objects.filter(pk=key).exists()
+            with hold.atomic(), connection.cursor() as cursor:
+                cursor.execute('SET LOCAL search_path TO "its own"')
+                hold.check()
+                shown = ResourceLock.objects.filter(pk=key).by_clock().with_queue()
+                assert shown.get().state == "held"
+        with transaction.atomic():
+            with connection.cursor() as cursor:
+                cursor.execute('SET LOCAL search_path TO "its own"')
+            with db_lock(new, using=using) as hold:
+                assert hold.scope == "transaction"
+        assert is_empty(schema), using
     for path in ('"its own", public', "public", '"its own"'):
         with connection.cursor() as cursor:
             cursor.execute(f"SET search_path TO {path}")
@@ -267,32 +228,31 @@ def test_the_schema_is_queried_once(django_assert_num_queries):
             pass
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ('"$user", public', "public"),
-        ('"its own", public', "its own"),
-        ("Public", "public"),
-        ('nowhere,"a ""quoted"", one", public', "public"),
-        ('"$user"', ""),
-        ("", ""),
-    ],
-)
-def test_the_schema_is_that_of_a_new_session(schema, path, found):
+PATHS = {
+    '"$user", public': "public",
+    '"its own", public': "its own",
+    "Public": "public",
+    'nowhere,"a ""quoted"", one", public': "public",
+    '"$user"': "",
+    "": "",
+}
+
+
+def test_the_schema_is_that_of_a_new_session(schema):
     """It is the first schema with the table in a new session's search path.
 
     Options of the connection are applied.
     """
-    connection.close()
     options = connection.settings_dict["OPTIONS"]
-    connection.settings_dict["OPTIONS"] = {
-        **options,
-        "options": "-c search_path=" + path.replace(" ", "\\ "),
-    }
     try:
-        tables = schemas.find_tables(connection)
-        assert (tables.schema, list(tables.schemas)) == (found, ["its own", "public"])
-        assert bool(tables.refusal("default")) is not bool(found)
+        for path, found in PATHS.items():
+            connection.close()
+            option = "-c search_path=" + path.replace(" ", "\\ ")
+            connection.settings_dict["OPTIONS"] = {**options, "options": option}
+            tables = schemas.find_tables(connection)
+            assert tables.schema == found, path
+            assert list(tables.schemas) == ["its own", "public"], path
+            assert bool(tables.refusal("default")) is not bool(found), path
     finally:
         connection.close()
         connection.settings_dict["OPTIONS"] = options
