@@ -20,7 +20,7 @@ from tests.internals import LockClaim, ResourceLock, backends
 from tests.models import Counter
 from tests.processes import Worker
 from tests.proxy import Proxy
-from tests.servers import SERVERS, MariaDB, PostgreSQL
+from tests.servers import SERVERS
 from tests.settings import ENGINE
 from tests.timing import eventually, in_time
 from tests.volume import volume
@@ -128,17 +128,16 @@ def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, waits):
 
 
 @pytest.mark.engine("mariadb")
-def test_innodb_rollback_on_timeout_is_refused_in_transactions(doomed):
+def test_innodb_rollback_on_timeout_is_refused_in_transactions(server, on_server):
     """The error gives the reason, and nothing is rolled back.
 
     A lease works as on any other server.
     """
-    own = MariaDB()
-    own.options = ("--innodb-rollback-on-timeout=ON",)
-    with own as server:
-        worker, other = (doomed(**environment(server)) for _ in range(2))
-        worker.call(jobs.migrate)
-        for using in "default", "optimistic", "insert":
+    server.options = ("--innodb-rollback-on-timeout=ON",)
+    server.restart()
+    try:
+        worker, other = on_server(), on_server()
+        for using in USING:
             kept, key = f"kept {using}", f"new {using}"
             # The "default" backend keeps the row after the release.
             other.call(jobs.acquire, kept)
@@ -151,14 +150,15 @@ def test_innodb_rollback_on_timeout_is_refused_in_transactions(doomed):
                 assert written == 1
             other.tell()
             assert other.hear() == "unlocked"
-            assert worker.call(
-                jobs.write_and_ask, f"lease {using}", using=using, scope="lease"
-            ) == ("", 1)
+            policy = {"using": using, "scope": "lease"}
+            leased = worker.call(jobs.write_and_ask, f"lease {using}", **policy)
+            assert leased == ("", 1)
         ((id, warning),) = worker.call(jobs.what_the_check_says)
         assert id == "dlocks.W004"
         assert "innodb_rollback_on_timeout=ON" in warning
-        for process in worker, other:
-            process.kill()
+    finally:
+        server.options = ()
+        server.restart()
 
 
 @pytest.mark.engine("mariadb")
@@ -346,51 +346,43 @@ def test_an_acquire_whose_reply_is_lost_is_held_by_its_caller(proxy, on_server):
         assert other.call(jobs.try_once, key, using=using) > token
 
 
-class SlowToCommit(PostgreSQL):
-    """A server whose commits wait for a standby, in the sessions that want it."""
-
-    def command(self):
-        return [
-            *super().command(),
-            *("-c", "synchronous_standby_names=absent"),
-            *("-c", "synchronous_commit=local"),
-        ]
-
-
 @pytest.mark.engine("postgresql")
-def test_a_grant_after_the_end_of_its_connection_is_bounded(doomed):
+def test_a_grant_after_the_end_of_its_connection_is_bounded(server, proxy, on_server):
     """A waiter receives the grant. Without a waiter, the key is free after its ttl."""
-    with SlowToCommit() as server:
-        proxy = Proxy(server.port)
-        worker = doomed(**environment(server, proxy.port))
-        other = doomed(**environment(server))
-        other.call(jobs.migrate)
-        stuck = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-        try:
-            for timeout in 0, 60:
-                key = f"timeout {timeout}"
-                before = worker.call(jobs.try_once, key)
-                worker.call(jobs.run_sql, "SET synchronous_commit = on")
-                worker.start(jobs.acquire, key, timeout=timeout, ttl=2.0)
-                eventually(lambda: server.execute(stuck))
-                proxy.disconnect()
-                if timeout:
-                    eventually(lambda key=key: other.call(jobs.waiters, key)[0] == 1)
-                else:
-                    assert worker.hear() == "LockTimeout"
-                assert other.call(jobs.state, key)["version"] == before
-                # The wait ends, and the transaction is committed.
-                server.execute(stuck.replace("1", "pg_cancel_backend(pid)"))
-                if timeout:
-                    assert worker.hear() > before
-                    assert worker.call(jobs.release_all) == ["released"]
-                else:
-                    eventually(
-                        lambda key=key: other.call(jobs.state, key)["state"] == "held"
-                    )
-                assert isinstance(other.call(jobs.acquire, key, timeout=20), int)
-        finally:
-            proxy.close()
+    # Commits wait for a standby, in the sessions that want it.
+    options = {"synchronous_commit": "local", "synchronous_standby_names": "absent"}
+    for name, value in options.items():
+        server.execute(f"ALTER SYSTEM SET {name} = {value}")
+    server.restart()
+    worker, other = on_server(proxy.port), on_server()
+    stuck = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+    try:
+        for timeout in 0, 60:
+            key = f"timeout {timeout}"
+            before = worker.call(jobs.try_once, key)
+            worker.call(jobs.run_sql, "SET synchronous_commit = on")
+            worker.start(jobs.acquire, key, timeout=timeout, ttl=2.0)
+            eventually(lambda: server.execute(stuck))
+            proxy.disconnect()
+            if timeout:
+                eventually(lambda key=key: other.call(jobs.waiters, key)[0] == 1)
+            else:
+                assert worker.hear() == "LockTimeout"
+            assert other.call(jobs.state, key)["version"] == before
+            # The wait ends, and the transaction is committed.
+            server.execute(stuck.replace("1", "pg_cancel_backend(pid)"))
+            if timeout:
+                assert worker.hear() > before
+                assert worker.call(jobs.release_all) == ["released"]
+            else:
+                eventually(
+                    lambda key=key: other.call(jobs.state, key)["state"] == "held"
+                )
+            assert isinstance(other.call(jobs.acquire, key, timeout=20), int)
+    finally:
+        for name in options:
+            server.execute(f"ALTER SYSTEM RESET {name}")
+        server.restart()
 
 
 HELD = ["alone", "from the line", "with another"]
