@@ -268,7 +268,7 @@ def test_a_server_that_is_down_is_not_taken_for_a_busy_key(server, on_server):
 def test_a_release_fails_if_the_server_is_down(server, on_server):
     holders, other = {using: on_server() for using in USING}, on_server()
     first = {
-        using: holder.call(jobs.acquire, f"released {using}", using=using, ttl=6.0)
+        using: holder.call(jobs.acquire, using, using=using, ttl=6.0)
         for using, holder in holders.items()
     }
     server.crash()
@@ -277,11 +277,9 @@ def test_a_release_fails_if_the_server_is_down(server, on_server):
     for holder in holders.values():
         assert holder.hear() == ["LockBackendError"]
     server.start()
-    for using in holders:
-        _, token = other.call(
-            jobs.wait_quietly, f"released {using}", using=using, timeout=20
-        )
-        assert token > first[using]
+    for using, token in first.items():
+        later = other.call(jobs.wait_quietly, using, using=using, timeout=20)
+        assert later[1] > token
 
 
 @pytest.mark.engine("postgresql", "mariadb")
@@ -289,16 +287,13 @@ def test_a_crashing_server_never_causes_two_holders(server, on_server, tmp_path)
     """A counter survives crashes: errors are raised, and no increment is lost."""
     crowds = {using: [on_server() for _ in range(2)] for using in USING}
     for using, crowd in crowds.items():
-        (tmp_path / using).write_text("0 0")
+        path = tmp_path / using
+        path.write_text("0 0")
+        # The ttl is longer than the start of the server.
+        policy = {"times": volume(30), "using": using, "ttl": 2.0}
         for worker in crowd:
             worker.start(
-                jobs.count_through_trouble,
-                str(tmp_path / using),
-                f"crowd {using}",
-                times=volume(30),
-                using=using,
-                # Longer than the start of the server.
-                ttl=2.0,
+                jobs.count_through_trouble, str(path), f"crowd {using}", **policy
             )
     for _ in range(2):
         for crowd in crowds.values():

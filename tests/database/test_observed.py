@@ -247,16 +247,9 @@ def test_clock_steps_lose_no_increment(using, workers, tmp_path):
     try:
         # Repeat the work if it ended before the clock was stepped often enough.
         while len(steps) <= 5:
+            policy = {"scope": "lease", "using": using, "timeout": None}
             for worker in crowd:
-                worker.start(
-                    jobs.count,
-                    str(path),
-                    "counter",
-                    times=12,
-                    scope="lease",
-                    using=using,
-                    timeout=None,
-                )
+                worker.start(jobs.count, str(path), "counter", times=12, **policy)
             tokens += [worker.hear(100) for worker in crowd]
     finally:
         stop.set()

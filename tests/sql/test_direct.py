@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import sys
+from contextlib import closing
 
 import pytest
 from django.apps import apps
@@ -259,51 +260,18 @@ def test_an_interrupt_leaves_no_unfinished_statement(in_other_thread):
     assert len(kept) > 3
 
 
-def test_parameters_round_trip_unchanged():
-    """Values of every type come back unchanged, as through Django's cursor.
-
-    PostgreSQL needs the types, and statements of a lock use no other ones.
-    """
-    backend = backends["default"]
-    types = {int: "bigint", str: "text", bool: "boolean"}
-    values = [0, -1, 2**62, True, False, "", "x" * 255]
-    if connection.vendor != "postgresql":
-        values += [None, 0.5]
-    for value in values:
-        place = "%(value)s"
-        if connection.vendor == "postgresql":
-            place += f"::{types[type(value)]}"
-        sql = f"SELECT {place}, 1 AS number, '%%' AS percent"
-        replies = [backend._rows(sql, {"value": value}) for _ in range(OFTEN)]
-        with CaptureQueriesContext(connection):
-            replies.append(backend._rows(sql, {"value": value}))
-        assert {tuple(map(tuple, rows)) for rows in replies} == {((value, 1, "%"),)}
-
-
-@pytest.fixture
-def flushed():
-    """Return the connection of a project that flushes its commits.
-
-    The fixture restores the setting afterwards.
-    """
-    connection.ensure_connection()
-    raw = connection.connection
-    ((level,),) = raw.execute("PRAGMA synchronous").fetchall()
-    raw.execute("PRAGMA synchronous = FULL")
-    yield raw
-    raw.set_trace_callback(None)
-    raw.execute(f"PRAGMA synchronous = {level}")
-
-
 @pytest.mark.engine("sqlite")
-def test_a_grant_is_flushed_and_a_release_is_not(flushed):
+def test_a_grant_is_flushed_and_a_release_is_not():
     """In WAL mode a commit that is not flushed can be lost, with no other harm.
 
-    A release that keeps the key for ``min_hold`` is flushed. Nothing is flushed more
+    A release that keeps the key for ``min_hold`` is raw. Nothing is flushed more
     than the project wants.
     """
     level, seen, pragmas = 2, [], []
-    assert flushed.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    connection.ensure_connection()
+    raw = connection.connection
+    raw.execute("PRAGMA synchronous = FULL")
+    assert raw.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
 
     def note(sql):
         nonlocal level
@@ -314,30 +282,31 @@ def test_a_grant_is_flushed_and_a_release_is_not(flushed):
         if sql.startswith(("UPDATE", "INSERT", "WITH")):
             seen.append(level)
 
-    for keys in ["stock:7"], ["stock:7", "stock:8"]:
-        lock = db_lock(*keys)
-        lock.acquire().release()
-        flushed.set_trace_callback(note)
-        hold = lock.acquire()
-        granted = list(seen)
-        seen.clear()
+    with closing(connection):
+        for keys in ["stock:7"], ["stock:7", "stock:8"]:
+            lock = db_lock(*keys)
+            lock.acquire().release()
+            raw.set_trace_callback(note)
+            hold = lock.acquire()
+            granted = list(seen)
+            seen.clear()
+            hold.release()
+            raw.set_trace_callback(None)
+            assert set(granted) == {2}
+            assert seen == [1]
+            seen.clear()
+            assert raw.execute("PRAGMA synchronous").fetchall() == [(2,)]
+        assert pragmas
+        pragmas.clear()
+        hold = db_lock("stock:7", min_hold=0.2).acquire()
+        raw.set_trace_callback(note)
         hold.release()
-        flushed.set_trace_callback(None)
-        assert set(granted) == {2}
-        assert seen == [1]
-        seen.clear()
-        assert flushed.execute("PRAGMA synchronous").fetchall() == [(2,)]
-    assert pragmas
-    pragmas.clear()
-    hold = db_lock("stock:7", min_hold=0.2).acquire()
-    flushed.set_trace_callback(note)
-    hold.release()
-    flushed.set_trace_callback(None)
-    flushed.execute("PRAGMA synchronous = OFF")
-    flushed.set_trace_callback(note)
-    with db_lock("stock:8"):
-        pass
-    assert not pragmas
+        raw.set_trace_callback(None)
+        raw.execute("PRAGMA synchronous = OFF")
+        raw.set_trace_callback(note)
+        with db_lock("stock:8"):
+            pass
+        assert not pragmas
 
 
 @pytest.mark.engine("sqlite")

@@ -102,14 +102,7 @@ def test_a_changed_session_does_not_break_prepared_statements():
 
 
 def test_the_number_of_prepared_statements_is_limited():
-    for number in range(STATEMENTS_PREPARED + 20):
-        for _ in range(PREPARED_AT + 1):
-            backends["default"]._rows(f"SELECT {number}", {})
-    assert len(prepared()) == STATEMENTS_PREPARED
-    use(5)
-
-
-def test_prepared_statements_can_be_switched_off():
+    """With ``prepare=False``, no statement is prepared."""
     backend = type(backends["default"])("default", prepare=False)
     with db_lock("stock:7") as hold:
         claim = hold.claim
@@ -120,6 +113,11 @@ def test_prepared_statements_can_be_switched_off():
     assert backends["default"].prepare is None
     with pytest.raises(TypeError, match="prepare"):
         type(backend)("default", prepare="yes")
+    for number in range(STATEMENTS_PREPARED + 20):
+        for _ in range(PREPARED_AT + 1):
+            backends["default"]._rows(f"SELECT {number}", {})
+    assert len(prepared()) == STATEMENTS_PREPARED
+    use(5)
 
 
 def test_spinning_for_a_reply_can_be_switched_off(monkeypatch):
