@@ -96,26 +96,23 @@ def test_processes_listen_only_without_the_pooler(pooled, workers):
     assert direct.call(jobs.listens, listening=False) is False
 
 
-@pytest.mark.parametrize(
-    ("using", "scope"),
-    [
+def test_no_increment_is_lost_behind_the_pooler(pooled, tmp_path):
+    """Leases and locks in transactions exclude each other without a session."""
+    crowd, times = [pooled() for _ in range(5)], volume(10)
+    for using, scope in (
         ("default", "lease"),
         ("default", "transaction"),
         ("optimistic", "transaction"),
         ("insert", "lease"),
-    ],
-)
-def test_no_increment_is_lost_behind_the_pooler(using, scope, pooled, tmp_path):
-    """Leases and locks in transactions exclude each other without a session."""
-    path, times = tmp_path / "counter", volume(10)
-    path.write_text("0 0")
-    crowd = [pooled() for _ in range(5)]
-    policy = {"scope": scope, "using": using, "timeout": None}
-    for worker in crowd:
-        worker.start(jobs.count, str(path), "counter", times=times, **policy)
-    tokens = sorted(token for worker in crowd for token in worker.hear(120))
-    assert path.read_text() == f"{5 * times} {tokens[-1]}"
-    assert len(set(tokens)) == 5 * times
+    ):
+        path = tmp_path / f"{using} {scope}"
+        path.write_text("0 0")
+        policy = {"scope": scope, "using": using, "timeout": None}
+        for worker in crowd:
+            worker.start(jobs.count, str(path), path.name, times=times, **policy)
+        tokens = sorted(token for worker in crowd for token in worker.hear(120))
+        assert path.read_text() == f"{5 * times} {tokens[-1]}"
+        assert len(set(tokens)) == 5 * times
 
 
 def test_the_queue_keeps_its_order_behind_the_pooler(pooled, until):

@@ -153,10 +153,8 @@ class Run:
     "kind",
     [
         PessimisticBackend,
-        pytest.param(
-            OptimisticBackend, marks=pytest.mark.engine("postgresql", "mysql")
-        ),
-        pytest.param(InsertBackend, marks=pytest.mark.engine("sqlite", "mariadb")),
+        pytest.param(OptimisticBackend, marks=pytest.mark.engine("postgresql")),
+        pytest.param(InsertBackend, marks=pytest.mark.engine("mariadb")),
     ],
 )
 @settings(
