@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 import pytest
@@ -10,7 +11,15 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import db_lock
-from tests.internals import Claim, ResourceLock, backends
+from tests.internals import (
+    Claim,
+    History,
+    Log,
+    ResourceLock,
+    backends,
+    keeper,
+    signals,
+)
 from tests.rows import PAST
 from tests.volume import volume
 
@@ -55,6 +64,52 @@ def test_each_operation_is_one_statement():
     assert len(acquiring) == 2
     assert acquiring[0].startswith("SELECT")
     hold.release()
+
+
+@pytest.mark.engine("sqlite")
+def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
+    """A lock costs about a hundred Python calls, without those of its backend.
+
+    It raises no exception of its own. The access to Django's connections is not
+    counted: it depends on their number, and asgiref raises an exception for each.
+
+    With a server, each call costs several times as much, because the processor caches
+    are cold after the wait.
+    """
+    # OpenTelemetry is not counted, if it is installed.
+    monkeypatch.setattr(
+        signals,
+        "watchers",
+        [one for one in signals.watchers if isinstance(one, (Log, History))],
+    )
+    lock = db_lock("stock:7", using="dummy")
+    with lock:
+        pass
+    # The keeper waits for an earlier renewal, so the lock need not wake it.
+    earlier = db_lock("earlier", using="dummy").acquire()
+    keeper.catch_up()
+    calls, errors = [], []
+
+    def watch(frame, event, argument):
+        frame.f_trace_lines = False
+        if re.search("asgiref|django/utils/connection", frame.f_code.co_filename):
+            return watch
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+        elif event == "exception":
+            errors.append((frame.f_code.co_qualname, argument[0]))
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        with lock:
+            pass
+    finally:
+        sys.settrace(before)
+        earlier.release()
+    assert not errors
+    assert len(calls) <= 110, (len(calls), calls)
 
 
 def test_waiting_optimistically_only_reads(in_other_thread):

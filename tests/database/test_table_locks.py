@@ -117,17 +117,22 @@ def test_a_locked_table_is_an_error_within_two_seconds(table_locked):
         connection.close()
         with table_locked(statement), pytest.raises(LockBackendError, match=SAYS):
             lock.acquire()
-    for using in "default", "optimistic", "insert":
+    # The optimistic backend has not read the second key yet.
+    db_lock("stock:8").acquire().release()
+    for using, key in (
+        ("default", "stock:7"), ("insert", "stock:7"),
+        ("optimistic", "stock:7"), ("optimistic", "stock:8"),
+    ):  # fmt: skip
         db_lock("stock:7", using=using).acquire().release()
         with transaction.atomic():
-            Place.objects.create(name=f"{using} before")
+            Place.objects.create(name=f"{using} {key} before")
             with table_locked(LOCK_TABLE):
                 began = time.monotonic()
                 with pytest.raises(LockBackendError, match=SAYS):
-                    db_lock("stock:7", using=using, timeout=0).acquire()
+                    db_lock(key, using=using, timeout=0).acquire()
                 in_time(time.monotonic() - began, 2.0)
-            Place.objects.create(name=f"{using} after")
-    assert Place.objects.count() == 2 * 3
+            Place.objects.create(name=f"{using} {key} after")
+    assert Place.objects.count() == 2 * 4
 
 
 def test_a_release_waits_for_the_end_of_a_table_lock(

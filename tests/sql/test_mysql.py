@@ -141,6 +141,28 @@ def test_long_keys_and_prefixes_fit_into_64_characters(is_busy):
     disconnect(backends["session"])
 
 
+def test_one_session_holds_several_named_locks(is_busy):
+    """Releasing one lock releases no other, nor a named lock of the caller."""
+    keys = ["stock:1", "stock:2", "stock:3"]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT GET_LOCK('the application''s own', 0)")
+        holds = [db_lock(key, using="session").acquire() for key in keys]
+        sessions = {
+            thread
+            for name, thread in named_locks().items()
+            if name.startswith("dlocks:")
+        }
+        assert len(sessions) == 1
+        holds[1].release()
+        assert [is_busy(key, "session") for key in keys] == [True, False, True]
+        for hold in holds[0], holds[2]:
+            hold.check()
+            hold.release()
+        cursor.execute("SELECT RELEASE_LOCK('the application''s own')")
+        assert cursor.fetchone() == (1,)
+    disconnect(backends["session"])
+
+
 # LAST_INSERT_ID()
 
 

@@ -34,6 +34,9 @@ from dlocks.values import UNLIMITED, Claim, Grant
 # Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
 
+# The token of the grant, or None, and the row if it was read.
+Take = Callable[[], tuple[int | None, Row | None]]
+
 
 class Acquisition(KeyQueue, Holders):
     """The part that acquires keys. A strategy decides in ``_take()`` how."""
@@ -62,7 +65,10 @@ class Acquisition(KeyQueue, Holders):
             self._requested_keys.discard(claim.key)
 
     def _acquire(self, claim: Claim) -> Grant | None:
-        token, row = self._take(claim)
+        take: Take = partial(self._take, claim)
+        if claim.scope == "transaction" and self.dialect.locks_in_passing:
+            take = partial(self._or_undo, take)
+        token, row = take()
         for number in range(FREE_TRIES):
             if token is not None or row is not None:
                 break
@@ -71,7 +77,7 @@ class Acquisition(KeyQueue, Holders):
                 # at that moment.
                 time.sleep(random.uniform(0, 0.001 * 2**number))  # noqa: S311 (jitter)
             self._create(claim.key)
-            token, row = self._take(claim)
+            token, row = take()
         if (
             token is None
             and row is not None
@@ -79,7 +85,7 @@ class Acquisition(KeyQueue, Holders):
             and self._unblock(claim.key)
         ):
             # The waiters were dead, or their turn has passed.
-            token, row = self._take(claim)
+            token, row = take()
         if (
             token is None
             and row is not None
@@ -90,7 +96,7 @@ class Acquisition(KeyQueue, Holders):
             # Observations decide here, not the clock.
             end = partial(self._expire_observed, claim.key, row.version, row.ends)
             if self._run_outside(end):
-                token, _ = self._take(claim)
+                token, _ = take()
         if token is not None:
             return Grant(token, takeover=row is not None and row.stale)
         self._refuse(claim, row)
@@ -117,6 +123,22 @@ class Acquisition(KeyQueue, Holders):
         The row is as it was before the grant.
         """
         raise NotImplementedError
+
+    def _or_undo(self, take: Take) -> tuple[int | None, Row | None]:
+        """Call ``take()`` in a savepoint; roll back to it if nothing was granted.
+
+        So no row stays locked, and an error does not abort the transaction.
+        """
+        try:
+            with transaction.atomic(using=self.database):
+                token, row = take()
+                if token is None:
+                    raise _NothingGrantedError
+        except _NothingGrantedError:
+            pass
+        except Error as error:
+            raise self._failure(error) from error
+        return token, row
 
     def _grant_or_take_over(self, claim: Claim) -> tuple[int | None, Row | None]:
         # There are two steps, so that a takeover is known to be one. The second step is
@@ -158,25 +180,7 @@ class Acquisition(KeyQueue, Holders):
             sql = self._grants[shape] = (
                 self._sql(statement, GRANT, where) + self.dialect.returning
             )
-        if claim.scope == "transaction" and self.dialect.locks_in_passing:
-            return self._granted_or_undone(sql, self._parameters(claim) | parameters)
         return self._granted(sql, self._parameters(claim) | parameters)
-
-    def _granted_or_undone(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
-        """Grant inside a savepoint; roll back to it if nothing was granted.
-
-        So no row stays locked.
-        """
-        try:
-            with transaction.atomic(using=self.database):
-                token = self._granted(sql, parameters)
-                if token is None:
-                    raise _NothingGrantedError
-                return token
-        except _NothingGrantedError:
-            return None
-        except Error as error:
-            raise self._failure(error) from error
 
     def _granted(self, sql: str, parameters: Mapping[str, Any]) -> int | None:
         if not self.dialect.one_writer:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from dlocks.backends.database.acquisition import Acquisition
+from dlocks.backends.database.acquisition import Acquisition, Take
 from dlocks.backends.database.fragments import GRANT, RELEASED
 from dlocks.backends.database.watchdog import table_watchdog
 from dlocks.runtime import clock
@@ -64,16 +65,15 @@ class Batch(Acquisition):
         )
         sql += self.dialect.returning
         parameters = self._parameters(first) | parameters
-        grant = (
-            self._granted_or_undone
-            if in_transaction and self.dialect.locks_in_passing
-            else self._granted
-        )
-        granted = grant(sql, parameters)
+
+        take: Take = lambda: (self._granted(sql, parameters), None)  # noqa: E731
+        if in_transaction and self.dialect.locks_in_passing:
+            take = partial(self._or_undo, take)
+        granted, _ = take()
         if granted is None and (absent := self._absent(claims)):
             for key in absent:
                 self._create(key)
-            granted = grant(sql, parameters)
+            granted, _ = take()
         return None if granted is None else [Grant(granted)] * len(claims)
 
     def _verify_all(self, claims: Sequence[Claim]) -> bool:
