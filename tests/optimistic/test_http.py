@@ -87,24 +87,18 @@ def test_a_write_with_the_tag_of_an_older_version_is_412(client, article):
 
 
 def test_a_change_between_the_check_and_the_save_is_412_too(client, article):
+    """Without If-Match, the conflict is 409. If-Match can be required."""
     refused = put(client, article, "?late", **{"If-Match": etag(article)})
     assert refused.status_code == 412
-    assert Article.objects.get().title == "meanwhile"
-
-
-def test_without_if_match_a_conflict_is_409(client, article):
+    article = Article.objects.get()
+    assert article.title == "meanwhile"
+    assert put(client, article, "?required").status_code == 428
+    tag = {"If-Match": etag(article)}
+    assert put(client, article, "?required", **tag).status_code == 200
+    assert client.get(f"/articles/{article.pk}/?required").status_code == 200
     refused = put(client, article, "?late")
     assert refused.status_code == 409
     assert "was not saved" in refused.content.decode()
-
-
-def test_if_match_can_be_required(client, article):
-    assert put(client, article, "?required").status_code == 428
-    assert (
-        put(client, article, "?required", **{"If-Match": etag(article)}).status_code
-        == 200
-    )
-    assert client.get(f"/articles/{article.pk}/?required").status_code == 200
 
 
 def test_an_unchanged_row_gets_304(client, article):
