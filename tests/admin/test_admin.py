@@ -431,7 +431,7 @@ class TestClear:
         text = told(act(clearer, CLEAR, "free", query="?state=stale"))
         assert "(already free): free" in text
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     def test_a_lock_that_is_renewed_before_the_write_is_not_cleared(
         self, clearer, monkeypatch
     ):
@@ -558,7 +558,7 @@ class TestForceRelease:
         assert (rows.now("a").state, rows.now("a").version) == ("held", 1001)
         assert [entry[1] for entry in log()] == ["b"]
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     def test_a_lock_that_changes_hands_before_the_write_is_kept(
         self, releaser, monkeypatch
     ):
@@ -618,7 +618,7 @@ class TestForceRelease:
         assert rows.now("ab").state == "held"
 
 
-@pytest.mark.storage
+@pytest.mark.driver
 @pytest.mark.django_db(transaction=True)
 def test_a_hold_of_ten_ttls_is_shown_in_amber(viewer):
     """Its release may be missing."""
@@ -704,7 +704,7 @@ class TestPrefix:
             "default": {**settings.DLOCKS["default"], "OPTIONS": {"prefix": "shop:"}}
         }
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     def test_keys_of_other_prefixes_are_not_shown_or_released(self, boss):
         for key in ("shop:1", "SHOP:2", "bank:3"):
             rows.held(key)

@@ -122,7 +122,7 @@ class TestAliases:
                         todo.append(link)
         assert len(seen) >= 12
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     def test_every_column_sorts_the_rows_of_the_alias(self, boss):
         """This also holds for a search, and with the counts of the filters."""
         rows.held("b:1")

@@ -368,7 +368,7 @@ class TestPast:
         assert titles == ["1 min ago: 4 (1 had waited)", "58 min ago: 1 (0 had waited)"]
         assert "released per minute (highest: 4)" in text
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     @pytest.mark.usefixtures("with_history")
     def test_the_longest_holds_come_first(self, viewer):
         """The longest holds of the last hour come first, with links to their keys."""
@@ -385,7 +385,7 @@ class TestPast:
         about = page(viewer.get(shown[0][0]))
         assert "Locks released: 1, all acquired without a wait." in text_of(about)
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     @pytest.mark.usefixtures("with_history")
     def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
         """The timeline shows every hold of a key.

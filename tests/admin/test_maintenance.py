@@ -94,6 +94,7 @@ class TestListLocks:
             ("left", "stale")
         ]
 
+    @pytest.mark.driver
     def test_the_waiting_option_shows_queues_and_shared_holds(self):
         """``--waiting`` shows the position, holder, start and mode of each claim.
 
@@ -266,6 +267,7 @@ class TestClearLock:
         )
         assert counters("catalogue") == (0, 1)
 
+    @pytest.mark.driver
     def test_a_cleared_key_names_its_next_holder(self):
         """A cleared key with waiters goes to the first of them.
 
@@ -356,6 +358,7 @@ class TestReap:
 
 @pytest.mark.django_db
 class TestAdmin:
+    @pytest.mark.driver
     def test_the_list_shows_waiters_and_shared_holds(self, viewer):
         """A shared key has a badge with a number.
 
@@ -378,6 +381,7 @@ class TestAdmin:
         )
         page(viewer.get(LIST, {"o": "-6"}))
 
+    @pytest.mark.driver
     def test_the_page_of_a_lock_shows_its_queue_and_shared_holds(self, viewer):
         """The page shows shared holds and waiters in order, and never an owner.
 
@@ -478,6 +482,7 @@ class TestAdmin:
         assert rows.now("stock:7").state == "free"
         assert len(log()) == 3
 
+    @pytest.mark.driver
     def test_a_dead_claim_can_be_removed_from_the_queue(self, releaser):
         """The button next to a claim without a heartbeat removes the claim.
 
@@ -527,6 +532,7 @@ class TestAdmin:
         assert LockClaim.objects.exists()
         assert not log()
 
+    @pytest.mark.driver
     def test_the_stale_action_ends_stale_holds_and_dead_claims(self, clearer):
         """'Clear stale locks' ends everything stale on the selected keys.
 
@@ -557,6 +563,7 @@ class TestAdmin:
             "stale": "Cleared the stale lock",
         }
 
+    @pytest.mark.driver
     def test_the_page_of_a_stale_lock_has_a_clear_button(self, clearer):
         """The page of a stale lock has a button to clear it."""
         rows.free("a")
@@ -576,6 +583,7 @@ class TestAdmin:
 
 @pytest.mark.django_db(transaction=True)
 class TestTheLineMovesOn:
+    @pytest.mark.driver
     def test_a_forced_release_admits_the_first_waiter(self, releaser, workers, until):
         """A waiter acquires the key or permit as soon as a release is forced.
 

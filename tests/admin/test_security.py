@@ -432,7 +432,7 @@ class TestPurge:
     def purger(self, transactional_db):
         return person("purger", "view_resourcelock", "purge_resourcelock")
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     def test_unused_rows_are_deleted_after_a_confirmation(self, purger, audited):
         """Only rows that have been free for a day are deleted.
 
