@@ -21,6 +21,7 @@ from django.db import connection, connections, transaction
 from django.test import AsyncClient
 
 from dlocks import LockTimeout, aresume_hold, db_lock, db_semaphore
+from tests.for_each import for_each
 from tests.internals import (
     LockClaim,
     ResourceLock,
@@ -32,6 +33,7 @@ from tests.internals import (
 )
 from tests.models import Counter
 from tests.timing import eventually
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.driver,
@@ -39,12 +41,7 @@ pytestmark = [
 ]
 
 FAMILY = ["default", "optimistic", "insert"]
-SESSION = ["session"] if "session" in settings.DLOCKS else []
-# These backends differ from the default in their statements. A task can be cancelled at
-# the same moments, so one engine is enough.
-OTHERS = [
-    pytest.param(using, marks=pytest.mark.front) for using in ("optimistic", "insert")
-]
+TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +52,9 @@ def made():
 
 
 @pytest.mark.front
-@pytest.mark.parametrize("using", ["default", "memory"])
-@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-async def test_a_sync_acquire_in_an_event_loop_is_refused_with_a_hint(keys, using):
+@for_each("using", ["default", "memory"])
+@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
+async def test_sync_methods_are_refused_in_a_coroutine(keys, using):
     """The error names the async method, even where Django would not object."""
     lock = db_lock(*keys, using=using)
     with pytest.raises(SynchronousOnlyOperation, match="async with"), lock:
@@ -65,8 +62,22 @@ async def test_a_sync_acquire_in_an_event_loop_is_refused_with_a_hint(keys, usin
     for acquire in (lock.acquire, lock.try_acquire):
         with pytest.raises(SynchronousOnlyOperation, match="aacquire"):
             acquire()
-    async with lock as hold:
-        assert hold.held
+    hold = await lock.aacquire()
+    for use in (
+        hold.check,
+        hold.renew,
+        hold.release,
+        lambda: hold.__enter__().__exit__(None, None, None),
+    ):
+        with pytest.raises(SynchronousOnlyOperation, match="await hold.arelease"):
+            use()
+    if len(keys) == 1:
+        with pytest.raises(SynchronousOnlyOperation):
+            hold.detach()
+    assert hold.held
+    await hold.arelease()
+    assert not hold.held
+    assert not await lock.alocked()
 
 
 # Cancellation at every await.
@@ -209,11 +220,39 @@ def nothing_left():
     return make
 
 
-WHEN = pytest.mark.parametrize("when", ["begins", "ends", "after", "all"])
+def on(engine, using, *moments):
+    mark = pytest.mark.engine(*engine.split())
+    return [pytest.param(using, when, marks=mark) for when in moments]
 
 
-@WHEN
-@pytest.mark.parametrize("using", ["default", "memory", *OTHERS, *SESSION])
+def cancelled(*cases):
+    return pytest.mark.parametrize(
+        ("using", "when"), [case for some in cases for case in some]
+    )
+
+
+# The code that cancels is the same on every engine and for every backend of the
+# database. So each moment is tested on one of the engines, with each kind of backend.
+DEFAULT = [
+    *on("postgresql", "default", "begins", "all"),
+    *on("mariadb", "default", "ends", "after"),
+]
+MEMORY = on("sqlite", "memory", "begins", "ends")
+SESSION = [
+    *on("postgresql", "session", "begins", "all"),
+    *on("mariadb", "session", "ends", "after"),
+]
+
+
+@cancelled(
+    on("postgresql", "default", "begins", "ends", "all"),
+    on("mariadb", "default", "after"),
+    on("sqlite", "memory", "after", "all"),
+    on("sqlite", "optimistic", "begins", "after"),
+    on("sqlite", "insert", "ends", "all"),
+    MEMORY,
+    SESSION,
+)
 async def test_a_task_cancelled_during_a_block_leaves_nothing(
     using, when, nothing_left
 ):
@@ -230,8 +269,7 @@ async def test_a_task_cancelled_during_a_block_leaves_nothing(
     assert await cancel_everywhere(case, nothing_left(using, "stock:7"), when) >= 7
 
 
-@WHEN
-@pytest.mark.parametrize("using", ["default", "memory", *SESSION])
+@cancelled(DEFAULT, MEMORY)
 async def test_a_task_cancelled_during_a_timeout_leaves_nothing(
     using, when, in_other_thread, nothing_left
 ):
@@ -255,8 +293,7 @@ async def test_a_task_cancelled_during_a_timeout_leaves_nothing(
     await nothing_left(using, "stock:7")("the end")
 
 
-@WHEN
-@pytest.mark.parametrize("using", ["default", "memory", *SESSION])
+@cancelled(DEFAULT, MEMORY, SESSION)
 async def test_a_task_cancelled_during_a_grant_leaves_nothing(
     using, when, nothing_left
 ):
@@ -286,8 +323,7 @@ async def test_a_task_cancelled_during_a_grant_leaves_nothing(
     assert await cancel_everywhere(case, nothing_left(using, "stock:7"), when) >= 5
 
 
-@WHEN
-@pytest.mark.parametrize("using", ["default", "memory"])
+@cancelled(DEFAULT, MEMORY)
 async def test_a_task_cancelled_with_several_keys_leaves_nothing(
     using, when, nothing_left
 ):
@@ -313,8 +349,7 @@ async def test_a_task_cancelled_with_several_keys_leaves_nothing(
     assert await cancel_everywhere(case, nothing_left(using, "a", "b", "c"), when) >= 5
 
 
-@WHEN
-@pytest.mark.parametrize("using", ["default", "memory", *OTHERS])
+@cancelled(DEFAULT, MEMORY)
 async def test_a_task_cancelled_during_a_handover_leaves_nothing(
     using, when, nothing_left
 ):
@@ -346,9 +381,9 @@ async def test_a_task_cancelled_during_a_handover_leaves_nothing(
     assert await cancel_everywhere(case, check, when) >= 4
 
 
-@WHEN
+@cancelled(DEFAULT)
 async def test_guarded_writes_of_a_cancelled_task_are_under_the_lock(
-    when, nothing_left
+    using, when, nothing_left
 ):
     """The key is released only after the guarded function has ended.
 
@@ -363,61 +398,63 @@ async def test_guarded_writes_of_a_cancelled_task_are_under_the_lock(
         running.release()
 
     async def case():
-        async with db_lock("stock:7") as hold:
+        async with db_lock("stock:7", using=using) as hold:
             await hold.aatomic(work, hold)
 
     await sync_to_async(Counter.objects.create)(name="guarded")
-    assert await cancel_everywhere(case, nothing_left("default", "stock:7"), when) >= 2
+    assert await cancel_everywhere(case, nothing_left(using, "stock:7"), when) >= 2
     assert all(worst)
 
 
 # Tasks do not block each other.
 
 
-@pytest.fixture
-def in_queue():
-    """Return a coroutine function that waits until the queue has a given length.
+def wait(using):
+    with db_lock("stock:7", using=using, timeout=20) as hold:
+        return hold.waited
 
-    It does not use Django's thread.
-    """
 
-    def count():
-        try:
-            return LockClaim.objects.count()
-        finally:
-            connections.close_all()
+def wait_in_a_transaction(using):
+    with transaction.atomic():
+        return wait(using)
 
-    async def wait(number):
-        async with asyncio.timeout(30):
-            while await asyncio.to_thread(count) != number:
-                await asyncio.sleep(0.005)
 
-    return wait
+def wait_in_nested_async_code(using):
+    async def nested():
+        async with db_lock("stock:7", using=using, timeout=20) as hold:
+            return hold.waited
+
+    with transaction.atomic():
+        return async_to_sync(nested)()
 
 
 @pytest.mark.front
-async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(
-    in_queue,
-):
+@for_each(
+    "case",
+    [
+        ("default", wait),
+        ("memory", wait_in_a_transaction),
+        ("memory", wait_in_nested_async_code),
+    ],
+)
+async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(case):
     """The holder checks, acquires another key and releases.
 
-    Meanwhile Django's thread is blocked, because it waits for the key of this holder.
+    Meanwhile Django's thread waits for the key of this holder. Its transaction began
+    after the task's work, so the release does not await it.
     """
-
-    def beside():
-        with db_lock("stock:7", timeout=30) as hold:
-            return hold.waited
-
-    async with db_lock("stock:7", timeout=5) as hold:
-        waiting = asyncio.create_task(sync_to_async(beside)())
-        await in_queue(1)
-        await hold.acheck()
-        await hold.arenew()
-        async with db_lock("another", timeout=5):
-            assert await db_lock("another").alocked()
-        assert await hold.aqueue_length() == 1
-        assert not waiting.done()
-    assert await waiting > 0
+    using, waiter = case
+    async with asyncio.timeout(20):
+        async with db_lock("stock:7", using=using) as hold:
+            waiting = asyncio.create_task(sync_to_async(waiter)(using))
+            while await hold.aqueue_length() != 1:
+                await asyncio.sleep(0.005)
+            await hold.acheck()
+            await hold.arenew()
+            async with db_lock("another", using=using, timeout=5):
+                assert await db_lock("another", using=using).alocked()
+            assert not waiting.done()
+        assert await waiting > 0
 
 
 @pytest.fixture(params=["busy", "waiting"])
@@ -519,35 +556,6 @@ async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_t
     await waiting
 
 
-def wait_in_a_transaction():
-    with transaction.atomic(), db_lock("stock:7", using="memory", timeout=20) as hold:
-        return hold.waited
-
-
-def wait_in_nested_async_code():
-    async def wait():
-        async with db_lock("stock:7", using="memory", timeout=20) as hold:
-            return hold.waited
-
-    with transaction.atomic():
-        return async_to_sync(wait)()
-
-
-@pytest.mark.front
-@pytest.mark.parametrize("wait", [wait_in_a_transaction, wait_in_nested_async_code])
-async def test_a_task_releases_while_its_sync_code_waits(wait):
-    """Sync code of the same request waits for the key of a task, also in ``atomic()``.
-
-    The transaction began after the task's work, so the release does not await it.
-    """
-    async with asyncio.timeout(10):
-        async with db_lock("stock:7", using="memory") as hold:
-            waiting = asyncio.create_task(sync_to_async(wait)())
-            while not hold.queue_length():
-                await asyncio.sleep(0.01)
-        assert await waiting > 0
-
-
 # The request needs all apps of the test project.
 @pytest.mark.front
 @pytest.mark.django_db(transaction=True)
@@ -567,6 +575,7 @@ async def test_tasks_and_sync_code_of_a_request_do_not_deadlock():
         ]
 
 
+@TWO_SERVERS
 @pytest.mark.django_db(transaction=True)
 async def test_async_views_lose_no_update_and_leave_no_claim(nothing_left):
     """Async views run concurrently, and before and after sync views.
@@ -583,24 +592,24 @@ async def test_async_views_lose_no_update_and_leave_no_claim(nothing_left):
     await nothing_left("default", "counter")("the end")
 
 
-async def test_waiting_tasks_block_neither_the_loop_nor_djangos_thread(in_queue):
+@TWO_SERVERS
+async def test_waiting_tasks_block_neither_the_loop_nor_djangos_thread():
     """The event loop goes on, and the ORM answers."""
-    async with db_lock("stock:7"):
-        waiting = [
-            asyncio.create_task(db_lock("stock:7", timeout=30).aacquire())
-            for _ in range(5)
-        ]
-        await in_queue(5)
-        for _ in range(20):
-            assert await LockClaim.objects.acount() == 5
-            await asyncio.sleep(0)
-    while waiting:
-        done, _pending = await asyncio.wait(
-            waiting, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            waiting.remove(task)
-            await task.result().arelease()
+
+    async def work():
+        async with db_lock("stock:7", timeout=30):
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        async with db_lock("stock:7") as hold:
+            for _ in range(5):
+                group.create_task(work())
+            async with asyncio.timeout(30):
+                while await hold.aqueue_length() != 5:
+                    await asyncio.sleep(0.005)
+            for _ in range(20):
+                assert await LockClaim.objects.acount() == 5
+                await asyncio.sleep(0)
     assert await LockClaim.objects.acount() == 0
 
 
@@ -640,32 +649,29 @@ async def leave_tasks_behind():
 @pytest.mark.front
 async def test_an_abandoned_async_generator_releases():
     """The end of the generator runs in a task that asyncio creates."""
+    lock = db_lock("stock:7", using="memory")
 
     async def rows():
-        async with db_lock("stock:7", using="memory"):
+        async with lock:
             yield 1
             yield 2
 
     async for _ in rows():
         break
-    deadline = time.monotonic() + 5
-    while (
-        await db_lock("stock:7", using="memory").alocked()
-        and time.monotonic() < deadline
-    ):
-        await asyncio.sleep(0.01)
-    assert not await db_lock("stock:7", using="memory").alocked()
+    async with asyncio.timeout(5):
+        while await lock.alocked():
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.front
 async def test_an_abandoned_generator_releases_next_to_other_blocks():
+    """Each end releases one permit, and a task may close generators in any order."""
     permits = db_semaphore("downloads", 2, timeout=5)
     entered, go = asyncio.Event(), asyncio.Event()
 
-    async def stream():
-        async with permits:
-            yield 1
-            yield 2
+    async def stream(lock=permits):
+        async with lock as hold:
+            yield hold
 
     async def client():
         async for _ in stream():
@@ -685,58 +691,13 @@ async def test_an_abandoned_generator_releases_next_to_other_blocks():
         pass
     go.set()
     await task
-
-
-@pytest.mark.front
-async def test_two_generators_of_a_task_leave_no_permit():
-    """Each end releases one permit, and the task may close them in any order."""
-    permits = db_semaphore("downloads", 5, reentrant=False)
-
-    async def stream():
-        async with permits as hold:
-            yield hold
-
-    first, second = stream(), stream()
+    more = db_semaphore("more", 5, reentrant=False)
+    first, second = stream(more), stream(more)
     holds = [await anext(first), await anext(second)]
     await first.aclose()
     assert sum(hold.held for hold in holds) == 1
     await second.aclose()
     assert not any(hold.held for hold in holds)
-
-
-@pytest.mark.front
-@pytest.mark.parametrize("using", ["default", "memory"])
-@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-async def test_sync_methods_are_refused_in_a_coroutine(using, keys):
-    hold = await db_lock(*keys, using=using).aacquire()
-    for use in (
-        hold.check,
-        hold.renew,
-        hold.release,
-        lambda: hold.__enter__().__exit__(None, None, None),
-    ):
-        with pytest.raises(SynchronousOnlyOperation, match="await hold.arelease"):
-            use()
-    if len(keys) == 1:
-        with pytest.raises(SynchronousOnlyOperation):
-            hold.detach()
-    assert hold.held
-    await hold.arelease()
-    assert not hold.held
-    assert not await db_lock("stock:7", using=using).alocked()
-
-
-@pytest.mark.front
-def test_a_generator_closed_by_another_thread_releases(in_other_thread):
-    def rows():
-        with db_lock("stock:7", using="memory"):
-            yield 1
-            yield 2
-
-    left = rows()
-    next(left)
-    in_other_thread(left.close)
-    assert not db_lock("stock:7", using="memory").locked()
 
 
 @pytest.mark.front
@@ -755,7 +716,7 @@ def test_the_end_of_an_event_loop_releases_its_holds(run, caplog):
     suspended coroutine is left either, which the garbage collector would end in an
     arbitrary thread.
     """
-    for _ in range(5):
+    for _ in range(volume(2)):
         run(leave_tasks_behind)
         assert not left_behind(["stock:7"], "default")
         gc.collect()
