@@ -5,21 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from django.conf import settings
-from django.db import connections
+from django.db import connection
 from django.db.models import F
 
-from dlocks import (
-    LockBackendError,
-    LockLost,
-    LockStale,
-    LockTimeout,
-    db_lock,
-    db_rwlock,
-    db_semaphore,
-)
+from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock
 from dlocks.testing import abandoned, expire, held_elsewhere, lose
-from tests.internals import LockClaim, LockState, ResourceLock, backends
+from tests.for_each import for_each
+from tests.internals import LockClaim, LockState, ResourceLock, backends, clock
 from tests.sync_and_async import sync_and_async
 
 pytestmark = [
@@ -27,55 +19,48 @@ pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
 
-# The session backend does not exist on SQLite. The contract suite tests the others on
-# every engine.
-SESSION = pytest.param("session", marks=pytest.mark.storage)
-EVERY = pytest.mark.parametrize(
+# The contract suite tests the backends on other engines. The session backend does not
+# exist on SQLite.
+HERE = pytest.mark.engine("sqlite", "postgresql")
+EVERY = for_each(
     "using",
-    [
-        "default",
-        "optimistic",
-        "insert",
-        "memory",
-        *([SESSION] if "session" in settings.DLOCKS else []),
-    ],
+    ["default", "optimistic", "insert", "memory"]
+    if connection.vendor == "sqlite"
+    else ["session"],
 )
 # These backends have leases that can expire, be cleared and be handed over.
-LEASED = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
-ROWS = pytest.mark.parametrize("using", ["default", "optimistic"])
+LEASED = for_each("using", ["default", "optimistic", "insert", "memory"])
+ROWS = for_each("using", ["default", "optimistic"])
 
 
 def row(key):
     return ResourceLock.objects.by_clock().get(pk=key)
 
 
+@HERE
 @EVERY
 @sync_and_async
-async def test_a_block_acquires_and_releases(do, using, is_busy, in_other_thread):
-    lock = db_lock("stock:7", using=using)
-    async with do.block(lock) as hold:
-        assert hold.held
-        assert hold.count == 1
-        assert hold.remaining > 0
-        assert await do.ask(lock, "locked")
-        assert (await do.ask(lock, "holder")).token == hold.token or using == "session"
-        assert await do.sync(is_busy, "stock:7", using)
-    assert not hold.held
-    assert not await do.ask(lock, "locked")
-    assert await do.ask(lock, "holder") is None
-    assert not await do.sync(is_busy, "stock:7", using)
-
-
-@EVERY
-@sync_and_async
-async def test_every_hold_has_a_larger_token(do, using):
-    tokens = []
-    for _ in range(5):
-        async with do.block(db_lock("stock:7", using=using)) as hold:
+async def test_a_block_acquires_and_releases(do, using, is_busy):
+    """Each hold has a larger token."""
+    lock, tokens = db_lock("stock:7", using=using), []
+    for _ in range(2):
+        async with do.block(lock) as hold:
+            assert hold.held
+            assert hold.count == 1
+            assert hold.remaining > 0
+            assert await do.ask(lock, "locked")
+            holder = await do.ask(lock, "holder")
+            assert holder.token == hold.token or using == "session"
+            assert await do.sync(is_busy, "stock:7", using)
             tokens.append(hold.token)
+        assert not hold.held
+        assert not await do.ask(lock, "locked")
+        assert await do.ask(lock, "holder") is None
+        assert not await do.sync(is_busy, "stock:7", using)
     assert tokens == sorted(set(tokens))
 
 
+@HERE
 @EVERY
 @sync_and_async
 async def test_a_timeout_names_the_holder(do, using, in_other_thread):
@@ -95,32 +80,35 @@ async def test_a_timeout_names_the_holder(do, using, in_other_thread):
         await do.ask(other, "release")
 
 
+@HERE
 @EVERY
 @sync_and_async
-async def test_a_waiter_acquires_after_the_release(do, using, until):
-    taken, done = threading.Event(), threading.Event()
+async def test_a_waiter_acquires_after_the_release(do, using, until, threads):
+    """The hold has the duration of its wait."""
+    taken = threading.Event()
 
-    def hold_until_somebody_waits():
-        try:
-            with db_lock("stock:7", using=using) as hold:
-                taken.set()
-                # The memory backend has no queue, so a waiter there is not visible.
-                if backends[using].supports_queue:
-                    until(lambda: hold.queue_length())
-            done.set()
-        finally:
-            connections.close_all()
+    def hold_until_another_waits():
+        with db_lock("stock:7", using=using) as hold:
+            taken.set()
+            if not backends[using].supports_queue:
+                return 0.0
+            until(lambda: hold.queue_length())
+            seen = clock.now()
+            until(lambda: clock.now() - seen > 0.05)
+            return clock.now() - seen
 
-    thread = threading.Thread(target=hold_until_somebody_waits)
-    thread.start()
+    thread = threads(hold_until_another_waits)
     await do.sync(taken.wait, 30)
+    began = clock.now()
     async with do.block(db_lock("stock:7", using=using, timeout=30)) as hold:
         assert hold.held
+        ended = clock.now()
     await do.sync(thread.join, 30)
-    assert done.is_set()
+    assert thread.results[0] <= hold.waited <= ended - began
     assert using != "default" or not await do.sync(LockClaim.objects.exists)
 
 
+@HERE
 @EVERY
 @sync_and_async
 async def test_a_reentrant_hold_is_released_by_the_last_exit(do, using, is_busy):
@@ -134,6 +122,10 @@ async def test_a_reentrant_hold_is_released_by_the_last_exit(do, using, is_busy)
         with pytest.raises(RuntimeError, match="reentrant=False"):
             await do.ask(db_lock("stock:7", using=using, reentrant=False), "acquire")
     assert not await do.sync(is_busy, "stock:7", using)
+    async with do.block(db_lock("stock:7", using=using, reentrant=False)) as hold:
+        with pytest.raises(RuntimeError, match="reentrant=False"):
+            await do.ask(lock, "acquire")
+        assert hold.count == 1
 
 
 @LEASED
@@ -177,6 +169,7 @@ async def test_a_failed_block_releases_with_the_status_failed(do, using):
         assert (found.state, found.status) == (LockState.FREE, status)
 
 
+@HERE
 @EVERY
 @sync_and_async
 async def test_a_second_release_does_nothing(do, using, is_busy, in_other_thread):
@@ -184,6 +177,9 @@ async def test_a_second_release_does_nothing(do, using, is_busy, in_other_thread
     await do.ask(hold, "release")
     other = await do.sync(in_other_thread, db_lock("stock:7", using=using).acquire)
     await do.ask(hold, "release")
+    with pytest.raises(RuntimeError, match="has been released"):
+        async with do.block(hold):
+            pytest.fail("the block was entered")
     assert await do.sync(is_busy, "stock:7", using)
     await do.ask(other, "release")
 
@@ -217,6 +213,7 @@ async def test_min_hold_keeps_the_key_when_the_work_ends_sooner(do, is_busy):
     await do.sync(ResourceLock.objects.update, end_time=F("begin_time"))
 
 
+@HERE
 @EVERY
 @sync_and_async
 async def test_a_backend_error_is_never_taken_for_a_busy_key(
@@ -233,20 +230,7 @@ async def test_a_backend_error_is_never_taken_for_a_busy_key(
     assert not await do.sync(is_busy, "stock:7", using)
 
 
-@sync_and_async
-async def test_shared_holds_exclude_exclusive_ones(do, in_other_thread):
-    lock = db_rwlock("stock:7", timeout=0)
-    async with do.block(lock.read()):
-        other = await do.sync(in_other_thread, lock.read().acquire)
-        assert await do.sync(in_other_thread, lock.write().try_acquire) is None
-        await do.ask(other, "release")
-    async with do.block(lock.write()):
-        assert await do.sync(in_other_thread, lock.read().try_acquire) is None
-    permits = db_semaphore("gate", permits=1, timeout=0)
-    async with do.block(permits):
-        assert await do.sync(in_other_thread, permits.try_acquire) is None
-
-
+@HERE
 @EVERY
 @sync_and_async
 async def test_several_keys_are_acquired_all_or_none(
