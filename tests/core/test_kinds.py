@@ -2,49 +2,42 @@
 
 import dataclasses
 import re
-import time
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from dlocks import LockNotAwaitable, LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests import jobs
+from tests.for_each import for_each
 from tests.internals import (
     Claim,
-    LockClaim,
     MemoryBackend,
     PessimisticBackend,
     ResourceLock,
     backends,
     helpers,
 )
+from tests.settings import ENGINE
 from tests.sync_and_async import sync_and_async
-from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 
-@pytest.fixture(params=["default", "optimistic", "insert"])
-def using(request):
-    return request.param
+# MySQL has the driver of MariaDB, and shares are the same for these backends.
+OTHERS = [] if ENGINE == "mysql" else ["optimistic", "insert"]
+FAMILY = for_each("using", ["default", *OTHERS])
 
 
-def test_several_callers_read_at_the_same_time(using, in_other_thread):
+@FAMILY
+def test_readers_and_writers_exclude_each_other(using, in_other_thread, is_busy):
+    """Several callers read at the same time, each with a larger token."""
     lock = db_rwlock("catalogue", using=using, timeout=0)
-    with lock.read() as mine:
-        other = in_other_thread(lock.read().acquire)
-        assert other.token > mine.token
-        in_other_thread(other.release)
-
-
-def test_readers_and_writers_exclude_each_other(using, in_other_thread):
-    lock = db_rwlock("catalogue", using=using, timeout=0)
-    with lock.read():
+    with lock.read() as first:
+        second = in_other_thread(lock.read().acquire)
+        assert second.token > first.token
+        in_other_thread(second.release)
         assert in_other_thread(lock.write().try_acquire) is None
-        assert (
-            in_other_thread(db_lock("catalogue", using=using, timeout=0).try_acquire)
-            is None
-        )
+        assert is_busy("catalogue", using)
     with lock.write() as mine:
         assert in_other_thread(lock.read().try_acquire) is None
         assert in_other_thread(lock.write().try_acquire) is None
@@ -63,14 +56,15 @@ def test_a_read_write_lock_needs_read_or_write():
     with pytest.raises(TypeError, match=message.format("@", "@")):
         db_rwlock("catalogue")(print)
     with pytest.raises(
-        TypeError,
-        match=r"no option 'permits'\..* use db_semaphore\(key, permits\)\.$",
+        TypeError, match=r"no option 'permits'\..* use db_semaphore\(key, permits\)\.$"
     ):
         db_rwlock("catalogue", permits=5)
 
 
-def test_a_reader_cannot_become_a_writer(using):
-    lock = db_rwlock("catalogue", using=using)
+@pytest.mark.front
+def test_a_reader_cannot_become_a_writer():
+    """Two readers that wait for each other's end would never become writers."""
+    lock = db_rwlock("catalogue")
     with lock.read():
         with pytest.raises(
             RuntimeError, match="read lock on 'catalogue' cannot be upgraded to a write"
@@ -80,6 +74,7 @@ def test_a_reader_cannot_become_a_writer(using):
         pass
 
 
+@FAMILY
 def test_a_writer_may_read_and_downgrade(using, in_other_thread):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     writing = lock.write().acquire()
@@ -116,21 +111,7 @@ def test_readers_queue_behind_a_waiting_writer(workers, until):
     assert reader.hear()[1] > written
 
 
-def test_queued_readers_acquire_together(workers, until):
-    readers = workers(3)
-    with db_lock("catalogue") as mine:
-        for number, reader in enumerate(readers, 1):
-            reader.start(jobs.hold, "catalogue", shared=True)
-            until(lambda number=number: mine.queue_length() == number)
-    tokens = [reader.hear() for reader in readers]
-    assert tokens == sorted(set(tokens))
-    assert tokens[0] > mine.token
-    for reader in readers:
-        reader.tell()
-        assert reader.hear() == "released"
-    assert not LockClaim.objects.exists()
-
-
+@FAMILY
 def test_a_semaphore_grants_no_more_than_its_permits(using, in_other_thread):
     lock = db_semaphore("api", permits=2, using=using, timeout=0)
     first, second = in_other_thread(lock.acquire), in_other_thread(lock.acquire)
@@ -153,34 +134,34 @@ def message_of(error):
     )
 
 
+@pytest.mark.driver
 @sync_and_async
 async def test_a_full_semaphore_names_all_of_its_holders(
-    do, using, in_other_thread, threads, until
+    do, in_other_thread, threads, until
 ):
     """LockTimeout names the holders of all permits and counts the waiters.
 
     This includes a permit of the caller itself.
     """
-    lock = db_semaphore("api", permits=2, using=using, reentrant=False, timeout=0)
+    lock = db_semaphore("api", permits=2, reentrant=False, timeout=0)
     mine, other = await do.ask(lock, "acquire"), in_other_thread(lock.acquire)
     names = f"{mine.claim.holder} and {other.claim.holder}"
-    for timeout in (0, 0.1):
-        with pytest.raises(LockTimeout) as full:
-            await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
-        assert message_of(full.value) == f"all 2 permits are held by {names}"
-        assert full.value.holder.holder == other.claim.holder
     waiting = []
-    for number, phrase in ((1, "1 caller is waiting"), (2, "2 callers are waiting")):
-        waiting.append(threads(dataclasses.replace(lock, timeout=30).acquire))
+    for number, phrase in enumerate(
+        ("", "; 1 caller is waiting", "; 2 callers are waiting")
+    ):
+        if number:
+            waiting.append(threads(dataclasses.replace(lock, timeout=30).acquire))
         await do.sync(
-            until, lambda number=number: backends[using].waiting("api") == number
+            until, lambda number=number: backends["default"].waiting("api") == number
         )
         for timeout in (0, 0.1):
             with pytest.raises(LockTimeout) as full:
                 await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
             assert (
-                message_of(full.value) == f"all 2 permits are held by {names}; {phrase}"
+                message_of(full.value) == f"all 2 permits are held by {names}{phrase}"
             )
+            assert full.value.holder.holder == other.claim.holder
     await do.ask(mine, "release")
     in_other_thread(other.release)
     for thread in waiting:
@@ -189,14 +170,23 @@ async def test_a_full_semaphore_names_all_of_its_holders(
 
 
 @pytest.mark.front
-def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread):
-    """The message for one permit says "only", and at most ten holders are named."""
-    with db_semaphore("api", permits=1, timeout=0) as hold:
+def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread, settings):
+    """The message for one permit says "only", and at most ten holders are named.
+
+    ``DLOCKS_SHOW_HOLDER`` applies to every holder.
+    """
+    lock = db_semaphore("api", permits=1, timeout=0)
+    with lock as hold:
         with pytest.raises(
             LockTimeout,
             match=rf": the only permit is held by {re.escape(hold.claim.holder)}",
         ):
-            in_other_thread(db_semaphore("api", permits=1, timeout=0).acquire)
+            in_other_thread(lock.acquire)
+        settings.DLOCKS_SHOW_HOLDER = False
+        with pytest.raises(LockTimeout, match="held by a hidden holder for") as full:
+            in_other_thread(lock.acquire)
+        assert hold.claim.holder not in str(full.value)
+    settings.DLOCKS_SHOW_HOLDER = True
     many = [
         db_semaphore("api", permits=12, reentrant=False).acquire() for _ in range(12)
     ]
@@ -207,25 +197,6 @@ def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread):
     assert str(full.value).count(many[0].claim.holder) == 10
     for hold in many:
         hold.release()
-
-
-def test_a_semaphore_names_its_exclusive_holder(in_other_thread):
-    """An exclusive holder is named as for any lock."""
-    with db_lock("api") as hold:
-        with pytest.raises(
-            LockTimeout, match=f": held by {re.escape(hold.claim.holder)}"
-        ):
-            in_other_thread(db_semaphore("api", permits=2, timeout=0).acquire)
-
-
-@pytest.mark.front
-def test_a_hidden_holder_of_a_permit_is_not_named(in_other_thread, settings):
-    """``DLOCKS_SHOW_HOLDER`` applies to every holder."""
-    settings.DLOCKS_SHOW_HOLDER = False
-    with db_semaphore("api", permits=1, timeout=0) as hold:
-        with pytest.raises(LockTimeout, match="held by a hidden holder for") as full:
-            in_other_thread(db_semaphore("api", permits=1, timeout=0).acquire)
-        assert hold.claim.holder not in str(full.value)
 
 
 @pytest.mark.engine("sqlite")
@@ -245,116 +216,84 @@ def test_a_full_semaphore_in_a_transaction_names_its_holders(in_other_thread):
         in_other_thread(hold.release)
 
 
-@pytest.mark.front
-def test_the_holders_of_permits_are_read_only_for_errors(monkeypatch):
-    """The holders are read only for an error.
-
-    A free permit costs no additional statement.
-    """
-    monkeypatch.setattr(
-        backends["default"].inspector,
-        "sharers",
-        lambda *args: pytest.fail("read the holders"),
-    )
-    with (
-        db_semaphore("api", permits=2),
-        db_semaphore("api", permits=2, reentrant=False),
-    ):
-        pass
-
-
 def test_changed_permits_bind_new_holders_at_once(in_other_thread):
-    holds = [
-        in_other_thread(db_semaphore("api", permits=3, timeout=0).acquire)
-        for _ in range(3)
-    ]
-    assert (
-        in_other_thread(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
-    )
+    """Permits are a number above zero, and each call of one key may name another."""
+
+    def permits(number):
+        return db_semaphore("api", permits=number, timeout=0)
+
+    holds = [in_other_thread(permits(3).acquire) for _ in range(3)]
+    assert in_other_thread(permits(2).try_acquire) is None
     in_other_thread(holds.pop().release)
-    assert (
-        in_other_thread(db_semaphore("api", permits=2, timeout=0).try_acquire) is None
-    )
-    more = in_other_thread(db_semaphore("api", permits=4, timeout=0).acquire)
+    assert in_other_thread(permits(2).try_acquire) is None
+    more = in_other_thread(permits(4).acquire)
     for hold in [*holds, more]:
         in_other_thread(hold.release)
-
-
-def test_reentering_takes_no_further_permit():
-    lock = db_semaphore("api", permits=2, timeout=0)
-    with lock as hold, lock as again:
-        assert again is hold
-        assert hold.count == 2
-        assert ResourceLock.objects.get(pk="api").shares == 1
-    one = db_semaphore("api", permits=2, timeout=0, reentrant=False)
-    first, second = one.acquire(), one.acquire()
-    assert first is not second
-    assert one.try_acquire() is None
-    first.release()
-    second.release()
-
-
-def test_a_permit_can_be_reentered_next_to_another_one(in_other_thread):
-    mine, another = (
-        db_semaphore("pool", 2, timeout=0),
-        db_semaphore("pool", 2, timeout=0, reentrant=False),
-    )
-    with mine as hold:
-        with another as second:
-            assert second is not hold
-            with mine as again:
-                assert again is hold
-        other = in_other_thread(db_semaphore("pool", 2, timeout=0).acquire)
-        with mine as again:
-            assert again is hold
-        other.release()
-    with another, mine as hold, mine as again:
-        assert again is hold
-
-
-@pytest.mark.front
-def test_permits_must_be_a_number_above_zero():
+    with db_lock("api") as hold:
+        with pytest.raises(
+            LockTimeout, match=f": held by {re.escape(hold.claim.holder)}"
+        ):
+            in_other_thread(permits(2).acquire)
     for wrong in (0, -1, True, 2.5, "3", 2**31):
         with pytest.raises((ValueError, TypeError)):
-            db_semaphore("api", permits=wrong)
+            permits(wrong)
 
 
-def test_a_permit_whose_holder_died_is_free_after_its_ttl(doomed, until):
-    worker = doomed()
-    worker.start(jobs.hold_permit, "api", permits=1, ttl=1.0)
-    worker.hear()
-    assert db_semaphore("api", permits=1, timeout=0).try_acquire() is None
-    worker.kill()
-    with db_semaphore("api", permits=1, timeout=15) as hold:
-        in_time(hold.waited, 5)
+def test_reentering_takes_no_further_permit(in_other_thread, monkeypatch):
+    """A permit can be entered again next to another one of the same caller.
+
+    The holders are read only for an error, so a free permit costs no more statements.
+    """
+    mine = db_semaphore("api", permits=2, timeout=0)
+    another = db_semaphore("api", permits=2, timeout=0, reentrant=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backends["default"].inspector,
+            "sharers",
+            lambda *args: pytest.fail("read the holders"),
+        )
+        with mine as hold, mine as again:
+            assert again is hold
+            assert hold.count == 2
+            assert ResourceLock.objects.get(pk="api").shares == 1
+            with another as second:
+                assert second is not hold
+                with mine as again:
+                    assert again is hold
+            other = in_other_thread(mine.acquire)
+            with mine as again:
+                assert again is hold
+            other.release()
+        with another, mine as hold, mine as again:
+            assert again is hold
+    with another as first, another as second:
+        assert first is not second
+        assert another.try_acquire() is None
 
 
-@pytest.mark.parametrize("kind", [PessimisticBackend, MemoryBackend])
-def test_an_expired_reader_excludes_for_the_grace(kind):
+def test_an_expired_reader_excludes_for_the_grace():
     """A writer waits for the grace of a shared hold, as for that of any other."""
-    for hours, is_free in ((2, False), (0.5, True)):
-        backend = kind("default", grace=hours * 3600)
-        reader = Claim(key=f"catalogue:{hours}", ttl=30.0, shared=True)
-        writer = Claim(key=reader.key, ttl=30.0)
-        assert backend.acquire(reader)
-        # An hour ago.
-        helpers._end_lease(backend, reader)
-        assert (backend.acquire(writer) is not None) == is_free
-        backend.release(reader)
-        backend.release(writer)
+    for kind in (PessimisticBackend, MemoryBackend):
+        for hours, is_free in ((2, False), (0.5, True)):
+            backend = kind("default", grace=hours * 3600)
+            reader = Claim(key=f"catalogue:{hours}", ttl=30.0, shared=True)
+            writer = Claim(key=reader.key, ttl=30.0)
+            assert backend.acquire(reader)
+            # An hour ago.
+            helpers._end_lease(backend, reader)
+            assert (backend.acquire(writer) is not None) == is_free, (kind, hours)
+            backend.release(reader)
+            backend.release(writer)
 
 
-def test_a_permit_is_renewed(in_other_thread):
-    lock = db_semaphore("api", permits=1, ttl=3, timeout=0)
-    with lock as hold:
-        time.sleep(4.5)
-        hold.check()
-        assert in_other_thread(lock.try_acquire) is None
-
-
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_a_shared_hold_in_a_transaction_lasts_until_its_end(in_other_thread, until):
+    """On SQLite it belongs to its transaction."""
     lock = db_rwlock("catalogue", timeout=0)
+    if connection.vendor == "sqlite":
+        with transaction.atomic(), lock.read() as hold:
+            assert hold.scope == "transaction"
+        in_other_thread(lambda: lock.write().acquire().release())
+        return
     with transaction.atomic():
         with lock.read():
             pass
@@ -365,11 +304,3 @@ def test_a_shared_hold_in_a_transaction_lasts_until_its_end(in_other_thread, unt
             and (in_other_thread(hold.release) or True)
         )
     )
-
-
-@pytest.mark.engine("sqlite")
-def test_a_shared_hold_on_sqlite_belongs_to_its_transaction(in_other_thread):
-    lock = db_rwlock("catalogue", timeout=0)
-    with transaction.atomic(), lock.read() as hold:
-        assert hold.scope == "transaction"
-    in_other_thread(lambda: lock.write().acquire().release())

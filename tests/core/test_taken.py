@@ -11,10 +11,10 @@ from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.db import transaction
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockLost, db_lock, db_semaphore
 from dlocks.testing import expire
+from tests.for_each import for_each
 from tests.internals import backends, keeper
 from tests.sync_and_async import sync_and_async
 
@@ -30,18 +30,14 @@ def anna(transactional_db):
 
     def force(hold):
         client = Client()
-        client.force_login(User.objects.create_superuser("anna"))
+        user = User.objects.filter(username="anna").first()
+        client.force_login(user or User.objects.create_superuser("anna"))
         data = {**FORCE, "_selected_action": [hold.key], "version": [str(hold.token)]}
         response = client.post(LIST, data, follow=True)
         assert response.status_code == 200
         assert "release of 1 lock was forced" in response.content.decode()
 
     return force
-
-
-@pytest.fixture(params=["default", "optimistic", "insert"])
-def using(request, transactional_db):
-    return request.param
 
 
 @sync_and_async
@@ -57,8 +53,13 @@ async def test_a_forced_release_in_the_admin_is_explained(do, anna):
         await do.ask(hold, "check")
 
 
+@pytest.mark.engine("sqlite", "postgresql")
 def test_a_renewal_and_a_block_explain_a_forced_release_too(anna, caplog, until):
-    """A renewal logs the same text as the error at the end of the block."""
+    """A renewal logs the same text as the error at the end of the block.
+
+    A guarded transaction raises the same error, and the caller can use its connection
+    afterwards.
+    """
     with (
         pytest.raises(LockLost, match="anna wrote in the admin .*deploy hung"),
         db_lock("stock:7") as hold,
@@ -69,32 +70,11 @@ def test_a_renewal_and_a_block_explain_a_forced_release_too(anna, caplog, until)
             keeper.check_soon()
             # The keeper reports the loss after it has recorded it.
             until(lambda: "anna wrote in the admin" in caplog.text)
-
-
-@pytest.mark.storage
-def test_a_forced_release_in_a_transaction_is_explained(anna):
-    """A guarded transaction raises the same error.
-
-    The caller can use its connection afterwards.
-    """
     hold = db_lock("stock:7").acquire()
     anna(hold)
     with pytest.raises(LockLost, match="anna wrote in the admin"), hold.atomic():
         pytest.fail("the transaction began")
     assert User.objects.count() == 1
-
-
-def test_a_hidden_user_is_not_named(anna, settings):
-    """DLOCKS_SHOW_HOLDER hides the user and the reason as well as holders."""
-    settings.DLOCKS_SHOW_HOLDER = False
-    hold = db_lock("stock:7").acquire()
-    anna(hold)
-    with pytest.raises(
-        LockLost, match=r"it was force released in the admin \d\.\d s ago"
-    ) as lost:
-        hold.check()
-    assert "anna" not in str(lost.value)
-    assert "deploy hung" not in str(lost.value)
 
 
 def test_the_forced_release_of_another_hold_explains_nothing(anna, in_other_thread):
@@ -111,7 +91,23 @@ def test_the_forced_release_of_another_hold_explains_nothing(anna, in_other_thre
         in_other_thread(other.check)
 
 
-def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
+def test_a_hidden_user_is_not_named(anna, settings):
+    """DLOCKS_SHOW_HOLDER hides the user and the reason as well as holders."""
+    settings.DLOCKS_SHOW_HOLDER = False
+    hold = db_lock("stock:7").acquire()
+    anna(hold)
+    with pytest.raises(
+        LockLost, match=r"it was force released in the admin \d\.\d s ago"
+    ) as lost:
+        hold.check()
+    assert "anna" not in str(lost.value)
+    assert "deploy hung" not in str(lost.value)
+
+
+@for_each("using", ["default", "optimistic", "insert"])
+def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(
+    using, transactional_db, capsys
+):
     """``clear_lock`` writes its reason only to the audit log.
 
     The error says so.
@@ -129,26 +125,28 @@ def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
 
 
 @pytest.mark.storage
-@sync_and_async
-async def test_the_present_holder_is_named(do, using, in_other_thread, until):
+@for_each("using", ["default", "optimistic", "insert", "memory"])
+def test_the_present_holder_is_named(using, transactional_db, in_other_thread, until):
     """The error names the present holder of the key, or the last one."""
     lock = db_lock("stock:7", using=using)
-    hold = await do.ask(lock, "acquire")
-    await do.sync(expire, hold)
-    other = await do.sync(in_other_thread, lock.acquire)
+    hold = lock.acquire()
+    expire(hold)
+    other = in_other_thread(lock.acquire)
     with pytest.raises(
         LockLost,
         match=f"this hold has ended: it is now held by {re.escape(other.claim.holder)}",
     ):
-        await do.ask(hold, "check")
-    await do.sync(in_other_thread, other.release)
-    again = await do.ask(lock, "acquire")
-    await do.sync(expire, again)
-    other = await do.sync(in_other_thread, lock.acquire)
+        hold.check()
+    in_other_thread(other.release)
+    if using == "memory":
+        return
+    again = lock.acquire()
+    expire(again)
+    other = in_other_thread(lock.acquire)
     # The insert backend deletes a row on release if the clock has passed its token. The
     # clock of SQLite has milliseconds.
-    await do.sync(until, lambda: time.time() * 1e6 > other.token + 1000)
-    await do.sync(in_other_thread, other.release)
+    until(lambda: time.time() * 1e6 > other.token + 1000)
+    in_other_thread(other.release)
     had = (
         rf": {re.escape(other.claim.holder)} took it over and released it \d\.\d s"
         r" ago\.$"
@@ -156,23 +154,17 @@ async def test_the_present_holder_is_named(do, using, in_other_thread, until):
     with pytest.raises(
         LockLost, match=r"this hold has ended\.$" if using == "insert" else had
     ):
-        await do.ask(again, "check")
-
-
-def test_the_holder_is_named_by_other_backends_too(memory_locks, in_other_thread):
-    """Any backend that knows the holder names it."""
-    hold = db_lock("stock:7").acquire()
-    expire(hold)
-    other = in_other_thread(db_lock("stock:7").acquire)
-    with pytest.raises(
-        LockLost, match=f"it is now held by {re.escape(other.claim.holder)}"
-    ):
-        hold.check()
+        again.check()
 
 
 @pytest.mark.storage
-def test_a_lost_permit_names_no_other_holder(transactional_db, in_other_thread):
-    """Other holders of a semaphore have not taken this permit."""
+def test_a_failed_explanation_does_not_hide_the_loss(
+    transactional_db, monkeypatch, in_other_thread
+):
+    """LockLost is raised anyway, and a transaction around it continues.
+
+    Other holders of a semaphore have not taken a lost permit, so none is named.
+    """
     hold, other = (
         db_semaphore("api", 2).acquire(),
         in_other_thread(db_semaphore("api", 2).acquire),
@@ -183,10 +175,6 @@ def test_a_lost_permit_names_no_other_holder(transactional_db, in_other_thread):
     with pytest.raises(LockLost, match=r"this hold has ended\.$"):
         hold.check()
     in_other_thread(other.release)
-
-
-def test_a_failed_explanation_does_not_hide_the_loss(transactional_db, monkeypatch):
-    """LockLost is raised anyway, and a transaction around it continues."""
     hold = db_lock("stock:7", scope="lease").acquire()
     call_command("clear_lock", "stock:7", "--yes", "--reason", "tests")
 
@@ -198,22 +186,3 @@ def test_a_failed_explanation_does_not_hide_the_loss(transactional_db, monkeypat
         with pytest.raises(LockLost, match=r"this hold has ended\.$"):
             hold.check()
         assert User.objects.count() == 0
-
-
-def test_an_intact_hold_costs_no_explanation(transactional_db, monkeypatch):
-    """An intact hold costs no extra statement, and a lost one two at most."""
-    from django.db import connection
-
-    hold = db_lock("stock:7").acquire()
-    backend = backends["default"]
-    with CaptureQueriesContext(connection) as queries:
-        assert backend.inspector.taken_by(hold.claim, hold.token, hold.age) is None
-    assert len(queries) == 2
-    monkeypatch.setattr(
-        backend.inspector,
-        "taken_by",
-        lambda *args: pytest.fail("queried who took the key"),
-    )
-    hold.check()
-    hold.renew()
-    hold.release()
