@@ -215,21 +215,6 @@ def acquire(pipe, key, **policy):
     return held.token
 
 
-def forget_a_hold(pipe, key):
-    """Forget a lease, and wait until it was renewed and nothing is connected."""
-    lock = db_lock(key, ttl=6.0)
-    first = lock.acquire().remaining
-    connections.close_all()
-    (hold,) = keeper.holds
-    deadline = time.monotonic() + 20
-    # It is renewed after a third of its ttl.
-    while hold.age < 2.5 or hold.remaining < 3.0 or keeper._connected:
-        if time.monotonic() > deadline:
-            return f"connected to {keeper._connected}, {hold.remaining} of {first} left"
-        time.sleep(0.05)
-    return "held, and not connected" if lock.held() else "lost"
-
-
 def forget(pipe):
     for held in _kept:
         held.release()

@@ -13,29 +13,22 @@ from dlocks import (
     LockBackendError,
     LockLost,
     LockTimeout,
-    aresume_hold,
     db_lock,
     lock_detached,
     resume_hold,
 )
 from dlocks.testing import expire
 from tests import jobs, pages
-from tests.internals import (
-    Claim,
-    MemoryBackend,
-    ResourceLock,
-    backends,
-    handover,
-    keeper,
-)
+from tests.for_each import for_each
+from tests.internals import ResourceLock, backends, handover, keeper
 
 pytestmark = [
     pytest.mark.front,
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
 
-FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-EVERY = pytest.mark.parametrize("using", ["default", "optimistic", "insert", "memory"])
+FAMILY = for_each("using", ["default", "optimistic", "insert"])
+EVERY = for_each("using", ["default", "optimistic", "insert", "memory"])
 
 
 def left(key):
@@ -46,16 +39,19 @@ def left(key):
 
 
 @pytest.mark.storage
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert", "prefixed"])
+@for_each("using", ["default", "optimistic", "insert", "prefixed"])
 def test_a_detached_hold_is_busy_until_it_is_resumed(using, workers, is_busy):
+    """The row shows the process that resumed it."""
     (worker,) = workers(1)
-    with db_lock("export:7", using=using) as hold:
+    lock = db_lock("export:7", using=using)
+    with lock as hold:
         text = hold.detach()
     assert is_busy("export:7", using)
     worker.start(jobs.resume, text)
     token = worker.hear()
     assert token > hold.token
     assert is_busy("export:7", using)
+    assert lock.holder().holder.split(":")[1] == str(worker.process.pid)
     worker.tell()
     assert worker.hear() == "released"
     assert not is_busy("export:7", using)
@@ -73,17 +69,6 @@ def test_only_one_process_resumes_a_hold(using, workers):
     assert isinstance(min(answers, key=str), int)
 
 
-@pytest.mark.storage
-def test_a_hold_of_a_dead_process_can_be_resumed(doomed, is_busy):
-    first = doomed()
-    text = first.call(jobs.detach, "export:7")
-    first.kill()
-    with resume_hold(text) as hold:
-        assert hold.held
-        assert is_busy("export:7")
-    assert not is_busy("export:7")
-
-
 def test_the_time_before_the_resumption_counts_for_max_hold(monkeypatch):
     text = (
         db_lock("export:7", using="memory", ttl=300, max_hold=600)
@@ -97,22 +82,16 @@ def test_the_time_before_the_resumption_counts_for_max_hold(monkeypatch):
             assert hold.remaining <= 200
 
 
-def test_a_detached_hold_survives_the_exit_of_its_process(doomed, is_busy):
-    first = doomed()
-    text = first.call(jobs.detach, "export:7")
-    first.close()
-    assert is_busy("export:7")
-    resume_hold(text).release()
-
-
-def test_a_backend_without_handover_is_named(monkeypatch):
-    monkeypatch.setattr(MemoryBackend, "supports_handover", False)
-    with db_lock("export:7", using="memory") as hold:
-        with pytest.raises(
-            RuntimeError, match="MemoryBackend cannot hand 'export:7' over"
-        ):
-            hold.detach()
-        hold.check()
+def test_a_detached_hold_survives_the_end_of_its_process(doomed, is_busy):
+    for end in ("close", "kill"):
+        first = doomed()
+        text = first.call(jobs.detach, "export:7")
+        getattr(first, end)()
+        assert is_busy("export:7")
+        with resume_hold(text) as hold:
+            assert hold.held
+            assert is_busy("export:7")
+        assert not is_busy("export:7")
 
 
 # The process that detached the hold.
@@ -120,42 +99,30 @@ def test_a_backend_without_handover_is_named(monkeypatch):
 
 @EVERY
 def test_a_detached_hold_can_no_longer_be_used(using):
-    hold = db_lock("export:7", using=using).acquire()
+    """The former holder waits for it like any caller, and the text works only once."""
+    lock, told = db_lock("export:7", using=using, timeout=0), []
+    receiver = lambda hold, **kwargs: told.append(hold)  # noqa: E731
+    lock_detached.connect(receiver)
+    hold = lock.acquire()
     text = hold.detach()
+    lock_detached.disconnect(receiver)
+    assert told == [hold]
     assert not hold.held
     assert hold.remaining == 0
     for use in (hold.check, hold.renew, hold.detach):
         with pytest.raises(LockLost, match="handed over"):
             use()
     hold.release()
-    with resume_hold(text) as resumed:
-        hold.release()
-        resumed.check()
-
-
-@EVERY
-def test_the_former_holder_waits_for_a_detached_hold(using):
-    text = db_lock("export:7", using=using).acquire().detach()
     with pytest.raises(LockTimeout):
-        db_lock("export:7", using=using, timeout=0).acquire()
-    with (
-        resume_hold(text) as hold,
-        db_lock("export:7", using=using, timeout=0) as inner,
-    ):
-        assert inner is hold
-
-
-def test_a_detached_hold_has_its_own_signal():
-    told = []
-    receiver = lambda hold, **kwargs: told.append(hold)  # noqa: E731
-    lock_detached.connect(receiver)
-    try:
-        hold = db_lock("export:7").acquire()
-        text = hold.detach()
-    finally:
-        lock_detached.disconnect(receiver)
-    assert told == [hold]
-    resume_hold(text).release()
+        lock.acquire()
+    with resume_hold(text) as resumed, lock as inner:
+        assert inner is resumed
+        hold.release()
+        with pytest.raises(LockLost, match="already been resumed"):
+            resume_hold(text)
+        resumed.check()
+    with pytest.raises(LockLost):
+        resume_hold(text)
 
 
 def test_a_detached_hold_is_not_renewed(until):
@@ -169,6 +136,7 @@ def test_a_detached_hold_is_not_renewed(until):
 @pytest.mark.storage
 @FAMILY
 def test_a_detached_hold_lasts_for_the_given_time(using):
+    """If it is cleared meanwhile, it cannot be resumed."""
     hold = db_lock("export:7", using=using, ttl=50).acquire()
     text = hold.detach(within=300)
     # SQLite computes the time from Julian days, whose last bit is 40 µs.
@@ -176,6 +144,11 @@ def test_a_detached_hold_lasts_for_the_given_time(using):
     with resume_hold(text) as resumed:
         assert 40 < left("export:7") < 50.001
         assert 40 < resumed.remaining <= 50
+    text = db_lock("export:7", using=using).acquire().detach()
+    row = ResourceLock.objects.get(pk="export:7")
+    assert backends[using].clear("export:7", row.version)
+    with pytest.raises(LockLost):
+        resume_hold(text)
 
 
 @pytest.mark.storage
@@ -248,29 +221,37 @@ def test_a_hold_that_could_not_be_detached_ends_in_time(
         hold.release()
 
 
-def test_a_hold_of_a_transaction_cannot_be_detached():
-    with transaction.atomic(), db_lock("export:7") as hold:
-        with pytest.raises(RuntimeError, match="scope='lease'"):
-            hold.detach()
-        assert hold.held
-
-
 @EVERY
-def test_a_hold_entered_twice_cannot_be_detached(using):
-    lock = db_lock("export:7", using=using)
-    with lock as hold, lock:
-        with pytest.raises(RuntimeError, match="acquired it 2 times"):
+def test_a_refused_handover_changes_no_hold(using, monkeypatch):
+    """A hold cannot be detached if it is nested, of a transaction, ended or lost."""
+    lock, backend = db_lock("export:7", using=using), backends[using]
+    with lock as hold:
+        with lock, pytest.raises(RuntimeError, match="acquired it 2 times"):
             hold.detach()
-        assert hold.held
-
-
-@EVERY
-def test_an_ended_or_lost_hold_cannot_be_detached(using):
-    with db_lock("export:7", using=using) as hold:
-        pass
+        for within in (0, -1, "5", float("nan")):
+            with pytest.raises((TypeError, ValueError), match="within"):
+                hold.detach(within=within)
+        hold.check()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(backend), "supports_handover", False)
+            with pytest.raises(RuntimeError, match="Backend cannot hand 'export:7' ov"):
+                hold.detach()
+        hold.check()
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "renew", fail)
+            with pytest.raises(LockBackendError, match="away"):
+                hold.detach()
+        hold.check()
+        with db_lock("export:7", using=using, timeout=0) as inner:
+            assert inner is hold
     with pytest.raises(LockLost):
         hold.detach()
-    hold = db_lock("export:7", using=using).acquire()
+    if using != "memory":
+        with transaction.atomic(), lock as hold:
+            with pytest.raises(RuntimeError, match="scope='lease'"):
+                hold.detach()
+            assert hold.held
+    hold = lock.acquire()
     expire(hold)
     with pytest.raises(LockLost, match="reports that this hold has ended"):
         hold.detach()
@@ -278,52 +259,11 @@ def test_an_ended_or_lost_hold_cannot_be_detached(using):
         hold.check()
 
 
-@pytest.mark.parametrize("within", [0, -1, "5", float("nan")])
-def test_an_invalid_handover_time_is_refused(within):
-    with db_lock("export:7") as hold:
-        with pytest.raises((TypeError, ValueError), match="within"):
-            hold.detach(within=within)
-        hold.check()
+def fail(claims):
+    raise LockBackendError("the database is away")
 
 
-def test_a_hold_survives_a_failed_handover(monkeypatch):
-    def fail(claims):
-        raise LockBackendError("the database is away")
-
-    with db_lock("export:7") as hold:
-        with monkeypatch.context() as patch:
-            patch.setattr(backends["default"], "renew", fail)
-            with pytest.raises(LockBackendError, match="away"):
-                hold.detach()
-        hold.check()
-        with db_lock("export:7", timeout=0) as inner:
-            assert inner is hold
-
-
-@EVERY
-def test_a_text_can_be_resumed_only_once(using):
-    text = db_lock("export:7", using=using).acquire().detach()
-    with resume_hold(text) as hold:
-        with pytest.raises(LockLost, match="already been resumed"):
-            resume_hold(text)
-        hold.check()
-    with pytest.raises(LockLost):
-        resume_hold(text)
-
-
-@pytest.mark.storage
-@FAMILY
-def test_a_cleared_hold_cannot_be_resumed(using):
-    text = db_lock("export:7", using=using).acquire().detach()
-    row = ResourceLock.objects.get(pk="export:7")
-    assert backends[using].clear("export:7", row.version)
-    with pytest.raises(LockLost):
-        resume_hold(text)
-
-
-def test_a_forged_text_is_refused_before_any_query(
-    django_assert_num_queries,
-):
+def test_a_forged_text_is_refused_before_any_query(django_assert_num_queries):
     text = db_lock("export:7").acquire().detach()
     with django_assert_num_queries(0):
         for wrong in (text[:-1], "x" + text, "", "made:up:text"):
@@ -336,14 +276,8 @@ def test_a_forged_text_is_refused_before_any_query(
 
 
 def test_a_resumed_hold_keeps_the_rest_of_its_policy():
-    hold = db_lock(
-        "export:7",
-        ttl=50,
-        max_hold=1000,
-        min_hold=500,
-        reentrant=False,
-        release_at="exit",
-    ).acquire()
+    policy = {"ttl": 50, "reentrant": False, "release_at": "exit"}
+    hold = db_lock("export:7", max_hold=1000, min_hold=500, **policy).acquire()
     hold._state.lease.granted_at -= 200
     hold._state.lease.last_at -= 200
     lost = []
@@ -355,48 +289,13 @@ def test_a_resumed_hold_keeps_the_rest_of_its_policy():
         assert 790 < lock.max_hold <= 800
         assert lock.on_lost == lost.append
     assert left("export:7") > 250
-
-
-@pytest.mark.storage
-@FAMILY
-def test_the_row_shows_the_holder_that_resumed_it(using, workers):
-    (worker,) = workers(1)
-    text = db_lock("export:7", using=using).acquire().detach()
-    worker.start(jobs.resume, text)
-    worker.hear()
-    assert db_lock("export:7", using=using).holder().holder.split(":")[1] == str(
-        worker.process.pid
-    )
-    worker.tell()
-    worker.hear()
-
-
-@EVERY
-async def test_coroutines_detach_and_resume(using):
-    hold = await db_lock("export:7", using=using).aacquire()
-    text = await hold.adetach()
-    async with await aresume_hold(text) as resumed:
-        await resumed.acheck()
-        assert (await db_lock("export:7", using=using).atry_acquire()) is resumed
-        await resumed.arelease()
+    equal = db_lock("stock:7", min_hold=5.0, max_hold=5.0).acquire()
+    with resume_hold(equal.detach()) as resumed:
+        assert resumed.held
+    ResourceLock.objects.all().delete()
 
 
 # The backend interface.
-
-
-@pytest.mark.storage
-@EVERY
-def test_an_exchange_can_be_repeated_after_a_lost_reply(using):
-    backend = backends[using]
-    claim, successor = (Claim(key="export:7", ttl=30) for _ in range(2))
-    first = backend.acquire(claim)
-    second = backend.exchange(claim, successor)
-    third = backend.exchange(claim, successor)
-    assert first.token < second.token < third.token
-    assert backend.exchange(claim, Claim(key="export:7", ttl=30)) is None
-    assert not backend.release(claim)
-    assert backend.release(successor)
-    assert backend.exchange(successor, claim) is None
 
 
 @pytest.mark.storage
@@ -452,13 +351,6 @@ def test_the_examples_of_the_handover_page(workers, is_busy):
     if connection.vendor != "sqlite":
         page.start_export_after_commit(8, sent.append)
         assert page.export(sent.pop()) == "exported export:8"
-
-
-def test_a_hold_with_equal_min_hold_and_max_hold_can_be_resumed():
-    hold = db_lock("stock:7", min_hold=5.0, max_hold=5.0).acquire()
-    with resume_hold(hold.detach()) as resumed:
-        assert resumed.held
-    ResourceLock.objects.all().delete()
 
 
 def test_an_interrupted_handover_releases_the_hold(monkeypatch, in_other_thread):
