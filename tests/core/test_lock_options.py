@@ -44,91 +44,73 @@ POLICY = (
 )
 
 
+def refused(*args, **options):
+    """Return the message of db_lock(), which sends no query."""
+    with pytest.raises(TypeError) as raised:
+        db_lock(*args, **options)
+    return str(raised.value)
+
+
 # Names.
 
 
 @pytest.mark.django_db
 def test_an_unknown_option_is_refused_before_any_query(django_assert_num_queries):
-    """The error says which options there are, and how not to wait."""
-    with django_assert_num_queries(0), pytest.raises(TypeError) as raised:
-        db_lock("a", blocking=False)
-    assert str(raised.value) == (
-        f"db_lock() has no option 'blocking'. Options: {POLICY}, shared, busy, using."
-        " For a lock that does not wait, use timeout=0."
-    )
+    """The error says which options there are, and which one was meant."""
+    options = f" Options: {POLICY}, shared, busy, using."
+    with django_assert_num_queries(0):
+        assert refused("a", blocking=False) == (
+            f"db_lock() has no option 'blocking'.{options}"
+            " For a lock that does not wait, use timeout=0."
+        )
+        assert refused("a", colour="red") == (
+            f"db_lock() has no option 'colour'.{options}"
+        )
+        for wrong, right in (
+            ("timout", "timeout"),
+            ("blocking_timeout", "timeout"),
+            ("max_holds", "max_hold"),
+            ("reentrent", "reentrant"),
+            ("onlost", "on_lost"),
+            ("bussy", "busy"),
+            ("usin", "using"),
+        ):
+            assert refused("a", **{wrong: 3}) == (
+                f"db_lock() has no option {wrong!r}. Did you mean {right!r}?{options}"
+            )
+        # A lock on several keys is no decorator, which takes one key.
+        assert refused("a", "b", busy="skip") == (
+            "db_lock() of several keys has no option 'busy'."
+            f" Options: {POLICY}, shared, using. A decorator takes the lock on one key."
+        )
+        assert "of several keys has no option 'timout'. Did" in refused(
+            "a", "b", timout=3
+        )
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("timout", "timeout"),
-        ("blocking_timeout", "timeout"),
-        ("max_holds", "max_hold"),
-        ("reentrent", "reentrant"),
-        ("onlost", "on_lost"),
-        ("bussy", "busy"),
-        ("usin", "using"),
-    ],
-)
-def test_a_misspelt_option_is_named_with_the_right_one(wrong, right):
-    """One letter too many or too few does not have to be searched for."""
-    with pytest.raises(TypeError) as raised:
-        db_lock("a", **{wrong: 3})
-    assert str(raised.value) == (
-        f"db_lock() has no option {wrong!r}. Did you mean {right!r}?"
-        f" Options: {POLICY}, shared, busy, using."
-    )
-
-
-def test_an_option_unlike_any_other_has_no_suggestion():
-    with pytest.raises(TypeError) as raised:
-        db_lock("a", colour="red")
-    assert str(raised.value) == (
-        f"db_lock() has no option 'colour'. Options: {POLICY}, shared, busy, using."
-    )
-
-
-def test_a_lock_on_several_keys_has_no_busy():
-    """It is no decorator, which takes one key."""
-    with pytest.raises(TypeError) as raised:
-        db_lock("a", "b", busy="skip")
-    assert str(raised.value) == (
-        "db_lock() of several keys has no option 'busy'."
-        f" Options: {POLICY}, shared, using. A decorator takes the lock on one key."
-    )
-    with pytest.raises(TypeError, match=r"several keys has no option 'timout'\. Did"):
-        db_lock("a", "b", timout=3)
-
-
-@pytest.mark.parametrize(
-    ("make", "function"),
-    [
+def test_shared_locks_refuse_unknown_options():
+    for make, function in (
         (functools.partial(db_rwlock, "a"), "db_rwlock"),
         (functools.partial(db_semaphore, "a", 3), "db_semaphore"),
-    ],
-)
-def test_shared_locks_refuse_unknown_options(make, function):
-    with pytest.raises(TypeError) as raised:
-        make(timout=3)
-    assert str(raised.value) == (
-        f"{function}() has no option 'timout'. Did you mean 'timeout'?"
-        f" Options: {POLICY}, using."
-    )
-    with pytest.raises(TypeError, match="For a read lock, use db_rwlock"):
-        make(shared=True)
-
-
-@pytest.mark.parametrize("make", [db_lock, db_rwlock])
-def test_permits_are_an_option_of_semaphores_only(make):
-    with pytest.raises(
-        TypeError,
-        match=r"has no option 'permits'\. .* use db_semaphore\(key, permits\)\.$",
     ):
-        make("a", permits=3)
+        with pytest.raises(TypeError) as raised:
+            make(timout=3)
+        assert str(raised.value) == (
+            f"{function}() has no option 'timout'. Did you mean 'timeout'?"
+            f" Options: {POLICY}, using."
+        )
+        with pytest.raises(TypeError, match="For a read lock, use db_rwlock"):
+            make(shared=True)
+    for make in (db_lock, db_rwlock):
+        with pytest.raises(
+            TypeError,
+            match=r"has no option 'permits'\. .* use db_semaphore\(key, permits\)\.$",
+        ):
+            make("a", permits=3)
 
 
-def test_a_schedule_refuses_options_of_other_locks():
-    """It never waits, and its times are those of the schedule."""
+def test_schedules_views_and_commands_refuse_other_options():
+    """A schedule never waits, and a view has a response of its own."""
     for name in ("timeout", "ttl", "busy", "reentrant"):
         with pytest.raises(TypeError) as raised:
             run_once("a", min_hold=1, **{name: 3})
@@ -140,9 +122,6 @@ def test_a_schedule_refuses_options_of_other_locks():
         )
     with pytest.raises(TypeError, match="Did you mean 'max_hold'"):
         run_once("a", min_hold=1, maxhold=3)
-
-
-def test_a_view_refuses_unknown_options():
     with pytest.raises(TypeError) as raised:
         locked_view("a", retry=3)
     assert str(raised.value) == (
@@ -154,9 +133,6 @@ def test_a_view_refuses_unknown_options():
         TypeError, match=r"To choose the response, use db_lock\(key, busy=…\)"
     ):
         locked_view("a", busy="skip")
-
-
-def test_a_command_refuses_unknown_options():
     command = SingleInstance()
     command.lock_policy = {"timout": 3}
     with pytest.raises(TypeError) as raised:
@@ -179,69 +155,34 @@ def made_key(value):
     return f"key:{value}"
 
 
+BARE = {
+    "a function": "@db_lock\ndef build(region): pass",
+    "a coroutine function": "@db_lock\nasync def build(region): pass",
+    "a cached function": "@db_lock\n@functools.cache\ndef build(region): pass",
+    "a view": "@db_lock\nclass build(View): pass",
+    "a method": "class Jobs:\n @db_lock\n def build(self): pass",
+    "a static method": "class Jobs:\n @db_lock\n @staticmethod\n def build(): pass",
+}
+
+
 def test_a_decorator_without_parentheses_fails_when_decorating():
     """Not at the first call, which may be much later."""
-    expected = "has no key. Write it in parentheses"
-    with pytest.raises(TypeError, match=expected) as raised:
-
-        @db_lock
-        def build(region):
-            """Never called."""
-
-    assert str(raised.value) == (
-        "@db_lock on 'build' has no key. Write it in parentheses, as in"
-        " @db_lock('report')."
-    )
-    with pytest.raises(TypeError, match=expected):
-
-        @db_lock
-        async def build_later(region):
-            """Never called."""
-
-    with pytest.raises(TypeError, match=expected):
-
-        @db_lock
-        @functools.cache
-        def build_once(region):
-            """Never called."""
-
-    with pytest.raises(TypeError, match=expected):
-
-        class Jobs:
-            @db_lock
-            def build(self):
-                """Never called."""
-
-            @db_lock
-            @staticmethod
-            def build_static():
-                """Never called."""
-
-    with pytest.raises(TypeError, match=expected):
-
-        class Others:
-            @db_lock
-            @staticmethod
-            def build_static():
-                """Never called."""
-
-    with pytest.raises(TypeError, match=expected):
-
-        @db_lock
-        class Reports(View):
-            """Never called."""
-
+    names = {"db_lock": db_lock, "functools": functools, "View": View}
+    for what, code in BARE.items():
+        # The code of a module, and that of a function.
+        inner = "def define():\n " + code.replace("\n", "\n ") + "\ndefine()"
+        for text in (code, inner):
+            with pytest.raises(TypeError) as raised:
+                exec(text, {"__name__": "jobs", **names})
+            assert str(raised.value) == (
+                "@db_lock on 'build' has no key. Write it in parentheses, as in"
+                " @db_lock('report')."
+            ), what
     with pytest.raises(TypeError, match="@locked_view on 'show' has no key"):
 
         @locked_view
         def show(request):
             """Never called."""
-
-
-def test_module_code_is_decorated_with_parentheses_too():
-    code = "from dlocks import db_lock\n@db_lock\ndef build(region): pass\n"
-    with pytest.raises(TypeError, match="@db_lock on 'build' has no key"):
-        exec(code, {"__name__": "jobs"})
 
 
 class Keys:
@@ -320,27 +261,22 @@ def test_every_duration_of_a_lock_can_be_a_timedelta():
     assert raised.value.timeout == 0.02
 
 
-@pytest.mark.parametrize("name", ["timeout", "ttl", "max_hold", "min_hold"])
-def test_an_impossible_timedelta_is_refused(name):
-    for wrong in (timedelta(seconds=-1), timedelta(days=40_000)):
-        with pytest.raises(ValueError, match=f"{name} must be "):
-            db_lock("a", **{name: wrong})
-    with pytest.raises(TypeError, match="a number of seconds or a timedelta, not str"):
-        db_lock("a", **{name: "3"})
+def test_an_impossible_timedelta_is_refused():
+    for name in ("timeout", "ttl", "max_hold", "min_hold"):
+        for wrong in (timedelta(seconds=-1), timedelta(days=40_000)):
+            with pytest.raises(ValueError, match=f"{name} must be "):
+                db_lock("a", **{name: wrong})
+        with pytest.raises(TypeError, match="of seconds or a timedelta, not str"):
+            db_lock("a", **{name: "3"})
 
 
-def test_schedules_and_views_accept_a_timedelta():
+def test_other_functions_accept_a_timedelta(until, settings):
+    """This holds for decorators, elections, handovers, settings and test helpers."""
     runs = []
 
     @run_once("job", min_hold=timedelta(hours=1), max_hold=timedelta(hours=2))
     def job():
         runs.append(1)
-
-    job()
-    job()
-    assert runs == [1]
-    with pytest.raises(ValueError, match="max_hold"):
-        run_once("job", min_hold=timedelta(seconds=2), max_hold=1)
 
     @locked_view(
         "page",
@@ -350,13 +286,18 @@ def test_schedules_and_views_accept_a_timedelta():
     def page(request):
         return HttpResponse("done")
 
+    job()
+    job()
+    assert runs == [1]
+    with pytest.raises(ValueError, match="max_hold"):
+        run_once("job", min_hold=timedelta(seconds=2), max_hold=1)
     request = RequestFactory().get("/")
     assert page(request).content == b"done"
     with held_elsewhere("page"):
         assert page(request)["Retry-After"] == "3"
-
-
-def test_elections_accept_a_timedelta(until):
+    retry_on_conflict(backoff=timedelta(0), max_backoff=SECONDS)
+    with pytest.raises(ValueError, match="backoff must be"):
+        retry_on_conflict(backoff=timedelta(seconds=-1))
     election = LeaderElection("a", ttl=timedelta(seconds=5))
     assert election._lock.ttl == 5.0
     waited = []
@@ -367,56 +308,42 @@ def test_elections_accept_a_timedelta(until):
         until(lambda: waited)
         assert election.stop(timedelta(seconds=30))
     assert waited == [True]
-
-
-@pytest.mark.parametrize("wrong", [timedelta(0), timedelta(seconds=-3)])
-def test_a_detached_hold_can_be_kept_for_a_timedelta(wrong):
     hold = db_lock("a").acquire()
-    with pytest.raises(ValueError, match="within must be above 0"):
-        hold.detach(within=wrong)
+    for wrong in (timedelta(0), timedelta(seconds=-3)):
+        with pytest.raises(ValueError, match="within must be above 0"):
+            hold.detach(within=wrong)
     with frozen_clock():
         text = hold.detach(within=SECONDS)
         assert db_lock("a").holder().remaining == pytest.approx(90, abs=2)
     resume_hold(text).release()
-
-
-def test_the_helpers_for_tests_accept_a_timedelta():
     with frozen_clock() as clock, held_elsewhere("a", ttl=SECONDS):
         clock.tick(timedelta(seconds=89))
         assert db_lock("a").locked()
         clock.tick(timedelta(seconds=2))
         assert not db_lock("a").locked()
-
-
-def test_a_retry_accepts_a_timedelta():
-    retry_on_conflict(backoff=timedelta(0), max_backoff=SECONDS)
-    with pytest.raises(ValueError, match="backoff must be"):
-        retry_on_conflict(backoff=timedelta(seconds=-1))
-
-
-def test_settings_accept_a_timedelta(settings):
-    settings.DLOCKS = {
-        "default": {
-            "BACKEND": f"{MemoryBackend.__module__}.MemoryBackend",
-            "OPTIONS": {
-                "ttl": SECONDS,
-                "timeout": SECONDS,
-                "slow_wait": SECONDS,
-                "slow_hold": SECONDS,
-            },
-        }
-    }
+    names = ("ttl", "timeout", "slow_wait", "slow_hold")
+    kind = f"{MemoryBackend.__module__}.MemoryBackend"
+    options = dict.fromkeys(names, SECONDS)
+    settings.DLOCKS = {"default": {"BACKEND": kind, "OPTIONS": options}}
     backend = BackendHandler()["default"]
-    assert (backend.ttl, backend.timeout) == (90.0, 90.0)
-    assert (backend.slow_wait, backend.slow_hold) == (90.0, 90.0)
+    assert [getattr(backend, name) for name in names] == [90.0] * 4
 
 
-# What is shown.
+def test_the_kinds_of_locks_have_their_types():
+    """The repr shows what differs from the defaults."""
 
+    async def length(hold):
+        return await hold.aqueue_length()
 
-@pytest.mark.parametrize(
-    ("lock", "shown"),
-    [
+    assert type(db_lock("a")) is Lock
+    assert type(db_lock("a", "b")) is MultiLock
+    assert type(db_rwlock("a")) is ReadWriteLock
+    assert type(db_lock(key_of)) is LockDecorator
+    with db_lock("a", "b") as hold:
+        assert type(hold) is MultiHold
+        assert [one.key for one in hold.holds] == ["a", "b"]
+        assert hold.queue_length() == asyncio.run(length(hold)) == 0
+    for lock, shown in (
         (db_lock("a"), "<Lock 'a'>"),
         (db_lock("a", timeout=None), "<Lock 'a' timeout=None>"),
         (
@@ -434,27 +361,5 @@ def test_settings_accept_a_timedelta(settings):
             db_lock("a:{b}", busy="raise", timeout=SECONDS),
             "<LockDecorator 'a:{b}' busy='raise' timeout=90>",
         ),
-    ],
-)
-def test_the_repr_shows_what_differs_from_the_defaults(lock, shown):
-    assert repr(lock) == shown
-
-
-def test_the_kinds_of_locks_have_their_types():
-    assert type(db_lock("a")) is Lock
-    assert type(db_lock("a", "b")) is MultiLock
-    assert type(db_rwlock("a")) is ReadWriteLock
-    assert type(db_lock(key_of)) is LockDecorator
-    with db_lock("a", "b") as hold:
-        assert type(hold) is MultiHold
-        assert [one.key for one in hold.holds] == ["a", "b"]
-
-
-def test_the_queue_length_is_a_method_of_both_kinds():
-    async def length(hold):
-        return await hold.aqueue_length()
-
-    for lock in (db_lock("a"), db_lock("a", "b")):
-        with lock as hold:
-            assert hold.queue_length() == 0
-            assert asyncio.run(length(hold)) == 0
+    ):
+        assert repr(lock) == shown

@@ -31,6 +31,7 @@ from dlocks.testing import (
     override_locks,
 )
 from tests import pages
+from tests.for_each import for_each
 from tests.internals import (
     DatabaseBackend,
     DummyBackend,
@@ -38,6 +39,7 @@ from tests.internals import (
     backends,
     clock,
 )
+from tests.sync_and_async import sync_and_async
 from tests.timing import in_time
 
 pytestmark = pytest.mark.front
@@ -46,15 +48,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
-EVERY = pytest.mark.parametrize(
-    "using", ["default", "optimistic", "insert", "memory", "prefixed"]
-)
-
-
-def test_the_contract_can_be_imported_from_dlocks_testing():
-    from dlocks.testing import BackendContract
-
-    assert BackendContract.__module__ == "dlocks.testing.contract"
+EVERY = for_each("using", ["default", "optimistic", "insert", "memory", "prefixed"])
 
 
 # Keys held by another holder.
@@ -64,25 +58,19 @@ def test_the_contract_can_be_imported_from_dlocks_testing():
 @database
 @EVERY
 def test_held_elsewhere_makes_a_key_busy_during_the_block(using):
+    """A key that is already held is refused."""
     with held_elsewhere("stock:7", using=using, holder="web-2:77:x", ttl=200):
         with pytest.raises(
             LockTimeout, match=r"held by web-2:77:x \(192\.0\.2\.1\)"
         ) as caught:
             db_lock("stock:7", using=using, timeout=0).acquire()
         assert 190 < caught.value.holder.remaining < 200.001
-    with db_lock("stock:7", using=using, timeout=0):
-        pass
-
-
-@database
-@EVERY
-def test_held_elsewhere_refuses_a_held_key(using):
     with (
-        db_lock("stock:7", using=using),
+        db_lock("stock:7", using=using, timeout=0),
         pytest.raises(RuntimeError, match="already held by"),
+        held_elsewhere("stock:7", using=using),
     ):
-        with held_elsewhere("stock:7", using=using):
-            raise AssertionError
+        raise AssertionError
 
 
 @pytest.mark.storage
@@ -96,11 +84,6 @@ def test_an_abandoned_key_is_stale_and_taken_over(using):
         assert hold.takeover
     with db_lock("stock:7", using=using, timeout=0) as hold:
         assert not hold.takeover
-
-
-def test_a_key_of_the_dummy_backend_cannot_be_abandoned():
-    with override_locks("dummy"), pytest.raises(RuntimeError, match="DummyBackend"):
-        abandoned("stock:7")
 
 
 # The end of a lease.
@@ -122,8 +105,8 @@ def test_an_expired_lease_is_only_detected_on_use(using):
 
 @pytest.mark.storage
 @database
-@pytest.mark.parametrize("end", [expire, lose])
-@pytest.mark.parametrize(
+@for_each("end", [expire, lose])
+@for_each(
     "lock",
     [
         db_semaphore("a", 2),
@@ -131,7 +114,6 @@ def test_an_expired_lease_is_only_detected_on_use(using):
         db_rwlock("a").write(),
         db_lock("a", "b"),
     ],
-    ids=["semaphore", "read", "write", "several"],
 )
 def test_a_lease_of_every_kind_can_be_ended(lock, end):
     told = []
@@ -198,83 +180,60 @@ class TestInsideOfATestCase(TestCase):
 
 
 def test_override_locks_gives_every_alias_a_new_memory_backend():
-    with override_settings(
-        DLOCKS={
-            "other": {
-                "BACKEND": "x.Y",
-                "OPTIONS": {"ttl": 7, "prefix": "p:", "database": "d"},
-            }
-        }
-    ):
+    options = {"ttl": 7, "prefix": "p:", "database": "d"}
+    other = {"BACKEND": "x.Y", "OPTIONS": options}
+    with override_settings(DLOCKS={"other": other}):
         with override_locks(timeout=3):
             first = backends["other"]
             assert type(first) is type(backends["default"]) is MemoryBackend
-            assert (
-                first.ttl,
-                first.timeout,
-                first.prefix,
-                backends["default"].timeout,
-            ) == (7, 3, "p:", 3)
+            assert (first.ttl, first.timeout, first.prefix) == (7, 3, "p:")
+            assert backends["default"].timeout == 3
         with override_locks():
             assert backends["other"] is not first
     assert isinstance(backends["default"], DatabaseBackend)
 
 
-def test_a_hold_left_by_a_test_does_not_affect_the_next():
-    left = []
-    for _ in range(2):
-        with override_locks():
-            left.append(db_lock("stock:7", timeout=0).acquire())
-    assert left[0] is not left[1]
-    assert not any(hold.held for hold in left)
-
-
 def test_dummy_locks_exclude_no_caller(in_other_thread):
+    """No key is held, so none can be abandoned."""
+
     @override_locks("dummy")
     def work():
         assert isinstance(backends["default"], DummyBackend)
         with db_lock("stock:7"):
             in_other_thread(db_lock("stock:7", timeout=0).acquire).release()
+        with pytest.raises(RuntimeError, match="DummyBackend"):
+            abandoned("stock:7")
 
     work()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [({"backend": "redis"}, ValueError), ({"database": "x"}, TypeError)],
-)
-def test_override_locks_refuses_unknown_arguments(wrong, error):
-    with pytest.raises(error, match=r"override_locks\(\) takes"):
-        override_locks(**wrong)
+def test_override_locks_refuses_unknown_arguments():
+    with pytest.raises(ValueError, match=r"override_locks\(\) takes"):
+        override_locks(backend="redis")
+    with pytest.raises(TypeError, match=r"override_locks\(\) takes"):
+        override_locks(database="x")
 
 
 # Time.
 
 
 @pytest.mark.usefixtures("memory_locks")
-def test_waiting_advances_a_frozen_clock_at_once():
+@sync_and_async
+async def test_waiting_advances_a_frozen_clock_at_once(do):
     began = clock.real_now()
-    with frozen_clock(), held_elsewhere("stock:7"):
+    with frozen_clock():
+        held = held_elsewhere("stock:7")
+        await do.sync(held.__enter__)
         frozen = clock.now()
-        with pytest.raises(LockTimeout, match=r"within 3599\.97 s"):
-            db_lock("stock:7", timeout=3599.97).acquire()
-        assert clock.now() - frozen == pytest.approx(3599.97)
+        with pytest.raises(LockTimeout, match=r"within 59\.97 s"):
+            await do.ask(db_lock("stock:7", timeout=59.97), "acquire")
+        assert clock.now() - frozen == pytest.approx(59.97)
+        await do.sync(held.__exit__, None, None, None)
     in_time(clock.real_now() - began, 30)
 
 
 @pytest.mark.usefixtures("memory_locks")
-async def test_waiting_coroutines_advance_a_frozen_clock():
-    with frozen_clock(), held_elsewhere("stock:7"):
-        frozen = clock.now()
-        with pytest.raises(LockTimeout):
-            await db_lock("stock:7", timeout=60).aacquire()
-        assert clock.now() - frozen == pytest.approx(60)
-
-
-@pytest.mark.usefixtures("memory_locks")
-def test_a_tick_renews_due_leases_and_detects_losses(
-    frozen_lock_clock,
-):
+def test_a_tick_renews_due_leases_and_detects_losses(frozen_lock_clock):
     kept, left = (
         db_lock("kept", ttl=30).acquire(),
         db_lock("left", ttl=30, renew=False).acquire(),
@@ -369,18 +328,9 @@ def test_the_documented_fixtures_work(tmp_path):
         code
         + "\ndef test_dummy(dummy_locks):\n    assert db_lock('x').acquire().held\n"
     )
-    arguments = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "error",
-        "--ds=settings",
-        "--rootdir",
-        str(tmp_path),
-    ]
+    options = ["-q", "-pno:cacheprovider", "-Werror", "--ds=settings"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, "test_it.py"],
+        [sys.executable, "-m", "pytest", *options, "--rootdir=.", "test_it.py"],
         cwd=tmp_path,
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"},
         capture_output=True,
