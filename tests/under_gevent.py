@@ -1,6 +1,6 @@
 """Locks under gevent, where greenlets replace threads.
 
-Run it as ``python -m gevent.monkey tests/under_gevent.py ALIAS``.
+Run it as ``python -m gevent.monkey tests/under_gevent.py ALIAS ...``.
 """
 
 import os
@@ -81,4 +81,5 @@ def main(using):
 
 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
 django.setup()
-main(sys.argv[1])
+for alias in sys.argv[1:]:
+    main(alias)
