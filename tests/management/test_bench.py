@@ -73,10 +73,11 @@ def keys_left():
 def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     """The command compares several aliases and leaves no rows in the tables.
 
-    The result is shown on the terminal, and written as JSON.
+    The progress and the result are shown on the terminal. The result is also written
+    as JSON.
     """
     out = StringIO()
-    aliases = ["default", "insert", "recorded"]
+    aliases = ["default", "recorded"]
     file = tmp_path / "bench.json"
     call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
     run = json.loads(file.read_text())
@@ -89,28 +90,11 @@ def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
         assert result["together"]["grants_per_s"] > 0
         assert 0.5 <= result["together"]["jain"] <= 1
         assert result["together"]["overlaps"] == 0
+    assert "[1/4] default, one process: " in out.getvalue()
+    assert "[4/4] recorded, 2 processes: " in out.getvalue()
     rows = [line.split() for line in out.getvalue().splitlines()]
     assert [row[0] for row in rows if len(row) == 12] == aliases
     assert keys_left() == []
-
-
-def test_progress_is_shown_unless_verbosity_is_zero(transactional_db):
-    out = StringIO()
-    call_command("lock_bench", *BRIEF, using=["default"], stdout=out)
-    assert "[1/2] default, one process: " in out.getvalue()
-    assert "[2/2] default, 2 processes: " in out.getvalue()
-    out = StringIO()
-    call_command("lock_bench", *BRIEF, using=["default"], stdout=out, verbosity=0)
-    assert out.getvalue().split()[0] == "ALIAS"
-
-
-def test_backends_for_tests_are_not_compared_across_processes(
-    transactional_db,
-):
-    finished = bench("--using", "memory", "dummy", *BRIEF)
-    assert finished.returncode == 0, finished.stderr
-    assert "memory: excludes callers in the same process only." in finished.stdout
-    assert "dummy: excludes no other caller." in finished.stdout
 
 
 def test_figures_are_computed_from_samples():
@@ -131,9 +115,10 @@ def test_figures_are_computed_from_samples():
     # holder.
     assert samples.handovers([one, other], 0, 30) == [1, 2]
     assert samples.overlaps([one, other]) == 0
-
-
-def test_a_lock_that_does_not_exclude_is_detected():
+    assert samples.jain([5, 5, 5, 5]) == 1
+    assert samples.jain([20, 0, 0, 0]) == 0.25
+    assert samples.jain([0, 0]) == 0
+    # A lock that does not exclude is detected.
     long, within, after = (
         array("d", [0, 1, 9, 9]),
         array("d", [0, 2, 3, 3]),
@@ -143,14 +128,11 @@ def test_a_lock_that_does_not_exclude_is_detected():
     assert samples.overlaps([long, within, after]) == 2
 
 
-def test_the_fairness_index_of_known_counts():
-    assert samples.jain([5, 5, 5, 5]) == 1
-    assert samples.jain([20, 0, 0, 0]) == 0.25
-    assert samples.jain([0, 0]) == 0
-
-
 def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path):
-    """One unreachable server does not spoil the comparison of the others."""
+    """One unreachable server does not spoil the comparison of the others.
+
+    Backends for tests are not compared across processes.
+    """
     databases = {
         "gone": {
             "ENGINE": "django.db.backends.sqlite3",
@@ -163,7 +145,7 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
         "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
     }
     finished = bench(
-        "--using", "away", "wrong", "default", *BRIEF,
+        "--using", "away", "wrong", "memory", "dummy", "default", *BRIEF,
         DLOCKS_TEST_DATABASES=json.dumps(databases),
             DLOCKS_TEST_ALIASES=json.dumps(aliases),
     )  # fmt: skip
@@ -176,42 +158,32 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
     ]
     assert "unable to open database file" in errors[-3]
     assert "unknown option 'speed'" in errors[-2]
-    assert errors[-1] == "CommandError: 2 of 3 aliases failed. See above."
+    assert errors[-1] == "CommandError: 2 of 5 aliases failed. See above."
     assert "default, 2 processes: " in finished.stdout
+    assert "memory: excludes callers in the same process only." in finished.stdout
+    assert "dummy: excludes no other caller." in finished.stdout
     assert "Traceback" not in finished.stderr
     assert keys_left() == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (
-            ["--using", "default", "nope"],
-            "DLOCKS has no alias 'nope'. It has 'default', ",
-        ),
-        (["--seconds", "0"], "0 is not between 0.1 and 3600"),
-        (["--seconds", "nan"], "nan is not between"),
-        (["--seconds", "soon"], "'soon' is not a number"),
-        (["--processes", "1"], "1 is not between 2 and 256"),
-        (["--processes", "2.5"], "'2.5' is not a whole number"),
-        (["--hold-ms", "-1"], "-1 is not between 0 and 60000"),
-        (
-            ["--json", "/no/such/place"],
-            "'/no/such/place' cannot be written: No such file",
-        ),
-        (["--json", "/"], "'/' cannot be written: Is a directory"),
-    ],
-)
-def test_an_invalid_argument_is_reported_before_the_benchmark(arguments, complaint):
-    out = StringIO()
-    with pytest.raises(CommandError) as caught:
-        call_command("lock_bench", *arguments, stdout=out)
-    assert complaint in str(caught.value)
-    assert "\n" not in str(caught.value).strip()
-    assert out.getvalue() == ""
-
-
-def test_a_missing_settings_module_is_an_error(monkeypatch):
+def test_an_invalid_argument_is_reported_before_the_benchmark(monkeypatch):
+    for arguments, complaint in (
+        ("--using default nope", "DLOCKS has no alias 'nope'. It has 'default', "),
+        ("--seconds 0", "0 is not between 0.1 and 3600"),
+        ("--seconds nan", "nan is not between"),
+        ("--seconds soon", "'soon' is not a number"),
+        ("--processes 1", "1 is not between 2 and 256"),
+        ("--processes 2.5", "'2.5' is not a whole number"),
+        ("--hold-ms -1", "-1 is not between 0 and 60000"),
+        ("--json /no/such/place", "'/no/such/place' cannot be written: No such file"),
+        ("--json /", "'/' cannot be written: Is a directory"),
+    ):
+        out = StringIO()
+        with pytest.raises(CommandError) as caught:
+            call_command("lock_bench", *arguments.split(), stdout=out)
+        assert complaint in str(caught.value)
+        assert "\n" not in str(caught.value).strip(), arguments
+        assert out.getvalue() == "", arguments
     monkeypatch.delenv("DJANGO_SETTINGS_MODULE")
     with pytest.raises(CommandError, match="Set it, or pass --settings"):
         call_command("lock_bench")
@@ -246,20 +218,25 @@ def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
 
 
 def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch):
-    """A database role without the right to delete can still run the benchmark."""
+    """A database role without the right to delete can still run the benchmark.
+
+    Without verbosity it shows only the result.
+    """
 
     def purge(backend, key):
         raise ProgrammingError("permission denied for table dlocks_resourcelock\n")
 
     monkeypatch.setattr(lock_bench, "purge", purge)
     out, errors = StringIO(), StringIO()
-    call_command("lock_bench", *BRIEF, using=["default"], stdout=out, stderr=errors)
+    options = {"using": ["default"], "stdout": out, "stderr": errors, "verbosity": 0}
+    call_command("lock_bench", *BRIEF, **options)
     assert re.fullmatch(
         r"default: the rows of 'dlocks-bench:\w+' could not be deleted: permission"
         r" denied .*\n",
         errors.getvalue(),
     )
     assert "GRANTS" in out.getvalue()
+    assert out.getvalue().split()[0] == "ALIAS"
     ResourceLock.objects.all().delete()
 
 
@@ -275,24 +252,16 @@ def has_ended(number):
 
 
 def test_each_process_makes_one_call_and_ends_with_the_block(until):
+    """A call without a reply times out. A killed process aborts the measurement."""
     with Processes(2) as processes:
         numbers = processes.ask(2, 60, os.getpid)
         assert len(set(numbers)) == 2
         assert processes.ask(1, 60, os.getpid)[0] in numbers
+        with pytest.raises(TimeoutError):
+            processes.ask(1, 0.1, time.sleep, 1)
     until(lambda: all(map(has_ended, numbers)))
-
-
-def test_a_killed_process_aborts_the_measurement():
     with Processes(2) as processes:
         number, _ = processes.ask(2, 60, os.getpid)
         os.kill(number, signal.SIGKILL)
         with pytest.raises(BrokenExecutor, match="terminated abruptly"):
             processes.ask(2, 60, os.getpid)
-
-
-def test_a_process_without_a_reply_times_out_and_ends(until):
-    with Processes(1) as processes:
-        (number,) = processes.ask(1, 60, os.getpid)
-        with pytest.raises(TimeoutError):
-            processes.ask(1, 0.1, time.sleep, 1)
-    until(lambda: has_ended(number))

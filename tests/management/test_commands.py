@@ -85,60 +85,55 @@ def nobody_there(monkeypatch):
 @pytest.mark.django_db
 class TestListLocks:
     @pytest.mark.storage
-    def test_held_and_stale_locks_are_listed_with_their_holders(self):
-        """The list shows who holds which lock, since when and for how long."""
-        rows.held("stock:7", begin_time=rows.PAST)
-        rows.stale("report", hold_count=2)
-        rows.free("old")
-        header, report, stock = run("list_locks").splitlines()
-        assert header.split() == [
-            "KEY",
-            "STATE",
-            "HOLDER",
-            "IP",
-            "ACQUIRED",
-            "LEASE",
-            "COUNT",
-            "WAITING",
-            "TOKEN",
-        ]
-        assert stock.split()[:4] == [
-            "stock:7",
-            "held",
-            "web-1:4711:MainThread",
-            "192.0.2.7",
-        ]
-        assert re.search(r" \d+ days ago +\d+ days left  ", stock)
-        assert report.split()[:2] == ["report", "stale"]
-        assert re.search(r" expired \d+ days ago  ", report)
-        assert report.split()[-3:] == ["2", "0", "1000"]
-        assert (
-            len({header.index("STATE"), report.index("stale"), stock.index("held")})
-            == 1
-        )
+    def test_held_and_stale_locks_are_listed_with_their_holders(self, settings):
+        """The list shows who holds which lock, since when and for how long.
 
-    @pytest.mark.storage
-    @pytest.mark.parametrize(
-        ("flags", "keys"),
-        [
+        ``--held``, ``--stale`` and ``--all`` filter it. No output has the secret owner.
+        Times are ages in the table and UTC in JSON, whatever ``USE_TZ`` is.
+        """
+        rows.free("f")
+        assert run("list_locks") == "No locks.\n"
+        assert json.loads(run("list_locks", "--json")) == []
+        rows.held("h", begin_time=rows.PAST)
+        rows.stale("s", hold_count=2)
+        header, held, stale = run("list_locks").splitlines()
+        assert header.split() == (
+            [
+                "KEY",
+                "STATE",
+                "HOLDER",
+                "IP",
+                "ACQUIRED",
+                "LEASE",
+                "COUNT",
+                "WAITING",
+                "TOKEN",
+            ]
+        )
+        holder = ["h", "held", "web-1:4711:MainThread", "192.0.2.7"]
+        assert held.split()[:4] == holder
+        assert re.search(r" \d+ days ago +\d+ days left  ", held)
+        assert stale.split()[:2] == ["s", "stale"]
+        assert re.search(r" expired \d+ days ago  ", stale)
+        assert stale.split()[-3:] == ["2", "0", "1000"]
+        assert header.index("STATE") == stale.index("stale") == held.index("held")
+        for flags, keys in (
             ((), ["h", "s"]),
             (("--held",), ["h"]),
             (("--stale",), ["s"]),
             (("--all",), ["f", "h", "s"]),
-        ],
-    )
-    def test_each_flag_lists_its_states(self, flags, keys):
-        """``--held``, ``--stale`` and ``--all`` filter the list.
-
-        Without a flag the held and the stale locks are listed.
-        """
-        rows.held("h")
-        rows.stale("s")
-        rows.free("f")
-        assert lines("list_locks", *flags) == keys
-        assert [
-            lock["key"] for lock in json.loads(run("list_locks", "--json", *flags))
-        ] == keys
+        ):
+            assert lines("list_locks", *flags) == keys
+            text = run("list_locks", "--json", *flags)
+            assert [lock["key"] for lock in json.loads(text)] == keys
+            assert rows.OWNER[:8] not in text + run("list_locks", *flags)
+        assert "not allowed with" in refused("list_locks", "--held", "--stale")
+        for use_tz in (True, False):
+            settings.USE_TZ = use_tz
+            age = (datetime.now(UTC) - rows.PAST).total_seconds()
+            assert f" {duration(age)} ago " in run("list_locks")
+            lock = json.loads(run("list_locks", "--json"))[0]
+            assert datetime.fromisoformat(lock["begin_time"]) == rows.PAST
 
     @pytest.mark.storage
     def test_keys_and_patterns_filter_the_list(self):
@@ -188,16 +183,6 @@ class TestListLocks:
         assert any(len(line) > 200 for line in shown("--wide"))
         assert any(len(line) > 200 for line in run("list_locks").splitlines())
 
-    def test_two_states_at_once_are_refused(self):
-        """``--held --stale`` is an error."""
-        assert "not allowed with" in refused("list_locks", "--held", "--stale")
-
-    def test_an_empty_list_of_locks_is_reported(self):
-        """An empty table is reported as such, and as an empty array in JSON."""
-        rows.free("f")
-        assert run("list_locks") == "No locks.\n"
-        assert json.loads(run("list_locks", "--json")) == []
-
     @pytest.mark.storage
     def test_json_has_stable_names(self):
         """Monitoring can read every field by its name."""
@@ -231,33 +216,6 @@ class TestListLocks:
             None,
         )
         assert never["seconds_held"] is never["seconds_left"] is None
-
-    @pytest.mark.storage
-    @pytest.mark.parametrize("use_tz", [True, False])
-    def test_times_are_right_with_and_without_time_zones(self, settings, use_tz):
-        """Times are ages in the table, and in UTC in JSON.
-
-        This does not depend on ``USE_TZ``.
-        """
-        rows.held("a", begin_time=rows.PAST)
-        settings.USE_TZ = use_tz
-        age = (datetime.now(UTC) - rows.PAST).total_seconds()
-        assert f" {duration(age)} ago " in run("list_locks")
-        lock = json.loads(run("list_locks", "--json"))[0]
-        assert datetime.fromisoformat(lock["begin_time"]) == rows.PAST
-
-    def test_control_characters_in_keys_are_escaped(self):
-        """Control characters in a key are shown with escapes."""
-        rows.held("red\x1b[31m\r\n\x9b\u202etxt")
-        assert r"red\x1b[31m\r\n\x9b\u202etxt" in run("list_locks")
-        assert "\x1b" not in run("list_locks", "--json")
-
-    def test_the_owner_of_a_hold_is_in_no_output(self):
-        """The secret owner of a hold is in no output."""
-        for write in (rows.held, rows.stale, rows.free):
-            write(write.__name__)
-        for flags in ((), ("--json",)):
-            assert rows.OWNER[:8] not in run("list_locks", "--all", *flags)
 
     @pytest.mark.storage
     def test_many_locks_are_read_by_pages(
@@ -345,53 +303,61 @@ class TestClearLock:
         assert (lock.state, lock.status, lock.owner) == ("free", "F", "")
         assert lock.version > 1000
 
-    @pytest.mark.parametrize("reply", ["y", " Yes "])
-    def test_clear_lock_asks_for_confirmation(self, answer, reply):
-        """At a terminal the command asks first, and "y" clears the lock."""
-        rows.held("a")
-        asked = answer(reply)
-        run("clear_lock", "a", "--reason", "tests")
-        assert asked == ["A holder may still be working. Clear 'a'? [y/N] "]
-        assert rows.now("a").state == "free"
+    def test_clear_lock_asks_for_confirmation(self, answer):
+        """Only "y" and "yes" clear the lock. Return, "n" or Ctrl-D change nothing.
 
-    @pytest.mark.parametrize("reply", ["", "n", "no", "yep", EOFError()])
-    def test_anything_but_yes_changes_nothing(self, answer, reply):
-        """Return, "n" or Ctrl-D changes nothing."""
-        rows.held("a")
-        answer(reply)
-        assert "Nothing was changed" in refused("clear_lock", "a", "--reason", "tests")
-        assert rows.now("a").version == 1000
-
-    def test_clear_lock_without_a_terminal_needs_yes(self):
-        """From cron without ``--yes``, the command refuses and names ``--yes``."""
+        One question names the number of several locks. Without a terminal, as in cron,
+        the command refuses and names ``--yes``.
+        """
         rows.stale("a")
+        rows.stale("b")
         assert "--yes" in refused("clear_lock", "a")
-        assert rows.now("a").version == 1000
+        for reply in ("", "n", "no", "yep", EOFError()):
+            answer(reply)
+            assert "Nothing was changed" in refused("clear_lock", "a")
+        asked = answer("no")
+        refused("clear_lock", "a", "b")
+        assert {rows.now(key).version for key in "ab"} == {1000}
+        answer("y")
+        run("clear_lock", "a", "b")
+        assert asked == ["Clear 2 locks? [y/N] "]
+        assert (rows.now("a").state, rows.now("b").state) == ("free", "free")
+        rows.stale("c1")
+        asked = answer("y")
+        run("clear_lock", "c*")
+        assert asked == ["Clear 1 lock? [y/N] "]
+        for key, reply in (("d", "y"), ("e", " Yes ")):
+            rows.held(key)
+            asked = answer(reply)
+            run("clear_lock", key, "--reason", "tests")
+            holds = f"A holder may still be working. Clear {key!r}? [y/N] "
+            assert asked == [holds]
+            assert rows.now(key).state == "free"
 
-    def test_an_unknown_key_is_an_error(self):
-        """A misspelt key is an error."""
+    def test_an_invalid_or_unknown_key_is_an_error(self):
+        """The error has one line. A free key is reported as free and is not changed.
+
+        The prefix counts towards the length of the key.
+        """
+        for key in ("", "x" * 256, "a\0b", "\udce9"):
+            assert "key" in refused("clear_lock", key, "--yes").lower()
+        assert "255" in refused("clear_lock", "x" * 253, "--yes", "--using", "prefixed")
         assert "'nope'" in refused("clear_lock", "nope", "--yes")
-
-    def test_a_free_key_is_reported_and_not_changed(self):
-        """A free key is reported as free and is not changed."""
         rows.free("a")
         assert "'a' is already free" in run("clear_lock", "a")
         assert rows.now("a").version == 1000
 
-    @pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "\udce9"])
-    def test_an_invalid_key_is_an_error(self, key):
-        """An invalid key is an error without a traceback."""
-        assert "key" in refused("clear_lock", key, "--yes").lower()
-
-    def test_the_prefix_counts_towards_the_length_of_the_key(self):
-        """The prefix counts towards the length of the key."""
-        assert "255" in refused("clear_lock", "x" * 253, "--yes", "--using", "prefixed")
-
     @pytest.mark.storage
     def test_stale_only_keeps_live_holds(self):
-        """``--stale-only`` never clears a live hold."""
+        """``--stale-only`` never clears a live hold.
+
+        With a prefix, ``--using`` clears the key of that prefix.
+        """
         rows.held("a")
         rows.stale("b")
+        rows.stale("shop:b")
+        run("clear_lock", "b", "--yes", "--using", "prefixed")
+        assert (rows.now("b").state, rows.now("shop:b").state) == ("stale", "free")
         assert "not stale" in refused(
             "clear_lock", "a", "--yes", "--stale-only", "--reason", "tests"
         )
@@ -452,24 +418,19 @@ class TestClearLock:
         )
         assert rows.now("a").state == "held"
 
-    def test_clear_lock_adds_the_prefix_to_the_key(self):
-        """With a prefix, ``--using`` clears the key of that prefix.
-
-        The key of the same name without the prefix is not changed.
-        """
-        rows.held("a")
-        rows.held("shop:a")
-        run("clear_lock", "a", "--yes", "--using", "prefixed", "--reason", "tests")
-        assert (rows.now("a").state, rows.now("shop:a").state) == ("held", "free")
-
     @pytest.mark.storage
-    def test_a_pattern_clears_all_locks_that_match(self):
-        """``clear_lock 'stock:*'`` clears the held and the stale locks that match."""
+    def test_a_pattern_clears_all_locks_that_match(self, capsys):
+        """``clear_lock 'stock:*'`` clears the held and the stale locks that match.
+
+        Held locks need a reason. An existing key ``a*`` is cleared alone. A token
+        belongs to one key, so ``--share`` refuses a pattern.
+        """
         for key in ("stock:7", "stock:8"):
             rows.stale(key)
         rows.held("stock:9")
         rows.free("stock:10")
         rows.stale("report")
+        assert "one key" in refused("clear_lock", "stock:*", "--share", "7", "--yes")
         out = run("clear_lock", "stock:*", "--yes", "--reason", "tests")
         assert re.findall(r"'([^']+)' was cleared", out) == [
             "stock:7",
@@ -482,6 +443,15 @@ class TestClearLock:
         assert "no held or stale lock that matches 'stock:*'" in refused(
             "clear_lock", "stock:*", "--yes"
         )
+        rows.held("a1")
+        rows.stale("a2")
+        assert refused("clear_lock", "a*", "--yes") == "1 of 2 locks were not cleared."
+        assert "'a1' is held. To force its release" in capsys.readouterr().err
+        assert (rows.now("a1").version, rows.now("a2").state) == (1000, "free")
+        rows.stale("a*")
+        rows.stale("ab")
+        run("clear_lock", "a*", "--yes")
+        assert (rows.now("a*").state, rows.now("ab").state) == ("free", "stale")
 
     def test_dry_run_only_shows_the_locks(self):
         rows.stale("stock:7")
@@ -495,45 +465,6 @@ class TestClearLock:
         )
         run("clear_lock", "stock:7", "--dry-run")
         assert {rows.now(f"stock:{number}").version for number in (7, 8)} == {1000}
-
-    def test_several_locks_take_one_confirmation(self, answer):
-        """One question names their number, and any other answer changes nothing."""
-        rows.stale("a")
-        rows.stale("b")
-        asked = answer("no")
-        refused("clear_lock", "a", "b")
-        assert rows.now("a").version == 1000
-        answer("y")
-        run("clear_lock", "a", "b")
-        assert asked == ["Clear 2 locks? [y/N] "]
-        assert (rows.now("a").state, rows.now("b").state) == ("free", "free")
-        rows.stale("c1")
-        asked = answer("y")
-        run("clear_lock", "c*")
-        assert asked == ["Clear 1 lock? [y/N] "]
-
-    def test_a_pattern_reports_the_locks_that_it_keeps(self, capsys):
-        """Held locks need a reason. The others are cleared all the same."""
-        rows.held("a1")
-        rows.stale("a2")
-        assert refused("clear_lock", "a*", "--yes") == "1 of 2 locks were not cleared."
-        assert "'a1' is held. To force its release" in capsys.readouterr().err
-        assert (rows.now("a1").version, rows.now("a2").state) == (1000, "free")
-
-    def test_a_key_that_looks_like_a_pattern_is_a_key_first(self):
-        """An existing key ``a*`` is cleared alone."""
-        rows.stale("a*")
-        rows.stale("ab")
-        run("clear_lock", "a*", "--yes")
-        assert (rows.now("a*").state, rows.now("ab").state) == ("free", "stale")
-
-    @pytest.mark.storage
-    def test_a_shared_hold_is_ended_of_one_key_only(self):
-        """A token belongs to one key, so ``--share`` refuses a pattern."""
-        rows.stale("a")
-        message = refused("clear_lock", "a*", "--share", "7", "--yes")
-        assert "one key" in message
-        assert rows.now("a").version == 1000
 
     @pytest.mark.storage
     def test_odd_keys_are_cleared_and_printed_with_escapes(self):
@@ -609,23 +540,6 @@ class TestReapLocks:
         assert run("reap_locks") == "0 stale locks cleared.\n"
 
     @pytest.mark.storage
-    def test_unused_rows_are_deleted(self):
-        """``--idle-for`` also deletes rows that were unused for that long.
-
-        It never deletes a row that is held or was just freed.
-        """
-        assert (
-            run("reap_locks", "--idle-for", "30d")
-            == "2 stale locks cleared, 1 unused row deleted.\n"
-        )
-        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
-            "held",
-            "recent",
-            "stale:1",
-            "stale:2",
-        ]
-
-    @pytest.mark.storage
     def test_reap_locks_changes_only_keys_under_the_prefix(self):
         """With a prefix, ``--using`` changes nothing of another project.
 
@@ -651,12 +565,18 @@ class TestReapLocks:
 
     @pytest.mark.storage
     def test_dry_run_counts_what_a_run_would_do(self):
-        """``--dry-run`` changes nothing and reports the numbers of the next run."""
+        """``--dry-run`` changes nothing and reports the numbers of the next run.
+
+        ``--idle-for`` deletes rows that were unused for that long. It never deletes a
+        row that is held or was just freed.
+        """
         before = list(ResourceLock.objects.order_by("pk").values())
         out = run("reap_locks", "--idle-for", "12h", "--dry-run")
         assert out == "2 stale locks would be cleared, 1 unused row would be deleted.\n"
         assert list(ResourceLock.objects.order_by("pk").values()) == before
         assert run("reap_locks", "--idle-for", "12h") == out.replace("would be ", "")
+        left = ResourceLock.objects.order_by("pk").values_list("pk", flat=True)
+        assert list(left) == ["held", "recent", "stale:1", "stale:2"]
 
     @pytest.mark.storage
     def test_nothing_is_cleared_within_the_grace(self, settings):
@@ -680,31 +600,16 @@ class TestReapLocks:
         assert dry == "2 stale locks would be cleared.\n"
         assert run("reap_locks") == dry.replace("would be ", "")
 
-    @pytest.mark.parametrize("duration", ["90s", "15m", "12h", "30d", "1.5h", "0s"])
-    def test_durations_have_units(self, duration):
-        """Durations are given in seconds, minutes, hours or days."""
-        assert "2 stale locks cleared" in run("reap_locks", "--idle-for", duration)
-
-    @pytest.mark.parametrize(
-        "duration",
-        [
-            "",
-            "30",
-            "d",
-            "-5d",
-            "1w",
-            "1 d",
-            "x",
-            "1e3s",
-            "٣d",
-            "9" * 400 + "d",
-            "4000d",
-        ],
-    )
-    def test_an_invalid_duration_is_an_error(self, duration):
-        """An invalid duration is an error, and nothing changes."""
-        assert "--idle-for" in refused("reap_locks", f"--idle-for={duration}")
-        assert rows.now("stale:1").state == "stale"
+    def test_durations_have_units(self):
+        """They are seconds, minutes, hours or days. An error changes nothing."""
+        many = "9" * 400 + "d"
+        wrong = ["", "30", "d", "-5d", "1w", "1 d", "x", "1e3s", "٣d", many, "4000d"]
+        for text in wrong:
+            assert "--idle-for" in refused("reap_locks", f"--idle-for={text}")
+            assert rows.now("stale:1").state == "stale"
+        for text in ("90s", "15m", "12h", "30d", "1.5h", "0s"):
+            out = run("reap_locks", "--idle-for", text, "--dry-run")
+            assert "2 stale locks would be cleared" in out, text
 
 
 class TestAliasWithoutRows:
@@ -813,46 +718,35 @@ class TestAliasWithoutRows:
 @pytest.mark.django_db
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 class TestEveryCommand:
-    def test_an_unknown_alias_is_an_error(self, command):
-        """A misspelt alias is an error that lists the known aliases."""
-        assert "'nope'" in refused(*command, "--using", "nope")
+    def test_an_alias_without_a_list_says_why(self, command, settings):
+        """The error names the alias, its backend, the reason and what to do.
 
-    @pytest.mark.parametrize(
-        ("backend", "why"),
-        [
+        A misspelt alias is an error too. The backends of the database family share
+        their rows.
+        """
+        assert "'nope'" in refused(*command, "--using", "nope")
+        for backend, why in (
             ("dummy.DummyBackend", "It grants every claim"),
             ("session.SessionBackend", "Call holder() of a lock instead."),
             ("quorum.QuorumBackend", "List each member instead."),
-        ],
-    )
-    def test_an_alias_without_a_list_says_why(self, command, backend, why, settings):
-        """The error names the alias, its backend, the reason and what to do."""
-        members = {"of": ["default", "memory", "insert"]}
-        settings.DLOCKS = {
-            **settings.DLOCKS,
-            "other": {
+        ):
+            members = {"of": ["default", "memory", "insert"]}
+            other = {
                 "BACKEND": f"dlocks.backends.{backend}",
                 "OPTIONS": members if "quorum" in backend else {},
-            },
-        }
-        message = refused(*command, "--using", "other")
-        assert "'other'" in message
-        assert backend.partition(".")[2] in message
-        assert ("no rows" if command[0] == "reap_locks" else why) in message
-
-    @pytest.mark.parametrize("alias", ["optimistic", "insert", "brisk"])
-    def test_database_backends_share_their_rows(self, command, alias):
-        """The backends of the database family share their rows."""
-        rows.held("a")
-        run(
-            *command,
-            "--using",
-            alias,
-            *(["--yes", "--reason", "tests"] if command[0] == "clear_lock" else []),
-        )
+            }
+            settings.DLOCKS = {**settings.DLOCKS, "other": other}
+            message = refused(*command, "--using", "other")
+            assert "'other'" in message
+            assert backend.partition(".")[2] in message
+            assert ("no rows" if command[0] == "reap_locks" else why) in message
+        for alias in ("optimistic", "insert", "brisk"):
+            rows.held("a")
+            yes = ["--yes", "--reason", "tests"] * (command[0] == "clear_lock")
+            run(*command, "--using", alias, *yes)
+            ResourceLock.objects.all().delete()
 
     def test_a_database_failure_is_reported_in_one_line(self, command, monkeypatch):
-        """A database failure is reported in one line."""
         rows.stale("a")
 
         def fail(*args, **kwargs):
@@ -868,66 +762,52 @@ class TestEveryCommand:
 
 @pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_missing_table_is_an_error(command):
-    """Before ``migrate`` every command says in one line what to run."""
+def test_a_missing_table_is_an_error(caplog):
+    """Before ``migrate`` every command says once, in one line, what to run."""
     renamed = "dlocks_elsewhere"
     table = ResourceLock._meta.db_table
+    fix = "Run 'manage.py migrate dlocks --database default'."
     with connection.schema_editor() as editor:
         editor.alter_db_table(ResourceLock, table, renamed)
     try:
-        with pytest.raises(CommandError, match=table) as caught:
-            run(*command)
-        assert str(caught.value).startswith("Database 'default' is not migrated (")
-        assert str(caught.value).endswith(
-            "). Run 'manage.py migrate dlocks --database default'."
-        )
-        assert "\n" not in str(caught.value)
-    finally:
-        with connection.schema_editor() as editor:
-            editor.alter_db_table(ResourceLock, renamed, table)
-
-
-@pytest.mark.django_db(transaction=True)
-def test_run_locked_reports_a_missing_table_once(caplog):
-    """Before ``migrate`` there is one error, which says what to run."""
-    table, renamed = ResourceLock._meta.db_table, "dlocks_elsewhere"
-    with connection.schema_editor() as editor:
-        editor.alter_db_table(ResourceLock, table, renamed)
-    try:
-        with pytest.raises(CommandError, match="Run 'manage.py migrate dlocks"):
+        for command in COMMANDS:
+            with pytest.raises(CommandError, match=table) as caught:
+                run(*command)
+            start = "Database 'default' is not migrated ("
+            assert str(caught.value).startswith(start), command
+            assert str(caught.value).endswith(f"). {fix}"), command
+            assert "\n" not in str(caught.value), command
+        caplog.clear()
+        with pytest.raises(CommandError, match=fix):
             call_command("run_locked", "backup", command=["true"])
         assert caplog.messages == []
+        out = io.StringIO()
+        with pytest.raises(CommandError, match="Not healthy: default"):
+            call_command("dlocks_health", "--using", "default", stdout=out)
+        assert "manage.py migrate dlocks --database default" in out.getvalue()
     finally:
         with connection.schema_editor() as editor:
             editor.alter_db_table(ResourceLock, renamed, table)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (0.4, "0.4 s"),
-        (-3, "-3.0 s"),
-        (42, "42 s"),
-        (119, "119 s"),
-        (180, "3 minutes"),
-        (7199, "120 minutes"),
-        (-5 * 3600, "-5 hours"),
-        (90000, "25 hours"),
-        (86400 * 3, "3 days"),
-    ],
-)
-def test_a_duration_is_shown_in_its_largest_unit(seconds, text):
-    """A duration is shown in the largest unit of which there are at least two."""
-    assert duration(seconds) == text
+def test_a_duration_is_shown_in_its_largest_unit():
+    """It is the largest unit of which there are at least two."""
+    shown = {
+        0.04: "0.0 s", 0.4: "0.4 s", -3: "-3.0 s", 42: "42 s", 119: "119 s",
+        180: "3 minutes", 7199: "120 minutes", -5 * 3600: "-5 hours",
+        90000: "25 hours", 86400 * 3: "3 days",
+    }  # fmt: skip
+    assert {seconds: duration(seconds) for seconds in shown} == shown
 
 
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 class TestHealth:
     @pytest.mark.storage
-    def test_a_working_alias_is_healthy(self):
-        """A probe gets exit status 0, and figures as JSON."""
+    def test_a_working_alias_is_healthy(self, in_other_thread):
+        """A probe gets exit status 0, and figures as JSON.
+
+        A limit that is exceeded is a problem. The lock of another check is none.
+        """
         rows.held("stock:7")
         rows.stale("report")
         rows.waits("stock:7")
@@ -945,29 +825,18 @@ class TestHealth:
         assert re.match(r"  acquired and released in [\d.]+ ms, clocks ", figures)
         assert counted == "  1 held, 0 shared, 1 stale, 1 waiting"
         assert not db_lock("dlocks_health").locked()
-
-    def test_the_lock_of_another_check_is_no_problem(self, in_other_thread):
         held = in_other_thread(db_lock("dlocks_health").acquire)
-        run("dlocks_health", "--using", "default")
-        in_other_thread(held.release)
-
-    @pytest.mark.storage
-    @pytest.mark.parametrize(
-        ("option", "problem"),
-        [
+        for option, problem in (
             ("--max-stale", "1 stale locks, more than 0"),
             ("--max-waiting", "1 waiters, more than 0"),
-        ],
-    )
-    def test_a_limit_that_is_exceeded_is_a_problem(self, option, problem):
-        rows.stale("report")
-        rows.waits("report")
-        out = io.StringIO()
-        using = "dlocks_health", "--using", "default"
-        call_command(*using, option, "1", stdout=out)
-        with pytest.raises(CommandError, match=r"^Not healthy: default\.$"):
-            call_command(*using, option, "0", stdout=out)
-        assert problem in out.getvalue()
+        ):
+            out = io.StringIO()
+            using = "dlocks_health", "--using", "default"
+            call_command(*using, option, "1", stdout=out)
+            with pytest.raises(CommandError, match=r"^Not healthy: default\.$"):
+                call_command(*using, option, "0", stdout=out)
+            assert problem in out.getvalue()
+        in_other_thread(held.release)
 
     def test_a_clock_that_differs_is_a_problem(self, monkeypatch):
         monkeypatch.setattr(
@@ -991,21 +860,6 @@ class TestHealth:
         assert list(reports["memory"]) == ["healthy", "round_trip_ms", "problems"]
         with pytest.raises(CommandError, match="Not healthy: nonsense"):
             run("dlocks_health", "--using", "nonsense")
-
-    @pytest.mark.storage
-    def test_a_database_without_tables_is_not_healthy(self):
-        """The report says what to run."""
-        table, renamed = ResourceLock._meta.db_table, "dlocks_elsewhere"
-        with connection.schema_editor() as editor:
-            editor.alter_db_table(ResourceLock, table, renamed)
-        out = io.StringIO()
-        try:
-            with pytest.raises(CommandError, match="Not healthy: default"):
-                call_command("dlocks_health", "--using", "default", stdout=out)
-        finally:
-            with connection.schema_editor() as editor:
-                editor.alter_db_table(ResourceLock, renamed, table)
-        assert "manage.py migrate dlocks --database default" in out.getvalue()
 
 
 @pytest.mark.django_db

@@ -36,12 +36,28 @@ from tests.internals import (
 from tests.timing import in_time
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+# The tests that are marked storage run each statement that looks for deadlocks on every
+# engine. The other tests run on one server of each kind.
+pytestmark = [
+    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.engine("postgresql", "mariadb"),
+]
 
-SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
-SESSION = pytest.param("session", marks=SERVERS)
-FAMILY = pytest.mark.parametrize("using", ["default", "optimistic", "insert", SESSION])
-BOTH = pytest.mark.parametrize("using", ["default", SESSION])
+SERVERS = pytest.mark.engine("postgresql", "mysql")
+FAMILY = pytest.mark.parametrize(
+    "using",
+    [
+        pytest.param("default", marks=pytest.mark.storage),
+        pytest.param("optimistic", marks=pytest.mark.front),
+        pytest.param("insert", marks=pytest.mark.front),
+        pytest.param(
+            "session", marks=pytest.mark.engine("postgresql", "mariadb", "mysql")
+        ),
+    ],
+)
+BOTH = pytest.mark.parametrize(
+    "using", ["default", pytest.param("session", marks=SERVERS)]
+)
 READERS = pytest.mark.parametrize(
     "using",
     ["default", pytest.param("session", marks=pytest.mark.engine("postgresql"))],
@@ -129,45 +145,40 @@ def test_two_callers_that_wait_for_each_other_are_told(nested, using):
 
 
 @BOTH
-def test_a_cycle_of_four_callers_has_one_victim(nested, using):
-    keys = ["a", "b", "c", "d"]
-    started = nested(*zip(keys, keys[1:] + keys[:1], strict=True), using=using)
-    outcomes = results(started)
-    assert outcomes[:3] == ["both"] * 3
-    assert outcomes[3].startswith("LockDeadlock")
-    assert outcomes[3].count("holds") == 4
+def test_only_the_last_caller_of_a_cycle_is_refused(nested, using):
+    """All others go on. A caller behind a cycle is not part of it."""
+    permit = ("pool", 2)
+    cycles = [
+        (4, [("a", "b"), ("b", "c"), ("c", "d"), ("d", "a")]),
+        (2, [("a", "b"), ("c", "a"), ("b", "a")]),
+    ]
+    if using == "default" or connection.vendor == "postgresql":
+        readers = [(("a", "read"), ("b", "write")), (("b", "read"), ("a", "write"))]
+        cycles.append((2, readers))
+    if using == "default":
+        cycles.append((3, [(permit, "y"), (permit, "y"), ("y", permit)]))
+    for members, pairs in cycles:
+        *others, refused = results(nested(*pairs, using=using))
+        assert others == ["both"] * len(others), pairs
+        assert refused.startswith("LockDeadlock"), pairs
+        assert refused.count("holds") == members, pairs
+        assert ("'c'" in refused) == (members == 4), pairs
 
 
-@BOTH
-def test_a_caller_behind_a_deadlock_is_never_refused(nested, using):
-    """A caller that waits for a member of the cycle is not part of it."""
-    started = nested(("a", "b"), ("c", "a"), ("b", "a"), using=using)
-    outcomes = results(started)
-    assert outcomes[:2] == ["both", "both"]
-    assert outcomes[2].startswith("LockDeadlock")
-    assert "'c'" not in outcomes[2]
-
-
-@SERVERS
-def test_a_deadlock_of_transactions_is_told(nested):
+def test_transactions_deadlock_with_each_other_and_leases(nested, workers):
     """The keys of transactions are visible to no one, but their callers are."""
-    started = nested(("a", "b"), ("b", "a"), in_transaction=True)
-    outcomes = results(started)
+    outcomes = results(nested(("a", "b"), ("b", "a"), in_transaction=True))
     assert outcomes[0] == "both"
     assert outcomes[1].startswith("LockDeadlock")
-
-
-@SERVERS
-def test_a_transaction_and_a_lease_deadlock(workers):
-    inside, outside = workers(2)
+    started = inside, outside = workers(2)
     inside.start(jobs.nest, "a", "b", in_transaction=True)
     outside.start(jobs.nest, "b", "a")
-    for worker in (inside, outside):
+    for worker in started:
         assert worker.hear() == "first"
-    for worker in (inside, outside):
+    for worker in started:
         worker.tell()
-    outcomes = results([inside, outside])
-    assert sorted(one.partition(":")[0] for one in outcomes) == ["LockDeadlock", "both"]
+    outcomes = [one.partition(":")[0] for one in results(started)]
+    assert sorted(outcomes) == ["LockDeadlock", "both"]
 
 
 @READERS
@@ -188,18 +199,6 @@ def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until, using):
     writer.hear()
     writer.tell()
     assert writer.hear() == "released"
-
-
-@READERS
-def test_readers_that_wait_for_each_other_s_writes_deadlock(nested, using):
-    started = nested(
-        (("a", "read"), ("b", "write")),
-        (("b", "read"), ("a", "write")),
-        using=using,
-    )
-    outcomes = results(started)
-    assert outcomes[0] == "both"
-    assert outcomes[1].startswith("LockDeadlock")
 
 
 def test_a_semaphore_deadlocks_when_all_its_permits_wait(workers, until):
@@ -229,14 +228,6 @@ def wait_for_looks(until):
     began = time.monotonic()
     until(lambda: time.monotonic() > began + 2.5)
     return True
-
-
-def test_all_permits_within_a_cycle_deadlock(nested):
-    permit = ("pool", 2)
-    started = nested((permit, "y"), (permit, "y"), ("y", permit))
-    outcomes = results(started)
-    assert outcomes[:2] == ["both", "both"]
-    assert outcomes[2].startswith("LockDeadlock")
 
 
 def test_a_second_permit_of_the_only_one_is_a_deadlock():
@@ -347,30 +338,6 @@ def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
 
 
 @BOTH
-def test_detection_can_be_switched_off(threads, monkeypatch, using):
-    """The callers then wait for their timeouts."""
-    monkeypatch.setattr(backends[using], "deadlock_after", None)
-    both = threading.Barrier(2)
-
-    def nest(first, second, timeout):
-        with db_lock(first, using=using):
-            both.wait(30)
-            try:
-                with db_lock(second, timeout=timeout, using=using):
-                    return "both"
-            except LockTimeout as error:
-                return type(error)
-
-    older, younger = (
-        threads(lambda: nest("a", "b", 30)),
-        threads(lambda: nest("b", "a", 2)),
-    )
-    older.join(60)
-    younger.join(60)
-    assert (older.results, younger.results) == (["both"], [LockTimeout])
-
-
-@BOTH
 def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch, using):
     """The prefix of a tenant is known only in the threads of its callers."""
     tenant, both = threading.local(), threading.Barrier(2)
@@ -395,11 +362,46 @@ def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch, usi
     ]
 
 
+@pytest.mark.parametrize(
+    ("using", "how"),
+    [
+        ("default", "switched off"),
+        pytest.param("session", "switched off", marks=SERVERS),
+        pytest.param("session", "the server shows no statements", marks=SERVERS),
+    ],
+)
+def test_without_detection_callers_wait_for_their_timeouts(
+    threads, monkeypatch, using, how
+):
+    if how == "switched off":
+        monkeypatch.setattr(backends[using], "deadlock_after", None)
+    else:
+        kind = backends["session"]._kind
+        refused = {**kind.statements, "comments": "SELECT no_such_column"}
+        monkeypatch.setattr(kind, "statements", refused)
+        monkeypatch.setattr(kind, "begin", lambda self, begin=kind.begin: begin(self))
+    both = threading.Barrier(2)
+
+    def nest(first, second, timeout):
+        with db_lock(first, using=using):
+            both.wait(30)
+            try:
+                with db_lock(second, timeout=timeout, using=using):
+                    return "both"
+            except LockTimeout as error:
+                return type(error)
+
+    callers = [threads(lambda: nest("a", "b", 30)), threads(lambda: nest("b", "a", 2))]
+    for caller in callers:
+        caller.join(60)
+    assert [caller.results for caller in callers] == [["both"], [LockTimeout]]
+
+
 @pytest.mark.front
-@pytest.mark.parametrize(("value", "kind"), [("soon", TypeError), (-1, ValueError)])
-def test_a_wrong_deadlock_after_is_refused(value, kind):
-    with pytest.raises(kind, match="deadlock_after"):
-        PessimisticBackend("default", deadlock_after=value)
+def test_a_wrong_deadlock_after_is_refused():
+    for value, kind in (("soon", TypeError), (-1, ValueError)):
+        with pytest.raises(kind, match="deadlock_after"):
+            PessimisticBackend("default", deadlock_after=value)
 
 
 @pytest.mark.front
@@ -451,13 +453,11 @@ def chain(workers, until):
     assert holder.hear() == "both"
 
 
-def test_a_timeout_says_what_the_holder_waits_for(chain):
-    """There is no deadlock, but another caller is in the way of the holder."""
+@pytest.mark.storage
+def test_list_locks_shows_who_waits_for_whom(chain, capsys):
+    """A timeout also says what the holder waits for, although nothing deadlocks."""
     with pytest.raises(LockTimeout, match="held by .*, and has waited for 'b' for"):
         db_lock("a", timeout=0.5).acquire()
-
-
-def test_list_locks_shows_who_waits_for_whom(chain, capsys):
     call_command("list_locks", "--waiting")
     lines = capsys.readouterr().out.splitlines()
     (at,) = (number for number, line in enumerate(lines) if line.startswith("a "))
@@ -523,31 +523,34 @@ def test_any_key_of_a_session_lock_can_deadlock(nested, key):
 
 
 @SERVERS
-def test_the_newest_of_many_session_locks_deadlocks(threads, workers):
-    """The server shows only the beginning of a long statement."""
+@pytest.mark.parametrize("block", [contextlib.nullcontext, transaction.atomic])
+def test_the_newest_of_many_session_locks_deadlocks(threads, workers, block):
+    """The server shows only the beginning of a long statement.
+
+    This also holds in a transaction, whose caller waits for a lease.
+    """
     (other,) = workers(1)
     other.start(jobs.nest, "b", "a", using="session")
     other.hear()
-    results_ = []
+    outcomes = []
 
     def nest():
-        with contextlib.ExitStack() as stack:
-            for number in range(60):
-                stack.enter_context(db_lock(f"a long key {number}", using="session"))
-            stack.enter_context(db_lock("a", using="session"))
-            other.tell()
-            with db_lock("b", using="session", timeout=30):
-                results_.append("both")
+        lease = db_lock("b", using="session", scope="lease", timeout=30)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(block())
+                for key in (*(f"a long key {number}" for number in range(60)), "a"):
+                    stack.enter_context(db_lock(key, using="session"))
+                other.tell()
+                with lease:
+                    outcomes.append("both")
+        except LockDeadlock:
+            outcomes.append("LockDeadlock")
 
     thread = threads(nest)
-    outcome = other.hear()
-    if outcome == "both":
-        with pytest.raises(LockDeadlock):
-            thread.join(30)
-    else:
-        assert outcome.startswith("LockDeadlock")
-        thread.join(30)
-        assert results_ == ["both"]
+    outcomes.append(other.hear().partition(":")[0])
+    thread.join(30)
+    assert sorted(outcomes) == ["LockDeadlock", "both"]
 
 
 def end_session_with(key):
@@ -612,30 +615,6 @@ def test_random_deadlocks_of_session_locks_end_without_timeouts(workers):
 
 
 @SERVERS
-def test_a_session_lock_of_a_transaction_can_deadlock(workers, threads):
-    """Its caller waits for a lease."""
-    (other,) = workers(1)
-    other.start(jobs.nest, "b", "a", using="session")
-    other.hear()
-    outcomes = []
-
-    def nest():
-        lease = db_lock("b", using="session", scope="lease", timeout=30)
-        try:
-            with transaction.atomic(), db_lock("a", using="session"):
-                other.tell()
-                with lease:
-                    outcomes.append("both")
-        except LockDeadlock:
-            outcomes.append("LockDeadlock")
-
-    thread = threads(nest)
-    outcomes.append(other.hear().partition(":")[0])
-    thread.join(30)
-    assert sorted(outcomes) == ["LockDeadlock", "both"]
-
-
-@SERVERS
 def test_a_waiter_that_holds_a_key_waits_in_the_engine(threads, until):
     """Other processes can see what it holds.
 
@@ -695,30 +674,6 @@ def test_a_comment_of_another_version_is_skipped(monkeypatch):
     )
     monkeypatch.setattr(backend, "_ask_main", lambda statement, value: (texts,))
     assert list(backend.inspector.waiting_claims()) == []
-
-
-@SERVERS
-def test_a_server_that_shows_no_statements_is_no_obstacle(monkeypatch, threads):
-    """Deadlocks are then not found, and end by timeouts."""
-    kind = backends["session"]._kind
-    refused = {**kind.statements, "comments": "SELECT no_such_column"}
-    monkeypatch.setattr(kind, "statements", refused)
-    monkeypatch.setattr(kind, "begin", lambda self, begin=kind.begin: begin(self))
-    both = threading.Barrier(2)
-
-    def nest(first, second, timeout):
-        with db_lock(first, using="session"):
-            both.wait(30)
-            try:
-                with db_lock(second, using="session", timeout=timeout):
-                    return "both"
-            except LockTimeout as error:
-                return type(error)
-
-    callers = [threads(lambda: nest("a", "b", 30)), threads(lambda: nest("b", "a", 2))]
-    for caller in callers:
-        caller.join(60)
-    assert [caller.results for caller in callers] == [["both"], [LockTimeout]]
 
 
 class Model:
@@ -819,7 +774,7 @@ class Model:
 
 @pytest.mark.front
 @pytest.mark.once
-@settings(max_examples=volume(400), deadline=None)
+@settings(max_examples=volume(150), deadline=None)
 @given(st.data())
 def test_victims_are_found_exactly_when_nothing_moves(data):
     """Refusing the victims lets all other callers finish."""
