@@ -97,19 +97,8 @@ class TestListLocks:
         rows.held("h", begin_time=rows.PAST)
         rows.stale("s", hold_count=2)
         header, held, stale = run("list_locks").splitlines()
-        assert header.split() == (
-            [
-                "KEY",
-                "STATE",
-                "HOLDER",
-                "IP",
-                "ACQUIRED",
-                "LEASE",
-                "COUNT",
-                "WAITING",
-                "TOKEN",
-            ]
-        )
+        names = "KEY STATE HOLDER IP ACQUIRED LEASE COUNT WAITING TOKEN"
+        assert header.split() == names.split()
         holder = ["h", "held", "web-1:4711:MainThread", "192.0.2.7"]
         assert held.split()[:4] == holder
         assert re.search(r" \d+ days ago +\d+ days left  ", held)
