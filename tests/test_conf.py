@@ -39,6 +39,7 @@ def dlocks(
 
 @override_settings()
 def test_without_settings_the_default_database_is_used():
+    """To change a timeout, a project need not name the backend."""
     from django.conf import settings
 
     del settings.DLOCKS
@@ -51,11 +52,6 @@ def test_without_settings_the_default_database_is_used():
         30.0,
         10.0,
     )
-    backends.reset()
-
-
-def test_an_alias_with_options_alone_has_the_default_backend():
-    """To change a timeout, a project need not name the backend."""
     with override_settings(DLOCKS={"default": {"OPTIONS": {"timeout": 3}}, "b": {}}):
         backends.reset()
         assert type(backends["default"]) is type(backends["b"]) is PessimisticBackend
@@ -63,75 +59,56 @@ def test_an_alias_with_options_alone_has_the_default_backend():
     backends.reset()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"BACKEND": "dlocks.backends.nothing.Backend"},
-            r"'default'.*'dlocks\.backends\.nothing\.Backend'.*imported",
-        ),
-        (
-            {"BACKEND": "django.db.models.Model"},
-            r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend",
-        ),
-        ({"BACKEND": None}, r"'default'.*must be a dotted path, not None"),
-        (
-            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "TIMEOUT": 3},
-            r"'default'.*unknown keys 'TIMEOUT'",
-        ),
-        (
-            {"BACKEND": "dlocks.backends.memory.MemoryBackend", "OPTIONS": {"tll": 3}},
-            (
-                r"'default'.*unknown option 'tll'; MemoryBackend accepts grace, prefix,"
-                r" slow_hold, slow_wait, timeout, ttl"
-            ),
-        ),
-        (
-            {
-                "BACKEND": "dlocks.backends.database.InsertBackend",
-                "OPTIONS": {"expires": "x"},
-            },
-            (
-                r"accepts database, deadlock_after, expiry, grace, history, listen,"
-                r" prefix, prepare, slow_hold, slow_wait, spin, timeout, ttl"
-            ),
-        ),
-        (
-            {
-                "BACKEND": "dlocks.backends.memory.MemoryBackend",
-                "OPTIONS": {"ttl": "long"},
-            },
-            r"'default'.*ttl must be a number of seconds or a timedelta, not str",
-        ),
-        (
-            {
-                "BACKEND": "dlocks.backends.memory.MemoryBackend",
-                "OPTIONS": {"timeout": -1},
-            },
-            r"'default'.*timeout must be 0 or more",
-        ),
-        (
-            {
-                "BACKEND": "dlocks.backends.memory.MemoryBackend",
-                "OPTIONS": {"prefix": 7},
-            },
-            r"'default'.*prefix",
-        ),
-    ],
-)
-def test_a_settings_error_names_alias_and_option(settings, message):
-    with override_settings(DLOCKS={"default": settings}):
-        with pytest.raises(ImproperlyConfigured, match=message):
-            db_lock("stock:7").acquire()
-        (found,) = check_settings()
-        assert (found.id, found.is_serious()) == ("dlocks.E002", True)
-        assert found.hint
+MEMORY = "dlocks.backends.memory.MemoryBackend"
+SETTINGS_ERRORS = [
+    (
+        {"BACKEND": "dlocks.backends.nothing.Backend"},
+        r"'default'.*'dlocks\.backends\.nothing\.Backend'.*imported",
+    ),
+    (
+        {"BACKEND": "django.db.models.Model"},
+        r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend",
+    ),
+    ({"BACKEND": None}, r"'default'.*must be a dotted path, not None"),
+    ({"BACKEND": MEMORY, "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
+    (
+        {"BACKEND": MEMORY, "OPTIONS": {"tll": 3}},
+        r"'default'.*unknown option 'tll'; MemoryBackend accepts grace, prefix,"
+        r" slow_hold, slow_wait, spin, timeout, ttl",
+    ),
+    (
+        {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"x": "y"}},
+        r"accepts database, deadlock_after, expiry, grace, history, listen,"
+        r" prefix, prepare, slow_hold, slow_wait, spin, timeout, ttl",
+    ),
+    (
+        {"BACKEND": MEMORY, "OPTIONS": {"ttl": "long"}},
+        r"'default'.*ttl must be a number of seconds or a timedelta, not str",
+    ),
+    (
+        {"BACKEND": MEMORY, "OPTIONS": {"timeout": -1}},
+        r"'default'.*timeout must be 0 or more",
+    ),
+    ({"BACKEND": MEMORY, "OPTIONS": {"prefix": 7}}, r"'default'.*prefix"),
+    ({"OPTIONS": {"history": "yes"}}, "history must be True or False, not 'yes'"),
+]
 
 
-def test_an_unknown_alias_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(
-        ImproperlyConfigured, match="no alias 'other'; it has 'default'"
-    ):
+def test_a_settings_error_names_alias_and_option():
+    """The check and the first use of a lock report it."""
+    for settings, message in SETTINGS_ERRORS:
+        with override_settings(DLOCKS={"default": settings}):
+            with pytest.raises(ImproperlyConfigured, match=message):
+                db_lock("stock:7").acquire()
+            (found,) = check_settings()
+            assert (found.id, found.is_serious()) == ("dlocks.E002", True)
+            assert found.hint
+    for wrong in (None, []):
+        with override_settings(DLOCKS=wrong):
+            assert ids(check_settings()) == {"dlocks.E002"}
+            assert check_tables(databases=["default"]) == check_deployment() == []
+    known = "no alias 'other'; it has 'default'"
+    with pytest.raises(ImproperlyConfigured, match=known):
         db_lock("stock:7", using="other").acquire()
 
 
@@ -160,16 +137,13 @@ def test_correct_settings_pass_the_checks():
     call_command("check", "--fail-level", "WARNING")
 
 
-@modify_settings(INSTALLED_APPS={"remove": "dlocks"})
-def test_a_missing_app_is_an_error():
-    assert "dlocks.E001" in ids(check_settings())
-
-
 def test_a_missing_app_is_reported_with_a_hint():
     """The check and the first use of a lock both say what to do.
 
     The project runs in a process of its own.
     """
+    with modify_settings(INSTALLED_APPS={"remove": "dlocks"}):
+        assert "dlocks.E001" in ids(check_settings())
     code = """
 from django.conf import settings
 settings.configure(
@@ -207,9 +181,7 @@ except Exception as error:
     ), done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["db_lock", "locked_view", "run_once", "LeaderElection"]
-)
+@pytest.mark.parametrize("name", ["db_lock", "LeaderElection"])
 def test_a_missing_app_that_only_views_use_is_an_error(tmp_path, name):
     """The error is reported although dlocks is first imported during the checks.
 
@@ -240,97 +212,42 @@ except Exception as error:
     assert done.stdout.split() == ["1"], done.stderr
 
 
-def test_locks_work_without_fork():
-    """Without ``os.fork()``, as on Windows, locks work.
-
-    Only the backends that need it are unavailable.
-    """
-    code = """
-import os
-del os.fork, os.register_at_fork
-from django.conf import settings
-settings.configure(
-    INSTALLED_APPS=["dlocks"],
-    DATABASES={"default": {
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": ":memory:",
-        "OPTIONS": {"transaction_mode": "IMMEDIATE"},
-    }},
-)
-import django; django.setup()
-from django.core.management import call_command
-call_command("migrate", verbosity=0)
-from dlocks import db_lock
-with db_lock("stock:7") as hold:
-    print(hold.held)
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr
-
-
 @dlocks(database="nowhere")
 def test_a_database_that_does_not_exist_is_an_error():
+    """The first use names the wrong alias and option, and the valid values."""
     (found,) = check_settings()
     assert found.id == "dlocks.E003"
     assert "DLOCKS['default']['OPTIONS']['database'] is 'nowhere'" in found.msg
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["database.PessimisticBackend", "database.InsertBackend", "session.SessionBackend"],
-)
-def test_a_missing_database_is_reported_with_alias_and_option(kind):
-    """The first use names the wrong alias and option, and the valid values."""
     message = (
         r"DLOCKS\['reports'\]\['OPTIONS'\]\['database'\] is 'nowhere'.*it has 'default'"
     )
-    with dlocks(f"dlocks.backends.{kind}", "reports", database="nowhere"):
-        with pytest.raises(ImproperlyConfigured, match=message):
-            db_lock("stock:7", using="reports").acquire()
+    for kind in ("database.Pessimistic", "database.Insert", "session.Session"):
+        with dlocks(f"dlocks.backends.{kind}Backend", "reports", database="nowhere"):
+            with pytest.raises(ImproperlyConfigured, match=message):
+                db_lock("stock:7", using="reports").acquire()
 
 
 @pytest.mark.engine("sqlite")
 def test_deferred_sqlite_transactions_cause_a_warning(monkeypatch):
+    """So does an in-memory database."""
     monkeypatch.delitem(connection.settings_dict["OPTIONS"], "transaction_mode")
     assert ids(check_settings()) == {"dlocks.W002"}
-
-
-@pytest.mark.engine("sqlite")
-def test_an_in_memory_database_causes_a_warning(monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setitem(connection.settings_dict, "NAME", ":memory:")
     assert ids(check_settings()) == {"dlocks.W001"}
 
 
-@pytest.mark.engine("mariadb", "mysql")
-def test_another_isolation_level_causes_a_warning(monkeypatch):
-    monkeypatch.setitem(
-        connection.settings_dict.setdefault("OPTIONS", {}),
-        "isolation_level",
-        "repeatable read",
-    )
-    found = check_settings()
-    assert ids(found) == {"dlocks.W003"}
-    assert "repeatable read" in found[0].msg
-
-
-@pytest.mark.engine("postgresql")
-@pytest.mark.parametrize(
-    ("level", "warned"), [(None, False), (2, False), (3, True), (4, True)]
-)
-def test_a_higher_isolation_level_on_postgresql_causes_a_warning(
-    level, warned, monkeypatch
-):
-    monkeypatch.setitem(
-        connection.settings_dict.setdefault("OPTIONS", {}), "isolation_level", level
-    )
-    assert ids(check_settings()) == ({"dlocks.W003"} if warned else set())
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_higher_isolation_level_causes_a_warning(monkeypatch):
+    levels = {None: False, 2: False, 3: True, 4: True}
+    if connection.vendor == "mysql":
+        levels = {"read committed": False, "repeatable read": True}
+    options = connection.settings_dict.setdefault("OPTIONS", {})
+    for level, warned in levels.items():
+        monkeypatch.setitem(options, "isolation_level", level)
+        found = check_settings()
+        assert ids(found) == ({"dlocks.W003"} if warned else set()), level
+        assert not warned or str(level) in found[0].msg
 
 
 @pytest.mark.engine("mariadb", "mysql")
@@ -348,11 +265,6 @@ def test_the_check_finds_other_engines_and_isolation_levels():
         finally:
             cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = InnoDB")
             connection.close()
-
-
-@pytest.mark.engine("mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-def test_a_claims_table_that_is_not_innodb_is_an_error():
     with connection.cursor() as cursor:
         try:
             # This engine has no TEXT.
@@ -360,10 +272,8 @@ def test_a_claims_table_that_is_not_innodb_is_an_error():
                 "ALTER TABLE dlocks_lockclaim DROP COLUMN holding, ENGINE = MEMORY"
             )
             (found,) = check_tables(databases=["default"])
-            assert (found.id, found.hint) == (
-                "dlocks.E005",
-                "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;",
-            )
+            assert found.id == "dlocks.E005"
+            assert found.hint == "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;"
         finally:
             cursor.execute(
                 "ALTER TABLE dlocks_lockclaim ADD COLUMN holding longtext NOT NULL,"
@@ -373,30 +283,27 @@ def test_a_claims_table_that_is_not_innodb_is_an_error():
 
 @pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(
-    ("table", "column", "kind"),
-    [
-        ("dlocks_resourcelock", "key_resource", "varchar(255)"),
-        ("dlocks_lockclaim", "key_resource", "varchar(255)"),
-        ("dlocks_lockclaim", "owner", "varchar(32)"),
-    ],
-)
-def test_a_collation_that_confuses_keys_is_an_error_with_a_fix(table, column, kind):
+def test_a_collation_that_confuses_keys_is_an_error_with_a_fix():
     """The check names a column that does not compare keys byte for byte.
 
     The SQL of its hint repairs the column.
     """
     with connection.cursor() as cursor:
-        cursor.execute(
-            f"ALTER TABLE {table} MODIFY {column} {kind} COLLATE utf8mb4_general_ci NOT"
-            " NULL"
-        )
-        (found,) = check_tables(databases=["default"])
-        assert found.id == "dlocks.E006"
-        assert f"{table}.{column}" in found.msg
-        assert "utf8mb4_general_ci" in found.msg
-        cursor.execute(found.hint)
-        assert check_tables(databases=["default"]) == []
+        for table, column, kind in (
+            ("dlocks_resourcelock", "key_resource", "varchar(255)"),
+            ("dlocks_lockclaim", "key_resource", "varchar(255)"),
+            ("dlocks_lockclaim", "owner", "varchar(32)"),
+        ):
+            cursor.execute(
+                f"ALTER TABLE {table} MODIFY {column} {kind} COLLATE utf8mb4_general_ci"
+                " NOT NULL"
+            )
+            (found,) = check_tables(databases=["default"])
+            assert found.id == "dlocks.E006"
+            assert f"{table}.{column}" in found.msg
+            assert "utf8mb4_general_ci" in found.msg
+            cursor.execute(found.hint)
+            assert check_tables(databases=["default"]) == []
 
 
 @pytest.mark.storage
@@ -469,24 +376,12 @@ def test_the_key_is_the_primary_key_and_the_only_index():
             )
 
 
-@pytest.mark.parametrize(
-    ("kind", "whom"),
-    [
+def test_deploying_a_test_backend_causes_a_warning():
+    for kind, whom in (
         ("dummy.Dummy", "no other caller"),
         ("memory.Memory", "no caller in another process"),
-    ],
-)
-def test_deploying_a_test_backend_causes_a_warning(kind, whom):
-    with override_settings(
-        DLOCKS={"default": {"BACKEND": f"dlocks.backends.{kind}Backend"}}
     ):
-        (found,) = check_deployment()
-    assert found.id == "dlocks.W007"
-    assert found.msg.endswith(f"whose locks exclude {whom}.")
-
-
-@pytest.mark.parametrize("setting", [None, []])
-def test_a_setting_of_a_wrong_type_fails_the_check(setting):
-    with override_settings(DLOCKS=setting):
-        assert ids(check_settings()) == {"dlocks.E002"}
-        assert check_tables(databases=["default"]) == check_deployment() == []
+        with dlocks(f"dlocks.backends.{kind}Backend"):
+            (found,) = check_deployment()
+        assert found.id == "dlocks.W007"
+        assert found.msg.endswith(f"whose locks exclude {whom}.")

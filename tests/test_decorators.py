@@ -344,8 +344,8 @@ def _through(function):
 def test_a_wrapped_generator_is_refused_at_the_call():
     """Its body would run only after the release of the lock, as a coroutine's would.
 
-    Only behind another decorator a generator does not look like one. A generator itself,
-    and other things that are no functions, are refused when decorating.
+    Only behind another decorator a generator does not look like one. A generator
+    itself, and other things that are no functions, are refused when decorating.
     """
 
     async def work():

@@ -13,7 +13,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 from django.db.utils import DataError, OperationalError
@@ -68,19 +67,21 @@ def records(**conditions):
 
 
 @pytest.mark.storage
-def test_an_ended_hold_has_a_record(in_other_thread):
+def test_an_ended_hold_has_a_record(monkeypatch):
     """A record has the key, the holder, both times and the wait.
 
-    The times are those of the database's clock.
+    The times are those of the database's clock. A long holder is recorded as in the row.
     """
+    monkeypatch.setattr(threading.current_thread(), "name", "x" * 300)
     with db_lock("stock:7", using="recorded") as hold:
         pass
     (record,) = records()
     assert (record.key_resource, record.token, record.holder) == (
         "stock:7",
         hold.token,
-        hold.claim.holder,
+        ResourceLock.objects.get().holder,
     )
+    assert len(record.holder) == 255
     assert (record.owner_ip, record.scope, record.shared, record.waited) == (
         hold.claim.owner_ip,
         "L",
@@ -97,17 +98,6 @@ def test_an_ended_hold_has_a_record(in_other_thread):
         <= record.end_time.timestamp()
         < now + 0.1
     )
-
-
-@pytest.mark.storage
-def test_a_long_holder_name_is_recorded_as_in_the_row(monkeypatch):
-    """The thread of a command is named after the command."""
-    monkeypatch.setattr(threading.current_thread(), "name", "x" * 300)
-    with db_lock("stock:7", using="recorded"):
-        pass
-    (record,) = records()
-    assert record.holder == ResourceLock.objects.get().holder
-    assert len(record.holder) == 255
 
 
 @pytest.mark.storage
@@ -165,41 +155,21 @@ def test_shared_holds_several_keys_and_waits_are_recorded(workers, until):
     )
 
 
-def test_holds_are_recorded_only_with_the_option():
-    """Without the option nothing is recorded, and re-entering adds no record."""
-    with db_lock("stock:7"), db_lock("stock:8", using="memory"):
-        pass
-    lock = db_lock("stock:9", using="recorded")
-    with lock, lock:
-        pass
-    assert [record.key_resource for record in records()] == ["stock:9"]
-
-
-def test_the_history_option_is_true_or_false(settings):
-    """The error names the wrong option."""
-    settings.DLOCKS = {
-        "default": {
-            "BACKEND": "dlocks.backends.database.PessimisticBackend",
-            "OPTIONS": {"history": "yes"},
-        }
-    }
-    with pytest.raises(
-        ImproperlyConfigured, match="history must be True or False, not 'yes'"
-    ):
-        backends["default"]
-
-
 # Cost.
 
 
 def test_the_history_costs_the_caller_no_statement():
     """The caller sends one statement to acquire and one to release.
 
-    This does not depend on the history.
+    This does not depend on the history. Without the option nothing is recorded, and
+    re-entering adds no record.
     """
-    lock = db_lock("stock:7", using="recorded")
-    with lock:
+    with db_lock("stock:8"), db_lock("stock:9", using="memory"):
         pass
+    lock = db_lock("stock:7", using="recorded")
+    with lock, lock:
+        pass
+    assert [record.key_resource for record in records()] == ["stock:7"]
     with CaptureQueriesContext(connection) as queries:
         with lock:
             pass
@@ -212,49 +182,33 @@ def test_the_history_costs_the_caller_no_statement():
 
 
 @pytest.mark.storage
-def test_many_records_are_written_in_one_statement(
-    monkeypatch, django_assert_num_queries
-):
-    """A batch of holds is one statement."""
+def test_many_records_are_written_in_one_statement(monkeypatch, until):
+    """They are written once, even if the reply to the statement was lost.
+
+    The keeper writes them automatically, and closes its connection.
+    """
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     sent = []
     remember = HistoryTable.remember
     monkeypatch.setattr(
         HistoryTable,
         "remember",
-        lambda self, batch, now: sent.append(len(batch)) or remember(self, batch, now),
+        lambda self, batch, now: (
+            sent.append(len(batch)),
+            remember(self, batch, now),
+            remember(self, batch, now),
+        ),
     )
     for number in range(30):
         with db_lock(f"stock:{number}", using="recorded"):
             pass
     assert len(records()) == 30
     assert sent == [30]
-
-
-def test_the_keeper_writes_records_and_closes_its_connection(monkeypatch, until):
-    """The records are written automatically, and the connection is closed."""
     monkeypatch.setattr(history, "WRITE_EVERY", 0.01)
-    with db_lock("stock:7", using="recorded"):
+    with db_lock("stock:30", using="recorded"):
         pass
-    until(HoldRecord.objects.exists)
+    until(HoldRecord.objects.filter(key_resource="stock:30").exists)
     until(lambda: not keeper._connected)
-
-
-def test_a_record_is_written_only_once(monkeypatch):
-    """A lost reply causes no second record."""
-    finished = []
-    remember = HistoryTable.remember
-
-    def twice(self, batch, now):
-        finished.append(batch)
-        remember(self, batch, now)
-        remember(self, batch, now)
-
-    monkeypatch.setattr(HistoryTable, "remember", twice)
-    with db_lock("stock:7", using="recorded"):
-        pass
-    assert len(records()) == 1
-    assert finished
 
 
 # Failures.
@@ -278,7 +232,10 @@ class Down:
 
 @pytest.mark.storage
 def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
-    """Locks work, one warning is logged, and the records are written later."""
+    """Locks work, one warning is logged, and the records are written later.
+
+    A permanent error loses its batch and no other.
+    """
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     monkeypatch.setattr(history, "TRY_AGAIN", 3600)
     down = Down(monkeypatch, OperationalError("away"))
@@ -294,6 +251,14 @@ def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
     assert len(records()) == 3
     tokens = [record.token for record in records()]
     assert tokens == sorted(tokens)
+    down.down, down.cause = True, DataError("refused")
+    with db_lock("a", using="recorded"):
+        pass
+    history.flush()
+    down.down = False
+    with db_lock("b", using="recorded"):
+        pass
+    assert [record.key_resource for record in records()] == ["stock:7"] * 3 + ["b"]
 
 
 def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
@@ -313,19 +278,6 @@ def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
     ]
     down.down = False
     assert len(records()) == 2
-
-
-@pytest.mark.storage
-def test_refused_records_are_not_retried(monkeypatch):
-    """A permanent error loses its batch and no other."""
-    down = Down(monkeypatch, DataError("refused"))
-    with db_lock("a", using="recorded"):
-        pass
-    history.flush()
-    down.down = False
-    with db_lock("b", using="recorded"):
-        pass
-    assert [record.key_resource for record in records()] == ["b"]
 
 
 SCRIPT = """
@@ -363,12 +315,17 @@ def script(text):
 
 
 def test_a_process_writes_its_remaining_records_at_exit():
-    """At a normal exit no record is lost, not even that of the last hold."""
-    assert script(SCRIPT) == 0
-    assert {record.key_resource: record.ending for record in records()} == {
-        "ended": "R",
-        "left": "F",
-    }
+    """At a normal exit no record is lost, not even that of the last hold.
+
+    A fork does not write the records of its parent.
+    """
+    fork = (
+        "\nif os.fork() == 0:\n    from dlocks import history; history.flush();"
+        " os._exit(0)\nos.wait()"
+    )
+    assert script(SCRIPT + fork) == 0
+    endings = [(record.key_resource, record.ending) for record in records()]
+    assert endings == [("ended", "R"), ("left", "F")]
 
 
 def test_a_killed_process_loses_only_its_last_batch():
@@ -376,16 +333,6 @@ def test_a_killed_process_loses_only_its_last_batch():
     flushed = "\nfrom dlocks import history; history.flush()"
     assert script(SCRIPT + flushed + "\nos.kill(os.getpid(), 9)") == -9
     assert [record.key_resource for record in records()] == ["ended"]
-
-
-def test_a_fork_does_not_write_the_records_of_its_parent():
-    """The holds of the parent are recorded once."""
-    fork = (
-        "\nif os.fork() == 0:\n    from dlocks import history; history.flush();"
-        " os._exit(0)\nos.wait()"
-    )
-    assert script(SCRIPT + fork) == 0
-    assert [record.key_resource for record in records()] == ["ended", "left"]
 
 
 def test_records_of_tests_are_not_written_to_another_database(monkeypatch):
@@ -442,8 +389,11 @@ def reap(*arguments):
 
 
 @pytest.mark.storage
-def test_old_records_are_deleted():
-    """``reap_locks`` deletes records after 30 days, or after a given time."""
+def test_old_records_are_deleted(monkeypatch):
+    """``reap_locks`` deletes records after 30 days, or after a given time.
+
+    One statement deletes at most one batch.
+    """
     ended("old", days=31)
     ended("recent", days=29)
     ended("now")
@@ -457,11 +407,7 @@ def test_old_records_are_deleted():
     assert [record.key_resource for record in records()] == ["now"]
     with pytest.raises(CommandError, match="--history-for takes a duration such as"):
         reap("--history-for", "long")
-
-
-@pytest.mark.storage
-def test_old_records_are_deleted_in_batches(monkeypatch):
-    """One statement deletes at most one batch."""
+    HoldRecord.objects.all().delete()
     monkeypatch.setattr("dlocks.backends.database.history.BATCH", 2)
     for number in range(5):
         ended(str(number), days=31)

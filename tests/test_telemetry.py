@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.test import override_settings
 from opentelemetry import metrics, trace
@@ -95,6 +96,17 @@ def spans(sdk):
 def test_a_hold_is_logged_with_key_holder_token_waited_and_held(
     caplog, frozen_lock_clock
 ):
+    """A takeover is a warning. Without thresholds nothing is slow."""
+    with db_lock("stock:7"):
+        frozen_lock_clock.tick(9)
+    assert not caplog.records
+    abandoned("stock:8")
+    with db_lock("stock:8"):
+        pass
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'stock:8' was taken over by" in record.getMessage()
+    caplog.clear()
     caplog.set_level(logging.DEBUG, "dlocks.access")
     with db_lock("stock:7") as hold:
         frozen_lock_clock.tick(2.5)
@@ -122,23 +134,6 @@ def test_a_timeout_is_logged_with_its_wait_and_the_holder(caplog, frozen_lock_cl
     assert (record.lock_holder, record.lock_waited) == ("web-2:1:x", pytest.approx(2))
 
 
-@pytest.mark.usefixtures("memory_locks")
-def test_a_takeover_is_a_warning(caplog):
-    abandoned("stock:7")
-    with db_lock("stock:7"):
-        pass
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "'stock:7' was taken over by" in record.getMessage()
-
-
-@pytest.mark.usefixtures("memory_locks")
-def test_without_thresholds_nothing_is_slow(caplog, frozen_lock_clock):
-    with db_lock("stock:7"):
-        frozen_lock_clock.tick(9)
-    assert not caplog.records
-
-
 def slow(**options):
     return override_settings(
         DLOCKS={
@@ -152,6 +147,7 @@ def slow(**options):
 
 @slow(slow_hold=2)
 def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_clock):
+    """A slow hold that is lost is one too. A wrong threshold is refused."""
     for seconds in (1.9, 2.0):
         with db_lock("stock:7") as hold:
             frozen_lock_clock.tick(seconds)
@@ -162,14 +158,16 @@ def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_c
         == f"'stock:7' was held for 2.000 s by {hold.claim.holder}, token"
         f" {hold.token}, longer than slow_hold (2 s)"
     )
-
-
-@slow(slow_hold=2)
-def test_a_slow_hold_that_is_lost_is_a_warning(caplog, frozen_lock_clock):
     with suppress(LockLost), db_lock("stock:7") as hold:
         frozen_lock_clock.tick(3)
         lose(hold)
     assert "was held for 3.000 s" in caplog.text
+    for option in ("slow_wait", "slow_hold"):
+        with (
+            slow(**{option: "long"}),
+            pytest.raises(ImproperlyConfigured, match=option),
+        ):
+            db_lock("stock:7").acquire()
 
 
 @slow(slow_wait=2)
@@ -190,14 +188,6 @@ def test_a_slow_wait_is_a_warning_whether_or_not_it_got_the_key(
         assert hold.waited > 5
     assert "'stock:7': a caller waited 5." in caplog.text
     assert "slow_wait (2 s): acquired by" in caplog.text
-
-
-@pytest.mark.parametrize("option", ["slow_wait", "slow_hold"])
-def test_an_invalid_threshold_is_refused(option):
-    from django.core.exceptions import ImproperlyConfigured
-
-    with slow(**{option: "long"}), pytest.raises(ImproperlyConfigured, match=option):
-        db_lock("stock:7").acquire()
 
 
 # Metrics.
@@ -279,6 +269,7 @@ def test_only_takeovers_are_counted_as_takeovers(using, measured):
 
 @pytest.mark.usefixtures("memory_locks")
 def test_holds_and_waits_are_child_spans(spans, frozen_lock_clock):
+    """Losses and timeouts are errors of their spans."""
     tracer = trace.get_tracer("test")
     with (
         tracer.start_as_current_span("request") as request,
@@ -296,24 +287,16 @@ def test_holds_and_waits_are_child_spans(spans, frozen_lock_clock):
     )
     assert held.attributes["dlocks.takeover"] is True
     assert held.attributes["dlocks.outcome"] == "released"
-
-
-@pytest.mark.usefixtures("memory_locks")
-def test_losses_and_timeouts_are_span_errors(spans, frozen_lock_clock):
-    with suppress(LockLost), db_lock("stock:7") as hold:
+    with suppress(LockLost), db_lock("stock:8") as hold:
         lose(hold)
-    with held_elsewhere("stock:7"), suppress(LockTimeout):
-        db_lock("stock:7", timeout=2).acquire()
-    (held,), (wait,) = spans("dlocks.hold"), spans("dlocks.wait")
-    assert (held.status.status_code, held.status.description) == (
-        trace.StatusCode.ERROR,
-        "lost",
-    )
-    assert (wait.status.status_code, wait.status.description) == (
-        trace.StatusCode.ERROR,
-        "timeout",
-    )
-    assert wait.attributes["dlocks.holder"] == "elsewhere:1:MainThread"
+    with held_elsewhere("stock:8"), suppress(LockTimeout):
+        db_lock("stock:8", timeout=2).acquire()
+    (_, lost), (_, late) = spans("dlocks.hold"), spans("dlocks.wait")
+    for span, description in ((lost, "lost"), (late, "timeout")):
+        status = span.status
+        assert status.status_code == trace.StatusCode.ERROR
+        assert status.description == description
+    assert late.attributes["dlocks.holder"] == "elsewhere:1:MainThread"
 
 
 # Without OpenTelemetry.
@@ -407,24 +390,16 @@ print(Client().get("/metrics").content.decode())
 """)
 
 
-def test_the_documented_prometheus_scrape_works():
+def test_the_dashboard_and_the_alerts_use_existing_metrics():
+    """Names and labels are those that the documented Prometheus scrape has."""
     scraped = scrape()
     names = pages.blocks("how-to/metrics", "text")[-1].split()
     assert len(names) == 4
     for name in names:
         assert f"\n{name}" in scraped
     assert 'dlocks_group="stock"' in scraped
-    (line,) = [
-        line
-        for line in scraped.splitlines()
-        if line.startswith("dlocks_timeouts_total")
-    ]
+    (line,) = re.findall(r"^dlocks_timeouts_total.*", scraped, re.MULTILINE)
     assert line.endswith(" 1.0")
-
-
-def test_the_dashboard_and_the_alerts_use_existing_metrics():
-    """Names and labels are those that Prometheus scrapes from a project."""
-    scraped = scrape()
     known = set(re.findall(r"^(dlocks_\w+)\{", scraped, re.MULTILINE))
     labels = set(re.findall(r"[{,](\w+)=\"", scraped))
     board = json.loads((CONTRIB / "grafana" / "dlocks.json").read_text())
