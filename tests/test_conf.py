@@ -73,13 +73,17 @@ SETTINGS_ERRORS = [
     ({"BACKEND": MEMORY, "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
     (
         {"BACKEND": MEMORY, "OPTIONS": {"tll": 3}},
-        r"'default'.*unknown option 'tll'; MemoryBackend accepts grace, prefix,"
-        r" slow_hold, slow_wait, spin, timeout, ttl",
+        (
+            r"'default'.*unknown option 'tll'; MemoryBackend accepts grace, prefix,"
+            r" slow_hold, slow_wait, timeout, ttl"
+        ),
     ),
     (
         {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"x": "y"}},
-        r"accepts database, deadlock_after, expiry, grace, history, listen,"
-        r" prefix, prepare, slow_hold, slow_wait, spin, timeout, ttl",
+        (
+            r"accepts database, deadlock_after, expiry, grace, history, listen,"
+            r" prefix, prepare, slow_hold, slow_wait, spin, timeout, ttl"
+        ),
     ),
     (
         {"BACKEND": MEMORY, "OPTIONS": {"ttl": "long"}},

@@ -70,7 +70,8 @@ def records(**conditions):
 def test_an_ended_hold_has_a_record(monkeypatch):
     """A record has the key, the holder, both times and the wait.
 
-    The times are those of the database's clock. A long holder is recorded as in the row.
+    The times are those of the database's clock. A long holder is recorded as in the
+    row.
     """
     monkeypatch.setattr(threading.current_thread(), "name", "x" * 300)
     with db_lock("stock:7", using="recorded") as hold:

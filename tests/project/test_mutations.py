@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -23,20 +25,20 @@ def test_each_mistake_is_still_a_change_of_the_code():
         mutation.applied()
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_the_tests_that_catch_a_mistake_exist(mutation):
+def test_the_tests_that_catch_a_mistake_exist():
     """No mistake stays unnoticed because its test was renamed or deleted."""
-    shared = "".join(
-        path.read_text() for path in (mutations.ROOT / "dlocks/testing").glob("*.py")
-    )
-    assert mutation.tests
-    for test in mutation.tests:
-        file, *names = test.partition("[")[0].split("::")
-        text = (mutations.ROOT / file).read_text()
-        *classes, name = names
-        for kind in classes:
-            assert re.search(rf"^class {kind}\(", text, re.MULTILINE), test
-        assert f"def {name}(" in (text + shared if classes else text), test
+    read = functools.cache(Path.read_text)
+    paths = (mutations.ROOT / "dlocks/testing").glob("*.py")
+    shared = "".join(map(read, paths))
+    for mutation in MUTATIONS:
+        assert mutation.tests, mutation.name
+        for test in mutation.tests:
+            file, *names = test.partition("[")[0].split("::")
+            text = read(mutations.ROOT / file)
+            *classes, name = names
+            for kind in classes:
+                assert re.search(rf"^class {kind}\(", text, re.MULTILINE), test
+            assert f"def {name}(" in (text + shared if classes else text), test
 
 
 def test_each_seeded_bug_of_the_nemesis_is_also_a_mistake():

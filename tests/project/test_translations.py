@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gettext
 import re
 from datetime import timedelta
@@ -36,6 +37,7 @@ def translation(language):
         return gettext.GNUTranslations(stream)
 
 
+@functools.cache
 def marked():
     """Return the marked texts of the package, each with its plural or None."""
     found = set()
@@ -58,16 +60,15 @@ def marked():
     return found
 
 
-def test_the_marked_texts_are_found():
-    texts = marked()
-    assert len(texts) > 200
-    assert ("Force release", None) in texts
-    assert ("lock", None) in texts
-    assert any(plural for _, plural in texts)
-
-
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_each_text_is_translated(language):
+    """A translation has the placeholders of its text, and is the compiled one.
+
+    Otherwise a page would fail, or leave out a number.
+    """
+    assert len(marked()) > 200
+    assert {("Force release", None), ("lock", None)} < marked()
+    assert any(plural for _, plural in marked())
     catalog = translation(language)._catalog
     forms = 1 if language == "zh_Hans" else 2
     missing = [
@@ -77,121 +78,78 @@ def test_each_text_is_translated(language):
         if not catalog.get(text if form is None else (text, form))
     ]
     assert missing == []
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_translations_have_the_placeholders_of_the_text(language):
-    """Otherwise a page would fail, or leave out a number."""
-    catalog = translation(language)._catalog
     for text, plural in marked():
-        if plural is None:
-            assert sorted(PLACEHOLDER.findall(catalog[text])) == sorted(
-                PLACEHOLDER.findall(text)
-            )
-        else:
-            last = catalog[text, 0 if language == "zh_Hans" else 1]
-            assert sorted(PLACEHOLDER.findall(last)) == sorted(
-                PLACEHOLDER.findall(plural)
-            )
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_the_compiled_file_is_the_source(language):
-    source = (PACKAGE / "locale" / language / "LC_MESSAGES" / "django.po").read_text(
-        encoding="utf-8"
-    )
-    compiled = {
-        text
-        for key, text in translation(language)._catalog.items()
-        if key and isinstance(text, str)
-    }
-    written = {
-        ast.literal_eval(text)
-        for text in re.findall(r"^msgstr(?:\[\d\])? (\".+\")$", source, re.MULTILINE)
-    }
-    assert written == compiled
+        last = catalog[text] if plural is None else catalog[text, forms - 1]
+        found = sorted(PLACEHOLDER.findall(last))
+        assert found == sorted(PLACEHOLDER.findall(plural or text)), text
+    file = PACKAGE / "locale" / language / "LC_MESSAGES" / "django.po"
+    source = file.read_text(encoding="utf-8")
+    compiled = {text for key, text in catalog.items() if key and isinstance(text, str)}
+    lines = re.findall(r"^msgstr(?:\[\d\])? (\".+\")$", source, re.MULTILINE)
+    assert set(map(ast.literal_eval, lines)) == compiled
     assert "fuzzy" not in source
 
 
-@pytest.mark.parametrize(
-    ("language", "one", "two"),
-    [
+def test_plurals_are_right():
+    for language, one, two in (
         ("de", "1 verwaiste Sperre wurde", "2 verwaiste Sperren wurden"),
         ("es", "Se eliminó 1 bloqueo", "Se eliminaron 2 bloqueos"),
         ("fr", "1 verrou abandonné a été", "2 verrous abandonnés ont été"),
         ("zh-hans", "已清除 1 个", "已清除 2 个"),
-    ],
-)
-def test_plurals_are_right(language, one, two):
-    with override(language):
+    ):
         for number, text in ((1, one), (2, two)):
-            assert text in ngettext(
-                "%(count)d stale lock was cleared: %(keys)s",
-                "%(count)d stale locks were cleared: %(keys)s",
-                number,
-            ) % {"count": number, "keys": "a"}
+            with override(language):
+                translated = ngettext(
+                    "%(count)d stale lock was cleared: %(keys)s",
+                    "%(count)d stale locks were cleared: %(keys)s",
+                    number,
+                )
+            assert text in translated % {"count": number, "keys": "a"}
 
 
 @pytest.mark.django_db
-@pytest.mark.parametrize(
-    ("language", "texts"),
-    [
+def test_the_admin_speaks_the_language(admin_client, settings):
+    """Durations are in the language too."""
+    now = timezone.now()
+    begin = now - timedelta(hours=4)
+    rows.write("stock:7", rows.P, now + timedelta(minutes=5), begin_time=begin)
+
+    def pages():
+        for page in ("", "live/", "stock_3A7/change/"):
+            url = f"/admin/dlocks/resourcelock/{page}"
+            yield admin_client.get(url).content.decode()
+
+    for language, texts in (
         ("de", ["Verteilte Sperren", "Inhaber", "Leitstand"]),
         ("es", ["Bloqueos distribuidos", "Titular", "Sala de control"]),
         ("fr", ["Verrous distribués", "Détenteur", "Salle de contrôle"]),
         ("zh-hans", ["分布式锁", "持有者", "监控面板"]),
-    ],
-)
-def test_the_admin_speaks_the_language(admin_client, settings, language, texts):
-    settings.LANGUAGE_CODE = language
-    rows.held("stock:7")
-    pages = "".join(
-        admin_client.get(f"/admin/dlocks/resourcelock/{page}").content.decode()
-        for page in ("", "live/")
-    )
-    for text in texts:
-        assert text in pages
+    ):
+        settings.LANGUAGE_CODE = language
+        shown = "".join(pages())
+        for text in texts:
+            assert text in shown
+    settings.LANGUAGE_CODE = "es"
+    for page in pages():
+        assert "4 horas" in page
+        assert "5 minutos" in page
+        assert not re.search(r"\d (?:hours|minutes)", page)
 
 
-@pytest.mark.parametrize(
-    ("language", "texts"),
-    [
-        ("en", ["3.5 s", "42 s", "5 minutes", "4 hours", "3 days"]),
+def test_only_pages_translate_durations():
+    """Logs and errors stay in English, also while a translated page is made."""
+    seconds = [3.5, 42, 300, 4 * 3600, 3 * 86400]
+    english = ["3.5 s", "42 s", "5 minutes", "4 hours", "3 days"]
+    for language, texts in (
+        ("en", english),
         ("de", ["3,5 s", "42 s", "5 min", "4 h", "3 d"]),
         ("es", ["3,5 s", "42 s", "5 minutos", "4 horas", "3 días"]),
         ("fr", ["3,5 s", "42 s", "5 minutes", "4 heures", "3 jours"]),
         ("zh-hans", ["3.5 秒", "42 秒", "5 分钟", "4 小时", "3 天"]),
-    ],
-)
-def test_only_pages_translate_durations(language, texts):
-    """Logs and errors stay in English, also while a translated page is made."""
-    seconds = [3.5, 42, 300, 4 * 3600, 3 * 86400]
-    with override(language):
-        assert [shown_duration(one) for one in seconds] == texts
-        assert [duration(one) for one in seconds] == [
-            "3.5 s",
-            "42 s",
-            "5 minutes",
-            "4 hours",
-            "3 days",
-        ]
-
-
-@pytest.mark.django_db
-def test_the_pages_show_durations_in_the_language(admin_client, settings):
-    settings.LANGUAGE_CODE = "es"
-    now = timezone.now()
-    rows.write(
-        "stock:7",
-        rows.P,
-        now + timedelta(minutes=5),
-        begin_time=now - timedelta(hours=4),
-    )
-    for url in ("", "stock_3A7/change/", "live/"):
-        text = admin_client.get(f"/admin/dlocks/resourcelock/{url}").content.decode()
-        assert "4 horas" in text
-        assert "5 minutos" in text
-        assert not re.search(r"\d (?:hours|minutes)", text)
+    ):
+        with override(language):
+            assert [shown_duration(one) for one in seconds] == texts
+            assert [duration(one) for one in seconds] == english
 
 
 @pytest.mark.django_db
