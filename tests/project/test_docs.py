@@ -227,6 +227,7 @@ def test_the_examples_on_waiting(in_other_thread, workers, until):
             r"not now: held by .* left on its lease", in_other_thread(page.ship, 7)
         )
     # A long job stops for a waiter.
+    page = pages.run("how-to/waiting")
     (worker,) = workers(1)
 
     def pages_to_index():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import signal
@@ -69,64 +70,59 @@ def meanwhile(monkeypatch):
 # Purchases.
 
 
-@pytest.mark.parametrize("lock", LOCKS)
-def test_the_shop_sells_no_more_than_its_stock(product, lock):
-    purchases = [buy(product.pk, f"buyer {number}", lock) for number in range(3)]
-    assert [purchase.sold for purchase in purchases] == [True, True, False]
-    assert not any(purchase.conflicts or purchase.had_to_wait for purchase in purchases)
-    product.refresh_from_db()
-    assert product.stock == 0
-    assert sorted(product.sales.values_list("buyer", flat=True)) == [
-        "buyer 0",
-        "buyer 1",
-    ]
+def test_the_shop_sells_no_more_than_its_stock(transactional_db):
+    for lock in LOCKS:
+        product = Product.objects.create(name="Cup", stock=2)
+        purchases = [buy(product.pk, f"buyer {number}", lock) for number in range(3)]
+        assert [purchase.sold for purchase in purchases] == [True, True, False], lock
+        for purchase in purchases:
+            assert not purchase.conflicts and not purchase.had_to_wait, lock
+        product.refresh_from_db()
+        assert product.stock == 0
+        buyers = sorted(product.sales.values_list("buyer", flat=True))
+        assert buyers == ["buyer 0", "buyer 1"], lock
 
 
-def test_without_a_lock_the_last_item_is_sold_twice(last_one, meanwhile):
-    second = []
-    meanwhile(lambda: second.append(buy(last_one.pk, "second", NO_LOCK)))
-    assert buy(last_one.pk, "first", NO_LOCK).sold
-    assert second[0].sold
-    last_one.refresh_from_db()
-    assert (last_one.stock, last_one.sales.count()) == (0, 2)
-
-
-@pytest.mark.parametrize("lock", ALIASES)
 def test_under_a_lock_no_other_buyer_interferes(
-    last_one, meanwhile, in_other_thread, lock
+    transactional_db, meanwhile, in_other_thread
 ):
-    def second():
-        with pytest.raises(LockTimeout):
-            in_other_thread(buy, last_one.pk, "second", lock, timeout=0)
+    """Without a lock, the last item is sold twice.
 
-    meanwhile(second)
-    assert buy(last_one.pk, "first", lock).sold
-    assert not in_other_thread(buy, last_one.pk, "second", lock, timeout=0).sold
-    assert list(last_one.sales.values_list("buyer", flat=True)) == ["first"]
+    The shop has its own keys, so the documentation's examples do not disturb its sales.
+    """
+    for lock in ALIASES:
+        last = Product.objects.create(name="Biscuit", stock=1)
+
+        def second(last=last, lock=lock):
+            with pytest.raises(LockTimeout):
+                in_other_thread(buy, last.pk, "second", lock, timeout=0)
+
+        meanwhile(second)
+        with db_lock(f"stock:{last.pk}"):
+            assert buy(last.pk, "first", lock).sold
+        assert not in_other_thread(buy, last.pk, "second", lock, timeout=0).sold
+        assert list(last.sales.values_list("buyer", flat=True)) == ["first"], lock
+    last, both = Product.objects.create(name="Biscuit", stock=1), []
+    meanwhile(lambda: both.append(buy(last.pk, "second", NO_LOCK)))
+    both.append(buy(last.pk, "first", NO_LOCK))
+    assert [purchase.sold for purchase in both] == [True, True]
+    last.refresh_from_db()
+    assert (last.stock, last.sales.count()) == (0, 2)
 
 
-def test_a_conflicting_buyer_reads_the_row_again(product, meanwhile):
-    meanwhile(lambda: buy(product.pk, "second", ROW))
-    purchase = buy(product.pk, "first", ROW)
-    assert purchase.sold
-    assert purchase.conflicts == 1
-    product.refresh_from_db()
-    assert (product.stock, product.version, product.sales.count()) == (0, 3, 2)
-
-
-def test_a_versioned_row_sells_the_last_item_once(last_one, meanwhile):
-    meanwhile(lambda: buy(last_one.pk, "second", ROW))
-    purchase = buy(last_one.pk, "first", ROW)
-    assert not purchase.sold
-    assert purchase.conflicts == 1
-    assert list(last_one.sales.values_list("buyer", flat=True)) == ["second"]
+def test_a_conflicting_buyer_reads_the_row_again(product, last_one, meanwhile):
+    """The last item is sold once."""
+    for one, sold, stock in ((product, True, (0, 3, 2)), (last_one, False, (0, 2, 1))):
+        meanwhile(lambda one=one: buy(one.pk, "second", ROW))
+        purchase = buy(one.pk, "first", ROW)
+        assert (purchase.sold, purchase.conflicts) == (sold, 1)
+        one.refresh_from_db()
+        assert (one.stock, one.version, one.sales.count()) == stock
 
 
 def test_a_busy_database_is_retried(product, monkeypatch):
-    errors = [
-        OperationalError("database is locked"),
-        OperationalError("database is locked"),
-    ]
+    """Other errors of the database are not retried."""
+    errors = [OperationalError("database is locked")] * 2
 
     def write(product):
         if errors:
@@ -137,13 +133,8 @@ def test_a_busy_database_is_retried(product, monkeypatch):
     purchase = buy(product.pk, "first", NO_LOCK)
     assert purchase.sold
     assert purchase.conflicts == 2
-
-
-def test_other_database_errors_are_not_retried(product, monkeypatch):
-    def write(product):
-        raise OperationalError("disk I/O error")
-
-    monkeypatch.setattr(services, "_write_what_was_read", write)
+    Sale.objects.all().delete()
+    errors.append(OperationalError("disk I/O error"))
     with pytest.raises(OperationalError):
         buy(product.pk, "first")
     assert not Sale.objects.exists()
@@ -178,19 +169,17 @@ def test_a_purchase_reports_that_it_had_to_wait(product, in_other_thread, until)
 # Pages.
 
 
-def test_the_shop_lists_its_products(product, client):
+def test_the_shop_lists_its_products(transactional_db, client):
+    """It shows no product of a flash sale. An empty shop says how to fill it."""
+    assert "demo_data" in client.get("/shop/").content.decode()
+    Product.objects.create(name="Flash sale, no lock", stock=1)
+    product = Product.objects.create(name="Cup", stock=2)
     buy(product.pk, "grace")
     page = client.get("/shop/").content.decode()
     assert re.search(
         r'Cup</td>\s*<td class="number">1</td>\s*<td class="number">1</td>', page
     )
     assert "/admin/" in page
-
-
-def test_the_shop_shows_no_product_of_a_flash_sale(product, client):
-    Product.objects.create(name="Flash sale, no lock", stock=1)
-    page = client.get("/shop/").content.decode()
-    assert "Cup" in page
     assert "Flash sale, no lock" not in page
 
 
@@ -228,10 +217,6 @@ def test_the_admin_shows_a_conflict_of_two_people(product, admin_client):
     assert product.stock == 1
 
 
-def test_an_empty_shop_says_how_to_fill_it(transactional_db, client):
-    assert "demo_data" in client.get("/shop/").content.decode()
-
-
 def test_a_purchase_is_confirmed_and_recorded(product, client):
     client.force_login(get_user_model().objects.create_user("ada"))
     answer = client.post(f"/shop/products/{product.pk}/buy/", follow=True)
@@ -251,14 +236,12 @@ def test_a_purchase_needs_a_csrf_token(product):
     assert product.sales.get().buyer == "a guest"
 
 
-def test_a_missing_product_cannot_be_bought(transactional_db, client):
-    assert client.post("/shop/products/7/buy/").status_code == 404
-
-
 def test_a_sold_out_product_cannot_be_bought(last_one, client):
+    """Nor can a missing one."""
     buy(last_one.pk, "grace")
     answer = client.post(f"/shop/products/{last_one.pk}/buy/", follow=True)
     page = answer.content.decode()
+    assert client.post("/shop/products/4711/buy/").status_code == 404
     assert "is sold out" in page
     assert "<button disabled" in page
     assert last_one.sales.count() == 1
@@ -295,9 +278,8 @@ def test_demo_data_is_for_debugging_only(transactional_db, settings):
     assert Product.objects.get(name="Cup").stock == 100
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_flash_sale_refuses_invalid_arguments(transactional_db):
+    for arguments, complaint in (
         ("--buyers -1", "between 2 and 10000"),
         ("--buyers 0", "between 2 and 10000"),
         ("--buyers many", "not a whole number"),
@@ -308,43 +290,73 @@ def test_demo_data_is_for_debugging_only(transactional_db, settings):
         ("--processes 100000", "between 2 and 64"),
         ("--buyers 100 --stock 100", "must be more than --stock"),
         ("--buyers 5 --stock 4 --processes 6", "cannot be more than --buyers"),
-    ],
-)
-def test_flash_sale_refuses_invalid_arguments(transactional_db, arguments, complaint):
-    with pytest.raises(CommandError, match=complaint):
-        call_command("flash_sale", *arguments.split())
+    ):
+        with pytest.raises(CommandError, match=complaint):
+            call_command("flash_sale", *arguments.split())
     assert not Product.objects.exists()
 
 
-@pytest.mark.parametrize(
-    ("lock", "sold", "left", "complaint"),
-    [
-        (NO_LOCK, 24, 3, None),
-        (NO_LOCK, 10, 0, "nothing was oversold"),
-        (ROW, 10, 0, None),
-        ("insert", 11, 0, "11 were sold of a stock of 10"),
-        ("insert", 9, 1, "9 were sold of a stock of 10"),
-        ("insert", 10, 1, "the product shows 1 left"),
-    ],
-)
-def test_a_round_reports_broken_promises(lock, sold, left, complaint):
-    one = Round(
-        lock,
-        stock=10,
-        buyers=24,
-        sold=sold,
-        left=left,
-        confirmed=sold,
-        refused=24 - sold,
-    )
-    assert (
-        (one.complaint is None) if complaint is None else (complaint in one.complaint)
-    )
+# The page of the flash sale. Its scripts are tested in test_shop_browser.py.
+
+FLASH_SALE = "/shop/flash-sale/"
 
 
-def test_a_buyer_without_a_sale_is_detected():
-    one = Round(ROW, stock=10, buyers=24, sold=10, confirmed=11, refused=13)
-    assert "11 buyers received a confirmation" in one.complaint
+def test_the_page_refuses_invalid_input_next_to_its_field(transactional_db, client):
+    """No sale starts, and the input is kept."""
+    pieces = "There must be at least one piece to sell."
+    for stock, buyers, locks, complaint in (
+        ("-5", "100", LOCKS, pieces),
+        ("0", "100", LOCKS, pieces),
+        ("99999999", "100", LOCKS, "There can be at most 1,000 pieces."),
+        ("", "100", LOCKS, "How many pieces are there?"),
+        ("1.5", "100", LOCKS, "That is not a whole number."),
+        ("50", "1000000000", LOCKS, "There can be at most 2,000 buyers."),
+        ("50", "1", LOCKS, "There must be at least two buyers."),
+        ("50", "50", LOCKS, "There must be more buyers than pieces."),
+        ("5", "12", [], "Choose at least one lock."),
+        ("5", "12", ["padlock"], "“padlock” is not one of the locks."),
+    ):
+        data = {"stock": stock, "buyers": buyers, "locks": locks}
+        page = client.post(FLASH_SALE, data, follow=True).content.decode()
+        wrong = re.findall(r'<(?:input|fieldset)[^>]*aria-invalid="true"[^>]*>', page)
+        assert len(wrong) == 1, complaint
+        (described,) = re.findall(r'aria-describedby="([^"]+)"', wrong[0])
+        (text,) = re.findall(rf'id="{described}"[^>]*>\s*([^<]+?)\s*<', page)
+        assert html.unescape(text) == complaint
+        kept = rf'<input[^>]*name="stock"[^>]*value="{re.escape(stock)}"'
+        assert not stock or re.search(kept, page), complaint
+    assert not FlashSale.objects.exists()
+
+
+def test_a_second_sale_is_refused_while_one_is_running(
+    transactional_db, client, in_other_thread
+):
+    """The page acquires a lock for the sale. A sale whose process died is aborted."""
+    hold = in_other_thread(db_lock("flash-sale").acquire)
+    data = {"stock": "5", "buyers": "12", "locks": LOCKS}
+    page = client.post(FLASH_SALE, data, follow=True).content.decode()
+    hold.release()
+    assert re.search(r'role="status"[^>]*>\s*A sale is already running, started', page)
+    assert not FlashSale.objects.exists()
+    FlashSale.objects.create(locks=["insert"], stock=5, buyers=12)
+    page = client.get(FLASH_SALE).content.decode()
+    assert "The sale was aborted: its process has ended." in page
+    assert not Product.objects.exists()
+
+
+def test_a_round_reports_broken_promises():
+    def complaint(lock, sold, left, **changed):
+        known = {"confirmed": sold, "refused": 24 - sold, **changed}
+        one = Round(lock, stock=10, buyers=24, sold=sold, left=left, **known)
+        return one.complaint
+
+    assert complaint(NO_LOCK, 24, 3) is complaint(ROW, 10, 0) is None
+    assert "nothing was oversold" in complaint(NO_LOCK, 10, 0)
+    assert "11 were sold of a stock of 10" in complaint("insert", 11, 0)
+    assert "9 were sold of a stock of 10" in complaint("insert", 9, 1)
+    assert "the product shows 1 left" in complaint("insert", 10, 1)
+    confirmed = complaint(ROW, 10, 0, confirmed=11, refused=13)
+    assert "11 buyers received a confirmation" in confirmed
 
 
 def test_a_failed_sale_shows_the_message_of_its_error(transactional_db, monkeypatch):
@@ -362,15 +374,6 @@ def test_a_failed_sale_shows_the_message_of_its_error(transactional_db, monkeypa
     call_command("run_flash_sale", str(sale.pk))
     sale.refresh_from_db()
     assert sale.trouble == "The sale was aborted. 'a' could not be acquired: held by b"
-
-
-def test_the_shop_has_its_own_keys(product, in_other_thread):
-    """The keys of the documentation's examples do not disturb its sales."""
-    hold = in_other_thread(db_lock(f"stock:{product.pk}").acquire)
-    try:
-        assert buy(product.pk, "Ann", timeout=0).sold
-    finally:
-        hold.release()
 
 
 @pytest.fixture
@@ -402,13 +405,11 @@ def manage(environment, *arguments):
     )
 
 
-def test_flash_sale_needs_tables(shop):
+def test_flash_sale_oversells_only_without_a_lock(shop, until):
+    """Without tables it says what to run. Ctrl-C leaves no process behind."""
     finished = manage(shop, "flash_sale")
     assert finished.returncode == 1
     assert "manage.py migrate" in finished.stderr
-
-
-def test_flash_sale_oversells_only_without_a_lock(shop):
     assert manage(shop, "migrate", "--verbosity", "0").returncode == 0
     finished = manage(
         shop, "flash_sale", "--stock", "10", "--buyers", "24", "--processes", "3"
@@ -430,23 +431,10 @@ def test_flash_sale_oversells_only_without_a_lock(shop):
         (lock, "10", "0", "14")
         for lock in ("pessimistic", "optimistic", "insert", "optimistic row")
     ]
-
-
-def test_an_interrupted_flash_sale_leaves_no_process_behind(shop, until):
-    assert manage(shop, "migrate", "--verbosity", "0").returncode == 0
-    command = [
-        sys.executable,
-        "manage.py",
-        "flash_sale",
-        "--stock",
-        "100",
-        "--buyers",
-        "10000",
-        "--processes",
-        "2",
-    ]
+    many = "--stock", "100", "--buyers", "10000", "--processes", "2"
+    before = _sales(shop)
     sale = subprocess.Popen(
-        command,
+        [sys.executable, "manage.py", "flash_sale", *many],
         cwd=ROOT,
         env=shop,
         stdout=subprocess.PIPE,
@@ -460,7 +448,7 @@ def test_an_interrupted_flash_sale_leaves_no_process_behind(shop, until):
     )
     try:
         assert "Flash sale" in sale.stdout.readline()
-        until(lambda: _sales(shop), 60)
+        until(lambda: _sales(shop) != before, 60)
         os.killpg(sale.pid, signal.SIGINT)
         output = sale.communicate(timeout=60)[0]
     finally:
