@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -24,11 +21,10 @@ from tests.internals import (
     check_settings,
     check_tables,
 )
+from tests.scripts import run_python
 from tests.settings import ENGINE
 
 pytestmark = pytest.mark.front
-
-ROOT = Path(__file__).parent.parent
 
 
 def dlocks(
@@ -171,14 +167,7 @@ try:
 except Exception as error:
     print("dlocks.E001" in str(error))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", code)
     assert (
         done.stdout
         == "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'.\nTrue\n"
@@ -204,15 +193,7 @@ try:
 except Exception as error:
     print(str(error).count("dlocks.E001"))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", code, cwd=tmp_path)
     assert done.stdout.split() == ["1"], done.stderr
 
 

@@ -564,15 +564,6 @@ class TestOnTheDatabase:
     def memory_locks(self):
         """Override the fixture, so that the tests use the database."""
 
-    def test_only_one_caller_runs_a_decorated_function(self, in_other_thread, is_busy):
-        @db_lock("stock:{sku}", timeout=0, busy="skip")
-        def sell(sku):
-            assert is_busy("stock:7")
-            return in_other_thread(sell, sku) or "sold once"
-
-        assert sell(7) == "sold once"
-        assert not is_busy("stock:7")
-
     def test_a_lock_in_a_transaction_of_a_request_ends_at_its_commit(self, is_busy):
         from django.db import connection, transaction
 

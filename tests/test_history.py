@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 from datetime import timedelta
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -30,13 +26,12 @@ from tests.internals import (
     history,
     keeper,
 )
+from tests.scripts import run_python
 
 pytestmark = [
     pytest.mark.front,
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -293,25 +288,11 @@ left = db_lock("left", using="recorded").acquire()
 
 def script(text):
     """Run a program on this test's database and return its exit status."""
-    environment = {
-        **os.environ,
-        "DJANGO_SETTINGS_MODULE": "tests.settings",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore:This process:DeprecationWarning",
-            "-c",
-            textwrap.dedent(text),
-        ],
-        env=environment,
-        timeout=60,
-        check=False,
-        capture_output=True,
-    )
-    assert not done.stderr, done.stderr.decode()
+    done = run_python(
+        "-c", textwrap.dedent(text), DJANGO_SETTINGS_MODULE="tests.settings",
+        warnings="ignore:This process:DeprecationWarning",
+    )  # fmt: skip
+    assert not done.stderr
     return done.returncode
 
 

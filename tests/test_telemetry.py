@@ -6,8 +6,6 @@ import io
 import json
 import logging
 import re
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from dlocks import LockLost, LockTimeout, db_lock, resume_hold
 from dlocks.testing import abandoned, held_elsewhere, lose
 from tests import pages
 from tests.internals import signals, telemetry
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.front
 
@@ -321,14 +320,7 @@ with db_lock("stock:7"):
 
 
 def run(code):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,13 +8,9 @@ import copy
 import logging
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
-import freezegun
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
@@ -30,12 +26,12 @@ from dlocks import (
 from tests import jobs
 from tests.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.internals import KeyState, backends, election
+from tests.scripts import run_python
 from tests.timing import eventually, in_time
 
 pytestmark = pytest.mark.front
 
 TTL = 1.5
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -210,14 +206,8 @@ def test_a_leader_is_deposed_when_its_process_ends(ending):
     The release of its other holds takes some time. A shutdown before that, and a second
     one, are harmless.
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDING + ending],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        cwd=ROOT,
-    )
+    ended = run_python("-c", ENDING + ending)
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["elected", "deposed", "free"], ended.stderr
 
 
@@ -260,14 +250,8 @@ def test_all_elections_are_stopped_at_once_at_exit():
 
     A process with many elections has as little time to end as one with a single one.
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", STOPPED_TOGETHER],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        cwd=ROOT,
-    )
+    ended = run_python("-c", STOPPED_TOGETHER)
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["met", "met"], ended.stderr
 
 
@@ -426,32 +410,6 @@ async def test_a_thread_of_async_work_learns_of_the_end_at_once():
     await running
 
 
-def test_an_error_in_on_elected_releases_the_key_for_a_while(
-    elections, heard, caplog, monkeypatch
-):
-    monkeypatch.setattr(election, "PAUSE", 0.3)
-    times = []
-
-    def fail_once(hold):
-        times.append(time.monotonic())
-        heard.put(("one", "elected", hold))
-        if len(times) == 1:
-            raise ZeroDivisionError("on purpose")
-
-    one = elections(
-        on_elected=fail_once,
-        on_deposed=lambda hold: heard.put(("one", "deposed", hold)),
-    )
-    with caplog.at_level(logging.ERROR, "dlocks"):
-        one.start()
-        told = [next_of(heard)[0] for _ in range(3)]
-    assert told == ["one elected", "one deposed", "one elected"]
-    assert times[1] - times[0] >= 0.3
-    (record,) = caplog.records
-    assert "on_elected of 'scheduler' failed" in record.getMessage()
-    assert "on purpose" in str(record.exc_info[1])
-
-
 def fail(hold):
     raise ZeroDivisionError("on purpose")
 
@@ -535,47 +493,6 @@ def test_an_election_ends_after_repeated_failures(
     assert caplog.messages[-1].endswith("The election ends.")
     assert (len(deposed), one.leader()) == (3, None)
     assert one.stop(0)
-
-
-async def test_an_election_continues_under_freezegun(monkeypatch):
-    """The pause after a failure ends, although the event loop's clock is frozen."""
-    monkeypatch.setattr(election, "PAUSE", 0.05)
-    leads = []
-
-    async def lead(hold):
-        leads.append(hold)
-        if len(leads) == 2:
-            one.stop()
-        raise ZeroDivisionError
-
-    one = LeaderElection("scheduler", using="memory", on_elected=lead)
-    with freezegun.freeze_time("2012-01-14"):
-        await one.arun()
-    assert len(leads) == 2
-
-
-def test_work_in_on_elected_continues_while_it_leads(elections, heard):
-    def work(hold):
-        heard.put(("one", "began", hold))
-        while one.wait(30):
-            pass
-        heard.put(("one", "ended", hold))
-
-    one = elections(
-        ttl=0.6,
-        on_elected=work,
-        on_deposed=lambda hold: heard.put(("one", "deposed", hold)),
-    )
-    one.start()
-    next_of(heard)
-    take_away(one.key)
-    assert [next_of(heard)[0] for _ in range(3)] == [
-        "one ended",
-        "one deposed",
-        "one began",
-    ]
-    assert one.stop(10)
-    assert [next_of(heard)[0] for _ in range(2)] == ["one ended", "one deposed"]
 
 
 def test_work_that_raises_lock_lost_is_no_failure(elections, heard, caplog):
@@ -897,18 +814,3 @@ def last_of(worker):
 
 def wait_for_waiters(number):
     eventually(lambda: backends["default"].waiting("leader:scheduler") >= number)
-
-
-@DATABASE
-def test_a_lock_of_the_same_name_is_another_lock():
-    told = []
-
-    def work(hold):
-        with db_lock("scheduler", timeout=0):
-            told.append(hold.held)
-
-    with LeaderElection("scheduler", on_elected=work) as one:
-        eventually(lambda: told)
-        assert one.is_leader
-    assert told == [True]
-    connections.close_all()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kinds
 from benchmarks.report import Run, Target, write
 
 ROOT = Path(__file__).parent.parent.parent
@@ -130,41 +129,3 @@ def test_the_report_names_locks_that_lost_updates(tmp_path, monkeypatch):
     page = write(run, tmp_path).read_text()
     assert "redis-py, contended" in page
     assert "two held the lock at once; 3 updates lost" in page
-
-
-def test_the_comparison_of_kinds_shows_the_measurements(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        kinds, "_plot", lambda run, directory: None
-    )  # The tests do not depend on matplotlib.
-    results = [
-        _result(
-            name,
-            0,
-            experiment=experiment,
-            handovers=[900],
-            disturbance=0.1,
-            pairs=[1000 + 10 * place],
-        )
-        for place, name in enumerate(kinds.NAMES)
-        for experiment in ("uncontended", "contended")
-    ]
-    raw = {
-        "quick": True, "ttl": 4, "machine": {"cores": 2}, "servers": {"redis": ["7.0",
-        "none"]}, "results": results,
-        "kill": {**dict.fromkeys(kinds.NAMES, 4.25), "kazoo": None},
-        "pause": {work: dict.fromkeys(kinds.NAMES, "refused") for work in ("unguarded",
-        "token-checked", "guarded")},
-        "restart": {**dict.fromkeys(kinds.NAMES, ()), "dlocks-redlock": [[1, 5,
-        "kept"], [3, 5, "granted twice"]]},
-    }  # fmt: skip
-    page = kinds.write(raw, tmp_path).read_text()
-    assert (
-        "| dlocks, PostgreSQL, pessimistic | yes | 1,000 | 1,000 | 20 | 3 | 0.90 |"
-        " 0.80 |" in page
-    )
-    assert (
-        "* **alone**: dlocks, PostgreSQL, pessimistic; dlocks, MariaDB, pessimistic;"
-        " dlocks, SQLite" in page
-    )
-    assert "| kazoo | not within 12 | refused | refused | refused | no server |" in page
-    assert "1 of 5: kept; 3 of 5: granted twice |" in page

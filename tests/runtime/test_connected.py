@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.db import connections, transaction
@@ -70,14 +71,35 @@ def test_the_fast_lookup_knows_the_storage_of_asgiref():
 
 
 def test_each_thread_has_its_own_connection(asgiref, in_other_thread):
+    """A new thread has none. Replaced and deleted connections are noticed.
+
+    The live server of the tests replaces the connections of its threads.
+    """
+
+    def opened(before=agree):
+        before()
+        return [*in_atomic_blocks(), *open_connections()]
+
     mine = agree()
+    assert in_other_thread(opened, lambda: None) == []
     assert in_other_thread(agree) is not mine
     assert agree() is mine
+    with transaction.atomic():
+        assert list(open_connections()) == [mine]
+        assert in_other_thread(opened) == []
+    assert list(open_connections()) == []
 
+    def take_over():
+        connections["default"] = mine
+        return agree()
 
-def test_a_new_thread_has_no_connection(asgiref, in_other_thread):
-    assert in_other_thread(lambda: list(in_atomic_blocks())) == []
-    assert in_other_thread(lambda: list(open_connections())) == []
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(take_over).result() is mine
+    del connections["default"]
+    try:
+        assert agree() is not mine
+    finally:
+        connections["default"] = mine
 
 
 async def test_a_coroutine_has_its_own_connection(asgiref):
@@ -88,37 +110,3 @@ async def test_a_coroutine_has_its_own_connection(asgiref):
     theirs = await sync_to_async(agree)()
     assert theirs is not mine
     assert agree() is mine
-
-
-def test_a_replaced_connection_is_found(asgiref):
-    """A replaced connection is found.
-
-    The live server of the tests replaces the connections of its threads in this way.
-    """
-    mine = agree()
-    found = []
-
-    def take_over():
-        connections["default"] = mine
-        found.append(agree())
-
-    thread = threading.Thread(target=take_over)
-    thread.start()
-    thread.join()
-    assert found == [mine]
-
-
-def test_a_deleted_connection_is_created_again(asgiref):
-    mine = agree()
-    del connections["default"]
-    try:
-        assert agree() is not mine
-    finally:
-        connections["default"] = mine
-
-
-def test_connections_in_a_transaction_are_found(asgiref, in_other_thread):
-    with transaction.atomic():
-        assert list(open_connections()) == [connections["default"]]
-        assert in_other_thread(lambda: (agree(), list(open_connections()))[1]) == []
-    assert list(open_connections()) == []

@@ -5,14 +5,9 @@ The gevent worker of gunicorn does the same.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.scripts import run_python
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
@@ -21,33 +16,14 @@ pytestmark = [
 ]
 
 
-def under_gevent(*aliases):
-    """Run tests/under_gevent.py and return the lines of its output."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "gevent.monkey",
-            "tests/under_gevent.py",
-            *aliases,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_greenlets_exclude_each_other():
     """Locks of rows and of sessions work, renew and expire under gevent."""
+    done = run_python(
+        "-m", "gevent.monkey", "tests/under_gevent.py", "default", "session"
+    )
+    assert done.returncode == 0, done.stderr
     assert (
-        under_gevent("default", "session")
+        done.stdout.splitlines()
         == [
             "threads 100 1",
             "greenlets 100 1",

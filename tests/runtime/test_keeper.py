@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from django.db import connection, connections, transaction
@@ -26,14 +22,13 @@ from tests.internals import (
     clock,
     keeper,
 )
+from tests.scripts import run_python
 from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.front,
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
 ]
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def state(key="stock:7"):
@@ -384,25 +379,14 @@ def test_a_key_is_free_after_max_hold_whatever_its_ttl(turned_clock, in_other_th
 # The end of a process.
 
 
-def run_script(script, *, before="", **environment):
+def run_script(script, *, before=""):
     """Run a user's script in its own process, on this test's database.
 
     ``before`` is code that runs before the setup of Django.
     """
-    code = (
-        textwrap.dedent(before)
-        + "\nimport django; django.setup()\n"
-        + textwrap.dedent(script)
-    )
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    setup = "\nimport django; django.setup()\n"
+    code = textwrap.dedent(before) + setup + textwrap.dedent(script)
+    return run_python("-c", code, DJANGO_SETTINGS_MODULE="tests.settings")
 
 
 @pytest.mark.engine("sqlite")
@@ -570,29 +554,8 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
                     self.left = db_lock("left", ttl=30).acquire()
             """)
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "django",
-            "test",
-            "usertests",
-            "--settings",
-            "usersettings",
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{tmp_path}:{ROOT}",
-            "DLOCKS_TEST_NAME": "dlocks",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    django_test = "django", "test", "usertests", "--settings", "usersettings"
+    done = run_python("-m", *django_test, cwd=tmp_path, DLOCKS_TEST_NAME="dlocks")
     assert done.returncode == 0, done.stderr
     assert "Ran 3 tests" in done.stderr
     assert "accessed by other users" not in done.stderr

@@ -59,40 +59,23 @@ def stopped(monkeypatch):
     return let_pass
 
 
-def test_a_polling_reader_yields_the_processor(ends, slept, stopped, monkeypatch):
-    """On a single processor, the reply could not arrive otherwise."""
+def test_polling_stops_while_replies_are_late(ends, slept, stopped, monkeypatch):
+    """A reader polls for a short time, and yields the processor. Then it sleeps."""
     here, there = ends
-    monkeypatch.setattr(os, "sched_yield", lambda: there.send(b"answer"))
-    assert polling.readable(here.fileno())()
-    assert not slept
-
-
-def test_a_reader_sleeps_if_the_reply_takes_long(ends, slept, stopped, monkeypatch):
-    here, _ = ends
-    looks = []
-    monkeypatch.setattr(
-        os,
-        "sched_yield",
-        lambda: (looks.append(True), stopped(polling.SPIN_SECONDS / 10)),
-    )
-    assert not polling.readable(here.fileno())(timeout=0.001)
+    looks, step = [], polling.SPIN_SECONDS / 10
+    monkeypatch.setattr(os, "sched_yield", lambda: (looks.append(True), stopped(step)))
+    wait = polling.readable(here.fileno())
+    assert not wait(timeout=0.001)
     assert 9 <= len(looks) <= 11
     assert slept == [1.0]
-
-
-def test_polling_stops_while_replies_are_late(ends, slept, stopped, monkeypatch):
-    here, there = ends
-    looks = []
-    monkeypatch.setattr(
-        os, "sched_yield", lambda: (looks.append(True), stopped(polling.SPIN_SECONDS))
-    )
-    wait = polling.readable(here.fileno())
-    for _ in range(polling.LATE_REPLIES_LIMIT):
+    step = polling.SPIN_SECONDS
+    looks.clear()
+    for _ in range(polling.LATE_REPLIES_LIMIT - 1):
         wait(timeout=0.001)
-    assert len(looks) == polling.LATE_REPLIES_LIMIT
+    assert len(looks) == polling.LATE_REPLIES_LIMIT - 1
     there.send(b"answer")
     assert wait(timeout=0.001)
-    assert len(looks) == polling.LATE_REPLIES_LIMIT
+    assert len(looks) == polling.LATE_REPLIES_LIMIT - 1
     assert len(slept) == polling.LATE_REPLIES_LIMIT + 1
     # The reply is quick by the stopped clock, so polling is used again.
     assert wait()

@@ -84,17 +84,6 @@ async def test_a_busy_key_times_out_in_a_coroutine(using, stop):
     await hold.arelease()
 
 
-def test_a_busy_key_in_memory_times_out(threads):
-    """``timeout`` is real time for the memory backend too."""
-
-    def wait():
-        with pytest.raises(LockTimeout):
-            db_lock("stock:7", using="memory", timeout=0.2).acquire()
-
-    with freeze(), db_lock("stock:7", using="memory"), lasting(0.2):
-        threads(wait).join()
-
-
 @pytest.mark.parametrize("using", DATABASE)
 def test_a_waiter_is_served_while_the_clock_is_stopped(using, threads):
     """A released key is handed over while the clock is stopped."""
