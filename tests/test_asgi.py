@@ -5,91 +5,17 @@ The clients run in other processes.
 
 from __future__ import annotations
 
-import http.client
-import os
-import signal
-import socket
-import subprocess
-import sys
-
 import pytest
 
 from dlocks import db_lock
 from tests import jobs
 from tests.internals import LockClaim, ResourceLock
-from tests.servers import free_port, release_port
+from tests.site import Site
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb"),
     pytest.mark.django_db(transaction=True),
 ]
-
-HOST = "127.0.0.1"
-START_SECONDS = 60.0
-
-
-class Uvicorn:
-    """A server process on a free port. It is ready when the port answers."""
-
-    def __init__(self, counter):
-        self.port = free_port()
-        environment = {
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "tests.settings",
-            "DLOCKS_TEST_URLS": "tests.asgi",
-            "DLOCKS_TEST_COUNTER": str(counter),
-        }
-        arguments = [
-            "tests.asgi:application",
-            "--host",
-            HOST,
-            "--port",
-            str(self.port),
-            "--lifespan",
-            "on",
-        ]
-        self.log = counter.with_name("uvicorn.log")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "uvicorn",
-                    *arguments,
-                    "--timeout-graceful-shutdown",
-                    "1",
-                ],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def answers(self):
-        assert self.process.poll() is None, self.log.read_text()
-        with socket.socket() as probe:
-            return probe.connect_ex((HOST, self.port)) == 0
-
-    def request(self, address):
-        """Send a request and return the connection, without reading the response."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=60)
-        connection.request("GET", address)
-        return connection
-
-    def get(self, address):
-        connection = self.request(address)
-        try:
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
-            connection.close()
-
-    def end(self):
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(60)
-        finally:
-            release_port(self.port)
 
 
 @pytest.fixture
@@ -99,16 +25,21 @@ def counter(tmp_path):
     return file
 
 
+COMMAND = (
+    "uvicorn tests.asgi:application --host 127.0.0.1 --port {port} --lifespan on"
+    " --timeout-graceful-shutdown 1"
+)
+
+
 @pytest.fixture
 def uvicorn(counter, transactional_db, until):
-    server = Uvicorn(counter)
+    options = {"DLOCKS_TEST_URLS": "tests.asgi", "DLOCKS_TEST_COUNTER": str(counter)}
+    server = Site(COMMAND, counter.parent, **options)
     try:
-        until(server.answers, START_SECONDS)
+        until(server.answers, 60)
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
+        server.end()
 
 
 def is_held(key):

@@ -347,13 +347,6 @@ class TestStreams:
 
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 class TestOnTheDatabase:
-    @pytest.mark.parametrize("url", ["/class/", "/async-class/"])
-    def test_a_lease_is_held_until_the_template_is_rendered(self, url, is_busy):
-        """Another caller can acquire the row only after the rendering."""
-        assert Client().get(url).content == b"template"
-        assert ("template", True) in seen
-        assert not is_busy(KEY)
-
     def test_a_transaction_keeps_its_lock_only_until_its_end(self, is_busy):
         """With ATOMIC_REQUESTS, the commit releases the lock.
 

@@ -67,25 +67,39 @@ def test_one_of_several_processes_runs_the_job(workers):
 @pytest.mark.usefixtures("memory_locks")
 @pytest.mark.parametrize("skew", [0, 59.9])
 async def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(
-    skew, frozen_lock_clock
+    skew, frozen_lock_clock, page
 ):
-    """This holds for functions and for coroutines."""
+    """This holds for functions, for coroutines, and for a job that fails."""
     runs = []
+
+    @run_once("weekly", min_hold=60)
+    async def fails():
+        raise KeyError
+
     job = run_once("nightly", min_hold=60)(lambda: runs.append("ran") or "done")
 
     @run_once("nightly:{region}", min_hold=60)
     async def coroutine(region):
         return region
 
+    report = sync_to_async(page.nightly_report)
+
     async def both():
         return await sync_to_async(job)(), await coroutine("north")
 
     assert await both() == ("done", "north")
+    assert await report() == "sent"
+    with pytest.raises(KeyError):
+        await fails()
     frozen_lock_clock.tick(skew)
     assert await both() == (None, None)
+    assert await report() is await fails() is None
     assert await coroutine("south") == "south"
     frozen_lock_clock.tick(60.01 - skew)
     assert await both() == ("done", "north")
+    assert await report() == "sent"
+    with pytest.raises(KeyError):
+        await fails()
     assert len(runs) == 2
 
 
@@ -168,20 +182,6 @@ def test_a_job_in_a_transaction_of_sqlite_is_refused(use):
         run()
     run()
     assert runs == ["ran"]
-
-
-@pytest.mark.usefixtures("memory_locks")
-def test_a_failed_job_keeps_min_hold(frozen_lock_clock):
-    @run_once("nightly", min_hold=60)
-    def job():
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        job()
-    assert job() is None
-    frozen_lock_clock.tick(61)
-    with pytest.raises(KeyError):
-        job()
 
 
 def test_a_job_of_a_dead_node_keeps_min_hold(doomed, until, is_busy):
@@ -645,14 +645,6 @@ def test_a_signal_that_the_command_refuses_keeps_the_lock(capfd, monkeypatch):
 
 
 # The recipes.
-
-
-@pytest.mark.usefixtures("memory_locks")
-def test_the_documented_job_runs_once(page, frozen_lock_clock):
-    assert page.nightly_report() == "sent"
-    assert page.nightly_report() is None
-    frozen_lock_clock.tick(61)
-    assert page.nightly_report() == "sent"
 
 
 def test_the_documented_console_command_works(environment, tmp_path):

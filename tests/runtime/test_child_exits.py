@@ -34,25 +34,16 @@ def program(request):
     """
 
     def start(*arguments, **environment):
+        ignored = "ignore:This process:DeprecationWarning"
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore:This process:DeprecationWarning",
-                "-m",
-                *arguments,
-            ],
+            [sys.executable, "-W", ignored, "-m", *arguments],
             env={
-                **os.environ,
-                "DJANGO_SETTINGS_MODULE": "tests.settings",
-                "PYTHONPATH": str(ROOT),
-                **environment,
+                **os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings",
+                "PYTHONPATH": str(ROOT), **environment,
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
 
         def stop():
             if process.poll() is None:
@@ -86,10 +77,8 @@ def test_a_child_releases_and_records(kind, program):
         pass
     if kind == "fork":
         # The key of an election is free at once, too.
-        assert program("tests.children", kind, "lead").communicate(timeout=60) == (
-            "",
-            None,
-        )
+        leader = program("tests.children", kind, "lead")
+        assert leader.communicate(timeout=60) == ("", None)
         row = ResourceLock.objects.by_clock().get(pk="leader:cleaner")
         assert row.state == "free"
         assert LeaderElection("cleaner").leader() is None

@@ -68,7 +68,7 @@ def test_polling_stops_while_replies_are_late(ends, slept, stopped, monkeypatch)
     assert not wait(timeout=0.001)
     assert 9 <= len(looks) <= 11
     assert slept == [1.0]
-    step = polling.SPIN_SECONDS
+    step = 2 * polling.SPIN_SECONDS
     looks.clear()
     for _ in range(polling.LATE_REPLIES_LIMIT - 1):
         wait(timeout=0.001)

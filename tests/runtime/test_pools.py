@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +12,7 @@ from dlocks import db_lock
 from tests import jobs
 from tests.internals import backends
 from tests.models import Counter
-from tests.servers import free_port, release_port
+from tests.site import Site
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
@@ -66,52 +61,6 @@ def pooled(doomed):
         )
 
     return start
-
-
-@pytest.fixture
-def serve(transactional_db, until, tmp_path):
-    """Return a function that starts a server of tests/pooled_site.py.
-
-    The function returns the port.
-    """
-    port = free_port()
-    processes = []
-
-    def start(*arguments):
-        environment = {
-            **os.environ,
-            **behind_a_pool(4),
-            "DJANGO_SETTINGS_MODULE": "tests.settings",
-            "DLOCKS_TEST_URLS": "tests.pooled_site",
-        }
-        command = [
-            sys.executable,
-            "-m",
-            *(argument.format(port=port) for argument in arguments),
-        ]
-        log = tmp_path / "server.log"
-        with log.open("wb") as output:
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-            )
-
-        def answers():
-            assert processes[0].poll() is None, log.read_text()
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
-
-        until(answers, 60)
-        return port
-
-    yield start
-    for process in processes:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    release_port(port)
 
 
 POOLS = [
@@ -203,42 +152,36 @@ def test_a_key_is_released_at_exit_without_a_pooled_connection(pooled, is_busy):
 
 
 GUNICORN = (
-    "gunicorn",
-    "--worker-class=gthread",
-    "--threads=8",
-    "--bind=127.0.0.1:{port}",
-    "tests.pooled_site:wsgi",
+    "gunicorn --worker-class=gthread --threads=8 --bind=127.0.0.1:{port}"
+    " tests.pooled_site:wsgi"
 )
-UVICORN = ("uvicorn", "--host=127.0.0.1", "--port={port}", "tests.pooled_site:asgi")
+UVICORN = "uvicorn --host=127.0.0.1 --port={port} tests.pooled_site:asgi"
 
 
 @pytest.mark.parametrize(
-    ("server", "pages"),
+    ("command", "pages"),
     [
-        pytest.param(
-            GUNICORN, ["/lock/", "/query/"], marks=pytest.mark.engine("mariadb")
-        ),
+        pytest.param(GUNICORN, ["lock", "query"], marks=pytest.mark.engine("mariadb")),
         pytest.param(
             UVICORN,
-            ["/lock/", "/query/", "/coroutine/"],
+            ["lock", "query", "coroutine"],
             marks=pytest.mark.engine("postgresql"),
         ),
     ],
 )
-def test_servers_with_more_threads_than_connections_answer(server, pages, serve):
+def test_servers_with_more_threads_than_connections_answer(
+    command, pages, until, tmp_path
+):
     """No request fails, and no increment is lost."""
     Counter.objects.create(name="requests", value=0)
-    port = serve(*server)
-
-    def get(page):
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        try:
-            client.request("GET", page)
-            return client.getresponse().status
-        finally:
-            client.close()
-
-    for number, page in enumerate(pages, 1):
-        with ThreadPoolExecutor(8) as clients:
-            assert set(clients.map(get, [page] * 16)) == {200}
-        assert Counter.objects.get(name="requests").value == 16 * number
+    pool = behind_a_pool(4)
+    server = Site(command, tmp_path, DLOCKS_TEST_URLS="tests.pooled_site", **pool)
+    try:
+        until(server.answers, 60)
+        for number, page in enumerate(pages, 1):
+            with ThreadPoolExecutor(8) as clients:
+                answers = list(clients.map(server.get, [f"/{page}/"] * 16))
+            assert {status for status, _ in answers} == {200}
+            assert Counter.objects.get(name="requests").value == 16 * number
+    finally:
+        server.end()
