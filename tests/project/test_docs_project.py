@@ -55,7 +55,7 @@ class Sale(models.Model):
 # Run the blocks of one page as a module of the app. Names that the page takes for
 # granted, such as ``amount``, stand for any object.
 RUN = """
-import builtins, json, os, sys, types
+import builtins, gc, json, os, sys, types
 from unittest.mock import MagicMock
 
 import django
@@ -73,7 +73,14 @@ class Names(dict):
     def __missing__(self, name):
         return self.setdefault(name, MagicMock(name=name))
 
-# Each page runs in a process of its own.
+# Each page runs in a process of its own, which inherits these imports.
+import dlocks.optimistic
+import dlocks.testing
+from dlocks.conf import backends
+for name in dlocks.__all__:
+    getattr(dlocks, name)
+MagicMock(backend=backends["default"])
+gc.freeze()
 connection.close()
 failed = []
 for page, blocks in json.load(sys.stdin):

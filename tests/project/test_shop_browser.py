@@ -73,7 +73,7 @@ def test_the_numbers_move_and_only_no_lock_oversells(browser):
     page = browser.page(color_scheme="light", viewport={"width": 1100, "height": 900})
     page.goto(PAGE)
     browser.expect(page.get_by_text("No sale yet")).to_be_visible()
-    stock, buyers = 30, 150
+    stock, buyers = 30, 90
     fill(page, stock=stock, buyers=buyers)
     start(page)
     browser.expect(

@@ -63,7 +63,7 @@ def records():
 ALL = {**{f"ended:{number}": "R" for number in range(6)}, "left": "F"}
 
 
-@pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn", "pool", "os.fork"])
+@pytest.mark.parametrize("kind", ["fork", "forkserver", "pool", "os.fork"])
 def test_a_child_releases_and_records(kind, program):
     """A child releases its holds and writes its history before it exits.
 
