@@ -232,7 +232,7 @@ def test_a_higher_isolation_level_causes_a_warning(monkeypatch):
         monkeypatch.setitem(options, "isolation_level", level)
         found = check_settings()
         assert ids(found) == ({"dlocks.W003"} if warned else set()), level
-        assert not warned or str(level) in found[0].msg
+        assert not warned or connection.vendor != "mysql" or level in found[0].msg
 
 
 @pytest.mark.engine("mariadb", "mysql")

@@ -337,64 +337,52 @@ def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
     assert woken == [1]
 
 
-@BOTH
-def test_a_prefix_of_the_calling_thread_is_no_obstacle(threads, monkeypatch, using):
-    """The prefix of a tenant is known only in the threads of its callers."""
-    tenant, both = threading.local(), threading.Barrier(2)
-    monkeypatch.setattr(backends[using], "_prefix", lambda: tenant.name)
-
-    def nest(first, second):
-        tenant.name = "acme:"
-        with db_lock(first, using=using):
-            both.wait(30)
-            try:
-                with db_lock(second, timeout=30, using=using):
-                    return "both"
-            except LockDeadlock as error:
-                return sorted(member.waits_for for member in error.members)
-
-    callers = [threads(lambda: nest("a", "b")), threads(lambda: nest("b", "a"))]
-    for caller in callers:
-        caller.join(60)
-    assert sorted(map(str, (one.results[0] for one in callers))) == [
-        "['a', 'b']",
-        "both",
-    ]
-
-
 @pytest.mark.parametrize(
     ("using", "how"),
     [
+        ("default", "found"),
         ("default", "switched off"),
+        pytest.param("session", "found", marks=SERVERS),
         pytest.param("session", "switched off", marks=SERVERS),
         pytest.param("session", "the server shows no statements", marks=SERVERS),
     ],
 )
-def test_without_detection_callers_wait_for_their_timeouts(
-    threads, monkeypatch, using, how
-):
+def test_deadlocks_are_found_unless_detection_is_off(threads, monkeypatch, using, how):
+    """Otherwise the callers wait for their timeouts.
+
+    A prefix that is known only in the calling threads is no obstacle.
+    """
+    tenant, both = threading.local(), threading.Barrier(2)
+    monkeypatch.setattr(backends[using], "_prefix", lambda: tenant.name)
     if how == "switched off":
         monkeypatch.setattr(backends[using], "deadlock_after", None)
-    else:
+    elif how != "found":
         kind = backends["session"]._kind
         refused = {**kind.statements, "comments": "SELECT no_such_column"}
         monkeypatch.setattr(kind, "statements", refused)
         monkeypatch.setattr(kind, "begin", lambda self, begin=kind.begin: begin(self))
-    both = threading.Barrier(2)
 
     def nest(first, second, timeout):
+        tenant.name = "acme:"
         with db_lock(first, using=using):
             both.wait(30)
             try:
                 with db_lock(second, timeout=timeout, using=using):
                     return "both"
-            except LockTimeout as error:
-                return type(error)
+            except LockDeadlock as error:
+                return sorted(member.waits_for for member in error.members)
+            except LockTimeout:
+                return "late"
 
-    callers = [threads(lambda: nest("a", "b", 30)), threads(lambda: nest("b", "a", 2))]
+    late = 30 if how == "found" else 2
+    callers = [
+        threads(lambda: nest("a", "b", 30)),
+        threads(lambda: nest("b", "a", late)),
+    ]
     for caller in callers:
         caller.join(60)
-    assert [caller.results for caller in callers] == [["both"], [LockTimeout]]
+    outcomes = sorted(str(caller.results[0]) for caller in callers)
+    assert outcomes == (["['a', 'b']", "both"] if how == "found" else ["both", "late"])
 
 
 @pytest.mark.front
