@@ -505,34 +505,26 @@ def test_an_invalid_policy_of_a_view_is_refused():
                 locked_view("order", **{option: value})
 
 
-def test_a_class_based_view_is_locked_as_a_whole(is_busy):
+async def test_a_class_based_view_is_locked_as_a_whole(is_busy):
+    """An async one is locked until its response. The base class is not locked."""
+
     @locked_view("order:{pk}")
     class Locked(Orders):
         def get(self, request, pk):
             assert is_busy(f"order:{pk}")
             return super().get(request, pk)
 
-    view = Locked.as_view()
-    assert view(REQUEST, pk=7).content == b"order 7"
-    with held_elsewhere("order:7"):
-        assert view(REQUEST, pk=7).status_code == 409
-    assert Orders.as_view()(REQUEST, pk=7).status_code == 200
-
-
-async def test_an_async_class_based_view_is_locked_until_its_response():
     @locked_view("order:{pk}")
-    class Locked(AsyncOrders):
+    class AsyncLocked(AsyncOrders):
         async def get(self, request, pk):
-            other = asyncio.create_task(
-                db_lock(f"order:{pk}", timeout=0).atry_acquire()
-            )
-            assert await other is None
+            assert await asyncio.to_thread(is_busy, f"order:{pk}")
             return await super().get(request, pk)
 
-    view = Locked.as_view()
-    assert (await view(REQUEST, pk=7)).content == b"order 7"
-    with held_elsewhere("order:7"):
-        assert (await view(REQUEST, pk=7)).status_code == 409
+    for view in (sync_to_async(Locked.as_view()), AsyncLocked.as_view()):
+        assert (await view(REQUEST, pk=7)).content == b"order 7"
+        with held_elsewhere("order:7"):
+            assert (await view(REQUEST, pk=7)).status_code == 409
+    assert (await sync_to_async(Orders.as_view())(REQUEST, pk=7)).status_code == 200
 
 
 async def test_the_typed_examples_run():

@@ -195,16 +195,16 @@ class TestTemplates:
         response.render()
         assert not await db_lock(KEY).alocked()
 
-    def test_a_template_that_fails_leaves_the_key_free(self, is_busy):
-        """The error of the template is raised, and the key is free."""
+    def test_a_lock_lost_before_rendering_is_an_error(self, is_busy):
+        """LockLost is raised at the end of rendering, as at the end of a block.
+
+        The error of a template that fails is raised, and the key is free.
+        """
         response = fails(REQUEST)
         assert is_busy(KEY)
         with pytest.raises(ZeroDivisionError):
             response.render()
         assert not is_busy(KEY)
-
-    def test_a_lock_lost_before_rendering_is_an_error(self):
-        """LockLost is raised at the end of rendering, as at the end of a block."""
         response = Template.as_view()(REQUEST)
         lose(KEY)
         with pytest.raises(LockLost):

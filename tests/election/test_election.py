@@ -343,16 +343,6 @@ async def test_an_election_that_is_cancelled_twice_ends(monkeypatch):
     assert await asyncio.to_thread(one.stop, 5)
 
 
-async def test_an_async_election_can_be_stopped_from_djangos_thread():
-    """The election releases its key in that same thread."""
-    one = LeaderElection("scheduler", using="memory")
-    task = asyncio.create_task(one.arun())
-    while not one.is_leader:
-        await asyncio.sleep(0.01)
-    assert await sync_to_async(one.stop)(20)
-    await task
-
-
 def test_a_fork_of_a_leader_does_not_wait_for_its_parent(elections, monkeypatch):
     elected = threading.Event()
     one = elections(on_elected=lambda hold: elected.set())
@@ -394,20 +384,6 @@ async def test_a_lead_ends_after_its_work_despite_cancellations():
         await running
     assert told == [("work ended", True), ("deposed", True)]
     assert await one.aleader() is None
-
-
-async def test_a_thread_of_async_work_learns_of_the_end_at_once():
-    elected = asyncio.Event()
-    one = LeaderElection(
-        "scheduler", using="memory", on_elected=lambda hold: elected.set()
-    )
-    running = asyncio.create_task(one.arun())
-    await elected.wait()
-    waits = asyncio.create_task(asyncio.to_thread(one.wait, 60))
-    await asyncio.sleep(0.1)
-    one.stop(0)
-    assert await asyncio.wait_for(waits, 5) is False
-    await running
 
 
 def fail(hold):
@@ -612,6 +588,10 @@ def test_invalid_arguments_of_an_election_are_refused():
 
 
 async def test_async_work_is_cancelled_when_the_lead_ends():
+    """A thread of the work learns of the end at once.
+
+    The election can be stopped from Django's thread, in which it releases its key.
+    """
     told = []
     working = asyncio.Event()
 
@@ -638,7 +618,11 @@ async def test_async_work_is_cancelled_when_the_lead_ends():
     take_away(one.key)
     await working.wait()
     assert told == ["began", "cancelled", "deposed", "began"]
-    one.stop()
+    waits = asyncio.create_task(asyncio.to_thread(one.wait, 60))
+    while not one._wakeups_of_work:
+        await asyncio.sleep(0.001)
+    assert await sync_to_async(one.stop)(20)
+    assert await asyncio.wait_for(waits, 5) is False
     await running
     assert told[4:] == ["cancelled", "deposed"]
     assert await one.aleader() is None

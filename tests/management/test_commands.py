@@ -779,10 +779,11 @@ def test_a_duration_is_shown_in_its_largest_unit():
 @pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 class TestHealth:
     @pytest.mark.storage
-    def test_a_working_alias_is_healthy(self, in_other_thread):
+    def test_a_working_alias_is_healthy(self, in_other_thread, monkeypatch):
         """A probe gets exit status 0, and figures as JSON.
 
-        A limit that is exceeded is a problem. The lock of another check is none.
+        A limit that is exceeded and a clock that differs are problems. The lock of
+        another check is none.
         """
         rows.held("stock:7")
         rows.stale("report")
@@ -813,11 +814,8 @@ class TestHealth:
                 call_command(*using, option, "0", stdout=out)
             assert problem in out.getvalue()
         in_other_thread(held.release)
-
-    def test_a_clock_that_differs_is_a_problem(self, monkeypatch):
-        monkeypatch.setattr(
-            dlocks_health, "time", SimpleNamespace(time=float, perf_counter=float)
-        )
+        clock = SimpleNamespace(time=float, perf_counter=float)
+        monkeypatch.setattr(dlocks_health, "time", clock)
         with pytest.raises(CommandError, match="Not healthy"):
             run("dlocks_health", "--using", "default", "--max-clock-skew", "60")
 
