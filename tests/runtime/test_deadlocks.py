@@ -393,6 +393,24 @@ def test_a_wrong_deadlock_after_is_refused():
 
 
 @pytest.mark.front
+def test_an_impatient_process_does_not_look_all_the_time(
+    looks, in_queue, threads, until
+):
+    """With ``deadlock_after=0`` it looks at once, and then ten times a second."""
+
+    def nest():
+        with db_lock("a"), db_lock("stock:7", timeout=30):
+            pass
+
+    with db_lock("stock:7"):
+        waiter = threads(nest)
+        in_queue(1)
+        until(lambda: len(looks) >= 5)
+        assert looks[4] - looks[0] > 0.3
+    waiter.join(30)
+
+
+@pytest.mark.front
 def test_waits_without_a_held_key_cost_nothing(looks, in_queue, threads, until):
     """No statement looks for deadlocks while only such callers wait."""
     with db_lock("stock:7"):
