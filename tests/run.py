@@ -18,7 +18,7 @@ Databases are kept in /dev/shm if it is large enough and TMPDIR is not set. On o
 each flush of a server would delay all others.
 
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
-The suite is split into six shards (DLOCKS_TEST_SHARDS), shared among the engines.
+The suite is split into seven shards (DLOCKS_TEST_SHARDS), shared among the engines.
 Each shard has its own server, and all of them run side by side, which keeps two cores
 busy. With nine shards, more tests were late. Tests that are marked ``alone`` run after
 them, one engine at a time. A shard that takes longer than 40 minutes is aborted and
@@ -59,9 +59,9 @@ NEWEST_TESTS = [
     "tests/core/test_guard_isolation.py",
     "tests/core/test_races.py",
 ]
-SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "6"))
+SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "7"))
 # The part of the shards that each engine gets.
-SHARES = {"sqlite": 2, "postgresql": 2, "mariadb": 1, "mysql": 1}
+SHARES = {"sqlite": 2, "postgresql": 2, "mariadb": 2, "mysql": 1}
 # Shards for the tests of other servers, which are large.
 BACKENDS_SHARDS = 3
 LIMIT = 40 * 60.0
