@@ -627,6 +627,19 @@ def test_min_hold_keeps_the_key_after_the_block(in_other_thread, is_busy):
         in_other_thread(db_lock(key, using=using, timeout=10).acquire).release()
 
 
+@for_each("using", ["default", "optimistic", "insert"])
+def test_tokens_grow_although_the_clock_has_stepped_back(using):
+    """The row has the largest token, even if the clock is behind it."""
+    with db_lock("stock:7", using=using) as hold:
+        ahead = hold.token + 10**9
+        ResourceLock.objects.filter(pk="stock:7").update(version=ahead)
+    tokens = []
+    for _ in range(3):
+        with db_lock("stock:7", using=using) as hold:
+            tokens.append(hold.token - ahead)
+    assert tokens == [1, 2, 3]
+
+
 # Purging.
 
 
