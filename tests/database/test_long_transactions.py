@@ -70,6 +70,14 @@ def test_a_key_released_just_then_is_not_taken_over(
     assert not caplog.records
 
 
+def test_only_the_expired_one_of_several_keys_is_taken_over():
+    for using in FAMILY:
+        rows.stale(f"stock:7 {using}")
+        with db_lock("stock:8", f"stock:7 {using}", using=using) as hold:
+            assert [one.takeover for one in hold.holds] == [True, False], using
+            assert hold.takeover
+
+
 def test_a_key_of_a_dead_holder_is_still_stale(threads):
     """Callers that check an unlocked expired row at once all get ``LockStale``."""
     rows.stale("stock:7")
