@@ -116,7 +116,7 @@ def picture(page, name, **options):
 
 
 def test_locks_appear_and_disappear_without_a_reload(browser, boss, workers):
-    """An open page shows what is acquired and released.
+    """A lock appears on an open page at its acquisition, and leaves at its release.
 
     It is one click away from the list of locks. It says if the server does not respond,
     until it responds again.

@@ -166,7 +166,7 @@ BARE = {
 
 
 def test_a_decorator_without_parentheses_fails_when_decorating():
-    """Not at the first call, which may be much later."""
+    """The first call, at which it could fail instead, may come much later."""
     names = {"db_lock": db_lock, "functools": functools, "View": View}
     for what, code in BARE.items():
         # The code of a module, and that of a function.

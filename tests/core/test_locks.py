@@ -344,7 +344,7 @@ def test_the_owner_is_never_shown(caplog, in_other_thread):
 def test_the_time_zone_of_the_settings_does_not_matter(
     use_tz, settings, in_other_thread
 ):
-    """Nor does that of the request, since an error shows the age of a hold."""
+    """An error shows the age of a hold, so the time zone of a request is irrelevant."""
     settings.USE_TZ = use_tz
     settings.TIME_ZONE = "Asia/Tokyo"
     lock = db_lock("stock:7", timeout=0)

@@ -66,9 +66,12 @@ class Batch(Acquisition):
         sql += self.dialect.returning
         parameters = self._parameters(first) | parameters
 
-        take: Take = lambda: (self._granted(sql, parameters), None)  # noqa: E731
+        def grant() -> tuple[int | None, None]:
+            return self._granted(sql, parameters), None
+
+        take: Take = grant
         if in_transaction and self.dialect.locks_in_passing:
-            take = partial(self._or_undo, take)
+            take = partial(self._or_undo, grant)
         granted, _ = take()
         if granted is None and (absent := self._absent(claims)):
             for key in absent:
