@@ -34,34 +34,52 @@ def outlive_the_ttl():
 
 
 def test_the_idiom_of_threading_lock_works(is_busy):
-    """Holds outlive their ttl until their release, also those of several keys.
-
-    ``acquire()`` returns a true value, as a lock of redis-py does.
-    """
-    locks = [db_lock("stock:7", **BRISK), db_lock("stock:8", "stock:9", **BRISK)]
-    assert all(lock.acquire() for lock in locks)
-    try:
-        outlive_the_ttl()
-        assert all(lock.held() and lock.locked() for lock in locks)
-        assert all(is_busy(key) for lock in locks for key in lock.keys)
-    finally:
-        for lock in locks:
+    """It works for one key and for several."""
+    for keys in ("stock:7",), ("stock:8", "stock:9"):
+        lock = db_lock(*keys, **BRISK)
+        lock.acquire()
+        try:
+            outlive_the_ttl()
+            assert lock.held(), keys
+            assert all(is_busy(key) for key in keys), keys
+        finally:
             lock.release()
-    assert not any(lock.held() or lock.locked() for lock in locks)
-    assert not any(is_busy(key) for lock in locks for key in lock.keys)
+        assert not lock.held(), keys
+        assert not any(is_busy(key) for key in keys), keys
+
+
+def test_the_idiom_of_redis_lock_works(is_busy):
+    lock = db_lock("stock:7", timeout=5, **BRISK)
+    if lock.acquire():
+        try:
+            outlive_the_ttl()
+            assert lock.locked()
+            assert lock.held()
+        finally:
+            lock.release()
+    assert not is_busy()
+
+
+async def test_the_idiom_of_asyncio_lock_works():
+    lock = db_lock("stock:7", **BRISK)
+    await lock.aacquire()
+    try:
+        await asyncio.to_thread(outlive_the_ttl)
+        assert lock.held()
+        assert await lock.alocked()
+    finally:
+        await lock.arelease()
+    assert not lock.held()
+    assert not await lock.alocked()
 
 
 async def test_a_task_that_only_acquires_may_end():
-    """``asyncio.wait_for()``, ``gather()`` and a TaskGroup run it as a task.
-
-    The idiom of ``asyncio.Lock`` works too.
-    """
-    locks = [db_lock(f"stock:{number}", **BRISK) for number in range(5)]
-    await locks[0].aacquire()
-    await asyncio.wait_for(locks[1].aacquire(), 5)
-    await asyncio.gather(locks[2].aacquire(), locks[3].aacquire())
+    """``asyncio.wait_for()``, ``gather()`` and a TaskGroup run it as a task."""
+    locks = [db_lock(f"stock:{number}", **BRISK) for number in range(4)]
+    await asyncio.wait_for(locks[0].aacquire(), 5)
+    await asyncio.gather(locks[1].aacquire(), locks[2].aacquire())
     async with asyncio.TaskGroup() as group:
-        group.create_task(locks[4].aacquire())
+        group.create_task(locks[3].aacquire())
     await asyncio.to_thread(outlive_the_ttl)
     for lock in locks:
         assert lock.held()
