@@ -24,8 +24,9 @@ from dlocks.transactions import open_connections
 
 T = TypeVar("T")
 
-# Seconds for which a call waits for Django's thread, while that waits for a lock.
-SYNC_THREAD_TIMEOUT = 0.05
+# Seconds after which a call checks whether Django's thread waits for a lock. Each check
+# doubles them, because a thousand calls may wait for their turn.
+FIRST_CHECK, LAST_CHECK = 0.05, 0.8
 
 # Tasks that are acquiring a lock. Weak, because a task whose loop was closed never
 # leaves.
@@ -84,12 +85,13 @@ def waiting_for_a_lock() -> Iterator[None]:
         place = _place_in(AsyncToSync.loop_thread_executors.get(loop), loop)
         if place is not None:
             _sync_threads.setdefault(place, thread)
-    wait = thread, served
-    _waiting.append(wait)
+    waits = [(thread, served)] if thread else []
+    _waiting.extend(waits)
     try:
         yield
     finally:
-        _waiting.remove(wait)
+        for wait in waits:
+            _waiting.remove(wait)
 
 
 def _is_blocked(place: Any) -> bool:
@@ -115,6 +117,7 @@ async def run_in_sync_thread(
     outcome = asyncio.wrap_future(call.outcome)
     way: asyncio.Task[None] | None = None
     cancelled: asyncio.CancelledError | None = None
+    pause = FIRST_CHECK
     # A loop may end, so the task must not stay unfinished. The thread that collects it
     # as garbage would run its last lines, and get the context variables that they
     # restore.
@@ -125,7 +128,8 @@ async def run_in_sync_thread(
         if outcome.done() and call.is_in_worker:
             way.cancel()
         both: list[asyncio.Future[Any]] = [outcome, way]
-        timeout = None if call.begun else SYNC_THREAD_TIMEOUT
+        timeout = None if call.begun else pause
+        pause = min(2 * pause, LAST_CHECK)
         try:
             await clock.wait_for_any([one for one in both if not one.done()], timeout)
         except asyncio.CancelledError as error:

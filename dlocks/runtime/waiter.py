@@ -12,9 +12,6 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Ticket, WaitingClaim
 
-# Seconds after its timeout from which a waiter gets no more heartbeats, and is skipped.
-OVERDUE = 1.0
-
 
 class Waiter:
     """One caller whose claim is in the queue.
@@ -62,10 +59,6 @@ class Waiter:
         return self.closed or (
             isinstance(self.caller, asyncio.Task) and self.caller.get_loop().is_closed()
         )
-
-    @property
-    def is_overdue(self) -> bool:
-        return clock.now() > self.until + OVERDUE
 
     def apply(self, ticket: Ticket, sent: float) -> bool:
         """Record the reply to a request that was sent at ``sent``.

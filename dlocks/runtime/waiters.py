@@ -36,6 +36,9 @@ logger = logging.getLogger("dlocks")
 # quicker.
 CONNECT_TIMEOUT = 10.0
 
+# Seconds after its timeout from which a waiter gets no more heartbeats, and is skipped.
+OVERDUE = 1.0
+
 
 class Waiters:
     """The callers of this process that are queued for keys of one backend.
@@ -201,18 +204,20 @@ class Waiters:
             self._schedule.is_complete = notifier is not None and notifier.is_complete
             self._poll_at = 0.0
 
+    def _queued(self) -> list[Waiter]:
+        """Return the waiters to poll for. The caller holds the mutex."""
+        now = clock.now()
+        return [
+            one
+            for one in self._waiters.values()
+            if one.is_queued and now <= one.until + OVERDUE
+        ]
+
     def _rest(self, notifier: Notifier | None) -> bool:
         """Sleep until a poll is due, and return whether a notification came."""
         with self._mutex:
-            queued = [one for one in self._waiters.values() if one.is_queued]
-            due = min(
-                (
-                    min(one.poll_at, one.check_at)
-                    for one in queued
-                    if not one.is_overdue
-                ),
-                default=clock.FOREVER,
-            )
+            queued = self._queued()
+            due = [min(one.poll_at, one.check_at) for one in queued]
             # A waiter may be queued during the sleep.
             longest = (
                 LONGEST_POLL_DELAY if self._schedule.is_needed else HEARTBEAT_EVERY / 2
@@ -220,8 +225,8 @@ class Waiters:
             if notifier is None and not queued:
                 longest = IDLE_CLOSE_AFTER
             if queued:
-                due = min(due, self._poll_at)
-            pause = max(0.0, min(due - clock.now(), longest))
+                longest = min(longest, min(*due, self._poll_at) - clock.now())
+            pause = max(0.0, longest)
             if notifier is None and pause:
                 self._changed.wait(pause)
         return notifier is not None and notifier.wait(pause)
@@ -230,13 +235,9 @@ class Waiters:
         """Poll the claims that are due, and those that a notification may be about."""
         sent = clock.now()
         with self._mutex:
-            queued = [
-                waiter
-                for waiter in self._waiters.values()
-                if waiter.is_queued and not waiter.is_overdue
-            ]
+            queued = self._queued()
             due = []
-            if any(waiter.poll_at <= sent for waiter in queued):
+            if any(one.poll_at <= sent for one in queued):
                 # Include those that are due soon. They came one by one, and would
                 # always be polled one by one.
                 due = [
@@ -323,9 +324,7 @@ class Waiters:
 
     def _cancel_abandoned(self) -> None:
         with self._mutex:
-            abandoned = [
-                waiter for waiter in self._waiters.values() if waiter.is_abandoned
-            ]
+            abandoned = [one for one in self._waiters.values() if one.is_abandoned]
         for waiter in abandoned:
             self.remove(waiter)
             self.backend.release(waiter.claim, failed=True)

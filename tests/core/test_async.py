@@ -539,6 +539,25 @@ def test_async_code_acquires_in_the_transaction_of_its_caller(while_busy):
 
 
 @pytest.mark.front
+async def test_a_call_checks_a_busy_thread_less_and_less_often(monkeypatch):
+    """A thousand tasks that wait for their turn need little processor time."""
+    wait, pauses, go_on = clock.wait_for_any, [], threading.Event()
+
+    async def look(futures, seconds):
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            go_on.set()
+        await wait(futures, seconds)
+
+    monkeypatch.setattr(clock, "wait_for_any", look)
+    sibling = asyncio.create_task(sync_to_async(go_on.wait)(30))
+    await asyncio.sleep(0)
+    async with db_lock("stock:7", using="memory"):
+        assert pauses[:4] == sorted(set(pauses[:4]))
+    await sibling
+
+
+@pytest.mark.front
 async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_thread):
     """Sync code waits there for a key that only the task can release."""
     hold = await asyncio.to_thread(
