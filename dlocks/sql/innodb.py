@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dlocks.sql.dialect import KEY, Dialect, escape_unencodable, statement
 from dlocks.sql.direct import Reply, by_mysqlclient
 
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-
+_NOT_UTF8MB3 = re.compile("[^\0-\uffff]")
 AS_A_RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 # States of a session in the process list of MySQL and MariaDB.
 _WAITS_FOR_TABLE = re.compile(
@@ -47,15 +47,12 @@ class InnoDB(Dialect):
     # cluster if another node has committed first. 1020 is a row that changed since the
     # snapshot. MariaDB 11.6 and newer roll back the transaction then.
     rolled_back = frozenset({1213, 1180, 1020})
-    # lock wait timeout, not locked at once
-    locked = frozenset({1205, 3572})
+    locked = frozenset({1205, 3572})  # lock wait timeout, not locked at once
     lost_race = rolled_back | locked
-    # read_only of the server, of InnoDB, of the session
-    read_only = frozenset({1290, 1836, 1792})
+    read_only = frozenset({1290, 1836, 1792})  # of the server, of InnoDB, the session
     # commands out of sync: an interrupt came before a reply was read
     desynchronised = frozenset({2014})
-    # query interrupted
-    cancelled = frozenset({1317})
+    cancelled = frozenset({1317})  # query interrupted
     read_only_settings = (
         "read_only or transaction_read_only is on, as it is on a replica"
     )
@@ -109,15 +106,9 @@ class InnoDB(Dialect):
         # The columns are in utf8mb4, whatever the database's character set. The session
         # has a character set of its own.
         charset = raw.character_set_name()
-        if charset == "utf8mb4":
-            return text
         if charset in {"utf8", "utf8mb3"}:
-            return re.sub(
-                "[^\0-\uffff]",
-                lambda found: escape_unencodable(found[0], "ascii"),
-                text,
-            )
-        return escape_unencodable(text, charset)
+            return _NOT_UTF8MB3.sub(lambda x: escape_unencodable(x[0], "ascii"), text)
+        return text if charset == "utf8mb4" else escape_unencodable(text, charset)
 
     def code_of(self, error: BaseException) -> object:
         return error.args[0] if error.args else None
