@@ -5,7 +5,6 @@ import gc
 import inspect
 import os
 import queue
-import re
 import secrets
 import threading
 import zlib
@@ -13,9 +12,11 @@ from importlib.util import find_spec
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core.management.color import no_style
 from django.core.signals import setting_changed
 from django.db import OperationalError, connection, connections
 from django.dispatch import receiver
+from django.test import TransactionTestCase
 
 from tests import browser as chromium
 from tests.internals import (
@@ -249,31 +250,43 @@ END $$
 """
 
 
-@pytest.fixture(scope="session", autouse=True)
-def flush_tries_again():
-    """Flush the tables again after a deadlock with a process that still queues.
+# Rows that migrations create. Django's flush would delete them and create them again,
+# which takes longer than most tests.
+OF_MIGRATIONS = {"django_content_type", "auth_permission"}
+
+
+def flush(test):
+    """Delete the rows that a test has written, as Django does after it.
 
     The flush and a step of the queue lock some tables in different orders. The server
-    then ends one of the two transactions and reports a deadlock.
+    then ends one of the two transactions and reports a deadlock. So the flush is
+    repeated.
     """
-    kind = type(connection.ops)
-    flush = kind.execute_sql_flush
-
-    def patiently(self, sql_list):
-        if connection.vendor == "postgresql":
-            names = re.findall(r'"\w+"', " ".join(sql_list))
+    for alias in test._databases_names(include_mirrors=False):
+        wrapper = connections[alias]
+        tables = wrapper.introspection.django_table_names(
+            only_existing=True, include_views=False
+        )
+        tables = [name for name in tables if name not in OF_MIGRATIONS]
+        if wrapper.vendor == "postgresql":
+            names = [wrapper.ops.quote_name(name) for name in tables]
             texts = ", ".join(f"'{name}'" for name in names)
-            sql_list = [FLUSH.format(tables=", ".join(names), names=texts)]
-        for _ in range(4):
+            statements = [FLUSH.format(tables=", ".join(names), names=texts)]
+        else:
+            statements = wrapper.ops.sql_flush(no_style(), tables)
+        for tries_left in reversed(range(5)):
             try:
-                return flush(self, sql_list)
+                wrapper.ops.execute_sql_flush(statements)
+                break
             except OperationalError as error:
-                if "deadlock" not in str(error).lower():
+                if not tries_left or "deadlock" not in str(error).lower():
                     raise
-        return flush(self, sql_list)
 
+
+@pytest.fixture(scope="session", autouse=True)
+def flush_quickly():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "execute_sql_flush", patiently)
+        patch.setattr(TransactionTestCase, "_fixture_teardown", flush)
         yield
 
 
