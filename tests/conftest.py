@@ -97,10 +97,6 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("psycopg3") and find_spec("psycopg") is None:
             engines = engines - {"postgresql"}
         here = zlib.crc32(item.nodeid.encode()) % shards == shard - 1
-        alone = item.get_closest_marker("alone")
-        if part and alone and ENGINE in alone.args:
-            # tests/run.py runs it after all shards.
-            here = False
         (keep if here and ENGINE in engines else leave).append(item)
     if leave:
         config.hook.pytest_deselected(items=leave)

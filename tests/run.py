@@ -20,10 +20,9 @@ each flush of a server would delay all others.
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
 The suite is split into seven shards (DLOCKS_TEST_SHARDS), shared among the engines.
 Each shard has its own server, and all of them run side by side, which keeps two cores
-busy. With nine shards, more tests were late. A test that is marked ``alone`` on
-PostgreSQL runs after them. A shard that takes longer than 40 minutes is aborted and
-prints the stacks of its threads. A driver's call that no signal interrupts can cause
-this.
+busy. With nine shards, more tests were late. A shard that takes longer than 40 minutes
+is aborted and prints the stacks of its threads. A driver's call that no signal
+interrupts can cause this.
 """
 
 from __future__ import annotations
@@ -188,10 +187,6 @@ def _side_by_side(engines: list[str]) -> int:
                 environment["DLOCKS_TEST_SERVERS"] = NEWEST
             start(f"{engine} {part}", [*what, "--shard", part], **environment)
     statuses = wait(list(processes))
-    if "postgresql" in engines:
-        name = "postgresql alone"
-        start(name, ["postgresql", "--", "tests/database/test_queue.py", "-m", "alone"])
-        statuses |= wait([name])
     for name, status in list(statuses.items()):
         # A status of 1 says that tests have failed, and nothing else.
         if status != 1 or not (tests := _late(failures[name].values())):

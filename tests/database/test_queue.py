@@ -282,7 +282,6 @@ def test_forgotten_queue_numbers_are_not_assigned_twice():
 
 
 @SERVERS
-@pytest.mark.alone("postgresql")
 @pytest.mark.timeout(400)
 async def test_many_waiting_tasks_use_at_most_three_connections():
     """The server counts the connections during the wait. Each task is served."""
