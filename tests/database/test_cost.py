@@ -160,7 +160,7 @@ def no_analysis(transactional_db, until):
 @pytest.mark.usefixtures("no_analysis")
 def test_the_table_stays_small_after_100000_holds():
     """Updates reuse the space of old row versions, with both ways to acquire."""
-    for using, times in (("default", 100_000), ("optimistic", volume(10_000))):
+    for using, times in (("default", 96_000), ("optimistic", 4_000)):
         lock = db_lock("stock:7", using=using)
         with lock:
             pass
@@ -248,30 +248,30 @@ def statements_of_several_keys():
 
 @pytest.fixture
 def million_rows(transactional_db):
-    if connection.vendor != "postgresql":
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            # An index is built faster from sorted keys.
+            cursor.execute(
+                "INSERT INTO dlocks_resourcelock (key_resource, status, owner, holder,"
+                " hold_count, version, end_time) SELECT 'number:' || lpad(n::text, 7,"
+                " '0'), 'S', '', '', 0, 1, now() FROM generate_series(1, 1000000) n"
+            )
+            cursor.execute(
+                "INSERT INTO dlocks_lockclaim (key_resource, owner, holder, begin_time,"
+                " end_time, hold_count, shared, permits, scope, takeover, counted,"
+                " handover_ttl, channel, holding) SELECT 'number:' || n, md5(n::text),"
+                " '', now(), now(), 0, false, 1, 'P', true, true, 0, '', ''"
+                " FROM generate_series(1, 10000) n"
+            )
+            cursor.execute("ANALYZE dlocks_resourcelock, dlocks_lockclaim")
+            return
         ResourceLock.objects.bulk_create(
             ResourceLock(key_resource=f"number:{n}", version=1, end_time=PAST)
             for n in range(volume(2_000))
         )
         analyze = {"sqlite": "ANALYZE", "mysql": "ANALYZE TABLE dlocks_resourcelock"}
-        with connection.cursor() as cursor:
-            cursor.execute(analyze[connection.vendor])
-            cursor.fetchall()
-        return
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "INSERT INTO dlocks_resourcelock (key_resource, status, owner, holder,"
-            " hold_count, version, end_time) SELECT 'number:' || n, 'S', '', '', 0, 1,"
-            " clock_timestamp() FROM generate_series(1, 1000000) n"
-        )
-        cursor.execute(
-            "INSERT INTO dlocks_lockclaim (key_resource, owner, holder, begin_time,"
-            " end_time, hold_count, shared, permits, scope, takeover, counted,"
-            " handover_ttl, channel, holding) SELECT 'number:' || n, md5(n::text), '',"
-            " clock_timestamp(), clock_timestamp(), 0, false, 1, 'P', true, true, 0,"
-            " '', '' FROM generate_series(1, 10000) n"
-        )
-        cursor.execute("ANALYZE dlocks_resourcelock, dlocks_lockclaim")
+        cursor.execute(analyze[connection.vendor])
+        cursor.fetchall()
 
 
 def explain(sql):

@@ -22,6 +22,7 @@ from dlocks import db_lock
 from tests import jobs
 from tests.internals import (
     Grant,
+    LockClaim,
     Waiters,
     backends,
     clock,
@@ -30,6 +31,7 @@ from tests.internals import (
     waiters_of,
 )
 from tests.timing import in_time, seldom
+from tests.volume import volume
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -46,42 +48,44 @@ def sent(monkeypatch):
     return sent
 
 
-def hand_over(to, in_queue, key="stock:7", **policy):
+def hand_over(to, in_queue):
     """Hand the key to a waiting process and return the seconds this takes."""
-    with db_lock(key) as hold:
-        to.start(jobs.wait_quietly, key, timeout=20, **policy)
-        in_queue(1, key)
+    with db_lock("stock:7") as hold:
+        to.start(jobs.wait_quietly, "stock:7", timeout=20)
+        in_queue(1)
     released = time.monotonic()
     granted, token = to.hear()
     assert token > hold.token
     return granted - released
 
 
-def test_only_a_process_on_this_host_gets_a_datagram(doomed, in_queue, sent):
-    in_time(hand_over(doomed(), in_queue), 0.2)
+def test_only_a_process_on_this_host_gets_a_datagram(workers, in_queue, sent):
+    near, far = workers(2)
+    in_time(hand_over(near, in_queue), 0.2)
     assert len(sent) == 1
-    in_time(hand_over(doomed(far=True), in_queue), 1.0)
+    in_time(hand_over(far, in_queue), 1.0)
     assert len(sent) == 1
 
 
-def test_a_lost_datagram_costs_a_poll(doomed, in_queue, monkeypatch):
+def test_a_lost_datagram_costs_a_poll(workers, in_queue, monkeypatch):
     """The releasing process may be killed just then."""
     monkeypatch.setattr(notifications, "send", lambda *args: None)
-    in_time(hand_over(doomed(), in_queue), 1.0)
+    in_time(hand_over(*workers(1), in_queue), 1.0)
 
 
 @pytest.mark.engine("mariadb", "sqlite")
-def test_another_host_is_served_within_a_poll(doomed, in_queue):
+def test_another_host_is_served_within_a_poll(workers, in_queue):
     """These databases cannot notify it, so it polls.
 
     After the first turns, no handover takes long.
     """
-    far = doomed(far=True)
+    _, far = workers(2)
     waits = [hand_over(far, in_queue) for _ in range(8)]
     in_time(max(waits), 1.0)
     in_time(sorted(waits)[3], 0.12)
 
 
+@pytest.mark.engine("postgresql", "sqlite")
 def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
     """Its claim is skipped in time, and the key is free again."""
     victim = doomed()
@@ -94,9 +98,9 @@ def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
 
 
 @pytest.mark.driver
-async def test_coroutines_are_notified_locally(doomed):
+async def test_coroutines_are_notified_locally(workers):
     """One event loop of the process waits for three keys."""
-    giver = doomed()
+    (giver,) = workers(1)
     keys = [f"stock:{number}" for number in range(3)]
     for key in keys:
         assert isinstance(await asyncio.to_thread(giver.call, jobs.acquire, key), int)
@@ -117,12 +121,12 @@ async def test_coroutines_are_notified_locally(doomed):
         in_time(granted - released, 0.2)
 
 
-def test_threads_are_each_notified_locally(doomed, in_queue, threads, monkeypatch):
-    """The threads of one process wait for four keys, then without ``select.poll()``.
+def test_threads_are_each_notified_locally(workers, in_queue, threads, monkeypatch):
+    """The threads of one process wait for three keys, then without ``select.poll()``.
 
     Windows and Eventlet lack that function.
     """
-    giver, keys = doomed(), [f"stock:{number}" for number in range(4)]
+    (giver,), keys = workers(1), [f"stock:{number}" for number in range(3)]
 
     def wait(key):
         with db_lock(key, timeout=20):
@@ -147,12 +151,12 @@ def test_threads_are_each_notified_locally(doomed, in_queue, threads, monkeypatc
 
 
 @pytest.mark.driver
-def test_local_processes_hardly_poll(workers):
-    """Four processes take thirty turns each, while three wait at any time.
+def test_local_processes_hardly_poll(doomed):
+    """Four processes take many turns each, while three wait at any time.
 
     On SQLite a notification costs a poll. Elsewhere it contains the grant.
     """
-    crowd, turns = workers(8)[::2], 30
+    crowd, turns = [doomed() for _ in range(4)], volume(15)
     for worker in crowd:
         worker.start(jobs.take_turns, "stock:7", times=turns)
     looks = sum(worker.hear() for worker in crowd)
@@ -253,15 +257,6 @@ def test_the_same_host_means_the_same_network_namespace():
         assert other != datagram.this_host()
 
 
-def test_a_channel_name_fits_its_column():
-    from tests.internals import LockClaim
-
-    listener = backends["default"].notifier(Waiters(backends["default"])._name)
-    assert listener.channel.startswith(datagram.this_host())
-    assert len(listener.channel) <= LockClaim._meta.get_field("channel").max_length
-    connection.close()
-
-
 @pytest.mark.front
 def test_without_proc_no_process_is_on_the_same_host(monkeypatch):
     """macOS and Windows have no /proc."""
@@ -327,6 +322,7 @@ def test_a_closed_socket_is_replaced_by_the_next_notifier():
     backend = backends["default"]
     name = Waiters(backend)._name
     notifier = backend.notifier(name)
+    assert len(notifier.channel) <= LockClaim._meta.get_field("channel").max_length
     os.close(backend._datagram_socket.fileno())
     notifier.wait(5)
     began = time.monotonic()

@@ -17,13 +17,19 @@ from django.test import override_settings
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
 from tests import jobs
 from tests.internals import LockClaim, ResourceLock, backends
-from tests.settings import DLOCKS, PESSIMISTIC
+from tests.settings import DLOCKS, ENGINE, PESSIMISTIC
 from tests.timing import in_time
+from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 TTL, GRACE = 2.0, 0.2
-KINDS = ["watching", "watching optimistic", "watching insert"]
+# Each strategy, and a caller that does not queue.
+POLICIES = [
+    ("watching", True),
+    ("watching optimistic", False),
+    ("watching insert", True),
+]
 
 
 def watched(key="stock:7", using="watching", **policy):
@@ -47,6 +53,7 @@ def ran_out(*keys, model=ResourceLock):
         )
 
 
+@pytest.mark.driver
 def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
     """An observer counts from when it first saw the row of a dead process.
 
@@ -56,12 +63,9 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
     timeout at the latest.
     """
     victim = doomed()
-    cases = {
-        f"{using} {fair}": (using, fair) for using in KINDS for fair in (True, False)
-    }
     tokens = {
-        key: victim.call(jobs.acquire, key, using=using)
-        for key, (using, _) in cases.items()
+        (using, fair): victim.call(jobs.acquire, f"{using} {fair}", using=using)
+        for using, fair in POLICIES
     }
     for key in "once", "cautious", "cautious reader":
         victim.call(jobs.acquire, key, using="watching")
@@ -70,10 +74,11 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
     ran_out("once")
     began = time.monotonic()
 
-    def take_over(key, using, fair):
+    def take_over(using, fair):
+        key = f"{using} {fair}"
         with watched(key, using=using, fair=fair, timeout=20) as hold:
             assert time.monotonic() - began >= TTL + GRACE, key
-            assert hold.token > tokens[key], key
+            assert hold.token > tokens[using, fair], key
             in_time(hold.waited, TTL + GRACE + 1.5)
 
     def write():
@@ -94,7 +99,7 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
             lock.read().acquire()
         in_time(time.monotonic() - started, timeout + 3.0)
 
-    crowd = [threads(partial(take_over, key, *policy)) for key, policy in cases.items()]
+    crowd = [threads(partial(take_over, *policy)) for policy in POLICIES]
     crowd += [threads(one) for one in (write, wait_cautiously, read_cautiously)]
     assert watched("once").try_acquire() is None
     time.sleep(TTL + GRACE)
@@ -106,8 +111,8 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
 
 def test_a_holder_expired_by_the_clock_still_excludes(threads):
     """A living holder, or reader, keeps its key whatever the database's clock does."""
-    holds = {using: watched(using, using=using).acquire() for using in KINDS}
-    holds["read"] = db_rwlock("read", using="watching").read().acquire()
+    holds = [watched(using, using=using).acquire() for using, _ in POLICIES]
+    holds.append(db_rwlock("read", using="watching").read().acquire())
     ran_out()
     ran_out(model=LockClaim)
 
@@ -115,15 +120,16 @@ def test_a_holder_expired_by_the_clock_still_excludes(threads):
         with pytest.raises(LockTimeout):
             lock.acquire()
 
+    # This is longer than a dead holder would keep its key.
+    timeout = 1.5 * TTL
     locks = [
-        watched(using, using=using, fair=fair, timeout=2 * TTL)
-        for using in KINDS
-        for fair in (True, False)
+        watched(using, using=using, fair=fair, timeout=timeout)
+        for using, fair in POLICIES
     ]
-    locks.append(db_rwlock("read", using="watching", timeout=2 * TTL).write())
+    locks.append(db_rwlock("read", using="watching", timeout=timeout).write())
     for thread in [threads(partial(wait, lock)) for lock in locks]:
         thread.join(60)
-    for hold in holds.values():
+    for hold in holds:
         hold.check()
         hold.renew()
         hold.check()
@@ -220,24 +226,18 @@ def test_commands_end_no_observed_lease_by_the_clock():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    "using",
-    [
-        pytest.param("watching", marks=pytest.mark.engine("postgresql", "mysql")),
-        pytest.param("watching optimistic", marks=pytest.mark.engine("mariadb")),
-        pytest.param("watching insert", marks=pytest.mark.engine("sqlite")),
-    ],
-)
-def test_clock_steps_lose_no_increment(using, workers, tmp_path):
+def test_clock_steps_lose_no_increment(workers, tmp_path):
     """Processes that exclude each other by observation ignore a stepping clock."""
+    using = {"mariadb": "watching optimistic", "sqlite": "watching insert"}
+    policy = {"using": using.get(ENGINE, "watching"), "scope": "lease", "timeout": None}
     path = tmp_path / "counter"
     path.write_text("0 0")
-    crowd, tokens = workers(4), []
+    crowd, tokens, times = workers(4), [], volume(6)
     stop, steps = threading.Event(), []
 
     def step():
         # SQLite has one writer, so the clock steps less often there.
-        while not stop.wait(0.1 if connection.vendor == "sqlite" else 0.005):
+        while not stop.wait(0.1 if connection.vendor == "sqlite" else 0.02):
             ran_out()
             steps.append(len(tokens))
         connections.close_all()
@@ -247,13 +247,12 @@ def test_clock_steps_lose_no_increment(using, workers, tmp_path):
     try:
         # Repeat the work if it ended before the clock was stepped often enough.
         while len(steps) <= 5:
-            policy = {"scope": "lease", "using": using, "timeout": None}
             for worker in crowd:
-                worker.start(jobs.count, str(path), "counter", times=12, **policy)
+                worker.start(jobs.count, str(path), "counter", times=times, **policy)
             tokens += [worker.hear(100) for worker in crowd]
     finally:
         stop.set()
         thread.join()
-    assert path.read_text().split()[0] == str(12 * len(tokens))
+    assert path.read_text().split()[0] == str(times * len(tokens))
     everybody = list(itertools.chain.from_iterable(tokens))
     assert len(set(everybody)) == len(everybody)

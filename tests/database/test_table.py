@@ -24,6 +24,7 @@ from tests.internals import (
     PessimisticBackend,
     helpers,
 )
+from tests.settings import ENGINE
 from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
@@ -152,13 +153,17 @@ class Run:
 @pytest.mark.parametrize(
     "kind",
     [
-        PessimisticBackend,
+        pytest.param(
+            PessimisticBackend,
+            marks=pytest.mark.engine("sqlite", "postgresql", "mysql"),
+        ),
         pytest.param(OptimisticBackend, marks=pytest.mark.engine("postgresql")),
         pytest.param(InsertBackend, marks=pytest.mark.engine("mariadb")),
     ],
 )
 @settings(
-    max_examples=volume(20),
+    # The servers take longer.
+    max_examples=volume(20 if ENGINE == "sqlite" else 8),
     derandomize=True,
     deadline=None,
     database=None,
