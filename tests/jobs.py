@@ -139,26 +139,6 @@ def come_at_once(pipe, key, threads, **policy):
     return len(served)
 
 
-def wait_until_a_signal(pipe, key, kind, **policy):
-    """Wait for a key until SIGUSR1, whose handler raises an error of ``kind``.
-
-    Return the name of the error that was raised.
-    """
-
-    def end(number, frame):
-        raise kind
-
-    before = signal.signal(signal.SIGUSR1, end)
-    try:
-        pipe.say("waiting")
-        db_lock(key, **policy).acquire().release()
-    except BaseException as error:
-        return type(error).__name__
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    return "acquired"
-
-
 def lock_row(pipe, key, using="default"):
     """Lock a key's row with a separate statement until notified."""
     from tests.internals import ResourceLock
@@ -1215,12 +1195,6 @@ def read_or_write(pipe, path, key, *, times, write):
                 path.write_text(str(value + 1))
                 time.sleep(0.001)
                 path.write_text(str(value + 2))
-
-
-def migrate_only(pipe):
-    from django.core.management import call_command
-
-    call_command("migrate", verbosity=0)
 
 
 def wait_and_time_out(pipe, key):

@@ -97,57 +97,49 @@ def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
         in_time(hold.waited, 4.0)
 
 
-@pytest.mark.driver
-async def test_coroutines_are_notified_locally(workers):
-    """One event loop of the process waits for three keys."""
-    (giver,) = workers(1)
-    keys = [f"stock:{number}" for number in range(3)]
-    for key in keys:
-        assert isinstance(await asyncio.to_thread(giver.call, jobs.acquire, key), int)
+async def test_waiters_of_a_process_are_each_notified_locally(
+    workers, threads, monkeypatch
+):
+    """Two threads and two tasks of one process wait for four keys.
 
-    async def wait(key):
+    Then they do without ``select.poll()``, which Windows and Eventlet lack.
+    """
+    (giver,), keys = workers(1), [f"stock:{number}" for number in range(4)]
+
+    def wait(key):
+        with db_lock(key, timeout=20):
+            return time.monotonic()
+
+    async def wait_in_a_task(key):
         async with db_lock(key, timeout=20):
             return time.monotonic()
 
     def waiting():
         return sum(map(backends["default"].waiting, keys))
 
-    tasks = [asyncio.create_task(wait(key)) for key in keys]
-    while await sync_to_async(waiting)() < len(keys):
-        await asyncio.sleep(0.01)
-    released = time.monotonic()
-    await asyncio.to_thread(giver.call, jobs.release_all)
-    for granted in await asyncio.gather(*tasks):
-        in_time(granted - released, 0.2)
-
-
-def test_threads_are_each_notified_locally(workers, in_queue, threads, monkeypatch):
-    """The threads of one process wait for three keys, then without ``select.poll()``.
-
-    Windows and Eventlet lack that function.
-    """
-    (giver,), keys = workers(1), [f"stock:{number}" for number in range(3)]
-
-    def wait(key):
-        with db_lock(key, timeout=20):
-            return time.monotonic()
-
     for _ in range(2):
         for key in keys:
-            giver.call(jobs.acquire, key)
-        waiting = [threads(partial(wait, key)) for key in keys]
-        for key in keys:
-            in_queue(1, key)
+            await asyncio.to_thread(giver.call, jobs.acquire, key)
+        crowd = [threads(partial(wait, key)) for key in keys[:2]]
+        tasks = [asyncio.create_task(wait_in_a_task(key)) for key in keys[2:]]
+        while await sync_to_async(waiting)() < len(keys):
+            await asyncio.sleep(0.01)
         released = time.monotonic()
-        giver.call(jobs.release_all)
-        for one in waiting:
-            one.join(30)
-            in_time(one.results[0] - released, 0.2)
+        await asyncio.to_thread(giver.call, jobs.release_all)
+        granted = await asyncio.gather(*tasks)
+        for one in crowd:
+            await asyncio.to_thread(one.join, 30)
+        for moment in (*granted, *(one.results[0] for one in crowd)):
+            in_time(moment - released, 0.2)
         monkeypatch.delattr(select, "poll", raising=False)
-    # This is often enough for statements to be prepared.
-    for _ in range(20):
-        with db_lock("stock:7"):
-            pass
+
+    def take_turns():
+        # This is often enough for statements to be prepared.
+        for _ in range(20):
+            with db_lock("stock:7"):
+                pass
+
+    await sync_to_async(take_turns)()
 
 
 @pytest.mark.driver

@@ -188,7 +188,7 @@ class Run:
     kinds=["writer", "reader", "permit", "writer"],
     history=[
         *(("acquire", 0), ("expire", 0), ("renew", 0), ("count", 0), ("exchange", 0)),
-        *(("release", 0), ("acquire", 1), ("expire", 1), ("renew", 1), ("count", 1)),
+        *(("acquire", 1), ("release", 0), ("expire", 1), ("renew", 1), ("count", 1)),
     ],
 )
 def test_the_database_follows_the_rules_of_the_table(kind, kinds, history, long_queue):
