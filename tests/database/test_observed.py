@@ -53,7 +53,6 @@ def ran_out(*keys, model=ResourceLock):
         )
 
 
-@pytest.mark.driver
 def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
     """An observer counts from when it first saw the row of a dead process.
 
@@ -109,6 +108,7 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
         thread.join(60)
 
 
+@pytest.mark.driver
 def test_a_holder_expired_by_the_clock_still_excludes(threads):
     """A living holder, or reader, keeps its key whatever the database's clock does."""
     holds = [watched(using, using=using).acquire() for using, _ in POLICIES]
@@ -226,6 +226,7 @@ def test_commands_end_no_observed_lease_by_the_clock():
 
 
 @pytest.mark.once
+@pytest.mark.driver
 def test_clock_steps_lose_no_increment(workers, tmp_path):
     """Processes that exclude each other by observation ignore a stepping clock."""
     using = {"mariadb": "watching optimistic", "sqlite": "watching insert"}

@@ -701,7 +701,7 @@ def test_a_connection_lost_at_the_end_of_a_transaction_raises(
         pass
 
 
-@SERVERS
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_key_acquired_at_the_timeout_leaves_no_claim(threads, in_queue, monkeypatch):
     """Otherwise its release would hand the key to an abandoned claim."""
     monkeypatch.setattr(Waiters, "_poll", lambda *_, **__: time.sleep(0.05))
@@ -976,6 +976,7 @@ def test_a_shared_hold_from_the_queue_works_like_any_other(in_queue, threads, is
             assert after.token > hold.token
 
 
+@pytest.mark.driver
 def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_queue, workers):
     """A reader or writer that dies with its hold blocks a waiter for its ttl only."""
     (writer,) = workers(1)
@@ -1229,7 +1230,7 @@ def test_a_thread_that_hangs_while_queueing_blocks_no_other(
     assert waiting.results
 
 
-@pytest.mark.driver
+@ONE_SERVER
 def test_waiting_costs_hardly_any_processor_time(in_queue, threads):
     """No thread polls in a loop, neither during the wait nor after it."""
     with db_lock("stock:7"):
