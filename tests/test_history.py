@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import textwrap
 import threading
 from datetime import timedelta
 from io import StringIO
@@ -18,6 +17,7 @@ from django.test.utils import CaptureQueriesContext
 from dlocks import LockBackendError, LockLost, db_lock, db_rwlock
 from dlocks.testing import lose
 from tests import jobs, rows
+from tests.for_each import for_each
 from tests.internals import (
     HistoryTable,
     HoldRecord,
@@ -279,42 +279,39 @@ def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
 SCRIPT = """
 import django, os, sys
 django.setup()
-from dlocks import db_lock
-with db_lock("ended", using="recorded"):
+for case in ("exit", "kill"):
+    if not os.fork():
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+else:
+    sys.exit()
+from dlocks import db_lock, history
+with db_lock(f"ended {case}", using="recorded"):
     pass
-left = db_lock("left", using="recorded").acquire()
+left = db_lock(f"left {case}", using="recorded").acquire()
+if case == "kill":
+    history.flush()
+    os.kill(os.getpid(), 9)
+if os.fork() == 0:
+    history.flush()
+    os._exit(0)
+os.wait()
 """
-
-
-def script(text):
-    """Run a program on this test's database and return its exit status."""
-    done = run_python(
-        "-c", textwrap.dedent(text), DJANGO_SETTINGS_MODULE="tests.settings",
-        warnings="ignore:This process:DeprecationWarning",
-    )  # fmt: skip
-    assert not done.stderr
-    return done.returncode
 
 
 def test_a_process_writes_its_remaining_records_at_exit():
     """At a normal exit no record is lost, not even that of the last hold.
 
-    A fork does not write the records of its parent.
+    A fork does not write the records of its parent. A killed process loses only its
+    last batch.
     """
-    fork = (
-        "\nif os.fork() == 0:\n    from dlocks import history; history.flush();"
-        " os._exit(0)\nos.wait()"
-    )
-    assert script(SCRIPT + fork) == 0
+    done = run_python(
+        "-c", SCRIPT, DJANGO_SETTINGS_MODULE="tests.settings",
+        warnings="ignore:This process:DeprecationWarning",
+    )  # fmt: skip
+    assert (done.stdout.split(), done.stderr) == (["0", "-9"], "")
     endings = [(record.key_resource, record.ending) for record in records()]
-    assert endings == [("ended", "R"), ("left", "F")]
-
-
-def test_a_killed_process_loses_only_its_last_batch():
-    """Written records remain."""
-    flushed = "\nfrom dlocks import history; history.flush()"
-    assert script(SCRIPT + flushed + "\nos.kill(os.getpid(), 9)") == -9
-    assert [record.key_resource for record in records()] == ["ended"]
+    assert endings == [("ended exit", "R"), ("left exit", "F"), ("ended kill", "R")]
 
 
 def test_records_of_tests_are_not_written_to_another_database(monkeypatch):
@@ -397,7 +394,7 @@ def test_old_records_are_deleted(monkeypatch):
 
 
 @pytest.mark.storage
-@pytest.mark.parametrize(
+@for_each(
     "look",
     [
         lambda: sum(backends["recorded"].delete_older_than(86400)),
@@ -406,6 +403,7 @@ def test_old_records_are_deleted(monkeypatch):
 )
 def test_the_history_is_read_by_its_index(look):
     """An index serves the deletion of old records and the list of recent ones."""
+    HoldRecord.objects.all().delete()
     ended("old", days=31)
     ended("now")
     with CaptureQueriesContext(connection) as queries:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asgiref.sync import (
@@ -192,32 +193,29 @@ def left_behind(keys, using):
     return found
 
 
-def apart(function, *args):
-    """Call a function and close its connections."""
-    try:
-        return function(*args)
-    finally:
-        connections.close_all()
-
-
 @pytest.fixture
 def nothing_left():
     """Return a factory of checks that no hold, keeper entry or claim is left."""
+    # The check uses a thread of its own, because the cancelled call may have used
+    # Django's. All checks of a test share its connection.
+    with ThreadPoolExecutor(1) as executor:
 
-    def make(using, *keys):
-        async def check(place):
-            # The check uses a thread of its own, because the cancelled call may have
-            # used Django's.
-            deadline = time.monotonic() + 10
-            while found := await asyncio.to_thread(apart, left_behind, keys, using):
-                # The engine itself keeps the queue of sessions. A wait that is
-                # cancelled there ends a moment later.
-                assert using == "session", (found, place)
-                assert time.monotonic() < deadline, (found, place)
+        def make(using, *keys):
+            async def check(place):
+                deadline = time.monotonic() + 10
+                loop = asyncio.get_running_loop()
+                while found := await loop.run_in_executor(
+                    executor, left_behind, keys, using
+                ):
+                    # The engine itself keeps the queue of sessions. A wait that is
+                    # cancelled there ends a moment later.
+                    assert using == "session", (found, place)
+                    assert time.monotonic() < deadline, (found, place)
 
-        return check
+            return check
 
-    return make
+        yield make
+        executor.submit(connections.close_all).result()
 
 
 def on(engine, using, *moments):

@@ -199,20 +199,33 @@ def test_a_broken_connection_is_replaced_before_the_next_lead(
     assert broken is not whole
 
 
-@pytest.mark.parametrize("ending", ["", "shutdown()\nshutdown()"])
-def test_a_leader_is_deposed_when_its_process_ends(ending):
+def test_a_leader_is_deposed_when_its_process_ends():
     """The key is released for good when the process ends.
 
     The release of its other holds takes some time. A shutdown before that, and a second
-    one, are harmless.
+    one, are harmless. All elections of a process are stopped at once, so the works of
+    two elections end, although each waits for the other's stop.
     """
-    ended = run_python("-c", ENDING + ending)
+    ended = run_python("-c", ENDING)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["elected", "deposed", "free"], ended.stderr
+    once = ["elected", "deposed", "free"]
+    assert ended.stdout.split() == [*once, *once, "met", "met", "free"], ended.stderr
 
 
 ENDING = """
-import atexit, time
+import atexit, os, sys, threading, time
+from django.conf import settings
+import django, django.db
+memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
+settings.configure(DLOCKS={"default": memory})
+django.setup()
+for case in ("", "again", "two"):
+    if not os.fork():
+        break
+    if os.wait()[1]:
+        sys.exit(case)
+else:
+    sys.exit()
 
 def look():
     print("free" if backends["default"].holder("leader:x") is None else "taken")
@@ -220,13 +233,24 @@ def look():
 # The last to be called.
 atexit.register(look)
 from dlocks.conf import backends
-from django.conf import settings
-settings.configure(
-    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}
-)
-import django
-django.setup()
 from dlocks import LeaderElection, db_lock, shutdown
+if case == "two":
+    elected, stopped = threading.Barrier(3), threading.Barrier(2)
+    def start(name):
+        def work(hold):
+            elected.wait()
+            election.wait(60)
+            # Shorter than the bound of the wait for one election.
+            stopped.wait(4)
+            print("met ", end="")
+
+        election = LeaderElection(name, on_elected=work)
+        election.start()
+
+    start("x")
+    start("y")
+    elected.wait()
+    sys.exit()
 release = backends["default"].release
 def slow_release(*args, **kwargs):
     time.sleep(0.01)
@@ -242,43 +266,9 @@ one = LeaderElection(
 one.start()
 while not one.is_leader:
     time.sleep(0.01)
-"""
-
-
-def test_all_elections_are_stopped_at_once_at_exit():
-    """The works of two elections end, although each waits for the other's stop.
-
-    A process with many elections has as little time to end as one with a single one.
-    """
-    ended = run_python("-c", STOPPED_TOGETHER)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["met", "met"], ended.stderr
-
-
-STOPPED_TOGETHER = """
-import threading
-from django.conf import settings
-settings.configure(
-    DLOCKS={"default": {"BACKEND": "dlocks.backends.memory.MemoryBackend"}}
-)
-import django
-django.setup()
-from dlocks import LeaderElection
-elected, stopped = threading.Barrier(3), threading.Barrier(2)
-def start(name):
-    def work(hold):
-        elected.wait()
-        election.wait(60)
-        # Shorter than the bound of the wait for one election.
-        stopped.wait(4)
-        print("met ", end="")
-
-    election = LeaderElection(name, on_elected=work)
-    election.start()
-
-start("x")
-start("y")
-elected.wait()
+if case == "again":
+    shutdown()
+    shutdown()
 """
 
 

@@ -12,28 +12,26 @@ import time
 from array import array
 from concurrent.futures import BrokenExecutor
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import ProgrammingError
 
 from tests.internals import (
     HoldRecord,
     LockClaim,
     Processes,
     ResourceLock,
-    lock_bench,
     samples,
 )
-from tests.processes import living
+from tests.processes import living, state_of
+from tests.scripts import ROOT, run_python
 
 # The command measures through the common interface and has no SQL of its own.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
-ROOT = Path(__file__).parent.parent.parent
+BRIEF = ("--seconds", "0.1", "--processes", "2")
 
-BRIEF = ("--seconds", "0.5", "--processes", "2")
+COMMAND = ("-m", "django", "lock_bench")
 
 FIGURES = {
     "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us",
@@ -46,28 +44,12 @@ FIGURES = {
 }  # fmt: skip
 
 
-def command(*args):
-    return [sys.executable, "-m", "django", "lock_bench", *args]
-
-
-def bench(*args, **environment):
-    """Run the command in its own process, on the database of this test."""
-    return subprocess.run(
-        command(*args),
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-            timeout=100, check=False,
-    )  # fmt: skip
-
-
 def keys_left():
     return [
         row
         for model in (ResourceLock, LockClaim, HoldRecord)
         for row in model.objects.filter(key_resource__contains="dlocks-bench:")
     ]
-
-
-# Measurements.
 
 
 def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
@@ -82,7 +64,7 @@ def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
     run = json.loads(file.read_text())
     assert list(run["aliases"]) == aliases
-    assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.5, 2, 1.0)
+    assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.1, 2, 1.0)
     for result in run["aliases"].values():
         for part, figures in FIGURES.items():
             assert result[part].keys() == figures
@@ -103,13 +85,9 @@ def test_figures_are_computed_from_samples():
     # happens for a while.
     one = array("d", [0, 1, 3, 4, 4, 7, 8, 9])
     other = array("d", [2, 5, 6, 7, 20, 21, 22, 23])
-    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 0, 30) == [
-        1,
-        1,
-        3,
-        3,
-    ]
-    assert samples.durations([one, other], samples.ASKED, samples.GRANTED, 6, 15) == [3]
+    both, what = [one, other], (samples.ASKED, samples.GRANTED)
+    assert samples.durations(both, *what, 0, 30) == [1, 1, 3, 3]
+    assert samples.durations(both, *what, 6, 15) == [3]
     assert samples.grants([one, other], 0, 10) == [2, 1]
     # The handovers are from 3 to 5 and from 6 to 7. The claim at 20 waits for no other
     # holder.
@@ -119,11 +97,8 @@ def test_figures_are_computed_from_samples():
     assert samples.jain([20, 0, 0, 0]) == 0.25
     assert samples.jain([0, 0]) == 0
     # A lock that does not exclude is detected.
-    long, within, after = (
-        array("d", [0, 1, 9, 9]),
-        array("d", [0, 2, 3, 3]),
-        array("d", [0, 4, 5, 5]),
-    )
+    long, within = array("d", [0, 1, 9, 9]), array("d", [0, 2, 3, 3])
+    after = array("d", [0, 4, 5, 5])
     assert samples.overlaps([long]) == 0
     assert samples.overlaps([long, within, after]) == 2
 
@@ -131,35 +106,30 @@ def test_figures_are_computed_from_samples():
 def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path):
     """One unreachable server does not spoil the comparison of the others.
 
-    Backends for tests are not compared across processes.
+    Rows that cannot be deleted are reported. Backends for tests are not compared across
+    processes. Without verbosity only the result is shown.
     """
-    databases = {
-        "gone": {
-            "ENGINE": "django.db.backends.sqlite3",
-            "NAME": str(tmp_path / "no" / "such.sqlite3"),
-        }
-    }
+    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "no/x")}
     pessimistic = "dlocks.backends.database.PessimisticBackend"
     aliases = {
         "away": {"BACKEND": pessimistic, "OPTIONS": {"database": "gone"}},
         "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
     }
-    finished = bench(
-        "--using", "away", "wrong", "memory", "dummy", "default", *BRIEF,
-        DLOCKS_TEST_DATABASES=json.dumps(databases),
-            DLOCKS_TEST_ALIASES=json.dumps(aliases),
+    finished = run_python(
+        *COMMAND, "--using", "away", "wrong", "memory", "dummy", "default", "-v0", *BRIEF,
+        warnings="default", DLOCKS_TEST_DATABASES=json.dumps({"gone": database}),
+        DLOCKS_TEST_ALIASES=json.dumps(aliases),
     )  # fmt: skip
     assert finished.returncode == 1
-    errors = finished.stderr.splitlines()
-    assert [line.partition(":")[0] for line in errors[-3:]] == [
-        "away",
-        "wrong",
-        "CommandError",
-    ]
-    assert "unable to open database file" in errors[-3]
-    assert "unknown option 'speed'" in errors[-2]
-    assert errors[-1] == "CommandError: 2 of 5 aliases failed. See above."
-    assert "default, 2 processes: " in finished.stdout
+    kept, away, wrong, last = finished.stderr.splitlines()[-4:]
+    assert re.match(
+        r"away: the rows of 'dlocks-bench:\w+' could not be deleted: ", kept
+    )
+    assert re.match("away: .*unable to open database file", away)
+    assert re.match("wrong: .*unknown option 'speed'", wrong)
+    assert last == "CommandError: 2 of 5 aliases failed. See above."
+    assert finished.stdout.split()[0] == "ALIAS"
+    assert re.search(r"^default .*\d$", finished.stdout, re.MULTILINE)
     assert "memory: excludes callers in the same process only." in finished.stdout
     assert "dummy: excludes no other caller." in finished.stdout
     assert "Traceback" not in finished.stderr
@@ -191,7 +161,12 @@ def test_an_invalid_argument_is_reported_before_the_benchmark(monkeypatch):
 
 def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
     running = subprocess.Popen(
-        command("--using", "default", "--seconds", "300", "--processes", "2"),
+        [
+            sys.executable,
+            *COMMAND,
+            *["--using", "default", "--seconds", "300"],
+            *BRIEF[2:],
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -217,40 +192,6 @@ def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
     assert keys_left() == []
 
 
-def test_rows_that_cannot_be_deleted_are_reported(transactional_db, monkeypatch):
-    """A database role without the right to delete can still run the benchmark.
-
-    Without verbosity it shows only the result.
-    """
-
-    def purge(backend, key):
-        raise ProgrammingError("permission denied for table dlocks_resourcelock\n")
-
-    monkeypatch.setattr(lock_bench, "purge", purge)
-    out, errors = StringIO(), StringIO()
-    options = {"using": ["default"], "stdout": out, "stderr": errors, "verbosity": 0}
-    call_command("lock_bench", *BRIEF, **options)
-    assert re.fullmatch(
-        r"default: the rows of 'dlocks-bench:\w+' could not be deleted: permission"
-        r" denied .*\n",
-        errors.getvalue(),
-    )
-    assert "GRANTS" in out.getvalue()
-    assert out.getvalue().split()[0] == "ALIAS"
-    ResourceLock.objects.all().delete()
-
-
-# Processes.
-
-
-def has_ended(number):
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_each_process_makes_one_call_and_ends_with_the_block(until):
     """A call without a reply times out. A killed process aborts the measurement."""
     with Processes(2) as processes:
@@ -259,9 +200,9 @@ def test_each_process_makes_one_call_and_ends_with_the_block(until):
         assert processes.ask(1, 60, os.getpid)[0] in numbers
         with pytest.raises(TimeoutError):
             processes.ask(1, 0.1, time.sleep, 1)
-    until(lambda: all(map(has_ended, numbers)))
-    with Processes(2) as processes:
-        number, _ = processes.ask(2, 60, os.getpid)
+    until(lambda: {state_of(number) for number in numbers} == {"Z"})
+    with Processes(1) as processes:
+        (number,) = processes.ask(1, 60, os.getpid)
         os.kill(number, signal.SIGKILL)
         with pytest.raises(BrokenExecutor, match="terminated abruptly"):
-            processes.ask(2, 60, os.getpid)
+            processes.ask(1, 60, os.getpid)
