@@ -29,7 +29,7 @@ from tests.scripts import ROOT, run_python
 # The command measures through the common interface and has no SQL of its own.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
-BRIEF = ("--seconds", "0.1", "--processes", "2")
+BRIEF = ("--seconds", "0.5", "--processes", "2")
 
 COMMAND = ("-m", "django", "lock_bench")
 
@@ -64,7 +64,7 @@ def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
     call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
     run = json.loads(file.read_text())
     assert list(run["aliases"]) == aliases
-    assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.1, 2, 1.0)
+    assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.5, 2, 1.0)
     for result in run["aliases"].values():
         for part, figures in FIGURES.items():
             assert result[part].keys() == figures
@@ -116,7 +116,7 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
         "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
     }
     finished = run_python(
-        *COMMAND, "--using", "away", "wrong", "memory", "dummy", "default", "-v0", *BRIEF,
+        *COMMAND, *BRIEF, *["-v0", "--using", "away", "wrong", "memory", "dummy", "default"],
         warnings="default", DLOCKS_TEST_DATABASES=json.dumps({"gone": database}),
         DLOCKS_TEST_ALIASES=json.dumps(aliases),
     )  # fmt: skip
@@ -192,8 +192,10 @@ def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
     assert keys_left() == []
 
 
-def test_each_process_makes_one_call_and_ends_with_the_block(until):
+def test_each_process_makes_one_call_and_ends_with_the_block(until, monkeypatch):
     """A call without a reply times out. A killed process aborts the measurement."""
+    # The processes start sooner without the apps.
+    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "django.conf.global_settings")
     with Processes(2) as processes:
         numbers = processes.ask(2, 60, os.getpid)
         assert len(set(numbers)) == 2

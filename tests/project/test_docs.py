@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -62,6 +62,33 @@ def lamp(transactional_db):
 # The tutorial, word for word.
 
 
+# Run each line of the input, a command of Python, in a fork that has imported Django.
+FORKING = """
+import importlib, json, os, pkgutil, runpy, sys, warnings
+for name in (
+    "apps", "conf", "core.management.base", "core.management.templates", "db.models",
+    "db.backends.sqlite3.base", "db.migrations.autodetector", "db.migrations.executor",
+    "forms", "http", "template.defaultfilters", "test", "urls", "views.generic",
+):
+    importlib.import_module("django." + name)
+for line in sys.stdin:
+    if os.fork():
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        continue
+    output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.path[0] = ""
+    sys.argv = json.loads(line)
+    if sys.argv[0] == "-m":
+        sys.argv.pop(0)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
+"""
+
+
 class Follower:
     """A reader who follows the tutorial in a directory with its own database."""
 
@@ -74,15 +101,23 @@ class Follower:
         self.directory = directory
         commands = directory / "bin"
         commands.mkdir()
-        (commands / "python").write_text(
-            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
+        # A command of the tutorial calls Python too.
+        python = commands / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+        self.python = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            cwd=directory,
+            env={
+                "PATH": f"{commands}:/usr/bin:/bin",
+                "PYTHONPATH": str(ROOT),
+                "PYTHONIOENCODING": "utf-8",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        (commands / "python").chmod(0o755)
-        self.environment = {
-            "PATH": f"{commands}:/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONIOENCODING": "utf-8",
-        }
 
     def follow(self):
         """Do every step. Return the outputs of each command line."""
@@ -94,6 +129,7 @@ class Follower:
                 for command in step["text"].splitlines():
                     if " pip " not in command:
                         printed.setdefault(command, []).append(self.run(command))
+        self.python.communicate(timeout=60)
         return printed
 
     def write(self, title: str, text: str) -> None:
@@ -103,25 +139,16 @@ class Follower:
         if where:
             text = path.read_text() + text
         path.write_text(text)
-        # The new file may have the same timestamp as the old one. Python would then use
-        # the old bytecode.
-        for cache in self.directory.rglob("__pycache__"):
-            shutil.rmtree(cache)
 
     def run(self, command: str) -> str:
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=self.directory,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}"
-        return done.stdout
+        python, *arguments = shlex.split(command)
+        assert python == "python"
+        self.python.stdin.write(json.dumps(arguments) + "\n")
+        self.python.stdin.flush()
+        status = self.python.stdout.readline()
+        output = (self.directory / "output").read_text()
+        assert status == "0\n", f"{command}\n{output}"
+        return output
 
 
 @pytest.mark.engine("sqlite")
