@@ -45,6 +45,7 @@ TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 # Inside a transaction.
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_lock_in_a_transaction_lasts_until_its_outermost_end(using, is_busy):
     with transaction.atomic():
@@ -59,6 +60,7 @@ def test_a_lock_in_a_transaction_lasts_until_its_outermost_end(using, is_busy):
     assert not is_busy(using=using)
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_rollback_leaves_no_trace(using, is_busy):
     with db_lock("stock:7") as before:
@@ -75,6 +77,7 @@ def test_a_rollback_leaves_no_trace(using, is_busy):
     assert not is_busy(using=using)
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_key_can_be_acquired_repeatedly_in_a_transaction(using, is_busy):
     """Holds can be nested or follow each other, and later ones have larger tokens."""
@@ -100,6 +103,7 @@ def test_a_key_can_be_acquired_repeatedly_in_a_transaction(using, is_busy):
         assert before.token < outer.token < second.token < after.token
 
 
+@pytest.mark.driver
 @FAMILY
 def test_the_rollback_of_an_inner_block_ends_its_lock(using, in_other_thread):
     """The hold ends, and the key can be acquired again.
@@ -133,6 +137,7 @@ def test_reentering_a_rolled_back_lock_raises_lock_lost():
     assert not hold.held
 
 
+@pytest.mark.driver
 def test_a_database_error_in_the_block_is_raised_unchanged(is_busy):
     Counter.objects.create(name="one")
     with pytest.raises(IntegrityError), transaction.atomic(), db_lock("stock:7"):
@@ -196,7 +201,7 @@ def test_a_waiter_acquires_the_key_when_the_transaction_ends(case, workers):
     assert roll_back or token > first
 
 
-@SERVERS
+@TWO_SERVERS
 @FAMILY
 def test_the_timeout_limits_the_wait_for_a_transaction(using, workers):
     (holder,) = workers(1)
@@ -213,7 +218,7 @@ def test_the_timeout_limits_the_wait_for_a_transaction(using, workers):
     in_time(took, 5)
 
 
-@SERVERS
+@TWO_SERVERS
 @FAMILY
 def test_a_new_key_in_a_transaction_does_not_block_others(using, is_busy):
     """The row is created outside the transaction.
@@ -228,6 +233,7 @@ def test_a_new_key_in_a_transaction_does_not_block_others(using, is_busy):
     in_time(took, 3)
 
 
+@pytest.mark.driver
 def test_a_lease_may_contain_a_transaction(is_busy):
     with db_lock("stock:7") as hold:
         with transaction.atomic():
@@ -243,6 +249,7 @@ def test_a_lease_may_contain_a_transaction(is_busy):
     assert not is_busy()
 
 
+@pytest.mark.front
 def test_transaction_scope_without_a_transaction_is_refused(django_assert_num_queries):
     with (
         django_assert_num_queries(0),
@@ -253,6 +260,7 @@ def test_transaction_scope_without_a_transaction_is_refused(django_assert_num_qu
         db_lock("stock:7", using="memory", scope="transaction").acquire()
 
 
+@pytest.mark.driver
 def test_a_lock_with_autocommit_switched_off_is_refused(is_busy):
     """Django does not report when such a transaction ends."""
     connection.ensure_connection()
@@ -269,8 +277,6 @@ def test_a_lock_with_autocommit_switched_off_is_refused(is_busy):
 
 
 # Isolation.
-
-LEVELS = for_each("level", ["REPEATABLE READ", "SERIALIZABLE"])
 
 
 @pytest.fixture
@@ -299,7 +305,7 @@ def isolation():
 
 @SERVERS
 @FAMILY
-@LEVELS
+@for_each("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_a_lock_with_an_old_snapshot_is_refused(using, level, isolation, is_busy):
     with db_lock("stock:7"):
         pass
@@ -317,11 +323,18 @@ def test_a_lock_with_an_old_snapshot_is_refused(using, level, isolation, is_busy
     assert Counter.objects.all().delete()[0] == 2
 
 
-@SERVERS
-@FAMILY
-@LEVELS
-def test_a_lease_may_precede_a_snapshot_transaction(using, level, isolation, is_busy):
+@TWO_SERVERS
+@for_each(
+    "case",
+    [
+        ("default", "SERIALIZABLE"),
+        ("optimistic", "REPEATABLE READ"),
+        ("insert", "REPEATABLE READ"),
+    ],
+)
+def test_a_lease_may_precede_a_snapshot_transaction(case, isolation, is_busy):
     """Inside such a transaction, a lease causes a warning."""
+    using, level = case
     isolation(level)
     lock = db_lock("stock:7", using=using, scope="lease")
     for _ in range(2):
@@ -427,7 +440,7 @@ def test_a_lease_in_a_transaction_starts_when_it_is_acquired(using):
             assert cursor.fetchall() == [(True,)]
 
 
-@SERVERS
+@TWO_SERVERS
 @FAMILY
 def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
     with transaction.atomic():
@@ -487,7 +500,7 @@ def test_an_interrupted_release_after_the_commit_is_repeated(is_busy, monkeypatc
     assert not is_busy()
 
 
-@SERVERS
+@TWO_SERVERS
 def test_a_lease_in_a_transaction_is_released_after_a_rollback(is_busy, until):
     """A rollback makes Django forget its on-commit callbacks.
 
@@ -546,6 +559,7 @@ def test_an_exhausted_django_pool_does_not_block_a_lease(doomed, until):
     assert worker.hear()
 
 
+@pytest.mark.driver
 @for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
 @for_each("roll_back", [False, True])
 def test_a_lease_released_in_a_transaction_becomes_free(
@@ -561,7 +575,7 @@ def test_a_lease_released_in_a_transaction_becomes_free(
     Counter.objects.all().delete()
 
 
-@SERVERS
+@TWO_SERVERS
 def test_a_lease_survives_the_rollback_of_its_transaction(is_busy):
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         hold = db_lock("stock:7", scope="lease").acquire()
@@ -650,20 +664,9 @@ def test_an_entry_released_at_commit_keeps_the_lease(is_busy, until):
             assert not is_busy("stock:7")
 
 
-@SERVERS
+@TWO_SERVERS
 def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
     catalogue, policy = db_rwlock("catalogue", timeout=None), {"timeout": None}
-
-    def one_after_the_other(first, second):
-        with first:
-            pass
-        with second:
-            pass
-
-    def one_in_the_other(first, second):
-        with first, second:
-            pass
-
     with transaction.atomic(), db_lock("stock:7"):
         with pytest.raises(
             RuntimeError, match="held by the transaction of this thread"
@@ -675,16 +678,21 @@ def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
         (db_lock("stock:7", **policy), db_lock("stock:7", scope="lease", **policy)),
         (db_lock("stock:7", **policy), db_semaphore("stock:7", 3, **policy)),
     ):
-        for take in (one_after_the_other, one_in_the_other):
-            with (
-                transaction.atomic(),
-                pytest.raises(
-                    RuntimeError, match="have to wait|cannot be upgraded|already"
-                ),
-            ):
-                take(first, second)
-            keeper.catch_up()
-            take(first, second) if take is one_after_the_other else None
+        message = "have to wait|cannot be upgraded|already"
+        with transaction.atomic(), pytest.raises(RuntimeError, match=message):
+            with first:
+                pass
+            with second:
+                pass
+        keeper.catch_up()
+        with first:
+            pass
+        with second:
+            pass
+        with transaction.atomic(), pytest.raises(RuntimeError, match=message):
+            with first, second:
+                pass
+        keeper.catch_up()
     # A lock that was rolled back is not kept.
     with transaction.atomic():
         with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:9"):
@@ -810,15 +818,15 @@ class TestInsideATestCase(TestCase):
         # A lease is committed on purpose.
         assert set(left) <= {"leased"}
 
+    @pytest.mark.driver
     def test_locks_work_in_a_testcase(self):
+        """They can be nested with atomic blocks in both ways."""
         with db_lock("stock:7") as hold:
             assert hold.scope == "transaction"
             with db_lock("stock:7") as inner:
                 assert inner is hold
         with db_lock("stock:7") as again:
             assert again.token > hold.token
-
-    def test_locks_and_atomic_blocks_nest_in_a_testcase(self):
         for _ in range(2):
             with transaction.atomic(), db_lock("stock:7"):
                 Counter.objects.create(name=f"c{Counter.objects.count()}")

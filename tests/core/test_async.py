@@ -243,8 +243,7 @@ SESSION = [
 
 
 @cancelled(
-    on("postgresql", "default", "begins", "ends", "all"),
-    on("mariadb", "default", "after"),
+    DEFAULT,
     on("sqlite", "memory", "after", "all"),
     on("sqlite", "optimistic", "begins", "after"),
     on("sqlite", "insert", "ends", "all"),

@@ -116,8 +116,9 @@ def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path)
         "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
     }
     finished = run_python(
-        *COMMAND, *BRIEF, *["-v0", "--using", "away", "wrong", "memory", "dummy", "default"],
-        warnings="default", DLOCKS_TEST_DATABASES=json.dumps({"gone": database}),
+        *COMMAND, *BRIEF, "-v0",
+        "--using", "away", "wrong", "memory", "dummy", "default", warnings="default",
+        DLOCKS_TEST_DATABASES=json.dumps({"gone": database}),
         DLOCKS_TEST_ALIASES=json.dumps(aliases),
     )  # fmt: skip
     assert finished.returncode == 1
