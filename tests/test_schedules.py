@@ -373,11 +373,7 @@ def test_a_command_exits_as_in_a_shell(capfd, is_busy):
         (["--", str(ROOT / "README.md")], 126, ""),
         # An argument that is not text, and options of the command itself.
         ([*python("print('ran')"), os.fsdecode(b"\xff\xfe.txt")], 0, "ran\n"),
-        (
-            ["--timeout", "1", "--", "echo", "--", "-x y"],
-            0,
-            "-- -x y\n",
-        ),
+        (["--timeout", "1", "--", "echo", "--", "-x y"], 0, "-- -x y\n"),
     ):
         assert exit_of("backup", *args) == status, args
         out, err = capfd.readouterr()

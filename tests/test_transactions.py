@@ -8,12 +8,7 @@ import threading
 import time
 
 import pytest
-from django.db import (
-    DatabaseError,
-    IntegrityError,
-    connection,
-    transaction,
-)
+from django.db import DatabaseError, IntegrityError, connection, transaction
 from django.test import Client, TestCase, override_settings
 
 from dlocks import (

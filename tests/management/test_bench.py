@@ -16,13 +16,7 @@ from io import StringIO
 import pytest
 from django.core.management import CommandError, call_command
 
-from tests.internals import (
-    HoldRecord,
-    LockClaim,
-    Processes,
-    ResourceLock,
-    samples,
-)
+from tests.internals import HoldRecord, LockClaim, Processes, ResourceLock, samples
 from tests.processes import living, state_of
 from tests.scripts import ROOT, run_python
 

@@ -622,9 +622,7 @@ def test_every_flag_of_a_backend_is_documented():
     flags = {name for name, value in vars(Backend).items() if isinstance(value, bool)}
     assert flags == set(
         re.findall(
-            r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|",
-            text,
-            re.MULTILINE,
+            r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|", text, re.MULTILINE
         )
     )
     for kind in (
@@ -642,11 +640,7 @@ def test_every_flag_of_a_backend_is_documented():
 
 
 # These flags only concern authors of backends.
-NOT_TOLD = {
-    "exclusive",
-    "supports_fencing",
-    "grants_in_queue",
-}
+NOT_TOLD = {"exclusive", "supports_fencing", "grants_in_queue"}
 
 
 def test_the_documented_options_of_a_command_exist():
