@@ -64,13 +64,14 @@ def lamp(transactional_db):
 
 # Run each line of the input, a command of Python, in a fork that has imported Django.
 FORKING = """
-import importlib, json, os, pkgutil, runpy, sys, warnings
+import gc, importlib, json, os, runpy, sys
 for name in (
     "apps", "conf", "core.management.base", "core.management.templates", "db.models",
     "db.backends.sqlite3.base", "db.migrations.autodetector", "db.migrations.executor",
-    "forms", "http", "template.defaultfilters", "test", "urls", "views.generic",
+    "forms", "http", "template.defaultfilters", "test.runner", "urls", "views.generic",
 ):
     importlib.import_module("django." + name)
+gc.freeze()
 for line in sys.stdin:
     if os.fork():
         print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
@@ -85,7 +86,8 @@ for line in sys.stdin:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit()
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 
@@ -188,15 +190,9 @@ def totals(text):
 
 
 @database
-def test_the_example_of_the_index_page():
-    page = pages.run("index")
-    assert page.reserve(7) < page.reserve(7)
-    assert page.book(12) == "booked"
-
-
-@database
 @pytest.mark.parametrize("readme", ["README", "README.zh-CN"])
 def test_the_examples_of_the_readme(readme):
+    """The index page has an example too."""
     done = []
     product = SimpleNamespace(stock=5, save=lambda: done.append("saved"))
     rows = SimpleNamespace(update=lambda **values: done.append(values))
@@ -211,6 +207,9 @@ def test_the_examples_of_the_readme(readme):
     assert done == ["saved", "built", (12, 100), {"price": 12}]
     assert product.stock == 4
     page.nightly()
+    index = pages.run("index")
+    assert index.reserve(7) < index.reserve(7)
+    assert index.book(12) == "booked"
 
 
 def test_the_readmes_have_the_same_figures_and_links():
@@ -230,13 +229,9 @@ def test_the_documentation_has_at_most_20_000_words():
 
     The README has at most 900 words.
     """
-
-    def words(paths):
-        return sum(len(path.read_text().split()) for path in paths)
-
-    pages_to_read = set(pages.DOCS.rglob("*.md")) - {pages.DOCS / "benchmarks.md"}
-    assert words(pages_to_read) <= 20_000
-    assert words([ROOT / "README.md"]) <= 900
+    read = set(pages.DOCS.rglob("*.md")) - {pages.DOCS / "benchmarks.md"}
+    for paths, limit in ((read, 20_000), ([ROOT / "README.md"], 900)):
+        assert sum(len(path.read_text().split()) for path in paths) <= limit
 
 
 @database
@@ -276,7 +271,7 @@ def test_the_examples_on_waiting(in_other_thread, workers, until):
 
 
 @database
-def test_the_examples_on_sharing(in_other_thread):
+def test_the_examples_on_sharing_keys_of_users_and_several_keys(in_other_thread):
     page = pages.run("how-to/read-write-and-semaphore")
     assert page.search("lamp") == "found lamp"
     assert page.rebuild() == "rebuilt"
@@ -286,39 +281,22 @@ def test_the_examples_on_sharing(in_other_thread):
     assert not db_lock("printer").locked()
     with page.catalogue.read():
         assert in_other_thread(page.search, "lamp") == "found lamp"
-
-
-@database
-def test_the_examples_on_keys_of_users(in_other_thread):
-    page = pages.run("how-to/keys-of-users")
-    ada = SimpleNamespace(pk=7)
+    page, ada = pages.run("how-to/keys-of-users"), SimpleNamespace(pk=7)
     assert page.export(ada, "all: of it\n") == "all: of it\n is built"
 
     def save(more):
         return page.upload(ada, lambda: save(more - 1)) if more else "saved"
 
     assert page.upload(ada, lambda: save(2)) == "saved"
-    assert (
-        page.upload(ada, lambda: save(3))
-        == "three of your uploads are on their way already"
-    )
+    refused = "three of your uploads are on their way already"
+    assert page.upload(ada, lambda: save(3)) == refused
     with db_semaphore(user_key("uploads", 7), permits=1):
         assert page.upload(SimpleNamespace(pk=8), lambda: "saved") == "saved"
-
-
-@database
-def test_the_examples_on_several_keys():
-    done = []
-    order = SimpleNamespace(
-        lines=[SimpleNamespace(product_id=number) for number in (2, 1, 2)]
-    )
-    names = {
-        "transfer": lambda *what: done.append(what),
-        "amount": 5,
-        "order": order,
-        "ship": done.append,
-    }
-    page = pages.run("how-to/several-keys", **names)
+    done, lines = [], [SimpleNamespace(product_id=number) for number in (2, 1, 2)]
+    page = pages.run(
+        "how-to/several-keys", transfer=lambda *what: done.append(what), amount=5,
+        order=(order := SimpleNamespace(lines=lines)), ship=done.append,
+    )  # fmt: skip
     assert done == [(12, 7, 5), order]
     assert page.hold.tokens.keys() == {"account:12", "account:7"}
     assert not db_lock("account:12").locked()
@@ -433,14 +411,10 @@ def test_the_examples_on_seeing_and_clearing(in_other_thread, caplog):
             with pytest.raises(LockTimeout):
                 in_other_thread(db_lock("stock:7", timeout=0).acquire)
             lose("stock:7")
-        told = [
-            record.getMessage() for record in caplog.records if record.name == "shop"
-        ]
-        assert (
-            told[0].startswith("stock:7 timed out after 0.0 s: ")
-            or "lost stock:7 (token" in told[0]
-        )
-        assert "lost stock:7 (token" in told[-1]
+        told = [one.getMessage() for one in caplog.records if one.name == "shop"]
+        late, lost = "stock:7 timed out after 0.0 s: ", "lost stock:7 (token"
+        assert told[0].startswith(late) or lost in told[0]
+        assert lost in told[-1]
     finally:
         lock_lost.disconnect(page.on_lost)
         lock_timeout.disconnect(page.on_timeout)
@@ -504,45 +478,31 @@ def evaluated(code):
 
 
 @database
-def test_the_examples_on_coming_from_django_db_mutex(in_other_thread):
+def test_the_examples_on_coming_from_other_locks(in_other_thread, monkeypatch):
     page = pages.run("migrating/django-db-mutex")
     assert page.nightly(lambda: "built") == "built"
     assert page.nightly(lambda: lose("nightly-report")) == "done, but the lock was lost"
     with db_lock("nightly-report"):
-        assert in_other_thread(page.nightly, lambda: "built").startswith(
-            "already running: "
-        )
-
-
-@database
-@pytest.mark.parametrize(
-    ("name", "report"),
-    [("migrating/django-pglock", []), ("migrating/django-pglocks", [lambda: "built"])],
-)
-def test_the_examples_on_coming_from_advisory_locks(name, report, in_other_thread):
-    page = pages.run(name)
-    function = getattr(page, "start_report", None) or page.report
-    assert page.start(lambda: "ran") == "ran"
-    assert function(*report) == "built"
-    with db_lock("report"):
-        assert in_other_thread(function, *report) is None
-
-
-@database
-def test_the_examples_on_coming_from_redis_py(monkeypatch, in_other_thread):
+        refused = in_other_thread(page.nightly, lambda: "built")
+    assert refused.startswith("already running: ")
+    for name, report in (
+        ("migrating/django-pglock", []),
+        ("migrating/django-pglocks", [lambda: "built"]),
+    ):
+        page = pages.run(name)
+        function = getattr(page, "start_report", None) or page.report
+        assert page.start(lambda: "ran") == "ran"
+        assert function(*report) == "built"
+        with db_lock("report"):
+            assert in_other_thread(function, *report) is None
     page = pages.run("migrating/redis-py")
     assert page.work(lambda: None, lambda: "done") == "done"
     assert page.work(lambda: lose("stock:7"), lambda: "done") == "it was lost"
-    monkeypatch.setattr(
-        page, "db_lock", lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0)
-    )
+    impatient = lambda key, ttl, timeout: db_lock(key, ttl=ttl, timeout=0)  # noqa: E731
+    monkeypatch.setattr(page, "db_lock", impatient)
     with db_lock("stock:7"):
-        assert in_other_thread(page.work, lambda: None, lambda: "done").startswith(
-            "held by "
-        )
-
-
-def test_the_examples_on_coming_from_shedlock(memory_locks):
+        refused = in_other_thread(page.work, lambda: None, lambda: "done")
+    assert refused.startswith("held by ")
     page = pages.run("migrating/shedlock")
     assert page.nightly_report() == "sent"
     assert page.nightly_report() is None
@@ -625,22 +585,14 @@ def test_every_flag_of_a_backend_is_documented():
             r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|", text, re.MULTILINE
         )
     )
-    for kind in (
-        PessimisticBackend,
-        OptimisticBackend,
-        InsertBackend,
-        MemoryBackend,
-        DummyBackend,
-    ):
-        assert pages.told_of(kind) == {
-            flag: getattr(kind, flag) for flag in pages.TOLD_AS
-        }
+    database_backends = PessimisticBackend, OptimisticBackend, InsertBackend
+    for kind in (*database_backends, MemoryBackend, DummyBackend):
+        told = {flag: getattr(kind, flag) for flag in pages.TOLD_AS}
+        assert pages.told_of(kind) == told
         pages.check_refusals(kind("default"))
-    assert pages.TOLD_AS.keys() == flags - NOT_TOLD
-
-
-# These flags only concern authors of backends.
-NOT_TOLD = {"exclusive", "supports_fencing", "grants_in_queue"}
+    # These flags only concern authors of backends.
+    flags -= {"exclusive", "supports_fencing", "grants_in_queue"}
+    assert pages.TOLD_AS.keys() == flags
 
 
 def test_the_documented_options_of_a_command_exist():

@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests import pages
 
 pytestmark = pytest.mark.front
-
-ROOT = pages.DOCS.parent
 
 SETTINGS = """
 SECRET_KEY = "of a reader"
@@ -113,19 +110,9 @@ for code in blocks:
         line = code.splitlines()[error.__traceback__.tb_next.tb_lineno - 1]
         if not line.endswith(f"# {type(error).__name__}"):
             raise
+# The end of an interpreter takes longer than most pages.
+os._exit(0)
 """
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """Return the directory of a project with an app ``shop``, as readers have it."""
-    directory = tmp_path_factory.mktemp("project")
-    (directory / "settings.py").write_text(SETTINGS)
-    (directory / "run.py").write_text(RUN)
-    (directory / "shop").mkdir()
-    (directory / "shop" / "__init__.py").write_text("urlpatterns = []\n")
-    (directory / "shop" / "models.py").write_text(MODELS)
-    return directory
 
 
 PAGES = [
@@ -141,20 +128,23 @@ PAGES = [
 
 @pytest.mark.engine("sqlite")
 @pytest.mark.once
-def test_the_examples_of_a_page_run_in_a_project(project: Path) -> None:
-    """A reader can copy each block of a page, one after the other."""
+def test_the_examples_of_a_page_run_in_a_project(tmp_path):
+    """A reader can copy each block of a page, one after the other.
+
+    The project has an app ``shop``, as readers have it.
+    """
+    (tmp_path / "settings.py").write_text(SETTINGS)
+    (tmp_path / "run.py").write_text(RUN)
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").write_text("urlpatterns = []\n")
+    (tmp_path / "shop" / "models.py").write_text(MODELS)
     done = subprocess.run(
         [sys.executable, "-W", "error::SyntaxWarning", "run.py"],
-        cwd=project,
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
         env={
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(ROOT),
+            "PATH": os.environ["PATH"], "PYTHONPATH": str(pages.DOCS.parent),
             "DJANGO_SETTINGS_MODULE": "settings",
         },
         input=json.dumps([[page, pages.blocks(page)] for page in PAGES]),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr

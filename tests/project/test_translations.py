@@ -18,23 +18,17 @@ from django.utils.translation.template import templatize
 
 from dlocks import LockTimeout, db_lock
 from tests import rows
+from tests.for_each import for_each
 from tests.internals import duration, shown_duration
 
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
 
 PACKAGE = Path(__file__).parent.parent.parent / "dlocks"
-LANGUAGES = ["de", "es", "fr", "zh_Hans"]
 FUNCTIONS = {"_", "gettext", "gettext_lazy", "ngettext", "ngettext_lazy"}
 STRING = r"u?('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
 # A call in the code that Django makes of a template.
 CALL = re.compile(rf"\b(?:n?gettext|_)\({STRING}(?:, {STRING})?")
 PLACEHOLDER = re.compile(r"%(?:\(\w+\))?[sd]")
-
-
-def translation(language):
-    file = PACKAGE / "locale" / language / "LC_MESSAGES" / "django.mo"
-    with file.open("rb") as stream:
-        return gettext.GNUTranslations(stream)
 
 
 @functools.cache
@@ -60,7 +54,8 @@ def marked():
     return found
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@for_each("language", ["de", "es", "fr", "zh_Hans"])
+@pytest.mark.django_db
 def test_each_text_is_translated(language):
     """A translation has the placeholders of its text, and is the compiled one.
 
@@ -69,7 +64,9 @@ def test_each_text_is_translated(language):
     assert len(marked()) > 200
     assert {("Force release", None), ("lock", None)} < marked()
     assert any(plural for _, plural in marked())
-    catalog = translation(language)._catalog
+    directory = PACKAGE / "locale" / language / "LC_MESSAGES"
+    with (directory / "django.mo").open("rb") as stream:
+        catalog = gettext.GNUTranslations(stream)._catalog
     forms = 1 if language == "zh_Hans" else 2
     missing = [
         text
@@ -82,8 +79,7 @@ def test_each_text_is_translated(language):
         last = catalog[text] if plural is None else catalog[text, forms - 1]
         found = sorted(PLACEHOLDER.findall(last))
         assert found == sorted(PLACEHOLDER.findall(plural or text)), text
-    file = PACKAGE / "locale" / language / "LC_MESSAGES" / "django.po"
-    source = file.read_text(encoding="utf-8")
+    source = (directory / "django.po").read_text(encoding="utf-8")
     compiled = {text for key, text in catalog.items() if key and isinstance(text, str)}
     lines = re.findall(r"^msgstr(?:\[\d\])? (\".+\")$", source, re.MULTILINE)
     assert set(map(ast.literal_eval, lines)) == compiled
@@ -114,10 +110,9 @@ def test_the_admin_speaks_the_language(admin_client, settings):
     begin = now - timedelta(hours=4)
     rows.write("stock:7", rows.P, now + timedelta(minutes=5), begin_time=begin)
 
-    def pages():
-        for page in ("", "live/", "stock_3A7/change/"):
-            url = f"/admin/dlocks/resourcelock/{page}"
-            yield admin_client.get(url).content.decode()
+    def shown(*pages):
+        address = "/admin/dlocks/resourcelock/"
+        return [admin_client.get(address + page).content.decode() for page in pages]
 
     for language, texts in (
         ("de", ["Verteilte Sperren", "Inhaber", "Leitstand"]),
@@ -126,11 +121,11 @@ def test_the_admin_speaks_the_language(admin_client, settings):
         ("zh-hans", ["分布式锁", "持有者", "监控面板"]),
     ):
         settings.LANGUAGE_CODE = language
-        shown = "".join(pages())
+        (page,) = shown("")
         for text in texts:
-            assert text in shown
+            assert text in page
     settings.LANGUAGE_CODE = "es"
-    for page in pages():
+    for page in shown("", "live/", "stock_3A7/change/"):
         assert "4 horas" in page
         assert "5 minutos" in page
         assert not re.search(r"\d (?:hours|minutes)", page)
