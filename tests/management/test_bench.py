@@ -15,17 +15,25 @@ from io import StringIO
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import ProgrammingError, connections
 
-from tests.internals import HoldRecord, LockClaim, Processes, ResourceLock, samples
+from tests.internals import (
+    HoldRecord,
+    LockClaim,
+    Processes,
+    ResourceLock,
+    backends,
+    lock_bench,
+    samples,
+)
 from tests.processes import living, state_of
-from tests.scripts import ROOT, run_python
+from tests.scripts import ROOT
+from tests.timing import eventually
 
 # The command measures through the common interface and has no SQL of its own.
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
 BRIEF = ("--seconds", "0.5", "--processes", "2")
-
-COMMAND = ("-m", "django", "lock_bench")
 
 FIGURES = {
     "alone": {"take_p50_us", "take_p95_us", "give_p50_us", "give_p95_us", "pair_p50_us",
@@ -46,30 +54,65 @@ def keys_left():
     ]
 
 
-def test_the_aliases_are_measured_side_by_side(transactional_db, tmp_path):
+def test_the_aliases_are_measured_side_by_side(
+    transactional_db, settings, monkeypatch, tmp_path
+):
     """The command compares several aliases and leaves no rows in the tables.
 
     The progress and the result are shown on the terminal. The result is also written
-    as JSON.
+    as JSON. One unreachable server does not spoil the comparison of the others. Rows
+    that cannot be deleted are reported. Backends for tests are not compared across
+    processes.
     """
-    out = StringIO()
-    aliases = ["default", "recorded"]
-    file = tmp_path / "bench.json"
-    call_command("lock_bench", *BRIEF, using=aliases, stdout=out, json=str(file))
+    out, errors, file = StringIO(), StringIO(), tmp_path / "bench.json"
+    name = str(tmp_path / "no" / "such.sqlite3")
+    gone = {**connections.databases["default"], "NAME": name}
+    monkeypatch.setitem(connections.databases, "gone", gone)
+    there = {"ENGINE": gone["ENGINE"], "NAME": name}
+    pessimistic = "dlocks.backends.database.PessimisticBackend"
+    failing = {
+        "away": {"BACKEND": pessimistic, "OPTIONS": {"database": "gone"}},
+        "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
+    }
+    settings.DLOCKS = {**settings.DLOCKS, **failing}
+    # The processes of the benchmark read the environment.
+    monkeypatch.setenv("DLOCKS_TEST_DATABASES", json.dumps({"gone": there}))
+    monkeypatch.setenv("DLOCKS_TEST_ALIASES", json.dumps(failing))
+    purge = lock_bench.purge
+
+    def refused(backend, key):
+        if backend is backends["away"]:
+            raise ProgrammingError("permission denied for table dlocks_resourcelock\n")
+        purge(backend, key)
+
+    monkeypatch.setattr(lock_bench, "purge", refused)
+    options = {"stdout": out, "stderr": errors, "json": str(file)}
+    aliases = ["away", "wrong", "memory", "dummy", "default", "recorded"]
+    with pytest.raises(CommandError, match=r"^2 of 6 aliases failed\. See above\.$"):
+        call_command("lock_bench", *BRIEF, using=aliases, **options)
+    kept, away, wrong = errors.getvalue().splitlines()
+    rows = r"away: the rows of 'dlocks-bench:\w+' could not be deleted: permission"
+    assert re.match(rows, kept)
+    assert re.match("away: .*unable to open database file", away)
+    assert re.match("wrong: .*unknown option 'speed'", wrong)
+    text = out.getvalue()
+    assert "memory: excludes callers in the same process only." in text
+    assert "dummy: excludes no other caller." in text
     run = json.loads(file.read_text())
     assert list(run["aliases"]) == aliases
     assert (run["seconds"], run["processes"], run["hold_ms"]) == (0.5, 2, 1.0)
-    for result in run["aliases"].values():
+    for alias in aliases[-2:]:
+        result = run["aliases"][alias]
         for part, figures in FIGURES.items():
             assert result[part].keys() == figures
         assert result["alone"]["take_p50_us"] <= result["alone"]["take_p95_us"]
         assert result["together"]["grants_per_s"] > 0
         assert 0.5 <= result["together"]["jain"] <= 1
         assert result["together"]["overlaps"] == 0
-    assert "[1/4] default, one process: " in out.getvalue()
-    assert "[4/4] recorded, 2 processes: " in out.getvalue()
-    rows = [line.split() for line in out.getvalue().splitlines()]
-    assert [row[0] for row in rows if len(row) == 12] == aliases
+    assert "[4/10] default, one process: " in text
+    assert "[10/10] recorded, 2 processes: " in text
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows if len(row) == 12 and row[0][0] != "["] == aliases
     assert keys_left() == []
 
 
@@ -97,40 +140,6 @@ def test_figures_are_computed_from_samples():
     assert samples.overlaps([long, within, after]) == 2
 
 
-def test_a_failing_alias_does_not_stop_the_benchmark(transactional_db, tmp_path):
-    """One unreachable server does not spoil the comparison of the others.
-
-    Rows that cannot be deleted are reported. Backends for tests are not compared across
-    processes. Without verbosity only the result is shown.
-    """
-    database = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "no/x")}
-    pessimistic = "dlocks.backends.database.PessimisticBackend"
-    aliases = {
-        "away": {"BACKEND": pessimistic, "OPTIONS": {"database": "gone"}},
-        "wrong": {"BACKEND": pessimistic, "OPTIONS": {"speed": 11}},
-    }
-    finished = run_python(
-        *COMMAND, *BRIEF, "-v0",
-        "--using", "away", "wrong", "memory", "dummy", "default", warnings="default",
-        DLOCKS_TEST_DATABASES=json.dumps({"gone": database}),
-        DLOCKS_TEST_ALIASES=json.dumps(aliases),
-    )  # fmt: skip
-    assert finished.returncode == 1
-    kept, away, wrong, last = finished.stderr.splitlines()[-4:]
-    assert re.match(
-        r"away: the rows of 'dlocks-bench:\w+' could not be deleted: ", kept
-    )
-    assert re.match("away: .*unable to open database file", away)
-    assert re.match("wrong: .*unknown option 'speed'", wrong)
-    assert last == "CommandError: 2 of 5 aliases failed. See above."
-    assert finished.stdout.split()[0] == "ALIAS"
-    assert re.search(r"^default .*\d$", finished.stdout, re.MULTILINE)
-    assert "memory: excludes callers in the same process only." in finished.stdout
-    assert "dummy: excludes no other caller." in finished.stdout
-    assert "Traceback" not in finished.stderr
-    assert keys_left() == []
-
-
 def test_an_invalid_argument_is_reported_before_the_benchmark(monkeypatch):
     for arguments, complaint in (
         ("--using default nope", "DLOCKS has no alias 'nope'. It has 'default', "),
@@ -155,13 +164,11 @@ def test_an_invalid_argument_is_reported_before_the_benchmark(monkeypatch):
 
 
 def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
+    """Without verbosity it shows no progress."""
+    options = "--using default --seconds 300 --processes 2 --verbosity 0"
+    command = f"-m django lock_bench {options}"
     running = subprocess.Popen(
-        [
-            sys.executable,
-            *COMMAND,
-            *["--using", "default", "--seconds", "300"],
-            *BRIEF[2:],
-        ],
+        [sys.executable, *command.split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -173,15 +180,15 @@ def test_ctrl_c_leaves_no_process_and_no_row_behind(transactional_db, until):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        until(keys_left, 60)
+        eventually(keys_left, 60, pause=0.1)
         os.killpg(running.pid, signal.SIGINT)
-        _, errors = running.communicate(timeout=60)
+        printed, errors = running.communicate(timeout=60)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
     assert running.returncode == 130, errors
-    assert "Interrupted" in errors
+    assert (printed, "Interrupted" in errors) == ("", True)
     assert "Traceback" not in errors
     until(lambda: not living(running.pid))
     assert keys_left() == []
