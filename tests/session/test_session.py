@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -367,11 +368,8 @@ def test_a_slow_server_does_not_lose_holds(monkeypatch, backend):
 @POSTGRESQL
 def test_a_free_key_is_not_busy_after_a_slow_request(backend, threads, until):
     with lock("stock:8"):
-        session, brief, another = (
-            backend._main,
-            claim(ttl=0.05),
-            claim("stock:9", ttl=0.05),
-        )
+        session, brief = backend._main, claim(ttl=0.05)
+        another = claim("stock:9", ttl=0.05)
         with session.mutex:
             trying = threads(lambda: backend.acquire(brief))
             asking = until(lambda: backend._entries.get(brief.owner))
@@ -635,11 +633,8 @@ async def test_a_late_task_holds_only_for_the_rest_of_its_lease(
     await asyncio.to_thread(in_queue, 1)
     # From here on, the test blocks the event loop.
     in_other_thread(first.release)
-    until(
-        lambda: any(
-            entry.token for entry in list(backends["session"]._entries.values())
-        )
-    )
+    entries = backends["session"]._entries
+    until(lambda: any(entry.token for entry in list(entries.values())))
     in_other_thread(time.sleep, 1.5)
     held = await task
     assert held.held
@@ -943,23 +938,18 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     other.inc_thread_sharing()
     running = (
         "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND state = 'active'",
-        (
-            "SELECT count(*) FROM information_schema.processlist WHERE id = %s AND"
-            " command = 'Query'"
-        ),
+        "SELECT SUM(command = 'Query') FROM information_schema.processlist WHERE id=%s",
     )
-    is_postgresql = other.vendor == "postgresql"
+    own, sleeping = "CONNECTION_ID()", "SLEEP(2) + 1"
+    if other.vendor == "postgresql":
+        own, sleeping = "pg_backend_pid()", "1 FROM pg_sleep(2)"
     with other.cursor() as cursor:
-        cursor.execute(
-            f"SELECT {'pg_backend_pid' if is_postgresql else 'CONNECTION_ID'}()"
-        )
+        cursor.execute(f"SELECT {own}")
         backend._entries[waiting.owner].session.pid = number = cursor.fetchone()[0]
         slept = []
 
         def sleep():
-            cursor.execute(
-                f"SELECT {'1 FROM pg_sleep(2)' if is_postgresql else 'SLEEP(2) + 1'}"
-            )
+            cursor.execute(f"SELECT {sleeping}")
             slept.append(cursor.fetchone()[0])
 
         sleeper = threading.Thread(target=sleep, daemon=True)
@@ -988,21 +978,16 @@ def test_a_waiter_with_an_ended_session_queues_again(threads, in_queue, until):
 @POSTGRESQL
 def test_more_keys_than_sessions_can_be_waited_for(threads, until):
     """Keys without a free session are polled, and each waiter gets its turn."""
-    number = backends["session"].places + 4
+    number, waiting = backends["session"].places + 4, backends["session"].waiting
     holds = [lock(f"stock:{n}").acquire() for n in range(number)]
     done = []
+
+    def wait(n):
+        done.append((n, lock(f"stock:{n}", timeout=60).acquire().release()))
+
     for n in range(number):
-        threads(
-            lambda n=n: done.append(
-                (n, lock(f"stock:{n}", timeout=60).acquire().release())
-            )
-        )
-    until(
-        lambda: (
-            sum(backends["session"].waiting(f"stock:{n}") for n in range(number))
-            == number
-        )
-    )
+        threads(partial(wait, n))
+    until(lambda: sum(waiting(f"stock:{n}") for n in range(number)) == number)
     assert len(own_sessions()) <= backends["session"].places + 1
     # The last keys are released first. They do not wait for the others.
     for hold in reversed(holds):
@@ -1190,26 +1175,23 @@ def test_session_locks_cannot_limit_shared_holds():
 
 @pytest.mark.engine("sqlite")
 def test_sqlite_has_no_session_locks():
-    options = {"session": {"BACKEND": "dlocks.backends.session.SessionBackend"}}
-    with override_settings(DLOCKS=options):
+    """Invalid options are refused."""
+    backend = {"BACKEND": "dlocks.backends.session.SessionBackend"}
+    with override_settings(DLOCKS={"session": backend}):
         with pytest.raises(ImproperlyConfigured, match="database 'default' is sqlite"):
             lock().acquire()
         assert [found.id for found in check_settings()] == ["dlocks.E004"]
-
-
-@pytest.mark.engine("sqlite")
-def test_invalid_options_are_refused():
-    for options in (
-        {"waiting": -1},
-        {"waiting": True},
-        {"ping": 0},
-        {"linger": "1"},
-        {"deadlock_after": -1},
+    for option, value in (
+        ("waiting", -1),
+        ("waiting", True),
+        ("ping", 0),
+        ("linger", "1"),
+        ("deadlock_after", -1),
     ):
-        backend = {"BACKEND": "dlocks.backends.session.SessionBackend"}
+        wrong = {"session": {**backend, "OPTIONS": {option: value}}}
         with (
-            override_settings(DLOCKS={"session": {**backend, "OPTIONS": options}}),
-            pytest.raises(ImproperlyConfigured, match=next(iter(options))),
+            override_settings(DLOCKS=wrong),
+            pytest.raises(ImproperlyConfigured, match=option),
         ):
             backends["session"]
 
@@ -1269,6 +1251,7 @@ def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
 def test_session_locks_work_with_session_pooling(
     pooled, in_other_thread, threads, in_queue
 ):
+    """A wrong option is detected."""
     pooled("session")
     done = []
     with lock():
@@ -1279,11 +1262,7 @@ def test_session_locks_work_with_session_pooling(
             in_other_thread(lock(timeout=0.2).acquire)
     waiter.join(30)
     assert done
-
-
-@POSTGRESQL
-@override_settings(DLOCKS=SAYS_SESSIONS_ARE_KEPT)
-def test_a_wrong_session_pooling_option_is_detected(pooled):
+    disconnect(backends["session"])
     pooled("transaction")
     with pytest.raises(ImproperlyConfigured, match="to two connections at a time"):
         lock().acquire()
