@@ -9,12 +9,12 @@ import functools
 import inspect
 import json
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connection, transaction
 from django.http import HttpResponse
 from django.test import RequestFactory
 from django.utils import translation
@@ -264,28 +264,35 @@ async def test_a_coroutine_function_holds_across_its_awaits():
     assert not await db_lock("stock:7").alocked()
 
 
-async def test_a_busy_coroutine_function_skips_or_answers():
+async def test_busy_raises_skips_or_calls_a_function():
+    """This holds for functions and for coroutine functions."""
+
+    def work(sku):
+        raise AssertionError
+
+    async def awork(sku):
+        raise AssertionError
+
+    def answer(error, sku):
+        return error.key, error.holder.holder, sku
+
     async def later(error, sku):
         await asyncio.sleep(0)
         return f"{sku} later"
 
-    @db_lock("stock:{sku}", timeout=0, busy=later)
-    async def sell(sku):
-        raise AssertionError
+    def decorated(function, **policy):
+        return db_lock("stock:{sku}", timeout=0, **policy)(function)
 
-    @db_lock("stock:{sku}", timeout=0, busy="skip")
-    async def skip(sku):
-        raise AssertionError
-
-    @db_lock("stock:{sku}", timeout=0)
-    async def insist(sku):
-        raise AssertionError
-
-    with held_elsewhere("stock:7"):
-        assert await sell(7) == "7 later"
-        assert await skip(7) is None
-        with pytest.raises(LockTimeout):
-            await insist(7)
+    with held_elsewhere("stock:7", holder="web-2:1:x"):
+        assert await decorated(awork, busy=later)(7) == "7 later"
+        for call in sync_to_async(decorated(work)), decorated(awork):
+            with pytest.raises(LockTimeout, match="held by web-2:1:x"):
+                await call(7)
+        skip = {"busy": "skip"}
+        for call in sync_to_async(decorated(work, **skip)), decorated(awork, **skip):
+            assert await call(7) is None
+        answered = sync_to_async(decorated(work, busy=answer))
+        assert await answered(7) == ("stock:7", "web-2:1:x", 7)
 
 
 def test_methods_are_decorated_with_their_instances():
@@ -339,13 +346,11 @@ def test_a_wrapped_generator_is_refused_at_the_call():
     async def work():
         raise AssertionError
 
+    late = "would work after the release of the lock"
     for function, message in (
-        (_through(_generator), "would work after the release of the lock"),
-        (_through(_async_generator), "would work after the release of the lock"),
-        (
-            contextlib.contextmanager(_generator),
-            "would work after the release of the lock",
-        ),
+        (_through(_generator), late),
+        (_through(_async_generator), late),
+        (contextlib.contextmanager(_generator), late),
         (lambda: work(), "returned a coroutine"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -363,30 +368,11 @@ def test_a_wrapped_generator_is_refused_at_the_call():
 # Busy keys.
 
 
-def test_busy_raises_skips_or_calls_a_function():
-    def work(sku):
-        raise AssertionError
-
-    def answer(error, sku):
-        return error.key, error.holder.holder, sku
-
-    with held_elsewhere("stock:7", holder="web-2:1:x"):
-        with pytest.raises(LockTimeout, match="held by web-2:1:x"):
-            db_lock("stock:{sku}", timeout=0)(work)(7)
-        assert db_lock("stock:{sku}", timeout=0, busy="skip")(work)(7) is None
-        assert db_lock("stock:{sku}", timeout=0, busy=answer)(work)(7) == (
-            "stock:7",
-            "web-2:1:x",
-            7,
-        )
-
-
 # Views.
 
 
 class Orders(View):
     def get(self, request, pk):
-        assert threading.current_thread()
         return HttpResponse(f"order {pk}")
 
 
@@ -429,13 +415,11 @@ def test_a_busy_view_responds_with_a_status_and_retry_after():
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
 
-@pytest.mark.parametrize("is_class", [False, True])
-def test_a_busy_view_responds_in_the_preferred_type(is_class):
+def test_a_busy_view_responds_in_the_preferred_type():
     """A browser gets a page, an API client JSON, and curl plain text."""
-    view = locked_view("order:{pk}")(
-        type("Locked", (Orders,), {}) if is_class else lambda request, pk: None
-    )
-    view = view.as_view() if is_class else view
+    locked = locked_view("order:{pk}")
+    function = locked(lambda request, pk: None)
+    as_class = locked(type("Locked", (Orders,), {})).as_view()
     for accept, media_type in (
         (BROWSER, "text/html"),
         ("application/json", "application/json"),
@@ -445,15 +429,16 @@ def test_a_busy_view_responds_in_the_preferred_type(is_class):
     ):
         request = RequestFactory().get("/", headers={"accept": accept})
         with held_elsewhere("order:7"), translation.override("de"):
-            response = view(request, pk=7)
-        assert response.status_code == 409
-        assert response["Content-Type"].split(";")[0] == media_type, accept
-        assert response["Vary"] == "Accept"
-        text = response.content.decode()
-        assert "Versuchen" in text
-        if media_type == "application/json":
-            assert list(json.loads(text)) == ["detail"]
-        assert ('<html lang="de">' in text) == (media_type == "text/html")
+            responses = function(request, pk=7), as_class(request, pk=7)
+        for response in responses:
+            assert response.status_code == 409
+            assert response["Content-Type"].split(";")[0] == media_type, accept
+            assert response["Vary"] == "Accept"
+            text = response.content.decode()
+            assert "Versuchen" in text
+            if media_type == "application/json":
+                assert list(json.loads(text)) == ["detail"]
+            assert ('<html lang="de">' in text) == (media_type == "text/html")
 
 
 def test_a_project_may_replace_the_busy_page(settings, tmp_path):
@@ -479,30 +464,24 @@ def test_a_busy_view_responds_if_the_remaining_time_is_unknown(monkeypatch):
     Such a lock ends with its session.
     """
     holder = MemoryBackend.holder
-    monkeypatch.setattr(
-        MemoryBackend,
-        "holder",
-        lambda self, key: dataclasses.replace(holder(self, key), remaining=math.inf),
-    )
 
-    @locked_view("order:{pk}")
-    def view(request, pk):
-        raise AssertionError
+    def of_session(self, key):
+        return dataclasses.replace(holder(self, key), remaining=math.inf)
 
+    monkeypatch.setattr(MemoryBackend, "holder", of_session)
+    view = locked_view("order:{pk}")(lambda request, pk: None)
     with held_elsewhere("order:7"):
         response = view(REQUEST, pk=7)
     assert (response.status_code, response["Retry-After"]) == (409, "1")
 
 
 def test_an_invalid_policy_of_a_view_is_refused():
-    for option, values in (
-        ("status", (200, 502, "409")),
-        ("retry_after", (-1, "soon")),
-        ("timeout", (-1,)),
-    ):
-        for value in values:
-            with pytest.raises(ValueError, match=option):
-                locked_view("order", **{option: value})
+    for policy in (
+        {"status": 200}, {"status": 502}, {"status": "409"}, {"retry_after": -1},
+        {"retry_after": "soon"}, {"timeout": -1},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(policy))):
+            locked_view("order", **policy)
 
 
 async def test_a_class_based_view_is_locked_as_a_whole(is_busy):
@@ -545,12 +524,7 @@ class TestOnTheDatabase:
         """Override the fixture, so that the tests use the database."""
 
     def test_a_lock_in_a_transaction_of_a_request_ends_at_its_commit(self, is_busy):
-        from django.db import connection, transaction
-
-        @locked_view("order:{pk}")
-        def view(request, pk):
-            return HttpResponse("done")
-
+        view = locked_view("order:{pk}")(lambda request, pk: HttpResponse("done"))
         with transaction.atomic():
             assert view(REQUEST, pk=7).status_code == 200
             if connection.vendor != "sqlite":
@@ -562,7 +536,7 @@ class TestOnTheDatabase:
 
 
 class TestThePage:
-    def test_the_examples_on_functions(self, page):
+    def test_the_examples_on_functions_and_views(self, page):
         assert page.build_report("north") == "north today"
         with held_elsewhere("report:north"):
             assert page.build_report("north") is None
@@ -575,8 +549,6 @@ class TestThePage:
         assert page.count("x") == "x: 12"
         with held_elsewhere("count:x", holder="web-2"):
             assert page.count("x") == "x: ask web-2 later"
-
-    def test_the_examples_on_views(self, page):
         request = RequestFactory().post("/")
         with held_elsewhere("order:7"), held_elsewhere("invoice:7"):
             assert page.pay_order(request, pk=7).status_code == 409

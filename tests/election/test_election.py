@@ -87,16 +87,13 @@ def test_the_next_candidate_leads_when_the_leader_stops(elections, heard):
     first.start()
     told, hold = next_of(heard)
     assert told == "first elected"
-    assert first.is_leader
-    assert first.token == hold.token
+    assert (first.is_leader, first.token) == (True, hold.token)
     assert first.leader().token == hold.token
     assert first.key == hold.key == "leader:scheduler"
     second.start()
-    assert not second.is_leader
-    assert second.token is None
+    assert (second.is_leader, second.token) == (False, None)
     assert first.stop(10)
-    assert not first.is_leader
-    assert first.token is None
+    assert (first.is_leader, first.token) == (False, None)
     assert next_of(heard)[0] == "first deposed"
     told, later = next_of(heard)
     assert told == "second elected"
