@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import connection
 from django.test import modify_settings, override_settings
 
-from dlocks import db_lock
+from dlocks import LockTimeout, db_lock
 from tests.for_each import for_each
 from tests.internals import (
     HoldRecord,
@@ -35,24 +36,27 @@ def dlocks(
 
 
 @override_settings()
-def test_without_settings_the_default_database_is_used():
-    """To change a timeout, a project need not name the backend."""
-    from django.conf import settings
+@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+def test_without_settings_the_default_database_is_used(in_other_thread):
+    """To change a timeout, a project need not name the backend.
 
-    del settings.DLOCKS
+    The settings provide defaults for locks.
+    """
+    del django_settings.DLOCKS
     backends.reset()
     backend = backends["default"]
     assert type(backend) is PessimisticBackend
-    assert (backend.database, backend.prefix, backend.ttl, backend.timeout) == (
-        "default",
-        "",
-        30.0,
-        10.0,
-    )
-    with override_settings(DLOCKS={"default": {"OPTIONS": {"timeout": 3}}, "b": {}}):
+    options = backend.database, backend.prefix, backend.ttl, backend.timeout
+    assert options == ("default", "", 30.0, 10.0)
+    changed = {"default": {"OPTIONS": {"timeout": 0.05, "ttl": 20}}, "b": {}}
+    with override_settings(DLOCKS=changed):
         backends.reset()
         assert type(backends["default"]) is type(backends["b"]) is PessimisticBackend
-        assert backends["default"].timeout == 3
+        assert backends["default"].timeout == 0.05
+        with db_lock("stock:7") as hold:
+            assert 10 < hold.remaining <= 20
+            with pytest.raises(LockTimeout, match="within 0.05 s"):
+                in_other_thread(db_lock("stock:7").acquire)
     backends.reset()
 
 
@@ -113,17 +117,6 @@ def test_a_settings_error_names_alias_and_option():
         db_lock("stock:7", using="other").acquire()
 
 
-@dlocks(timeout=0.05, ttl=20)
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
-def test_settings_provide_defaults_for_locks(in_other_thread):
-    from dlocks import LockTimeout
-
-    with db_lock("stock:7") as hold:
-        assert 10 < hold.remaining <= 20
-        with pytest.raises(LockTimeout, match="within 0.05 s"):
-            in_other_thread(db_lock("stock:7").acquire)
-
-
 # System checks.
 
 
@@ -154,11 +147,8 @@ def test_a_missing_app_is_reported_with_a_hint(tmp_path):
     code = """
 import os
 from django.conf import settings
-database = {
-    "ENGINE": "django.db.backends.sqlite3",
-    "NAME": ":memory:",
-    "OPTIONS": {"transaction_mode": "IMMEDIATE"},
-}
+database = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+database["OPTIONS"] = {"transaction_mode": "IMMEDIATE"}
 settings.configure(ROOT_URLCONF="shop_urls", DATABASES={"default": database})
 import django; django.setup()
 from django.core.exceptions import ImproperlyConfigured

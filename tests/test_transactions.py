@@ -293,19 +293,15 @@ def isolation():
 
     The level is restored after the test.
     """
+    is_postgresql = connection.vendor == "postgresql"
+    scope = "SESSION CHARACTERISTICS AS" if is_postgresql else "SESSION"
 
     def set_level(level):
         with connection.cursor() as cursor:
-            if connection.vendor == "postgresql":
-                cursor.execute(
-                    "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL"
-                    f" {level}"
-                )
-            else:
-                cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
+            cursor.execute(f"SET {scope} TRANSACTION ISOLATION LEVEL {level}")
 
     yield set_level
-    if connection.vendor == "postgresql" and connection.is_usable():
+    if is_postgresql and connection.is_usable():
         # A pool would hand this session to the next caller.
         connection.cursor().execute("RESET default_transaction_isolation")
     connection.close()
@@ -472,27 +468,17 @@ def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
 def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, monkeypatch):
     """The keeper may see the end of the transaction first.
 
-    This happens if another on-commit callback takes long.
+    This happens if another on-commit callback takes long. An interrupted release is
+    repeated. If the release fails, other callbacks are called, and the block ends as
+    committed.
     """
-    release, begun = type(backends["default"]).release, threading.Event()
+    kind, begun, asked = type(backends["default"]), threading.Event(), []
+    release = kind.release
 
     def slow(self, *args, **kwargs):
         begun.set()
         time.sleep(0.3)
         return release(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(backends["default"]), "release", slow)
-    with transaction.atomic():
-        transaction.on_commit(lambda: begun.wait(30))
-        with db_lock("stock:7", scope="lease"):
-            pass
-    monkeypatch.undo()
-    assert not is_busy()
-
-
-@TWO_SERVERS
-def test_an_interrupted_release_after_the_commit_is_repeated(is_busy, monkeypatch):
-    release, asked = type(backends["default"]).release, []
 
     def interrupted(self, *args, **kwargs):
         asked.append(args)
@@ -500,12 +486,29 @@ def test_an_interrupted_release_after_the_commit_is_repeated(is_busy, monkeypatc
             raise KeyboardInterrupt
         return release(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(backends["default"]), "release", interrupted)
-    with pytest.raises(KeyboardInterrupt), transaction.atomic():
-        with db_lock("stock:7", scope="lease"):
-            pass
-    monkeypatch.undo()
+    def fail(self, claim):
+        raise LockBackendError("The server is gone.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "release", slow)
+        with transaction.atomic():
+            transaction.on_commit(lambda: begun.wait(30))
+            with db_lock("stock:7", scope="lease"):
+                pass
     assert not is_busy()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt), transaction.atomic():
+            with db_lock("stock:7", scope="lease"):
+                pass
+    assert not is_busy()
+    called = []
+    monkeypatch.setattr(type(backends["insert"]), "_delete", fail)
+    with transaction.atomic():
+        with db_lock("stock:7", using="insert"):
+            pass
+        transaction.on_commit(lambda: called.append(True))
+    assert called == [True]
 
 
 @TWO_SERVERS
@@ -532,22 +535,6 @@ def test_a_lease_in_a_transaction_is_released_after_a_rollback(is_busy, until):
     gc.collect()
     until(lambda: not is_busy("stock:8"))
     assert not keeper._left
-
-
-@TWO_SERVERS
-def test_a_failed_row_deletion_after_the_commit_is_harmless(monkeypatch):
-    """Other callbacks are called, and the block ends as committed."""
-
-    def fail(self, claim):
-        raise LockBackendError("The server is gone.")
-
-    called = []
-    monkeypatch.setattr(type(backends["insert"]), "_delete", fail)
-    with transaction.atomic():
-        with db_lock("stock:7", using="insert"):
-            pass
-        transaction.on_commit(lambda: called.append(True))
-    assert called == [True]
 
 
 @pytest.mark.psycopg3
@@ -722,19 +709,12 @@ def test_a_lease_can_be_reentered_after_its_min_hold():
 
 @SERVERS
 def test_locks_do_not_change_the_settings_of_the_session(settings):
+    names = ["innodb_lock_wait_timeout", "tx_isolation", "autocommit", "sql_mode"]
+    query = "SHOW SESSION VARIABLES WHERE variable_name IN %s"
     if connection.vendor == "postgresql":
-        names = [
-            "synchronous_commit",
-            "lock_timeout",
-            "statement_timeout",
-            "transaction_isolation",
-        ]
-        query = (
-            "SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY name"
-        )
-    else:
-        names = ["innodb_lock_wait_timeout", "tx_isolation", "autocommit", "sql_mode"]
-        query = "SHOW SESSION VARIABLES WHERE variable_name IN %s"
+        names = ["synchronous_commit", "lock_timeout", "statement_timeout"]
+        names.append("transaction_isolation")
+        query = "SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY 1"
 
     def session():
         with connection.cursor() as cursor:
