@@ -608,44 +608,34 @@ def test_a_signal_that_the_command_refuses_keeps_the_lock(capfd, monkeypatch):
 # The recipes.
 
 
-def test_the_documented_console_command_works(transactional_db, tmp_path):
+def test_the_documented_console_command_works(tmp_path, monkeypatch, capfd):
     (block,) = pages.blocks("how-to/schedules", "sh")
-    line = block.strip().removeprefix("python ")
-    assert line.startswith("manage.py run_locked ")
+    program, command, *arguments = shlex.split(block.removeprefix("python "))
+    assert (program, command) == ("manage.py", "run_locked")
     tool = tmp_path / "pg_dump"
     tool.write_text("#!/bin/sh\necho dumped $@\n")
     tool.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = _shell(f"{sys.executable} -W error {line}", {**os.environ, **path})
-    assert (done.returncode, done.stdout) == (0, "dumped --file=shop.sql shop\n")
-    assert done.stderr == ""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert exit_of(*arguments) == 0
+    assert capfd.readouterr() == ("dumped --file=shop.sql shop\n", "")
 
 
-def test_the_documented_cron_line_runs_once_on_late_hosts(transactional_db, capfd):
+def test_the_documented_cron_line_runs_once_on_late_hosts(capfd):
     """Cron runs it with sh, almost no environment and no terminal."""
     (block,) = pages.blocks("how-to/schedules", "cron")
     line = block.split("app", 1)[1].split("&&", 1)[1].strip()
-    line = line.replace("python manage.py sync_stock", "echo synced").replace(
-        "python", sys.executable
-    )
-    bare = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("DLOCKS", "DJANGO", "HOME"))
-    } | {"PATH": "/usr/bin:/bin"}
-    first = _shell(line, bare)
-    assert (first.returncode, first.stdout) == (0, "synced\n")
-    # The line of another host exits with 75, which the page names.
-    assert exit_of(*shlex.split(line.partition(" run_locked ")[2])) == 75
-    assert capfd.readouterr().out == ""
-
-
-def _shell(line, environment):
-    return subprocess.run(
-        ["sh", "-c", line], cwd=ROOT, text=True, timeout=60, check=False,
-        env={**environment, "DJANGO_SETTINGS_MODULE": "tests.settings"},
-        capture_output=True,
+    line = line.replace("python manage.py sync_stock", "echo synced")
+    arguments = shlex.split(line.partition(" run_locked ")[2])
+    bare = {"PATH": "/usr/bin:/bin", "DJANGO_SETTINGS_MODULE": "tests.settings"}
+    bare |= {name: os.environ[name] for name in os.environ if "DLOCKS" in name}
+    done = subprocess.run(
+        ["sh", "-c", line.replace("python", f"{sys.executable} -W error")],
+        cwd=ROOT, env=bare, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "synced\n", "")
+    # The line of another host exits with 75, which the page names.
+    assert exit_of(*arguments) == 75
+    assert capfd.readouterr().out == ""
 
 
 def test_the_documented_celery_and_django_tasks_work(page):

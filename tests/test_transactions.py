@@ -43,16 +43,34 @@ TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.driver
 @FAMILY
 def test_a_lock_in_a_transaction_lasts_until_its_outermost_end(using, is_busy):
+    """Holds can be nested or follow each other, and later ones have larger tokens."""
+    lock = db_lock("stock:7", using=using)
+    with lock as before:
+        pass
     with transaction.atomic():
         with transaction.atomic():
-            with db_lock("stock:7", using=using) as hold:
-                assert (hold.scope, hold.held) == ("transaction", True)
-                assert hold.remaining == float("inf")
+            with lock as outer:
+                assert (outer.scope, outer.held) == ("transaction", True)
+                assert outer.remaining == float("inf")
+                with lock as inner:
+                    assert inner is outer
+                    row = ResourceLock.objects.get()
+                    assert (inner.count, row.hold_count) == (2, 2)
+                row = ResourceLock.objects.get()
+                assert (outer.count, row.hold_count) == (1, 1)
+                outer.check()
+                outer.renew()
                 assert is_busy(using=using)
             assert is_busy(using=using)
+        with pytest.raises(ZeroDivisionError), lock as second:
+            1 / 0  # noqa: B018
+        row = ResourceLock.objects.get()
+        assert (row.status, row.hold_count) == ("F", 0)
         assert is_busy(using=using)
-        assert not hold.held
+        assert not outer.held
     assert not is_busy(using=using)
+    with lock as after:
+        assert before.token < outer.token < second.token < after.token
 
 
 @pytest.mark.driver
@@ -70,32 +88,6 @@ def test_a_rollback_leaves_no_trace(using, is_busy):
     row = ResourceLock.objects.by_clock().get()
     assert (row.version, row.status, row.state) == (before.token, "S", LockState.FREE)
     assert not is_busy(using=using)
-
-
-@pytest.mark.driver
-@FAMILY
-def test_a_key_can_be_acquired_repeatedly_in_a_transaction(using, is_busy):
-    """Holds can be nested or follow each other, and later ones have larger tokens."""
-    lock = db_lock("stock:7", using=using)
-    with lock as before:
-        pass
-    with transaction.atomic():
-        with lock as outer:
-            with lock as inner:
-                assert inner is outer
-                assert (inner.count, ResourceLock.objects.get().hold_count) == (2, 2)
-            assert (outer.count, ResourceLock.objects.get().hold_count) == (1, 1)
-            outer.check()
-            outer.renew()
-            assert is_busy(using=using)
-        with pytest.raises(ZeroDivisionError), lock as second:
-            1 / 0  # noqa: B018
-        row = ResourceLock.objects.get()
-        assert (row.status, row.hold_count) == ("F", 0)
-        assert is_busy(using=using)
-    assert not is_busy(using=using)
-    with lock as after:
-        assert before.token < outer.token < second.token < after.token
 
 
 @pytest.mark.driver
