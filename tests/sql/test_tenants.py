@@ -29,41 +29,26 @@ pytestmark = [
 TABLES = [model._meta.db_table for model in (ResourceLock, LockClaim, HoldRecord)]
 
 
-class Project:
-    """A process that runs tests/tenants.
+@pytest.fixture
+def project():
+    """Return a function that runs a scenario of tests/tenants in its process."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.tenants"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
 
-    ``lists`` selects the lists of apps that contain dlocks.
-    """
+        def call(situation):
+            process.stdin.write(f"{situation}\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            assert "error" not in answer, answer["error"]
+            return answer["result"]
 
-    def __init__(self, lists):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tenants", lists],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def call(self, situation):
-        self.process.stdin.write(f"{situation}\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer["error"]
-        return answer["result"]
-
-    def close(self):
-        with self.process:
-            self.process.stdin.close()
-
-
-@pytest.fixture(scope="module")
-def projects():
-    # They run in parallel, because most of their time is for migrations.
-    found = {lists: Project(lists) for lists in ("shared", "both", "tenants")}
-    yield found
-    for project in found.values():
-        project.close()
+        yield call
+        process.stdin.close()
 
 
 # What a tenant does, and what it finds with its search path.
@@ -88,26 +73,15 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("lists", ["shared", "both"])
-def test_all_tenants_share_the_public_locks(lists, projects):
+def test_all_tenants_share_the_public_locks(project):
     """Every kind of lock, the commands and the history use the same tables.
 
-    A prefix separates the keys of tenants. The tables of the tenants stay empty,
-    whatever was locked.
+    Without tables in the public schema, the first acquire raises an error with
+    instructions. A check reports it too, and does not stop ``migrate_schemas``. After
+    that, a prefix separates the keys of tenants. The tables of the tenants stay empty,
+    whatever was locked, and may be missing.
     """
-    for situation, expected in SITUATIONS.items():
-        assert projects[lists].call(situation) == expected, situation
-        tables = projects[lists].call("tables")
-        found = [tables["acme"], tables["globex"]]
-        assert found == ([[], []] if lists == "both" else [None, None]), situation
-
-
-def test_tables_in_tenants_alone_are_refused(projects):
-    """The first acquire raises an error with instructions.
-
-    A check reports it too, and does not stop ``migrate_schemas``.
-    """
-    said, checks = projects["tenants"].call("refused")
+    said, checks = project("refused")
     assert len(set(said)) == 1
     for words in (
         "'acme', 'globex'",
@@ -117,11 +91,14 @@ def test_tables_in_tenants_alone_are_refused(projects):
     ):
         assert words in said[0]
     assert checks == [["dlocks.W008", said[0]]]
-    assert projects["tenants"].call("tables") == {
-        "public": None,
-        "acme": [],
-        "globex": [],
-    }
+    assert project("tables") == {"public": None, "acme": [], "globex": []}
+    for change, of_tenant in ("share", []), ("share_alone", None):
+        project(change)
+        for situation, expected in SITUATIONS.items():
+            assert project(situation) == expected, (change, situation)
+            tables = project("tables")
+            found = [tables["acme"], tables["globex"]]
+            assert found == [of_tenant] * 2, (change, situation)
 
 
 def test_the_documented_tenant_settings_work(settings, monkeypatch):

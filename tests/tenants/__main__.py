@@ -1,12 +1,13 @@
 """Run scenarios by name and write their results as JSON.
 
-There is one name per line of input and one line of JSON per result. The argument
-selects the list of apps with dlocks: "shared", "both" or "tenants". Each process has
-its own database with the tenants acme and globex.
+There is one name per line of input and one line of JSON per result. The process has its
+own database with the tenants acme and globex, and dlocks is at first in the list of
+apps of the tenants alone. Two other scenarios change this.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from io import StringIO
 import django
 import psycopg
 from django.conf import settings
+from django.db.migrations.recorder import MigrationRecorder
 
 DATABASE = f"dlocks_tenants_{os.getpid()}"
 SERVER = {"host": "127.0.0.1", "port": os.environ["DLOCKS_TEST_PORT"], "user": "dlocks"}
@@ -28,15 +30,9 @@ def of_tenant():
     return f"{connection.schema_name}:"
 
 
-def configure(lists):
-    shared, tenants = (
-        ["django_tenants", "django.contrib.contenttypes", "tests.tenants"],
-        ["django.contrib.contenttypes"],
-    )
-    if lists in {"shared", "both"}:
-        shared.append("dlocks")
-    if lists in {"tenants", "both"}:
-        tenants.append("dlocks")
+def configure():
+    shared = ["django_tenants", "django.contrib.contenttypes", "tests.tenants"]
+    tenants = ["dlocks"]
     backend = "dlocks.backends.database.PessimisticBackend"
     server = {
         "NAME": DATABASE,
@@ -62,7 +58,7 @@ def configure(lists):
         SECRET_KEY="tests",
         SHARED_APPS=shared,
         TENANT_APPS=tenants,
-        INSTALLED_APPS=[*shared, *(app for app in tenants if app not in shared)],
+        INSTALLED_APPS=[*shared, *tenants],
         TENANT_MODEL="tenants.Client",
         TENANT_DOMAIN_MODEL="tenants.Domain",
         USE_TZ=True,
@@ -85,6 +81,38 @@ def make_tenants():
 
 
 # Scenarios.
+
+
+def share():
+    """Create the tables in the public schema too."""
+    from django.core.management import call_command
+    from django.db import connection
+
+    settings.SHARED_APPS.append("dlocks")
+    # Django recorded the migration in that schema although it created no table.
+    connection.set_schema_to_public()
+    MigrationRecorder(connection).record_unapplied("dlocks", "0001_initial")
+    call_command("migrate_schemas", shared=True, verbosity=0)
+
+
+def share_alone():
+    """Drop the tables of the tenants."""
+    from django.db import connection
+
+    from tests.internals import backends, holds_by_caller, schemas
+
+    settings.TENANT_APPS.remove("dlocks")
+    with connection.cursor() as cursor:
+        for table, name in itertools.product(
+            ("resourcelock", "lockclaim", "holdrecord"), ("acme", "globex")
+        ):
+            cursor.execute(f"DROP TABLE {name}.dlocks_{table} CASCADE")
+        cursor.execute("DELETE FROM public.dlocks_resourcelock")
+        cursor.execute("DELETE FROM public.dlocks_holdrecord")
+    # A new process has no holds, and looks for the tables again.
+    holds_by_caller.clear()
+    schemas._schemas.clear()
+    backends.reset()
 
 
 def tenant(name):
@@ -353,7 +381,7 @@ def main():
     answers, sys.stdout = sys.stdout, sys.stderr
     with psycopg.connect(dbname="postgres", autocommit=True, **SERVER) as server:
         server.execute(f"CREATE DATABASE {DATABASE}")
-    configure(sys.argv[1])
+    configure()
     from django.db import connections
 
     from tests.internals import history
