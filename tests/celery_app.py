@@ -26,7 +26,7 @@ app = application(Path(os.environ.get("DLOCKS_TEST_BROKER", "")))
 
 
 @app.task
-def work() -> None:
+def work(name: str) -> None:
     from tests import children
 
-    children.work()
+    children.work(name)

@@ -1,6 +1,6 @@
 """Child processes that end by os._exit().
 
-``python -m tests.children KIND`` starts one and waits for its end.
+``python -m tests.children KIND:JOB ...`` starts each of them and waits for its end.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import dlocks  # noqa: E402
 from dlocks import LeaderElection, db_lock  # noqa: E402
 
 
-def work() -> None:
+def work(name: str = "") -> None:
     """Release six holds that are recorded in the history, and keep another one."""
     for number in range(6):
-        with db_lock(f"ended:{number}", using="recorded"):
+        with db_lock(f"{name}ended:{number}", using="recorded"):
             pass
     # The list keeps the hold alive. A hold without a reference is not renewed.
-    left.append(db_lock("left", using="recorded").acquire())
+    left.append(db_lock(f"{name}left", using="recorded").acquire())
 
 
-def work_in_a_thread() -> None:
+def work_in_a_thread(name: str) -> None:
     """Keep a hold, and a thread that holds a lock until a file exists."""
 
     def hold() -> None:
@@ -42,10 +42,10 @@ def work_in_a_thread() -> None:
     begun = threading.Event()
     threading.Thread(target=hold).start()
     begun.wait()
-    work()
+    work(name)
 
 
-def lead() -> None:
+def lead(name: str) -> None:
     """Start an election in a thread and leave it running."""
     elected = threading.Event()
     left.append(LeaderElection("cleaner", on_elected=lambda hold: elected.set()))
@@ -56,26 +56,27 @@ def lead() -> None:
 left: list[object] = []
 
 
-def main(kind: str, job: str = "work") -> int:
-    target = globals()[job]
+def run(kind: str, job: str) -> None:
+    target, name = globals()[job], f"{kind}:{job}:"
     if kind == "os.fork":
         child = os.fork()
         if child == 0:
-            target()
+            target(name)
             dlocks.shutdown()
             os._exit(0)
-        return os.waitpid(child, 0)[1]
-    if kind == "pool":
+        assert os.waitpid(child, 0)[1] == 0
+    elif kind == "pool":
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            pool.apply(target)
+            pool.apply(target, [name])
             pool.close()
             pool.join()
-        return 0
-    process = multiprocessing.get_context(kind).Process(target=target)
-    process.start()
-    process.join()
-    return process.exitcode or 0
+    else:
+        process = multiprocessing.get_context(kind).Process(target=target, args=[name])
+        process.start()
+        process.join()
+        assert process.exitcode == 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    for one in sys.argv[1:]:
+        run(*one.split(":"))

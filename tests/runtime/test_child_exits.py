@@ -10,13 +10,15 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dlocks import LeaderElection, db_lock
+from dlocks import LeaderElection
 from tests.celery_app import application
 from tests.internals import HoldRecord, ResourceLock
+from tests.timing import eventually
 
 pytestmark = [
     pytest.mark.front,
@@ -24,6 +26,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parent.parent.parent
+# A process takes a second to start, and each look costs a query.
+until = partial(eventually, pause=0.05)
 
 
 @pytest.fixture
@@ -60,90 +64,77 @@ def records():
     return dict(HoldRecord.objects.values_list("key_resource", "ending"))
 
 
-ALL = {**{f"ended:{number}": "R" for number in range(6)}, "left": "F"}
+def all_of(*names):
+    """Return the records of the holds of children with these names."""
+    return {
+        f"{name}{key}": ending
+        for name in names
+        for key, ending in {"left": "F", **dict.fromkeys(ENDED, "R")}.items()
+    }
 
 
-@pytest.mark.parametrize("kind", ["fork", "forkserver", "pool", "os.fork"])
-def test_a_child_releases_and_records(kind, program):
+ENDED = [f"ended:{number}" for number in range(6)]
+
+
+def test_a_child_releases_and_records(program, tmp_path, is_busy):
     """A child releases its holds and writes its history before it exits.
 
-    After ``os.fork()`` it calls ``dlocks.shutdown()`` for this.
+    After ``os.fork()`` it calls ``dlocks.shutdown()`` for this. The key of an election
+    is free at once, too. A lock is not released while a thread of the child works under
+    it. multiprocessing waits for the threads of a child.
     """
-    process = program("tests.children", kind)
-    assert process.communicate(timeout=60) == ("", None)
-    assert process.returncode == 0
-    assert records() == ALL
-    with db_lock("left", timeout=0):
-        pass
-    if kind == "fork":
-        # The key of an election is free at once, too.
-        leader = program("tests.children", kind, "lead")
-        assert leader.communicate(timeout=60) == ("", None)
-        row = ResourceLock.objects.by_clock().get(pk="leader:cleaner")
-        assert row.state == "free"
-        assert LeaderElection("cleaner").leader() is None
-
-
-def test_a_running_thread_of_a_child_keeps_its_lock(program, until, tmp_path, is_busy):
-    """A lock is not released while a thread of the child works under it.
-
-    multiprocessing waits for the threads of a child.
-    """
-    end = tmp_path / "end"
+    children = [f"{kind}:work" for kind in ("fork", "forkserver", "pool", "os.fork")]
+    last, end = "fork:work_in_a_thread", tmp_path / "end"
     process = program(
-        "tests.children", "fork", "work_in_a_thread", DLOCKS_TEST_END=str(end)
+        "tests.children", *children, "fork:lead", last, DLOCKS_TEST_END=str(end)
     )
+    until(ResourceLock.objects.filter(pk="thread").exists)
+    before = all_of(*(f"{child}:" for child in children))
+    everything = before | all_of(f"{last}:")
     if sys.version_info < (3, 13):
-        # The other holds are released before that. Newer Python versions join the
-        # threads first.
-        until(lambda: records() == ALL, seconds=60)
-    until(lambda: is_busy("thread"), seconds=60)
+        # The other holds are released before the thread has ended. Newer Python
+        # versions join the threads first.
+        until(lambda: records() == everything)
+    assert before.items() <= records().items()
+    row = ResourceLock.objects.by_clock().get(pk="leader:cleaner")
+    assert row.state == "free"
+    assert LeaderElection("cleaner").leader() is None
+    assert is_busy("thread")
     end.touch()
     output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
     if output:
         # The keeper may see the end of the main thread before the process exits.
         assert sys.version_info >= (3, 13)
-        assert re.fullmatch("'left' was never released by .*\n", output)
-    assert not is_busy("thread")
-    assert records() == {**ALL, "thread": "R"}
-
-
-@pytest.fixture
-def celery(program, tmp_path):
-    """Return a function that starts a prefork Celery worker and sends it a task."""
-
-    def start(*options):
-        worker = program(
-            "celery", "-A", "tests.celery_app", "worker", "--pool=prefork",
-            "--concurrency=1", "--loglevel=INFO",
-            "--without-gossip", "--without-mingle", "--without-heartbeat", *options,
-            DLOCKS_TEST_BROKER=str(tmp_path),
-        )  # fmt: skip
-        application(tmp_path, set_as_current=False).send_task("tests.celery_app.work")
-        return worker
-
-    return start
+        assert re.fullmatch(f"'{last}:left' was never released by .*\n", output)
+    assert records() == {**everything, "thread": "R"}
+    for key in "thread", *(key for key in everything if key.endswith("left")):
+        assert not is_busy(key)
 
 
 @pytest.mark.once
-def test_a_replaced_celery_worker_releases_and_records(celery, until):
-    """With ``--max-tasks-per-child`` a worker is replaced after its tasks.
+def test_a_replaced_celery_worker_releases_and_records(program, tmp_path):
+    """A worker releases its holds and writes its history before it exits.
 
-    It releases its holds and writes its history before it exits.
+    With ``--max-tasks-per-child`` a worker is replaced after its tasks. After SIGTERM
+    the workers exit too.
     """
-    celery("--max-tasks-per-child=1")
-    until(lambda: records() == ALL, seconds=60)
-    with db_lock("left", timeout=0):
-        pass
-
-
-@pytest.mark.once
-def test_a_warm_celery_shutdown_releases_and_records(celery, until):
-    """After SIGTERM the workers release and record before they exit."""
-    worker = celery()
-    until(lambda: ResourceLock.objects.filter(pk="left").exists(), seconds=60)
+    worker = program(
+        "celery", "-A", "tests.celery_app", "worker", "--pool=prefork",
+        "--concurrency=1", "--loglevel=INFO", "--max-tasks-per-child=2",
+        "--without-gossip", "--without-mingle", "--without-heartbeat",
+        DLOCKS_TEST_BROKER=str(tmp_path),
+    )  # fmt: skip
+    celery = application(tmp_path, set_as_current=False)
+    for name in "abc":
+        celery.send_task("tests.celery_app.work", [name])
+    left = ResourceLock.objects.filter(pk__endswith="left")
+    until(lambda: left.count() == 3)
+    # The first process has ended, and the second one still holds a key.
+    ended = HoldRecord.objects.filter(key_resource__endswith="left")
+    until(lambda: ended.count() == 2)
+    assert left.filter(status="P").count() == 1
     worker.send_signal(signal.SIGTERM)
     output, _ = worker.communicate(timeout=60)
-    assert records() == ALL, output
-    with db_lock("left", timeout=0):
-        pass
+    assert records() == all_of("a", "b", "c"), output
+    assert not left.filter(status="P").exists()
