@@ -14,7 +14,7 @@ from django.db import connections
 
 from dlocks import LockTimeout, db_lock
 
-GREENLETS, TURNS = 20, 5
+GREENLETS, TURNS = 8, 3
 
 
 def apart(function):

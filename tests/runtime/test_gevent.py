@@ -25,8 +25,8 @@ def test_greenlets_exclude_each_other():
     assert (
         done.stdout.splitlines()
         == [
-            "threads 100 1",
-            "greenlets 100 1",
+            "threads 24 1",
+            "greenlets 24 1",
             "renewed True",
             "beside busy",
             "forgotten False",
