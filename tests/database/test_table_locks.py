@@ -36,53 +36,31 @@ READ_LOCK = {
 SAYS = "A table of dlocks is locked as a whole"
 
 
-@pytest.fixture
-def table_locked(threads):
-    """Return a context manager in which another session has locked the tables.
-
-    Its argument is the statement that locks them.
-    """
-
-    @contextlib.contextmanager
-    def lock(statement):
-        locked, end = threading.Event(), threading.Event()
-
-        def keep():
-            begin = (
-                transaction.atomic()
-                if connection.vendor == "postgresql"
-                else contextlib.nullcontext()
-            )
-            with begin, connection.cursor() as cursor:
-                cursor.execute(statement)
-                locked.set()
-                end.wait(60)
-                if connection.vendor == "mysql":
-                    cursor.execute("UNLOCK TABLES")
-
-        keeper = threads(keep)
-        assert locked.wait(10)
+@contextlib.contextmanager
+def table_locked(statement):
+    """Lock the tables in another session."""
+    is_postgresql = connection.vendor == "postgresql"
+    with contextlib.closing(connection.copy()) as session, session.cursor() as cursor:
+        if is_postgresql:
+            cursor.execute("BEGIN")
+        cursor.execute(statement)
         try:
             yield
         finally:
-            end.set()
-            keeper.join(10)
+            cursor.execute("ROLLBACK" if is_postgresql else "UNLOCK TABLES")
 
-    return lock
+
+SETTINGS = {
+    "postgresql": "SELECT name, setting FROM pg_settings WHERE source = 'session'"
+    " ORDER BY name",
+    "mysql": "SHOW SESSION VARIABLES WHERE Variable_name LIKE '%timeout%' OR"
+    " Variable_name LIKE '%safe%'",
+}.get(connection.vendor, "")
 
 
 def session_settings():
     with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute(
-                "SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER"
-                " BY name"
-            )
-        else:
-            cursor.execute(
-                "SHOW SESSION VARIABLES WHERE Variable_name LIKE '%timeout%' OR"
-                " Variable_name LIKE '%safe%'"
-            )
+        cursor.execute(SETTINGS)
         return cursor.fetchall()
 
 
@@ -90,7 +68,7 @@ def read_lock(key, **policy):
     return db_rwlock(key, **policy).read()
 
 
-def test_a_locked_table_is_an_error_within_two_seconds(table_locked):
+def test_a_locked_table_is_an_error_within_two_seconds():
     """``timeout=0`` does not wait for a migration or a backup.
 
     The error names the cause, and the session is unchanged. A transaction loses the
@@ -135,9 +113,7 @@ def test_a_locked_table_is_an_error_within_two_seconds(table_locked):
     assert Place.objects.count() == 2 * 4
 
 
-def test_a_release_waits_for_the_end_of_a_table_lock(
-    table_locked, threads, monkeypatch
-):
+def test_a_release_waits_for_the_end_of_a_table_lock(threads, monkeypatch):
     """The key is free after a migration, not only after the ttl."""
     monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.1)
     for keys in ("stock:7",), ("stock:7", "stock:8"):
@@ -159,7 +135,7 @@ def test_a_release_waits_for_the_end_of_a_table_lock(
 
 
 @pytest.mark.engine("postgresql")
-def test_a_locked_table_is_an_error_behind_pgbouncer_too(doomed, table_locked):
+def test_a_locked_table_is_an_error_behind_pgbouncer_too(doomed):
     """The pooler passes on the cancel request, and the session is unchanged."""
     with PgBouncer(int(PORT)) as bouncer, db_lock("stock:7"):
         asker = doomed(**bouncer.environment)
@@ -180,7 +156,5 @@ def test_a_statement_that_is_only_slow_is_not_cancelled(monkeypatch):
     """
     monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.05)
     sleep = "pg_sleep(0.6)" if connection.vendor == "postgresql" else "SLEEP(0.6)"
-    assert (
-        len(backends["default"]._rows(f"SELECT {sleep}, 'dlocks_resourcelock'", {}))
-        == 1
-    )
+    found = backends["default"]._rows(f"SELECT {sleep}, 'dlocks_resourcelock'", {})
+    assert len(found) == 1
