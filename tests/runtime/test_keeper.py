@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from django.db import connection, connections, transaction
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
-from tests import jobs
+from tests.for_each import for_each
 from tests.internals import (
     REPLY_TIMEOUT,
     Grant,
+    Keeper,
     KeptHold,
     LockState,
     ResourceLock,
@@ -24,7 +28,7 @@ from tests.internals import (
     keeper,
 )
 from tests.scripts import run_python
-from tests.timing import in_time
+from tests.timing import eventually, in_time
 
 pytestmark = [
     pytest.mark.front,
@@ -70,40 +74,33 @@ def turned_clock(monkeypatch):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-def test_a_lease_is_renewed_while_the_block_runs(until, in_other_thread):
+def test_a_lease_is_renewed_while_the_block_runs(in_other_thread):
     with db_lock("stock:7", using="brisk") as hold:
-        first = ResourceLock.objects.get(pk="stock:7").end_time
-        until(
-            lambda: (
-                (
-                    ResourceLock.objects.get(pk="stock:7").end_time - first
-                ).total_seconds()
-                > 2.1
-            )
-        )
+        later = ResourceLock.objects.get(pk="stock:7").end_time + timedelta(seconds=2.1)
+        renewed = ResourceLock.objects.filter(pk="stock:7", end_time__gt=later)
+        eventually(renewed.exists, pause=0.1)
         hold.check()
         assert hold.remaining > 0
         assert in_other_thread(db_lock("stock:7", using="brisk").try_acquire) is None
     assert state() == LockState.FREE
 
 
-@pytest.mark.storage
+@pytest.mark.driver
 def test_100_holds_of_a_process_are_renewed_in_one_statement(
     monkeypatch, until, django_assert_num_queries
 ):
-    backend = backends["brisk"]
-    batches = []
+    backend, batches = backends["brisk"], []
     renew = backend.renew
 
     def counted(claims):
         batches.append(len(claims))
         return renew(claims)
 
-    holds = [
-        db_lock(f"stock:{number}", using="brisk", ttl=60).acquire()
-        for number in range(100)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        holds = [
+            stack.enter_context(db_lock(f"stock:{number}", using="brisk", ttl=60))
+            for number in range(100)
+        ]
         with django_assert_num_queries(1):
             assert len(backend.renew([hold.claim for hold in holds])) == 100
         monkeypatch.setattr(backend, "renew", counted)
@@ -112,27 +109,16 @@ def test_100_holds_of_a_process_are_renewed_in_one_statement(
         keeper.check_soon()
         until(lambda: batches)
         assert batches[0] == 100
-    finally:
-        for hold in holds:
-            hold.release()
 
 
 @pytest.mark.driver
 def test_the_keeper_closes_its_connection_when_unused(until):
     def opened():
-        return keeper.run(
-            lambda: [
-                one.alias
-                for one in connections.all(initialized_only=True)
-                if one.connection
-            ],
-            backends["brisk"],
-        )
+        there = connections.all(initialized_only=True)
+        return [one.alias for one in there if one.connection]
 
-    holds = [db_lock(f"stock:{number}", using="brisk").acquire() for number in range(3)]
-    until(lambda: opened() == ["default"])
-    for hold in holds:
-        hold.release()
+    with db_lock("stock:7", using="brisk"):
+        until(lambda: keeper.run(opened, backends["brisk"]) == ["default"])
     until(lambda: not keeper._connected)
 
 
@@ -142,16 +128,16 @@ def test_renewal_stops_at_max_hold(until, monkeypatch):
     lost, began, took = [], [], [0.0]
     next_claim, renew = KeptHold.next_claim, backends["default"].renew
 
-    def begin(hold):
-        began.append(time.monotonic())
-        return next_claim(hold)
-
     def measured(claims):
         left = renew(claims)
         took.append(time.monotonic() - began[-1])
         return left
 
-    monkeypatch.setattr(KeptHold, "next_claim", begin)
+    monkeypatch.setattr(
+        KeptHold,
+        "next_claim",
+        lambda hold: (began.append(time.monotonic()), next_claim(hold))[1],
+    )
     monkeypatch.setattr(backends["default"], "renew", measured)
     started = time.monotonic()
     with pytest.raises(LockLost, match="held for its max_hold of 2.5 s"):
@@ -221,15 +207,10 @@ def test_a_renewal_error_is_no_loss_before_the_deadline(monkeypatch, until, capl
         raise LockBackendError("could not ask")
 
     monkeypatch.setattr(backends["brisk"], "renew", fail)
-    lost = []
+    lost, said = [], "Could not renew the holds on 'stock:7': could not ask"
     with pytest.raises(LockLost, match="not renewed within its ttl"):
         with db_lock("stock:7", using="brisk", ttl=1.5, on_lost=lost.append) as hold:
-            until(
-                lambda: (
-                    "Could not renew the holds on 'stock:7': could not ask"
-                    in caplog.text
-                )
-            )
+            until(lambda: said in caplog.text)
             hold.check()
             assert not lost
             until(lambda: lost)
@@ -273,16 +254,16 @@ def test_the_deadline_counts_from_before_the_request_was_sent(
         hold.release()
 
 
-@pytest.mark.parametrize("lease", [None, 2])
+@for_each("lease", [None, 2])
 def test_a_grant_that_arrives_after_its_lease_is_retried(
     lease, monkeypatch, turned_clock
 ):
     """The lease may be shorter than the ttl."""
     backend = backends["memory"]
-    acquire, late = backend.acquire, [(lease or 10) + 1, 0]
+    acquire, late = type(backend).acquire, [(lease or 10) + 1, 0]
 
     def late_once(claim):
-        grant = acquire(claim)
+        grant = acquire(backend, claim)
         turned_clock.turn(late.pop(0))
         return dataclasses.replace(grant, lease=lease)
 
@@ -293,44 +274,35 @@ def test_a_grant_that_arrives_after_its_lease_is_retried(
 
 
 def test_a_last_try_is_made_at_the_deadline_without_a_queue(monkeypatch, turned_clock):
-    """The pauses between tries are random. Without a timeout, the tries go on."""
-    tries, answers = [], [None] * 500 + [Grant(7)]
+    """The timeout is counted from the start. The pauses between tries are random.
+
+    Without a timeout, the tries go on.
+    """
+    tries, answers, took = [], [None] * 500 + [Grant(7)], [0.0]
 
     def busy(claim):
         tries.append(turned_clock.time)
+        turned_clock.turn(*took)
 
+    memory, started = backends["memory"], turned_clock.time
     monkeypatch.setattr(clock, "rest", lambda bell, seconds: turned_clock.turn(seconds))
-    monkeypatch.setattr(backends["memory"], "acquire", busy)
-    started = turned_clock.time
-    with pytest.raises(TimeoutError):
+    monkeypatch.setattr(memory, "acquire", busy)
+    with pytest.raises(LockTimeout):
         db_lock("stock:7", using="memory", timeout=3, fair=False).acquire()
     assert tries[0] == started
     assert tries[-1] == pytest.approx(started + 3)
     pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
     assert all(0 < pause <= 0.25 + 1e-6 for pause in pauses)
     assert len(set(pauses)) > len(pauses) // 2
-    monkeypatch.setattr(backends["memory"], "acquire", lambda claim: answers.pop(0))
-    monkeypatch.setattr(backends["memory"], "release", lambda claim, **kwargs: True)
+    took[0], started = 0.8, turned_clock.time
+    with pytest.raises(LockTimeout):
+        db_lock("stock:7", using="memory", timeout=1.0).acquire()
+    assert tries[-1] <= started + 1.0
+    monkeypatch.setattr(memory, "acquire", lambda claim: answers.pop(0))
+    monkeypatch.setattr(memory, "release", lambda claim, **kwargs: True)
     with db_lock("stock:7", using="memory", timeout=None, fair=False) as hold:
         assert hold.token == 7
         assert hold.waited > 60
-
-
-def test_the_timeout_is_counted_from_the_start_without_a_queue(
-    monkeypatch, turned_clock
-):
-    tries = []
-
-    def busy(claim):
-        tries.append(turned_clock.time)
-        turned_clock.turn(0.8)
-
-    began = turned_clock.time
-    monkeypatch.setattr(backends["memory"], "acquire", busy)
-    monkeypatch.setattr(clock, "rest", lambda bell, seconds: turned_clock.turn(seconds))
-    with pytest.raises(LockTimeout):
-        db_lock("stock:7", using="memory", timeout=1.0).acquire()
-    assert max(tries) <= began + 1.0
 
 
 def test_a_renewal_is_due_after_a_third_of_the_ttl():
@@ -344,14 +316,14 @@ def test_a_renewal_is_due_after_a_third_of_the_ttl():
         assert lease.deadline - lease.renew_at == pytest.approx(6, abs=0.5)
 
 
-@pytest.mark.parametrize("by", ["caller", "keeper"])
+@for_each("by", ["caller", "keeper"])
 def test_a_slow_renewal_counts_from_its_request(by, monkeypatch, turned_clock):
     """A renewal whose reply takes 4 s is 4 s shorter for its holder."""
     backend = backends["memory"]
-    renew = backend.renew
+    renew = type(backend).renew
 
     def slowly(claims):
-        left = renew(claims)
+        left = renew(backend, claims)
         turned_clock.turn(4)
         return left
 
@@ -436,129 +408,135 @@ def test_locks_need_nothing_that_windows_lacks():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("ending", ["pass", "sys.exit(3)"])
-def test_holds_are_released_at_exit(ending):
-    done = run_script(f"""
-        import sys
-        from dlocks import db_lock
-        hold = db_lock("stock:7").acquire()
-        print("held", hold.held)
-        {ending}
-        """)
-    assert done.stdout == "held True\n"
-    assert done.stderr == ""
-    row = ResourceLock.objects.by_clock().get(pk="stock:7")
-    assert (row.state, row.status, row.hold_count) == (LockState.FREE, "F", 0)
-
-
-def test_a_shutdown_on_sigterm_releases():
-    """A signal handler ends the process by SystemExit, as servers do."""
-    script = """
+def test_holds_are_released_at_exit():
+    """A signal handler ends a process by SystemExit, as servers do."""
+    done = run_script("""
         import os, signal, sys
         from dlocks import db_lock
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        with db_lock("stock:7"):
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.pause()
-        """
-    assert run_script(script).returncode == 0
-    assert state() == LockState.FREE
+        for ending in "end", "exit", "signal":
+            if child := os.fork():
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                print(ending, status, flush=True)
+                continue
+            if ending == "signal":
+                with db_lock(ending):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.pause()
+            hold = db_lock(ending).acquire()
+            print("held", hold.held)
+            if ending == "exit":
+                sys.exit(3)
+            break
+        """)
+    assert done.stdout == "held True\nend 0\nheld True\nexit 3\nsignal 0\n"
+    assert done.stderr == ""
+    for key in "end", "exit", "signal":
+        row = ResourceLock.objects.by_clock().get(pk=key)
+        assert (row.state, row.status, row.hold_count) == (LockState.FREE, "F", 0)
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_forked_child_renews_only_its_own_holds(until):
-    script = """
-        import os, sys, time
-        from django.db import connection, connections
-        from dlocks import db_lock
-        from dlocks.runtime.keeper import keeper
-        with db_lock("parent", using="brisk") as hold:
-            while not keeper._connected:
-                time.sleep(0.01)
-            child = os.fork()
-            if child == 0:
-                inherited = connections["default"].connection
-                connections["default"].connection = None
-                with db_lock("child", using="brisk") as mine:
+def hold_in_parent_and_child(pipe):
+    """Fork while a lease is held, and hold another one in the child.
+
+    Return the status of the child.
+    """
+    with db_lock("parent", using="brisk") as hold:
+        while not keeper._connected:
+            time.sleep(0.01)
+        if (child := os.fork()) == 0:
+            inherited = connections["default"].connection
+            connections["default"].connection = None
+            try:
+                with db_lock("child", using="brisk", ttl=1.2) as mine:
                     time.sleep(1.5)
                     mine.check()
                 os._exit(0)
-            time.sleep(1.0)
-            status = os.waitpid(child, 0)[1]
-            hold.check()
-        print("both kept", status)
-        """
-    done = run_script(script)
-    assert (done.stdout, done.stderr) == ("both kept 0\n", "")
+            finally:
+                del inherited
+                os._exit(1)
+        time.sleep(1.0)
+        status = os.waitpid(child, 0)[1]
+        hold.check()
+    return status
 
 
-@pytest.mark.front
-def test_a_forked_child_leaves_a_block_during_a_renewal():
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_forked_child_renews_only_its_own_holds(doomed):
+    assert doomed().call(hold_in_parent_and_child) == 0
+
+
+def leave_a_block_in_a_child(pipe):
+    """Fork in a block while a thread renews its lease.
+
+    Return the status of the child, which is 7 for LockLost.
+    """
+    parent, begun, done = os.getpid(), threading.Event(), threading.Event()
+
+    def work(lease):
+        with lease.mutex:
+            begun.set()
+            done.wait()
+
+    status = 1
+    try:
+        with db_lock("stock:7") as hold:
+            thread = threading.Thread(target=work, args=[hold._state.lease])
+            thread.start()
+            begun.wait()
+            if child := os.fork():
+                done.set()
+                thread.join()
+                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except LockLost:
+        status = 7
+    finally:
+        if os.getpid() != parent:
+            os._exit(status)
+
+
+def test_a_forked_child_leaves_a_block_during_a_renewal(doomed):
     """The block raises LockLost there, also if a thread of the parent works on it."""
-    script = """
-        import os, threading
-        from dlocks import LockLost, db_lock
-        done = threading.Event()
+    assert doomed().call(leave_a_block_in_a_child) == 7
 
-        def work(lease):
-            with lease.mutex:
-                begun.set()
-                done.wait()
 
-        try:
-            with db_lock("stock:7") as hold:
-                begun = threading.Event()
-                thread = threading.Thread(target=work, args=[hold._state.lease])
-                thread.start()
-                begun.wait()
-                if child := os.fork():
-                    done.set()
-                    thread.join()
-                    print(os.waitpid(child, 0)[1])
-        except LockLost:
-            os._exit(7)
-        """
-    done = run_script(script)
-    assert (done.stdout, done.stderr) == (f"{7 << 8}\n", "")
+USERS_FILES = {
+    "usersettings.py": """
+        from tests.settings import DATABASES, SECRET_KEY
+        DATABASES["default"]["TEST"] = {"NAME": "test_of_a_user"}
+        INSTALLED_APPS = ["dlocks"]
+        """,
+    "usertests.py": """
+        import time
+        from django.db import transaction
+        from django.test import TestCase, TransactionTestCase
+        from dlocks import db_lock
+        from dlocks.runtime.keeper import keeper
+
+        class Plain(TestCase):
+            def test_lock(self):
+                with db_lock("plain"), db_lock("plain"), transaction.atomic():
+                    pass
+
+            def test_lease(self):
+                with db_lock("forced", scope="lease"):
+                    pass
+
+        class Leases(TransactionTestCase):
+            def test_renewed_to_the_last_moment(self):
+                with db_lock("leased", ttl=3):
+                    while not keeper._connected:
+                        time.sleep(0.01)
+                self.left = db_lock("left", ttl=30).acquire()
+        """,
+}
 
 
 @pytest.mark.engine("postgresql")
 def test_a_user_s_test_run_can_drop_its_database(tmp_path):
     """A remaining connection of dlocks would make DROP DATABASE fail."""
-    (tmp_path / "usersettings.py").write_text(
-        textwrap.dedent(f"""
-            from tests.settings import *
-            TEST = {{"NAME": "test_of_a_user"}}
-            DATABASES = {{"default": {{**DATABASES["default"], "TEST": TEST}}}}
-            DLOCKS = {{}}
-            # {tmp_path.name}
-            """)
-    )
-    (tmp_path / "usertests.py").write_text(
-        textwrap.dedent("""
-            import time
-            from django.db import transaction
-            from django.test import TestCase, TransactionTestCase
-            from dlocks import db_lock
-            from dlocks.runtime.keeper import keeper
-
-            class Plain(TestCase):
-                def test_lock(self):
-                    with db_lock("plain"), db_lock("plain"), transaction.atomic():
-                        pass
-
-                def test_lease(self):
-                    with db_lock("forced", scope="lease"):
-                        pass
-
-            class Leases(TransactionTestCase):
-                def test_renewed_to_the_last_moment(self):
-                    with db_lock("leased", ttl=3):
-                        while not keeper._connected:
-                            time.sleep(0.01)
-                    self.left = db_lock("left", ttl=30).acquire()
-            """)
-    )
+    for name, text in USERS_FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
     django_test = "django", "test", "usertests", "--settings", "usersettings"
     done = run_python("-m", *django_test, cwd=tmp_path, DLOCKS_TEST_NAME="dlocks")
     assert done.returncode == 0, done.stderr
@@ -571,30 +549,8 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
         assert cursor.fetchone() == (0,)
 
 
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_paused_holder_knows_its_loss_when_it_continues(
-    doomed, workers, in_other_thread
-):
-    """A process pauses for longer than its ttl, and another one acquires the key.
-
-    The first process knows this when it continues.
-    """
-    victim = doomed()
-    victim.start(jobs.hold, "stock:7", using="brisk")
-    first = victim.hear()
-    victim.stop()
-    with db_lock("stock:7", using="brisk", ttl=30, timeout=20) as hold:
-        assert hold.token > first
-        victim.resume()
-        victim.tell()
-        with pytest.raises(RuntimeError, match="LockLost"):
-            victim.hear()
-        hold.check()
-
-
 def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):
     """Two keepers would let a delayed renewal overwrite a later one."""
-    from tests.internals import Keeper
 
     def named(name):
         return {thread for thread in threading.enumerate() if thread.name == name}
@@ -672,26 +628,24 @@ def test_a_loss_is_reported_while_other_renewals_are_running(monkeypatch, until)
         busy.check()
 
 
-def test_a_call_in_one_worker_may_call_another_worker():
+def test_a_call_in_one_worker_may_call_another_worker(threads):
     """Receivers of ``lock_released`` may do this without a deadlock."""
-    inside, found = threading.Barrier(2), []
+    inside, (one, other) = (
+        threading.Barrier(2),
+        (backends["default"], backends["memory"]),
+    )
 
     def ask(here, there):
         def meet():
             inside.wait(10)
-            return keeper.run(lambda: 7, backends[there])
+            return keeper.run(lambda: 7, there)
 
-        found.append(keeper.run(meet, backends[here]))
+        return keeper.run(meet, here)
 
-    threads = [
-        threading.Thread(target=ask, args=pair)
-        for pair in (("default", "memory"), ("memory", "default"))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    asking = [threads(lambda: ask(one, other)), threads(lambda: ask(other, one))]
+    for thread in asking:
         thread.join(30)
-    assert found == [7, 7]
+    assert [thread.results for thread in asking] == [[7], [7]]
 
 
 def test_a_silent_server_does_not_stop_renewals_on_another(silence, until):
@@ -707,18 +661,13 @@ def test_a_silent_server_does_not_stop_renewals_on_another(silence, until):
         other.check()
 
 
-def test_renewals_and_calls_take_turns(monkeypatch, until):
+def test_renewals_and_calls_take_turns(monkeypatch, until, threads):
     """Calls from inside transactions may take seconds while a row is locked."""
-    renew, done = backends["memory"].renew, []
+    backend, done = backends["memory"], []
+    renew, worker = backend.renew, keeper._worker(backend)
+    begun, goes_on = threading.Event(), threading.Event()
     monkeypatch.setattr(
-        backends["memory"],
-        "renew",
-        lambda claims: (done.append("renewal"), renew(claims))[1],
-    )
-    begun, goes_on, desk = (
-        threading.Event(),
-        threading.Event(),
-        keeper._worker(backends["memory"]),
+        backend, "renew", lambda claims: (done.append("renewal"), renew(claims))[1]
     )
 
     def slow():
@@ -726,21 +675,16 @@ def test_renewals_and_calls_take_turns(monkeypatch, until):
         goes_on.wait(30)
         done.append("question")
 
-    callers = [
-        threading.Thread(target=keeper.run, args=[slow, backends["memory"]])
-        for _ in range(3)
-    ]
     with db_lock("stock:7", using="memory", ttl=3.0):
+        callers = [threads(lambda: keeper.run(slow, backend)) for _ in range(3)]
         try:
-            for caller in callers:
-                caller.start()
             assert begun.wait(10)
-            until(lambda: len(desk.jobs) == 2 and desk.renewals)
-            desk.post(lambda: done.append("another renewal"), renewal=True)
+            until(lambda: len(worker.jobs) == 2 and worker.renewals)
+            worker.post(lambda: done.append("another renewal"), renewal=True)
         finally:
             goes_on.set()
-            for caller in callers:
-                caller.join(30)
+        for caller in callers:
+            caller.join(30)
     keeper.catch_up()
     assert done == ["question", "renewal", "question", "another renewal", "question"]
 
