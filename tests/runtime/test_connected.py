@@ -6,39 +6,43 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
+from tests.for_each import for_each
 from tests.internals import connected, connection_of, in_atomic_blocks, open_connections
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
-class Kept(threading.local):
-    """A thread-local store of another library in place of asgiref's."""
+@pytest.fixture
+def keep_connections():
+    """Return a function that lets asgiref keep connections in another way."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def keep(store):
+            patch.undo()
+            if store == "as asgiref might":
+                patch.setattr(connected, "_is_plain", lambda: False)
+                patch.setattr(connected, "_known", (None, None))
+            elif store == "as another library":
+                kept = threading.local()
+                for connection in connections.all(initialized_only=True):
+                    setattr(kept, connection.alias, connection)
+                patch.setattr(connections, "_connections", kept)
+            elif store == "by another lookup":
+                kind = type(connections)
+                found = kind.__getitem__
+                patch.setattr(kind, "__getitem__", lambda self, name: found(self, name))
+            else:
+                # If this fails, the slower lookup is used and everything still works.
+                # Check what has changed in asgiref's ``Local``.
+                assert connected._is_plain()
+
+        yield keep
 
 
-@pytest.fixture(
-    params=[
-        "as asgiref keeps them",
-        "as it might keep them",
-        "as another library does",
-        "by another lookup",
-    ]
-)
-def asgiref(request, monkeypatch):
-    if request.param == "as it might keep them":
-        monkeypatch.setattr(connected, "_is_plain", lambda: False)
-        monkeypatch.setattr(connected, "_known", (None, None))
-    elif request.param == "as another library does":
-        kept = Kept()
-        for connection in connections.all(initialized_only=True):
-            setattr(kept, connection.alias, connection)
-        monkeypatch.setattr(connections, "_connections", kept)
-    elif request.param == "by another lookup":
-        found = type(connections).__getitem__
-        monkeypatch.setattr(
-            type(connections), "__getitem__", lambda self, alias: found(self, alias)
-        )
+STORES = ["as asgiref", "as asgiref might", "as another library", "by another lookup"]
 
 
 def agree():
@@ -61,16 +65,8 @@ def agree():
     return connection
 
 
-def test_the_fast_lookup_knows_the_storage_of_asgiref():
-    """The fast lookup matches how asgiref stores its values.
-
-    If this fails, the slower lookup is used and everything else still works. Check what
-    has changed in asgiref's ``Local``.
-    """
-    assert connected._is_plain()
-
-
-def test_each_thread_has_its_own_connection(asgiref, in_other_thread):
+@for_each("store", STORES)
+def test_each_thread_has_its_own_connection(store, keep_connections, in_other_thread):
     """A new thread has none. Replaced and deleted connections are noticed.
 
     The live server of the tests replaces the connections of its threads.
@@ -80,6 +76,11 @@ def test_each_thread_has_its_own_connection(asgiref, in_other_thread):
         before()
         return [*in_atomic_blocks(), *open_connections()]
 
+    def take_over():
+        connections["default"] = mine
+        return agree()
+
+    keep_connections(store)
     mine = agree()
     assert in_other_thread(opened, lambda: None) == []
     assert in_other_thread(agree) is not mine
@@ -88,11 +89,6 @@ def test_each_thread_has_its_own_connection(asgiref, in_other_thread):
         assert list(open_connections()) == [mine]
         assert in_other_thread(opened) == []
     assert list(open_connections()) == []
-
-    def take_over():
-        connections["default"] = mine
-        return agree()
-
     with ThreadPoolExecutor(1) as other:
         assert other.submit(take_over).result() is mine
     del connections["default"]
@@ -102,11 +98,10 @@ def test_each_thread_has_its_own_connection(asgiref, in_other_thread):
         connections["default"] = mine
 
 
-async def test_a_coroutine_has_its_own_connection(asgiref):
-    from asgiref.sync import sync_to_async
-
+@for_each("store", STORES)
+async def test_a_coroutine_has_its_own_connection(store, keep_connections):
+    keep_connections(store)
     mine = agree()
     # This runs in Django's single thread, which is the thread of this test.
-    theirs = await sync_to_async(agree)()
-    assert theirs is not mine
+    assert await sync_to_async(agree)() is not mine
     assert agree() is mine

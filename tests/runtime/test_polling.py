@@ -22,79 +22,56 @@ def ends():
         yield here, there
 
 
-@pytest.fixture
-def slept(monkeypatch):
-    """Return a list of the timeouts of all ``poll()`` calls that sleep.
+def test_polling_stops_while_replies_are_late(ends, monkeypatch):
+    """A reader polls for a short time, and yields the processor. Then it sleeps.
 
-    The timeouts are milliseconds or None.
+    An available reply, or a closed connection, is reported without either. Without
+    ``sched_yield()`` a reader sleeps at once.
     """
-    times = []
+    here, there = ends
+    slept, looks, step, now = [], [], polling.SPIN_SECONDS / 10, 0.0
 
     class Poll:
-        def __init__(self, poll):
-            self._poll = poll
-            self.register = poll.register
+        def __init__(self, made=select.poll):
+            self.made = made()
+            self.register = self.made.register
 
         def poll(self, timeout=None):
             if timeout != 0:
-                times.append(timeout)
-            return self._poll.poll(timeout)
+                slept.append(timeout)
+            return self.made.poll(timeout)
 
-    made = select.poll
-    monkeypatch.setattr(polling, "BuiltinFunctionType", object)
-    monkeypatch.setattr(select, "poll", lambda: Poll(made()))
-    return times
-
-
-@pytest.fixture
-def stopped(monkeypatch):
-    """Return a function that advances the clock that limits the polling."""
-    now = 0.0
-
-    def let_pass(seconds):
+    def give_way():
         nonlocal now
-        now += seconds
+        now += step
+        looks.append(True)
 
+    monkeypatch.setattr(polling, "BuiltinFunctionType", object)
+    monkeypatch.setattr(select, "poll", Poll)
     monkeypatch.setattr(polling.clock, "real_now", lambda: now)
-    return let_pass
-
-
-def test_polling_stops_while_replies_are_late(ends, slept, stopped, monkeypatch):
-    """A reader polls for a short time, and yields the processor. Then it sleeps."""
-    here, there = ends
-    looks, step = [], polling.SPIN_SECONDS / 10
-    monkeypatch.setattr(os, "sched_yield", lambda: (looks.append(True), stopped(step)))
-    wait = polling.readable(here.fileno())
+    monkeypatch.setattr(os, "sched_yield", give_way)
+    wait, limit = polling.readable(here.fileno()), polling.LATE_REPLIES_LIMIT
+    assert not wait(timeout=0)
+    assert not looks
     assert not wait(timeout=0.001)
     assert 9 <= len(looks) <= 11
     assert slept == [1.0]
     step = 2 * polling.SPIN_SECONDS
     looks.clear()
-    for _ in range(polling.LATE_REPLIES_LIMIT - 1):
+    for _ in range(limit - 1):
         wait(timeout=0.001)
-    assert len(looks) == polling.LATE_REPLIES_LIMIT - 1
+    assert len(looks) == limit - 1
+    # A reply that arrives is quick by the stopped clock, so polling is used again.
     there.send(b"answer")
     assert wait(timeout=0.001)
-    assert len(looks) == polling.LATE_REPLIES_LIMIT - 1
-    assert len(slept) == polling.LATE_REPLIES_LIMIT + 1
-    # The reply is quick by the stopped clock, so polling is used again.
     assert wait()
-    assert len(slept) == polling.LATE_REPLIES_LIMIT + 1
-
-
-def test_a_timeout_of_zero_polls_once(ends, slept, monkeypatch):
-    """An available reply, or a closed connection, is reported without sleeping."""
-    here, there = ends
-    monkeypatch.setattr(os, "sched_yield", lambda: pytest.fail("it waited"))
-    wait = polling.readable(here.fileno())
-    assert not wait(timeout=0)
-    there.send(b"answer")
     assert wait(timeout=0)
-    assert wait()
     assert here.recv(10) == b"answer"
     there.close()
     assert wait()
-    assert not slept
+    assert (len(looks), len(slept)) == (limit - 1, limit + 1)
+    monkeypatch.delattr(os, "sched_yield")
+    assert polling.readable(here.fileno())()
 
 
 def test_a_signal_handler_may_wait_for_the_same_reply(ends):
@@ -114,12 +91,3 @@ def test_a_signal_handler_may_wait_for_the_same_reply(ends):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert seen == [True]
-
-
-def test_a_reader_sleeps_without_sched_yield(ends, monkeypatch):
-    here, there = ends
-    monkeypatch.delattr(os, "sched_yield")
-    wait = polling.readable(here.fileno())
-    assert not wait(timeout=0.001)
-    there.send(b"answer")
-    assert wait()

@@ -18,6 +18,7 @@ from django.db import connection
 from dlocks import LockLost, LockTimeout, StaleVersion, db_lock, resume_hold
 from dlocks.optimistic import retry_on_conflict
 from tests import jobs
+from tests.for_each import for_each
 from tests.internals import clock
 
 pytestmark = [
@@ -33,7 +34,6 @@ travel = partial(time_machine.travel, "2012-01-14 12:00 +0000", tick=False)
 DATABASE = (
     ["default", "watching", "insert"] if connection.vendor == "sqlite" else ["session"]
 )
-IDS = {freeze: "freezegun", travel: "time-machine"}.get
 
 # The partial keeps the real function, while freezegun replaces the attributes of all
 # modules.
@@ -47,44 +47,30 @@ def lasting(shortest, longest=10.0):
     assert shortest <= monotonic() - began < longest
 
 
-@pytest.fixture
-def held_by_another_process(request, workers):
-    def hold(using):
-        (worker,) = workers(1)
-        worker.start(jobs.hold, "stock:7", using=using)
-        worker.hear()
-        request.addfinalizer(worker.hear)
-        request.addfinalizer(worker.tell)
-
-    return hold
-
-
-@pytest.mark.parametrize(
-    ("using", "stop"),
-    [*((using, freeze) for using in DATABASE), (DATABASE[0], travel)],
-    ids=IDS,
-)
-def test_a_busy_key_times_out(using, stop, held_by_another_process):
+@for_each("using", DATABASE)
+def test_a_busy_key_times_out(using, workers):
     """``timeout`` is real time."""
-    held_by_another_process(using)
-    with stop(), lasting(0.2), pytest.raises(LockTimeout):
-        db_lock("stock:7", using=using, timeout=0.2).acquire()
+    (worker,) = workers(1)
+    worker.start(jobs.hold, "stock:7", using=using)
+    worker.hear()
+    for stop in freeze, travel:
+        with stop(), lasting(0.2), pytest.raises(LockTimeout):
+            db_lock("stock:7", using=using, timeout=0.2).acquire()
+    worker.tell()
+    worker.hear()
 
 
-@pytest.mark.parametrize(
-    ("using", "stop"),
-    [*((using, freeze) for using in (*DATABASE, "memory")), (DATABASE[0], travel)],
-    ids=IDS,
-)
-async def test_a_busy_key_times_out_in_a_coroutine(using, stop):
+@for_each("using", [*DATABASE, "memory"])
+async def test_a_busy_key_times_out_in_a_coroutine(using):
     """``timeout`` is real time, even if freezegun stops the event loop's clock."""
     hold = await asyncio.create_task(db_lock("stock:7", using=using).aacquire())
-    with stop(), lasting(0.2), pytest.raises(LockTimeout):
-        await db_lock("stock:7", using=using, timeout=0.2).aacquire()
+    for stop in freeze, travel:
+        with stop(), lasting(0.2), pytest.raises(LockTimeout):
+            await db_lock("stock:7", using=using, timeout=0.2).aacquire()
     await hold.arelease()
 
 
-@pytest.mark.parametrize("using", DATABASE)
+@for_each("using", DATABASE)
 def test_a_waiter_is_served_while_the_clock_is_stopped(using, threads):
     """A released key is handed over while the clock is stopped."""
     waiting = threading.Event()
@@ -103,7 +89,7 @@ def test_a_waiter_is_served_while_the_clock_is_stopped(using, threads):
 
 
 @pytest.mark.front
-@pytest.mark.parametrize("using", ["brisk", "memory"])
+@for_each("using", ["brisk", "memory"])
 def test_leases_are_renewed_and_expire_by_the_real_clock(using):
     """A lease is counted and renewed by the real clock."""
     with freeze():
@@ -141,17 +127,6 @@ async def test_a_coroutine_is_retried_while_the_clock_is_stopped():
     with freeze(), lasting(0):
         await write()
     assert len(attempts) == 3
-
-
-@pytest.mark.front
-async def test_a_timer_of_a_stopped_loop_can_be_cancelled():
-    """A wait that ends early leaves no thread behind."""
-    event = asyncio.Event()
-    with freeze():
-        asyncio.get_running_loop().call_soon(event.set)
-        await clock.wait_for(event, 60)
-    while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.front
