@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 
 import pytest
 from django.conf import settings
-from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
 
 from dlocks import db_lock, db_rwlock
-from tests.internals import backends, history
+from tests import jobs
+from tests.for_each import for_each
+from tests.internals import HoldRecord, backends, history
 from tests.timing import eventually
 
 pytestmark = [
@@ -35,48 +37,40 @@ SHOWN = [
 ]
 NONE, RUSSIAN, ALL = range(3)
 
-# WIN1251 is PostgreSQL's name. Python has another one.
+# The character sets of databases. WIN1251 is PostgreSQL's name, Python has another one.
 CHARSETS = {
-    "postgresql": {
-        "LATIN1": NONE,
-        "WIN1251": RUSSIAN,
-        "SQL_ASCII": ALL,
-    },
-    "mysql": {"latin1": ALL, "utf8mb3": ALL},
+    "postgresql": {"LATIN1": NONE, "WIN1251": RUSSIAN, "SQL_ASCII": ALL},
+    "mysql": {"latin1": ALL},
 }.get(connection.vendor, {})
 
 
 @pytest.fixture
 def in_database(doomed):
-    """Return a function that runs a job on another character set.
-
-    The job runs in a process of its own. The character set is that of its database or
-    of its connection.
-    """
+    """Return a function that runs a job in a process on a database of a charset."""
     databases = []
 
-    def run(job, database_charset, *args, **options):
-        databases.append(name := f"dlocks_{database_charset.lower()}")
+    def run(job, charset, *args):
+        databases.append(name := f"dlocks_{charset.lower()}")
         with connection.cursor() as cursor:
             cursor.execute(f"DROP DATABASE IF EXISTS {name}")
-            cursor.execute(CREATE[connection.vendor].format(name, database_charset))
+            cursor.execute(CREATE[connection.vendor].format(name, charset))
         worker = doomed(DLOCKS_TEST_NAME=name)
-        worker.call(_prepare, options)
+        worker.call(jobs.migrate_databases, "default")
         return worker.call(job, *args)
 
     yield run
+    force = " WITH (FORCE)" if connection.vendor == "postgresql" else ""
     with connection.cursor() as cursor:
         for name in databases:
-            cursor.execute(
-                "DROP DATABASE"
-                f" {name}{' WITH (FORCE)' if connection.vendor == 'postgresql' else ''}"
-            )
+            cursor.execute(f"DROP DATABASE {name}{force}")
 
 
-def _prepare(pipe, options):
-    connection.settings_dict["OPTIONS"] |= options
-    call_command("migrate", "dlocks", verbosity=0)
-    threading.current_thread().name = NAME
+@pytest.fixture
+def over_connection(doomed):
+    """Return a function that runs a job with a charset of its connection."""
+    return lambda job, charset, *args: doomed(
+        DLOCKS_TEST_OPTIONS=json.dumps({"charset": charset})
+    ).call(job, *args)
 
 
 def names_of_holders(pipe):
@@ -84,8 +78,7 @@ def names_of_holders(pipe):
 
     Return the names under which this thread, and one that waited, was shown.
     """
-    from tests.internals import HoldRecord
-
+    threading.current_thread().name = NAME
     names = set()
     options = {"OPTIONS": {"history": True}}
 
@@ -146,43 +139,38 @@ def ask_for_a_key_that_cannot_be_stored(pipe, key):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-@pytest.mark.parametrize(("charset", "letters"), CHARSETS.items())
-def test_a_thread_may_have_any_name_in_any_database(charset, letters, in_database):
+def test_a_thread_may_have_any_name_in_any_database(in_database):
     """A thread whose name the database cannot store acquires every kind of lock.
 
     It can wait for a lock too. Its name is shown with escapes.
     """
-    assert in_database(names_of_holders, charset) == {SHOWN[letters]}
+    for charset, letters in CHARSETS.items():
+        assert in_database(names_of_holders, charset) == {SHOWN[letters]}, charset
 
 
 @pytest.mark.engine("mariadb")
-@pytest.mark.parametrize(
-    ("charset", "letters"),
-    {"utf8mb3": RUSSIAN, "latin1": NONE, "cp1251": RUSSIAN}.items(),
-)
-def test_a_connection_may_have_any_charset(charset, letters, in_database):
+@for_each("charset", {"utf8mb3": RUSSIAN, "latin1": NONE}.items())
+def test_a_connection_may_have_any_charset(charset, over_connection):
     """Every kind of lock works with any ``OPTIONS["charset"]``.
 
     This option limits the characters that can be sent. A holder's name is shown with
     escapes.
     """
-    found = in_database(names_of_holders, "utf8mb4", charset=charset)
-    assert found == {SHOWN[letters]}
+    name, letters = charset
+    HoldRecord.objects.all().delete()
+    assert over_connection(names_of_holders, name) == {SHOWN[letters]}
 
 
-def test_a_key_that_cannot_be_stored_is_refused(in_database):
+def test_a_key_that_cannot_be_stored_is_refused(in_database, over_connection):
     """A key that cannot be stored is refused, and never altered.
 
     The error says what to do, and the caller's transaction goes on.
     """
-    key = "склад:🔒"
-    charset, options = (
-        ("LATIN1", {})
+    key, ask = "склад:🔒", ask_for_a_key_that_cannot_be_stored
+    refused, logged = (
+        in_database(ask, "LATIN1", key)
         if connection.vendor == "postgresql"
-        else ("utf8mb4", {"charset": "utf8mb3"})
-    )
-    refused, logged = in_database(
-        ask_for_a_key_that_cannot_be_stored, charset, key, **options
+        else over_connection(ask, "utf8mb3", key)
     )
     assert len(refused) == 6
     for message in refused:
