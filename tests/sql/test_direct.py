@@ -45,20 +45,6 @@ KEYS = [
 ]
 
 
-@pytest.fixture
-def by_cursor(monkeypatch):
-    """Return the list of statements that went through Django's cursor."""
-    backend, seen = type(backends["default"]), []
-    execute = backend._by_cursor
-
-    def look(self, connection, in_transaction, sql, parameters):
-        seen.append(sql)
-        return execute(self, connection, in_transaction, sql, parameters)
-
-    monkeypatch.setattr(backend, "_by_cursor", look)
-    return seen
-
-
 def use(times=OFTEN, key="stock:7", using="default"):
     tokens = []
     for _ in range(times):
@@ -67,11 +53,19 @@ def use(times=OFTEN, key="stock:7", using="default"):
     assert tokens == sorted(set(tokens))
 
 
-def test_frequent_statements_bypass_the_cursor(by_cursor):
+def test_frequent_statements_bypass_the_cursor(monkeypatch):
     """Statements of a lock go directly to the driver, unless ``prepare`` is False.
 
     A very long text is not cached, because the same number of claims is rare.
     """
+    by_cursor, kind = [], type(backends["default"])
+    execute = kind._by_cursor
+
+    def look(*args):
+        by_cursor.append(args[3])
+        return execute(*args)
+
+    monkeypatch.setattr(kind, "_by_cursor", look)
     for using in "default", "optimistic", "insert":
         use(using=using)
         del by_cursor[:]
@@ -85,7 +79,7 @@ def test_frequent_statements_bypass_the_cursor(by_cursor):
         for _ in range(OFTEN):
             assert backends["default"].renew([claim] * 1000)
     assert len(max(by_cursor, key=len)) > TEXT_AT_MOST
-    backend = type(backends["default"])("default", prepare=False)
+    backend = kind("default", prepare=False)
     del by_cursor[:]
     for _ in range(OFTEN):
         assert backend.acquire(claim)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import pytest
@@ -78,12 +78,15 @@ def test_frequent_statements_are_prepared_and_planned_once():
     assert min(counts.values()) > 10
 
 
-def test_a_changed_session_does_not_break_prepared_statements():
+def test_a_changed_session_does_not_break_prepared_statements(in_other_thread):
     """A pool may clean up a session between two clients.
 
-    A name that exists already is not used, and a table may be altered.
+    A name that exists already is not used, and a table may be altered. A session that
+    was killed is replaced, also if a statement of the application fails before this
+    thread's first lock.
     """
     alter = "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE"
+    kill = "SELECT pg_terminate_backend(%s, 5000)"
     use(PREPARED_AT + 3)
     (first, *_) = prepared()
     for sql in "DISCARD ALL", "DEALLOCATE ALL":
@@ -99,49 +102,6 @@ def test_a_changed_session_does_not_break_prepared_statements():
     run(f"PREPARE {first} AS SELECT 1")
     use(20)
     assert prepared()[first] == 0
-
-
-def test_the_number_of_prepared_statements_is_limited():
-    """With ``prepare=False``, no statement is prepared."""
-    backend = type(backends["default"])("default", prepare=False)
-    with db_lock("stock:7") as hold:
-        claim = hold.claim
-    for _ in range(PREPARED_AT + 3):
-        assert backend.acquire(claim)
-        assert backend.release(claim)
-    assert not prepared()
-    assert backends["default"].prepare is None
-    with pytest.raises(TypeError, match="prepare"):
-        type(backend)("default", prepare="yes")
-    for number in range(STATEMENTS_PREPARED + 20):
-        for _ in range(PREPARED_AT + 1):
-            backends["default"]._rows(f"SELECT {number}", {})
-    assert len(prepared()) == STATEMENTS_PREPARED
-    use(5)
-
-
-def test_spinning_for_a_reply_can_be_switched_off(monkeypatch):
-    """With ``spin=0`` a caller sleeps until the server replies."""
-    backend = type(backends["default"])("default", spin=0, listen=False)
-    with db_lock("stock:7") as hold:
-        claim = hold.claim
-    connection.close()
-    monkeypatch.setattr("os.sched_yield", lambda: pytest.fail("it polled"))
-    for _ in range(PREPARED_AT + 3):
-        assert backend.acquire(claim)
-        assert backend.release(claim)
-    assert prepared()
-    with pytest.raises(ValueError, match="spin"):
-        type(backend)("default", spin=-1)
-
-
-def test_a_session_that_was_killed_is_replaced(in_other_thread):
-    """The lock is acquired through a new session.
-
-    So it is if a statement of the application fails before this thread's first lock.
-    """
-    kill = "SELECT pg_terminate_backend(%s, 5000)"
-    use(PREPARED_AT + 3)
     pid = connection.connection.info.backend_pid
     in_other_thread(run, kill, [pid])
     use(PREPARED_AT + 3)
@@ -152,6 +112,37 @@ def test_a_session_that_was_killed_is_replaced(in_other_thread):
     with pytest.raises(OperationalError):
         run("SELECT 1")
     use(1)
+
+
+def test_the_number_of_prepared_statements_is_limited(monkeypatch):
+    """With ``prepare=False``, no statement is prepared.
+
+    With ``spin=0``, a caller sleeps until the server replies.
+    """
+
+    def use_often(**options):
+        backend = kind("default", **options)
+        for _ in range(PREPARED_AT + 3):
+            assert backend.acquire(claim)
+            assert backend.release(claim)
+
+    kind = type(backends["default"])
+    with db_lock("stock:7") as hold:
+        claim = hold.claim
+    use_often(prepare=False)
+    assert not prepared()
+    for wrong, error in ({"prepare": "yes"}, TypeError), ({"spin": -1}, ValueError):
+        with pytest.raises(error, match=next(iter(wrong))):
+            kind("default", **wrong)
+    for number in range(STATEMENTS_PREPARED + 20):
+        for _ in range(PREPARED_AT + 1):
+            backends["default"]._rows(f"SELECT {number}", {})
+    assert len(prepared()) == STATEMENTS_PREPARED
+    use(5)
+    connection.close()
+    monkeypatch.setattr("os.sched_yield", lambda: pytest.fail("it polled"))
+    use_often(spin=0, listen=False)
+    assert prepared()
 
 
 class TimeLimitExceededError(Exception):
@@ -200,19 +191,20 @@ def stopped():
 
     The function returns another one, which resumes the process.
     """
-    resumes = []
+    with ExitStack() as stack:
 
-    def stop():
-        pid = connection.connection.info.backend_pid
-        resume = partial(os.kill, pid, signal.SIGCONT)
-        os.kill(pid, signal.SIGSTOP)
-        resumes.append(resume)
-        return resume
+        def stop():
+            pid = connection.connection.info.backend_pid
+            os.kill(pid, signal.SIGSTOP)
+            return stack.callback(partial(resume, pid))
 
-    yield stop
-    for resume in resumes:
-        with suppress(ProcessLookupError):
-            resume()
+        yield stop
+
+
+def resume(pid):
+    # An abandoned session may have ended.
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def is_over(pid):

@@ -32,10 +32,19 @@ def test_every_kind_of_lock_works_with_sql_safe_updates(doomed):
     assert worker.call(jobs.rights, "purge") > 0
 
 
-READ_ONLY = {
-    "postgresql": "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
-    "mysql": "SET SESSION TRANSACTION READ ONLY",
-}
+# How a session becomes read-only, the options for this, and the name of the setting.
+READ_ONLY, OPTIONS, SETTING = {
+    "postgresql": (
+        "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
+        {"options": "-c default_transaction_read_only=on"},
+        "default_transaction_read_only",
+    ),
+    "mysql": (
+        "SET SESSION TRANSACTION READ ONLY",
+        {"init_command": "SET SESSION TRANSACTION READ ONLY"},
+        "transaction_read_only",
+    ),
+}.get(connection.vendor, ("", {}, ""))
 
 
 def make_read_only():
@@ -44,11 +53,11 @@ def make_read_only():
     After a failover, the server of a session may be a replica.
     """
     with connection.cursor() as cursor:
-        cursor.execute(READ_ONLY[connection.vendor])
+        cursor.execute(READ_ONLY)
     return connection.connection
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_session_that_became_read_only_is_replaced():
     """A lock reconnects after a failover, as it does with a dead connection.
 
@@ -77,14 +86,10 @@ def test_a_session_that_became_read_only_is_replaced():
                 assert hold.held
 
 
-def ask_where_nobody_can_write(pipe, options):
-    connection.settings_dict["OPTIONS"] |= options
+def ask_where_nobody_can_write(pipe):
     errors = []
     for using in FAMILY:
-        for lock in (
-            db_lock("a", using=using, timeout=0),
-            db_rwlock("a", using=using, timeout=0).read(),
-        ):
+        for lock in db_lock("a", using=using), db_rwlock("a", using=using).read():
             try:
                 lock.acquire()
             except LockBackendError as error:
@@ -92,23 +97,14 @@ def ask_where_nobody_can_write(pipe, options):
     return errors
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_read_only_server_is_reported_with_its_setting(doomed):
     """If a new session is read-only too, the error names the setting."""
-    if connection.vendor == "postgresql":
-        options, setting = (
-            {"options": "-c default_transaction_read_only=on"},
-            "default_transaction_read_only is on",
-        )
-    else:
-        options, setting = (
-            {"init_command": READ_ONLY["mysql"]},
-            "transaction_read_only is on",
-        )
-    errors = doomed().call(ask_where_nobody_can_write, options)
+    worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps(OPTIONS))
+    errors = worker.call(ask_where_nobody_can_write)
     assert len(errors) == 2 * len(FAMILY)
     for error in errors:
-        assert setting in error
+        assert f" {SETTING} is on" in error
 
 
 @pytest.mark.engine("postgresql")
