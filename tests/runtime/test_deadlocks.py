@@ -725,7 +725,7 @@ class Model:
 
 @pytest.mark.front
 @pytest.mark.once
-@settings(max_examples=volume(80), deadline=None)
+@settings(max_examples=volume(150), deadline=None)
 @given(st.data())
 def test_victims_are_found_exactly_when_nothing_moves(data):
     """Refusing the victims lets all other callers finish."""
