@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from django.test import Client
 from playwright.sync_api import expect, sync_playwright
 
+# The directory of the documentation's images, of which ``make images`` replaces the
+# existing ones.
+IMAGES = os.environ.get("DLOCKS_TEST_IMAGES")
 # The first has no windows, and needs half the processor time of the others.
-PROGRAMS = (
-    "chromium-headless-shell",
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-)
+PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 # The first two features start a process for the address bar with each new window. It
 # takes two seconds of processor time. The list replaces that of Playwright, so it
 # repeats some features that Playwright disables too.
@@ -110,6 +110,14 @@ class Browser:
             self._troubles.append(
                 f"{message.type} on the console: {message.text} ({message.location})"
             )
+
+
+def picture(subject: Any, name: str, **options: Any) -> None:
+    """Take a screenshot, and save it if it is an image of the documentation."""
+    taken = subject.screenshot(**options)
+    if IMAGES and (kept := Path(IMAGES) / name).exists():
+        kept.write_bytes(taken)
+    assert len(taken) < 150_000
 
 
 class Thread:

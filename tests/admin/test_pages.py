@@ -5,7 +5,6 @@ With DLOCKS_TEST_PICTURES, pictures of the pages are written to that directory.
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -27,38 +26,39 @@ from tests.models import Article, Comment
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
 PICTURES = os.environ.get("DLOCKS_TEST_PICTURES")
-WIDTHS = (1280, 1024, 390)
-ALL = list(itertools.product(("light", "dark"), WIDTHS))
+# Every page is checked at each width and in each theme. The themes differ only in their
+# colours, and the colours do not depend on the width.
+VIEWS = [("dark", 1280), ("light", 1024), ("light", 390)]
+ALL = [(theme, width) for theme in ("light", "dark") for _, width in VIEWS]
 
 # The script of axe-core. Python has no other package with a recent one.
 AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
-# Where axe-core runs, and with which options. The dark theme changes only colours, a
-# phone has the colours of a screen, and a tablet has its elements.
-RULES = {
-    ("dark", WIDTHS[0]): {"runOnly": ["color-contrast", "link-in-text-block"]},
-    ("light", WIDTHS[0]): {},
-    ("light", WIDTHS[1]): None,
-    ("light", WIDTHS[2]): {"rules": {"color-contrast": {"enabled": False}}},
-}
-VIOLATIONS = """async ([part, options]) => (await axe.run(part || document, {
-    preload: false, selectors: false, resultTypes: ["violations"], ...options
-})).violations.map(
-    one => `${one.id}: ${one.nodes.map(node => node.html).slice(0, 5).join(' ')}`
-)"""
-# Django's buttons change their colour within a moment.
-SETTLED = """() => Promise.all(
-    document.getAnimations()
-        .filter(one => one instanceof CSSTransition).map(one => one.finished)
-)"""
-THEME = "matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'"
-# The elements whose content is wider than they are, so that it is cut off or covers
-# something else. On a phone Django's lists can be scrolled in their frame.
-CUT = """([phone, part]) => [
-    ...document.querySelectorAll(part + ' *')
-].filter(e =>
-    e.clientWidth > 1 && e.scrollWidth > e.clientWidth + 1
-    && !e.matches(phone ? '.visually-hidden, .results' : '.visually-hidden')
-).map(e => `${e.tagName}.${e.className}: ${e.scrollWidth} > ${e.clientWidth}`)"""
+# The rules that depend on the theme, and those that depend on the width. The contrast
+# takes most of the time of axe-core.
+COLOURS = ["color-contrast", "link-in-text-block"]
+OTHERS = {"rules": {"color-contrast": {"enabled": False}}}
+PHONE = {"runOnly": [*COLOURS, "scrollable-region-focusable"]}
+# Return what is wrong with a part of a page. A transition of Django's buttons takes a
+# moment. An element whose content is wider than it is cut off or covers something else.
+# On a phone Django's lists can be scrolled in their frame.
+CHECK = """async ([theme, part, phone, scope, options]) => {
+    await Promise.all(document.getAnimations()
+        .filter(one => one instanceof CSSTransition).map(one => one.finished));
+    const found = [...document.querySelectorAll(part + ' *')].filter(e =>
+        e.clientWidth > 1 && e.scrollWidth > e.clientWidth + 1
+        && !e.matches(phone ? '.visually-hidden, .results' : '.visually-hidden')
+    ).map(e => `${e.tagName}.${e.className}: ${e.scrollWidth} > ${e.clientWidth}`);
+    if (document.documentElement.scrollWidth > innerWidth)
+        found.push('the page is too wide');
+    if (!matchMedia(`(prefers-color-scheme: ${theme})`).matches)
+        found.push('the theme is another one');
+    if (options) found.push(...(await axe.run(scope, {
+        preload: false, selectors: false, resultTypes: ['violations'], ...options
+    })).violations.map(
+        one => `${one.id}: ${one.nodes.map(node => node.html).slice(0, 5).join(' ')}`
+    ));
+    return found;
+}"""
 
 
 @pytest.fixture
@@ -66,8 +66,9 @@ def boss(transactional_db):
     return person("boss", is_superuser=True)
 
 
-def with_history(settings):
-    settings.DLOCKS = {**settings.DLOCKS, "default": settings.DLOCKS["recorded"]}
+def busy():
+    """Write few records. The time of axe-core depends on the number of elements."""
+    busy_hour(every=60)
 
 
 def shared_key():
@@ -86,21 +87,13 @@ def shared_key():
     rows.dead("catalogue", holder="jobs-2:978:MainThread")
 
 
-def open_confirmation(page, name="Force release"):
-    page.get_by_role("checkbox").nth(0).check()
-    page.get_by_label("Action:").select_option(label=name)
-    page.get_by_role("button", name="Run").or_(
-        page.get_by_role("button", name="Go")
-    ).click()
-    page.get_by_label("Reason:").wait_for()
-
-
 def at(address, *setups, history=False):
     """Return the state of a page at an address, after some rows have been written."""
 
     def state(page, settings):
         if history:
-            with_history(settings)
+            recorded = settings.DLOCKS["recorded"]
+            settings.DLOCKS = {**settings.DLOCKS, "default": recorded}
         for setup in setups:
             setup()
         page.goto(address)
@@ -117,17 +110,20 @@ def stale_key():
 
 
 def confirmation(page, settings):
-    busy_hour()
+    busy()
     rows.shares("catalogue", 104)
     page.goto(LIST)
-    open_confirmation(page)
+    page.get_by_role("checkbox").nth(0).check()
+    page.get_by_label("Action:").select_option(label="Force release")
+    page.locator("[name=index]").click()
+    page.get_by_label("Reason:").wait_for()
 
 
 def purge_confirmation(page, settings):
-    rows.free("cache:warm-up")
-    page.goto(LIST + "?state=free")
-    page.get_by_role("checkbox").nth(0).check()
-    page.locator("[name=action]").select_option("delete_unused_rows")
+    free_key()
+    page.goto(LIST)
+    page.get_by_role("checkbox").nth(1).check()
+    page.get_by_label("Action:").select_option("delete_unused_rows")
     page.locator("[name=index]").click()
     page.get_by_role("button", name="Delete").wait_for()
 
@@ -202,31 +198,20 @@ def room_server_away(page, settings):
     page.get_by_text("the server does not respond").wait_for()
 
 
-def records_busy(page, settings):
-    busy_hour()
-    # Twelve records are enough. axe-core needs ten seconds for a hundred of them.
-    HoldRecord.objects.filter(key_resource__startswith="stock").delete()
-    page.goto(RECORDS)
-
-
 def record(page, settings):
-    busy_hour()
+    busy()
     page.goto(f"{RECORDS}?ending__exact=L")
     page.get_by_role("link", name="report:monthly").click()
     page.get_by_role("heading", name="View ended hold").wait_for()
-
-
-def lamp():
-    Product.objects.create(name="Lamp", stock=3)
 
 
 # Each group of states shares a browser window. A state that logs out is the last one.
 STATES = {
     "locks": {
         "list empty": at(LIST),
-        "list busy": at(LIST, busy_hour, free_key),
-        "lock held": at(detail("report:monthly"), busy_hour),
-        "lock stale": at(detail("newsletter"), busy_hour),
+        "list busy": at(LIST, busy, free_key),
+        "lock held": at(detail("report:monthly"), busy),
+        "lock stale": at(detail("newsletter"), busy),
         "lock free": at(detail("cache:warm-up"), free_key),
         "lock shared": at(detail("catalogue"), shared_key),
     },
@@ -237,15 +222,15 @@ STATES = {
         "index": at("/admin/"),
         "conflict in a form": conflict_in_a_form,
         "conflict in a list": conflict_in_a_list,
-        "shop": at("/shop/", lamp),
+        "shop": at("/shop/", lambda: Product.objects.create(name="Lamp", stock=3)),
         "shop flash sale": at("/shop/flash-sale/"),
         "busy view": busy_view,
     },
     "room": {
         "room empty": at(LIVE),
         "room quiet hour": at(LIVE, history=True),
-        "room busy": at(LIVE, busy_hour, history=True),
-        "room key": at(f"{LIVE}?key=report:monthly", busy_hour, history=True),
+        "room busy": at(LIVE, busy, history=True),
+        "room key": at(f"{LIVE}?key=report:monthly", busy, history=True),
         "room listed": room_listed,
         "room shared": at(LIVE, shared_key, stale_key),
         "room server away": room_server_away,
@@ -253,7 +238,7 @@ STATES = {
     },
     "records": {
         "records empty": at(RECORDS),
-        "records busy": records_busy,
+        "records busy": at(RECORDS, busy),
         "record": record,
     },
 }
@@ -265,14 +250,13 @@ PARTS = {
     "room logged out": "#dlocks-trouble",
     "room server away": "#dlocks-trouble",
 }
-# Pages whose every part is checked in each view, and those that show all parts of
-# their template once. Django's header and sidebar are the same on the other pages.
-WHOLE = {"index", "shop", "shop flash sale", "busy view"}
-COMPLETE = {"list busy", "lock held", "confirmation", "room busy"}
-COMPLETE |= {"records busy", "record"}
-# States whose elements are all in other states too. axe-core runs once for these.
-SIMPLE = {"list empty", "lock free", "purge confirmation", "removal confirmation"}
-SIMPLE |= {"room empty", "room quiet hour", "records empty"}
+# States with all elements of their page. Their colours are checked in both themes, and
+# they are checked at all widths. The elements of the others are in one of these too.
+COMPLETE = {"list busy", "lock shared", "confirmation", "index", "conflict in a form"}
+COMPLETE |= {"shop", "shop flash sale", "busy view", "room busy", "room listed"}
+COMPLETE |= {"records busy", "record", "room server away"}
+# Pages that are checked with their header and sidebar, which the others have too.
+WHOLE = {"list busy", "index", "shop", "shop flash sale", "busy view", "room busy"}
 
 
 @pytest.mark.parametrize("states", STATES.values(), ids=STATES)
@@ -281,38 +265,27 @@ def test_pages_fit_and_have_no_barriers(browser, boss, settings, states):
 
     This holds for every page of the admin, in every state and in both themes.
     """
-    page = browser.page(
-        boss,
-        viewport={"width": WIDTHS[0], "height": 800},
-        # axe measures with styles of its own.
-        bypass_csp=True,
-    )
+    # axe-core measures with styles of its own.
+    page = browser.page(boss, bypass_csp=True)
+    settings.STATICFILES_DIRS = [AXE.parent]
     initial, troubles = settings.DLOCKS, {}
     for title, state in states.items():
         settings.DLOCKS = initial
         for model in (ResourceLock, LockClaim, HoldRecord, Article, Comment, Product):
             model.objects.all().delete()
-        page.emulate_media(color_scheme="dark")
-        page.set_viewport_size({"width": WIDTHS[0], "height": 800})
         state(page, settings)
-        page.evaluate(AXE.read_text(encoding="utf-8"))
-        cut = PARTS.get(title, "#content")
-        for theme, width in ALL if PICTURES else RULES:
+        page.add_script_tag(url="/static/axe.min.js")
+        part, is_complete = PARTS.get(title, "#content"), title in COMPLETE
+        rules = {1280: {}, 390: PHONE} if is_complete else {1280: OTHERS}
+        views = VIEWS if is_complete else VIEWS[::2]
+        for theme, width in ALL if PICTURES else views:
             page.emulate_media(color_scheme=theme)
-            page.evaluate(SETTLED)
             page.set_viewport_size({"width": width, "height": 800})
             name = f"{title}-{width}-{theme}"
             if PICTURES:
                 page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
-            found = page.evaluate(CUT, [width == WIDTHS[-1], cut])
-            options = RULES.get((theme, width))
-            if options is not None and (not options or title not in SIMPLE):
-                whole = title in WHOLE or (not options and title in COMPLETE)
-                part = None if whole else cut
-                found += page.evaluate(VIOLATIONS, [part, options])
-            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                found.append("the page is too wide")
-            assert page.evaluate(THEME) == theme
-            if found:
+            scope = "html" if title in WHOLE else part
+            asked = [theme, part, width == 390, scope, rules.get(width)]
+            if found := page.evaluate(CHECK, asked):
                 troubles[name] = found
     assert troubles == {}
