@@ -1141,21 +1141,6 @@ def threads(pipe):
     return [thread.name for thread in threading.enumerate()]
 
 
-def reap(pipe, *, seconds, using="default", idle_for=None):
-    """Reap and purge repeatedly.
-
-    Return the number of reaped locks and shared holds.
-    """
-    from tests.internals import backends
-
-    backend, end, reaped = backends[using], time.monotonic() + seconds, 0
-    while time.monotonic() < end:
-        reaped += sum(backend.reap())
-        if idle_for is not None:
-            sum(backend.purge(idle_for))
-    return reaped
-
-
 def waiters(pipe, key):
     """Return the number of claims, and the number that the lock row has counted."""
     from tests.internals import LockClaim, ResourceLock

@@ -84,8 +84,6 @@ class TestAliases:
             PAGES,
             [
                 ({}, "a:1"),
-                ({"alias": "default"}, "a:1"),
-                ({"alias": "b & c"}, "b:1"),
                 ({"alias": "dummy"}, "a:1"),
                 ({"alias": "nul\0"}, "a:1"),
                 ({"alias": "b & c", "q": "1"}, "b:1"),

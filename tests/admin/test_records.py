@@ -57,7 +57,7 @@ class TestRecords:
             assert boss.post(address, {"post": "yes"}).status_code == 403
         assert HoldRecord.objects.count() == 1
 
-    @pytest.mark.storage
+    @pytest.mark.driver
     def test_the_list_shows_the_last_holds_first(self, viewer, settings):
         """It shows how each hold ended, its holder, its times.
 
@@ -66,19 +66,17 @@ class TestRecords:
         ended("new", ago=60, held=1)
         ended("lost", ago=7200, held=90, waited=3.5, token=7, ending="L")
         ended("old", ago=400_000, held=95, holder="web-9:1:t")
-        text = page(viewer.get(RECORDS))
+        text = page(viewer.get(RECORDS, {"ended": "nonsense"}))
+        assert keys(text) == ["new", "lost", "old"]
         shown = " ".join(re.sub("<[^>]*>", " ", text).split())
         assert re.search(
             r"lost lost web-1:4711:MainThread 192.0.2.7 2 hours ago 90 s 3.5 s ", shown
         )
         for query, shown in (
-            ({}, ["new", "lost", "old"]),
             ({"ending__exact": "L"}, ["lost"]),
             ({"ended": "3600"}, ["new"]),
             ({"ended": "86400"}, ["new", "lost"]),
-            ({"ended": "nonsense"}, ["new", "lost", "old"]),
-            ({"q": "new"}, ["new"]),
-            ({"q": "web-9"}, ["old"]),
+            ({"q": "old web-9"}, ["old"]),
             ({"o": "0"}, ["lost", "new", "old"]),
             ({"o": "4"}, ["new", "lost", "old"]),
         ):
@@ -103,7 +101,7 @@ class TestRecords:
 
     def test_odd_keys_and_holders_are_text(self, viewer):
         records = [ended(key, holder=HOSTILE) for key in (*ODD_KEYS, HOSTILE)]
-        for address in (RECORDS, *map(detail, records)):
+        for address in (RECORDS, *map(detail, records[::3])):
             text = page(viewer.get(address))
             assert "<img src=x" not in text
             assert "<script>alert" not in text

@@ -18,6 +18,7 @@ import pytest
 from django.contrib.admin.utils import quote
 from django.contrib.auth.models import AnonymousUser, User
 from django.core.checks import run_checks
+from django.db import connection
 from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
@@ -41,6 +42,7 @@ from tests.admin.test_admin import (
     actions,
     boss,
     clearer,
+    confirm,
     detail,
     fields,
     log,
@@ -51,7 +53,15 @@ from tests.admin.test_admin import (
     viewer,
 )
 from tests.admin.test_control_room import ended
-from tests.internals import LockClaim, ResourceLock, audit, backends, shown_holder
+from tests.for_each import for_each
+from tests.internals import (
+    LockClaim,
+    ResourceLock,
+    ResourceLockAdmin,
+    audit,
+    backends,
+    shown_holder,
+)
 from tests.management.test_commands import answer, nobody_there, refused, run
 
 pytestmark = pytest.mark.front
@@ -93,7 +103,7 @@ class TestReason:
         """
         rows.held("stock:7")
         form = {**fields(act(releaser, FORCE, "stock:7")), "reason": "  deploy hung  "}
-        page(releaser.post(LIST, form, follow=True))
+        confirm(releaser, form)
         (entry,) = log()
         assert entry[:2] == ("releaser", "stock:7")
         assert entry[2].endswith("Reason: deploy hung")
@@ -171,10 +181,10 @@ class TestReason:
     def test_a_forged_target_is_shown_as_changed(self, releaser):
         rows.held("a")
         for version in ("9" * 40, "-1", "share:" + "9" * 40, "claim:0"):
-            for key in ("a", "gone", "\0"):
-                form = {"_selected_action": [key], "version": [version]}
-                text = page(releaser.post(LIST, {"action": FORCE, **form}))
-                assert "changed in the meantime" in text, (version, key)
+            keys = ["a", "gone", "\0"]
+            form = {"_selected_action": keys, "version": [version] * 3}
+            text = page(releaser.post(LIST, {"action": FORCE, **form}))
+            assert text.count("changed in the meantime") == 3, version
 
     def test_clearing_a_stale_lock_needs_no_reason(self, releaser, clearer, audited):
         """Neither the admin nor the command requires a reason.
@@ -197,8 +207,11 @@ class TestReason:
             "stale", "stale", "seen to by hand",
         ]  # fmt: skip
 
-    def test_the_command_requires_a_reason_for_live_holds(self, audited):
-        """It refuses before it asks for a confirmation or changes anything."""
+    def test_the_command_requires_a_reason_for_live_holds(self, audited, answer):
+        """It refuses before it asks for a confirmation or changes anything.
+
+        A stale lock that is renewed meanwhile needs a reason too.
+        """
         rows.held("a")
         rows.free("b")
         rows.shares("b", 1001)
@@ -206,38 +219,24 @@ class TestReason:
         assert "--reason TEXT" in refused("clear_lock", "b", "--all-shares", "--yes")
         for reason in ("", " ", "a\nb", "x" * 201):
             assert "eason" in refused("clear_lock", "a", "--yes", "--reason", reason)
-        assert (rows.now("a").version, LockClaim.objects.count(), audited()) == (
-            1000,
-            1,
-            [],
+        # The holder renews the stale lock while the command asks.
+        rows.stale("c")
+        renewed = {"end_time": rows.FUTURE}
+        answer(
+            "y", before=lambda: ResourceLock.objects.filter(pk="c").update(**renewed)
         )
+        assert "not stale" in refused("clear_lock", "c")
+        assert (rows.now("a").version, rows.now("c").version) == (1000, 1000)
+        assert (LockClaim.objects.count(), audited()) == (1, [])
         run("clear_lock", "a", "--yes", "--reason", "deploy hung")
         run("clear_lock", "b", "--all-shares", "--yes", "--reason", "its host is gone")
         lock, share = map(facts, audited())
-        assert (lock["audit_action"], lock["audit_kind"], lock["lock_token"]) == (
-            "force_release",
-            "lock",
-            1000,
-        )
+        assert (lock["audit_action"], lock["audit_kind"]) == ("force_release", "lock")
+        assert (lock["lock_token"], lock["audit_reason"]) == (1000, "deploy hung")
         assert (share["audit_kind"], share["lock_token"]) == ("share", 1001)
-        assert (lock["audit_reason"], share["audit_reason"]) == (
-            "deploy hung",
-            "its host is gone",
-        )
+        assert share["audit_reason"] == "its host is gone"
         assert lock["audit_by"] == audit.operator()
         assert lock["audit_via"] == "clear_lock"
-
-    def test_a_stale_lock_that_is_renewed_meanwhile_needs_a_reason(self, answer):
-        """Its holder has renewed it. The version is the same, but it is held."""
-        rows.stale("a")
-        answer(
-            "y",
-            before=lambda: ResourceLock.objects.filter(pk="a").update(
-                end_time=rows.FUTURE
-            ),
-        )
-        assert "not stale" in refused("clear_lock", "a")
-        assert rows.now("a").version == 1000
 
     def test_the_reaper_audits_only_a_run_with_changes(self, audited, monkeypatch):
         """It audits its changes even if it fails afterwards."""
@@ -280,9 +279,7 @@ class TestReason:
             **fields(act(client, FORCE, HOSTILE)),
             "reason": "why\u202e' via admin: 'x",
         }
-        assert "The release of 1 lock was forced" in told(
-            page(client.post(LIST, form, follow=True))
-        )
+        assert "The release of 1 lock was forced" in confirm(client, form)
         (record,) = audited()
         line = record.getMessage()
         assert line.isprintable()
@@ -295,9 +292,6 @@ class TestReason:
         self, clearer, audited, monkeypatch
     ):
         """If each request is a transaction, only committed actions are audited."""
-        from django.db import connection
-
-        from tests.internals import ResourceLockAdmin
 
         def fail(*args, **kwargs):
             raise ZeroDivisionError
@@ -356,50 +350,49 @@ class TestRoles:
             lock.pk: lock.version for lock in ResourceLock.objects.all()
         } == dict.fromkeys(("held", "stale", "unused"), 1000)
 
-    @pytest.mark.parametrize("role", ROLES)
-    def test_each_role_sees_only_permitted_pages(self, role):
+    def test_each_role_sees_only_permitted_pages(self):
         """The view permission is required to see locks.
 
         An action is offered only to users with its permission. A forged form changes
         nothing for others.
         """
-        client = somebody(role)
-        sees = "view_resourcelock" in (ROLES[role] or ())
-        for address in (
-            LIST,
-            detail("held"),
-            LIVE,
-            LIVE + "?part=now",
-            LIVE + "?part=past",
-        ):
-            response = client.get(address)
-            if ROLES[role] is None:
-                assert (response.status_code, "/login/" in response.url) == (302, True)
+        other = [LIST + "add/", LIVE, detail("held").replace("/change/", "/delete/")]
+        for role, permissions in ROLES.items():
+            client = somebody(role)
+            sees = "view_resourcelock" in (permissions or ())
+            pages = {
+                address: client.get(address)
+                for address in (
+                    LIST,
+                    detail("held"),
+                    LIVE,
+                    LIVE + "?part=now",
+                    LIVE + "?part=past",
+                )
+            }
+            if permissions is None:
+                for found in pages.values():
+                    assert found.status_code == 302
+                    assert "/login/" in found.url
             else:
-                assert response.status_code == (200 if sees else 403)
-        if sees:
-            assert actions(page(client.get(LIST))) == MAY.get(role, set())
-            text = page(client.get(detail("held"))) + page(client.get(LIVE))
-            assert ("Force release" in text) is (role == "releaser")
-            assert ("Clear stale locks" in page(client.get(detail("stale")))) is (
-                role == "clearer"
-            )
-        for action in (CLEAR, FORCE, PURGE):
-            if action in MAY.get(role, set()):
-                continue
-            response = client.post(LIST, form_of(action))
-            if ROLES[role] is not None and not sees:
-                assert response.status_code == 403
-            client.post(LIST, {**form_of(action), "version": []})
-            for address in (
-                detail("held"),
-                LIST + "add/",
-                LIVE,
-                detail("held").replace("/change/", "/delete/"),
-            ):
+                expected = {200 if sees else 403}
+                assert {one.status_code for one in pages.values()} == expected, role
+            if sees:
+                assert actions(page(pages[LIST])) == MAY.get(role, set())
+                text = page(pages[detail("held")]) + page(pages[LIVE])
+                assert ("Force release" in text) is (role == "releaser")
+                text = page(client.get(detail("stale")))
+                assert ("Clear stale locks" in text) is (role == "clearer")
+            for action in {CLEAR, FORCE, PURGE} - MAY.get(role, set()):
+                response = client.post(LIST, form_of(action))
+                if permissions is not None and not sees:
+                    assert response.status_code == 403
+                client.post(LIST, {**form_of(action), "version": []})
+                client.post(detail("held"), form_of(action))
+            for address in other:
                 client.post(address, form_of(action))
-        assert self.untouched()
-        assert log() == []
+            assert self.untouched(), role
+            assert log() == []
 
     def test_a_change_needs_a_post_with_a_csrf_token(self):
         """Every request that changes something needs the site's CSRF token.
@@ -409,9 +402,9 @@ class TestRoles:
         for logged, (role, (action,)) in enumerate(MAY.items(), 1):
             client = somebody(role)
             form = form_of(action)
+            client.head(LIST, form)
             for address in (LIST, detail(form["_selected_action"][0]), LIVE):
-                for method in (client.get, client.head):
-                    method(address, form)
+                client.get(address, form)
             strict = Client(
                 enforce_csrf_checks=True, headers={"referer": "http://testserver/"}
             )
@@ -432,39 +425,13 @@ class TestPurge:
     def purger(self, transactional_db):
         return person("purger", "view_resourcelock", "purge_resourcelock")
 
-    @pytest.mark.driver
+    @pytest.mark.storage
     def test_unused_rows_are_deleted_after_a_confirmation(self, purger, audited):
         """Only rows that have been free for a day are deleted.
 
-        The deletion is in both logs.
+        The deletion is in both logs. Any change since the page was shown counts, also
+        with a forged form.
         """
-        rows.free("old")
-        rows.write("recent", rows.S, timezone.now())
-        rows.held("held")
-        rows.stale("stale")
-        text = act(purger, PURGE, "old", "recent", "held", "stale", "gone")
-        assert "4 selected locks are in use" in text
-        form = fields(text)
-        assert (form["_selected_action"], form["version"]) == (["old"], ["1000"])
-        assert ResourceLock.objects.count() == 4
-        assert "1 row was deleted: old" in told(
-            page(purger.post(LIST, form, follow=True))
-        )
-        assert sorted(ResourceLock.objects.values_list("pk", flat=True)) == [
-            "held",
-            "recent",
-            "stale",
-        ]
-        assert log() == [("purger", "old", "Deleted the row of the unused key.")]
-        assert facts(audited()[0])["audit_action"] == "purge"
-        assert facts(audited()[0])["audit_reason"] == "unused"
-        assert "the row no longer exists" in told(
-            page(purger.post(LIST, form, follow=True))
-        )
-
-    @pytest.mark.storage
-    def test_a_row_in_use_is_not_deleted(self, purger):
-        """Any change since the page was shown counts, also with a forged form."""
         changes = {
             "version": {"version": 1001},
             "taken": {"status": "P"},
@@ -473,10 +440,17 @@ class TestPurge:
             "shared": {},
             "a claim uncounted": {},
         }
-        for change in changes:
-            rows.free(change)
-        form = fields(act(purger, PURGE, *changes))
-        assert form["_selected_action"] == list(changes)
+        for key in (*changes, "old"):
+            rows.free(key)
+        rows.write("recent", rows.S, timezone.now())
+        rows.held("held")
+        rows.stale("stale")
+        chosen = [*changes, "old"]
+        text = act(purger, PURGE, *chosen, "recent", "held", "stale", "gone")
+        assert "4 selected locks are in use" in text
+        form = fields(text)
+        assert form["_selected_action"] == chosen
+        assert form["version"] == ["1000"] * len(chosen)
         rows.dead("waited for")
         rows.shares("shared", 1001)
         rows.dead("a claim uncounted")
@@ -484,17 +458,22 @@ class TestPurge:
         for change, written in changes.items():
             if written:
                 ResourceLock.objects.filter(pk=change).update(**written)
-        text = told(page(purger.post(LIST, form, follow=True)))
+        text = confirm(purger, form)
+        assert "1 row was deleted: old" in text
         assert "were left unchanged (" in text
-        assert ResourceLock.objects.count() == len(changes)
-        assert not log()
+        left = set(ResourceLock.objects.values_list("pk", flat=True))
+        assert left == {*changes, "recent", "held", "stale"}
+        assert log() == [("purger", "old", "Deleted the row of the unused key.")]
+        (record,) = map(facts, audited())
+        assert (record["audit_action"], record["audit_reason"]) == ("purge", "unused")
+        text = confirm(purger, form)
+        assert "the row no longer exists" in text
 
     def test_a_forged_version_deletes_nothing(self, purger):
         """A version in the future is not deleted even if it is right."""
         rows.free("a")
         for version in ("x", "", "share:1000", "claim:1", "9" * 40, "-1"):
-            for key in ("a", "\0", "gone"):
-                act(purger, PURGE, key, version=version)
+            act(purger, PURGE, "a", "\0", "gone", version=[version] * 3)
             assert ResourceLock.objects.exists(), version
         rows.free("b", version=2**62)
         act(purger, PURGE, "b", version=str(2**62))
@@ -568,20 +547,22 @@ def every_page(client) -> dict[str, str]:
 @pytest.mark.django_db
 class TestHolders:
     @pytest.mark.usefixtures("hides")
-    @pytest.mark.parametrize("shown", ["hash", "True"])
-    def test_hidden_holders_are_on_no_page_and_in_no_log(self, boss, settings, shown):
+    def test_hidden_holders_are_on_no_page_and_in_no_log(self, boss, settings):
         """Host, process, thread and IP are on no page and in no message.
 
         The admin's log does not contain them either. An invalid setting hides them.
         """
-        settings.DLOCKS_SHOW_HOLDER = shown
+        settings.DLOCKS_SHOW_HOLDER = "hash"
         pages = every_page(boss)
+        settings.DLOCKS_SHOW_HOLDER = "True"
+        pages["invalid"] = page(boss.get(LIST))
         assert {
             name: found for name, text in pages.items() if (found := topology(text))
         } == {}
         assert topology(str(log())) == []
         assert len(log()) == 6
-        assert ("holder " if shown == "hash" else "a hidden holder") in pages["confirm"]
+        assert "holder " in pages["confirm"]
+        assert "a hidden holder" in pages["invalid"]
 
     def test_holders_are_shown_by_default(self, boss, settings):
         """This proves that the previous test checks the right places."""
@@ -638,35 +619,34 @@ class TestHolders:
 
 
 @database
-class TestErrors:
-    @pytest.mark.parametrize("shown", [True, False, "hash"])
-    def test_error_messages_hide_holders(self, settings, in_other_thread, shown):
-        """The text of an error has no more than the setting allows.
+@for_each("shown", [True, False, "hash"])
+def test_error_messages_hide_holders(settings, in_other_thread, shown):
+    """The text of an error has no more than the setting allows.
 
-        Its attributes have all values.
-        """
-        settings.DLOCKS_SHOW_HOLDER = shown
-        with db_lock("a") as mine:
-            with pytest.raises(LockTimeout) as busy:
-                in_other_thread(db_lock("a", timeout=0).acquire)
-            with pytest.raises(LockLost) as lost:
-                lose("a")
-                mine.check()
-            me = mine.claim.holder
-            rows.stale("left", holder=me)
-            with pytest.raises(LockStale) as stale:
-                db_lock("left", timeout=0, takeover=False).acquire()
-            with suppress(LockError):
-                mine.release()
-        assert busy.value.holder.holder == stale.value.holder.holder == me
-        assert busy.value.holder.owner_ip
-        for error in (busy.value, lost.value, stale.value, busy.value.holder):
-            assert (me in str(error)) is (shown is True)
-            assert (socket.gethostname() in str(error)) is (shown is True)
-            if isinstance(error, Exception):
-                assert (me in repr(error)) is (shown is True)
-                assert str(pickle.loads(pickle.dumps(error))) == str(error)
-        assert str(busy.value.holder.owner_ip) not in str(busy.value) or shown is True
+    Its attributes have all values.
+    """
+    settings.DLOCKS_SHOW_HOLDER = shown
+    with db_lock("a") as mine:
+        with pytest.raises(LockTimeout) as busy:
+            in_other_thread(db_lock("a", timeout=0).acquire)
+        with pytest.raises(LockLost) as lost:
+            lose("a")
+            mine.check()
+        me = mine.claim.holder
+        rows.stale("left", holder=me)
+        with pytest.raises(LockStale) as stale:
+            db_lock("left", timeout=0, takeover=False).acquire()
+        with suppress(LockError):
+            mine.release()
+    assert busy.value.holder.holder == stale.value.holder.holder == me
+    assert busy.value.holder.owner_ip
+    for error in (busy.value, lost.value, stale.value, busy.value.holder):
+        assert (me in str(error)) is (shown is True)
+        assert (socket.gethostname() in str(error)) is (shown is True)
+        if isinstance(error, Exception):
+            assert (me in repr(error)) is (shown is True)
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(busy.value.holder.owner_ip) not in str(busy.value) or shown is True
 
 
 class TestUserKey:
