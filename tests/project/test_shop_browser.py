@@ -52,7 +52,7 @@ def test_the_numbers_move_and_only_no_lock_oversells(browser):
     """
     # The documentation has a picture of all locks.
     chosen = LOCKS if IMAGES else [lock for lock in LOCKS if lock != "insert"]
-    stock, buyers = 15, 45
+    stock, buyers = 30, 90
     phone = browser.page(
         viewport={"width": 360, "height": 740}, java_script_enabled=False
     )
