@@ -254,7 +254,13 @@ PARTS = {
 # they are checked at all widths. The elements of the others are in one of these too.
 COMPLETE = {"list busy", "lock shared", "confirmation", "index", "conflict in a form"}
 COMPLETE |= {"shop", "shop flash sale", "busy view", "room busy", "room listed"}
-COMPLETE |= {"records busy", "record", "room server away"}
+COMPLETE |= {
+    "room key",
+    "room server away",
+    "room logged out",
+    "records busy",
+    "record",
+}
 # Pages that are checked with their header and sidebar, which the others have too.
 WHOLE = {"list busy", "index", "shop", "shop flash sale", "busy view", "room busy"}
 
