@@ -657,29 +657,22 @@ def test_a_row_locked_by_a_transaction_blocks_no_page_or_action(boss, in_other_t
     assert "The release of 1 lock was forced: a" in confirm(boss, form)
 
 
+@pytest.mark.driver
 @pytest.mark.django_db
-class TestPrefix:
+def test_keys_of_other_prefixes_are_not_shown_or_released(boss, settings):
     """Two projects share a database and separate their keys by a prefix."""
-
-    @pytest.fixture(autouse=True)
-    def prefix(self, settings):
-        settings.DLOCKS = {
-            "default": {**settings.DLOCKS["default"], "OPTIONS": {"prefix": "shop:"}}
-        }
-
-    @pytest.mark.driver
-    def test_keys_of_other_prefixes_are_not_shown_or_released(self, boss):
-        for key in ("shop:1", "SHOP:2", "bank:3"):
-            rows.held(key)
-        text = page(boss.get(LIST))
-        assert "shop:1" in text
-        assert "SHOP:2" not in text
-        assert "bank:3" not in text
-        assert "bank:3" not in page(boss.get(f"{LIST}live/"))
-        assert boss.get(detail("bank:3")).status_code == 302
-        assert page(boss.get(detail("shop:1")))
-        rows.claim("bank:3", rows.FUTURE, version=1000)
-        for version in ("1000", "share:1000"):
-            act(boss, FORCE, "bank:3", version=[version], confirmed="yes")
-        assert rows.now("bank:3").status == rows.P
-        assert LockClaim.objects.count() == 1
+    settings.DLOCKS = {"default": settings.DLOCKS["prefixed"]}
+    for key in ("shop:1", "SHOP:2", "bank:3"):
+        rows.held(key)
+    text = page(boss.get(LIST))
+    assert "shop:1" in text
+    assert "SHOP:2" not in text
+    assert "bank:3" not in text
+    assert "bank:3" not in page(boss.get(f"{LIST}live/"))
+    assert boss.get(detail("bank:3")).status_code == 302
+    assert page(boss.get(detail("shop:1")))
+    rows.claim("bank:3", rows.FUTURE, version=1000)
+    for version in ("1000", "share:1000"):
+        act(boss, FORCE, "bank:3", version=[version], confirmed="yes")
+    assert rows.now("bank:3").status == rows.P
+    assert LockClaim.objects.count() == 1

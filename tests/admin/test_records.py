@@ -35,25 +35,19 @@ def keys(text: str) -> list[str]:
 
 @pytest.mark.django_db
 class TestRecords:
-    def test_the_records_need_their_view_permission(self, client):
-        """The permission to view locks is not enough."""
-        record = ended("a")
+    def test_records_cannot_be_changed(self, client):
+        """Not even a superuser can add, change or delete one.
+
+        The permission to view locks is not enough to view the records.
+        """
+        boss, record = person("boss", is_superuser=True), ended("a")
         for other in (client, person("other", "view_resourcelock")):
             for address in (RECORDS, detail(record)):
                 assert other.get(address).status_code in (302, 403)
-
-    def test_records_cannot_be_changed(self):
-        """Not even a superuser can add, change or delete one."""
-        boss = person("boss", is_superuser=True)
-        record = ended("a")
-        text = page(boss.get(RECORDS))
-        assert 'name="action"' not in text
+        assert 'name="action"' not in page(boss.get(RECORDS))
         assert 'name="_save"' not in page(boss.get(detail(record)))
-        for address in (
-            RECORDS + "add/",
-            detail(record),
-            reverse("admin:dlocks_holdrecord_delete", args=[record.pk]),
-        ):
+        delete = reverse("admin:dlocks_holdrecord_delete", args=[record.pk])
+        for address in (RECORDS + "add/", detail(record), delete):
             assert boss.post(address, {"post": "yes"}).status_code == 403
         assert HoldRecord.objects.count() == 1
 
