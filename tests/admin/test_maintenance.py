@@ -644,6 +644,7 @@ class TestRaces:
                 timeout=60,
             )
         while not all(worker.pipe.poll() for worker in counting):
+            assert backends["default"].tidy("stock:7") == (0, 0)
             sum(backends["default"].reap())
             sum(backends["default"].purge(0.0))
         tokens = [token for worker in counting for token in worker.hear()]
