@@ -66,7 +66,8 @@ class Tables:
             " path of its sessions does not include that schema:"
             f" {self.search_path or 'it is empty'}. All callers share the locks in one"
             " schema. For a schema per tenant, add 'dlocks' to SHARED_APPS and run"
-            " 'manage.py migrate_schemas --shared'. Otherwise set"
+            " 'manage.py migrate_schemas --shared --fake dlocks zero', then 'manage.py"
+            " migrate_schemas --shared'. Otherwise set"
             f" DATABASES[{database!r}]['OPTIONS']['options'] = '-c"
             f" search_path={self.schemas[0]}'."
         )

@@ -85,7 +85,8 @@ def test_all_tenants_share_the_public_locks(project):
     for words in (
         "'acme', 'globex'",
         "SHARED_APPS",
-        "migrate_schemas --shared",
+        "migrate_schemas --shared --fake dlocks zero'",
+        "migrate_schemas --shared'",
         '"$user", public',
     ):
         assert words in said[0]

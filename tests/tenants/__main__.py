@@ -18,7 +18,6 @@ from io import StringIO
 import django
 import psycopg
 from django.conf import settings
-from django.db.migrations.recorder import MigrationRecorder
 
 DATABASE = f"dlocks_tenants_{os.getpid()}"
 SERVER = {"host": "127.0.0.1", "port": os.environ["DLOCKS_TEST_PORT"], "user": "dlocks"}
@@ -86,12 +85,12 @@ def make_tenants():
 def share():
     """Create the tables in the public schema too."""
     from django.core.management import call_command
-    from django.db import connection
 
     settings.SHARED_APPS.append("dlocks")
     # Django recorded the migration in that schema although it created no table.
-    connection.set_schema_to_public()
-    MigrationRecorder(connection).record_unapplied("dlocks", "0001_initial")
+    call_command(
+        "migrate_schemas", "dlocks", "zero", shared=True, fake=True, verbosity=0
+    )
     call_command("migrate_schemas", shared=True, verbosity=0)
 
 

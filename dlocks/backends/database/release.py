@@ -133,17 +133,12 @@ class Release(Admission):
                 result := self._step(claim.key, step, busy=busy, waits=waits)
             ) is not None:
                 return result
-            if left is None:
+            if left is None or left <= 0:
                 # Without jitter, a whole crowd would collide again at once.
-                time.sleep(random.uniform(0, 0.01))  # noqa: S311 (jitter)
+                time.sleep(random.uniform(0, 0.01 if left is None else 0.2))  # noqa: S311
             # On PostgreSQL this statement waits for the row. On MariaDB the next step
             # waits.
-            if (
-                left is not None
-                and left > 0
-                and not keep
-                and self._hand_over(claim, failed=failed)
-            ):
+            elif not keep and self._hand_over(claim, failed=failed):
                 return True
         if left is not None and left <= 0:
             # The lease has expired, and a transaction that is still open is taking the
