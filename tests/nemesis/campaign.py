@@ -95,6 +95,7 @@ class Campaign:
         self.proxy: Proxy | None = None
         self.pooler: database.Pooler | None = None
         self.namespace: Namespace | None = None
+        self.process_pools: list[ProcessPool] = []
         # The end of the current partition.
         self.cut_until: float | None = None
         self._events = (directory / "campaign.history").open("w", buffering=1)
@@ -118,21 +119,16 @@ class Campaign:
         )
         with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
-            # These start first, since their imports take a while.
-            self.process_pools = [ProcessPool(self.environment, self.directory / "log")]
-            stack.callback(self.process_pools[0].close)
+            others: list[dict[str, Any]] = [{}]
             if plan.skew:
-                skewed = self.environment | database.faketime(plan.skew)
-                self.process_pools.append(ProcessPool(skewed, self.directory / "log"))
-                stack.callback(self.process_pools[1].close)
+                others.append({"preload": database.faketime(plan.skew)})
             if plan.through == "network":
                 self.namespace = stack.enter_context(Namespace())
-                self.process_pools.append(
-                    ProcessPool(
-                        self.environment, self.directory / "log", self.namespace.enter
-                    )
-                )
-                stack.callback(self.process_pools[1].close)
+                others.append({"network": self.namespace.path})
+            for options in others:
+                pool = ProcessPool(self.environment, self.directory / "log", **options)
+                stack.callback(pool.close)
+                self.process_pools.append(pool)
             admin = Worker(**self.environment)
             stack.callback(admin.close)
             if self.server is not None and not self.prepared:
@@ -178,7 +174,7 @@ class Campaign:
         end = began + plan.seconds
         while now() < end:
             self._resume()
-            if now() >= told + (2 if plan.bug or not plan.locked else 10):
+            if now() >= told + (0.5 if plan.bug or not plan.locked else 10):
                 told = now()
                 progress(f"{told - began:.0f} s, {done} faults")
                 if (plan.bug or not plan.locked) and self._shows():

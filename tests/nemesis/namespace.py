@@ -21,7 +21,7 @@ NOBODY = "02:00:00:00:00:01"
 class Namespace:
     """A network namespace that exists within a ``with`` block.
 
-    A command that starts with ``enter`` runs in it. Packets can be lost silently in one
+    A process that enters ``path`` runs in it. Packets can be lost silently in one
     or both directions, as in a broken network. Connections stay open. Packets are
     retransmitted with doubled intervals and arrive late.
     """
@@ -33,7 +33,8 @@ class Namespace:
             ["unshare", "--net", "cat"], stdin=subprocess.PIPE
         )
         number = process.pid % 2**14
-        self.enter = ("nsenter", f"--net=/proc/{process.pid}/ns/net")
+        self.path = f"/proc/{process.pid}/ns/net"
+        self._enter = ("nsenter", f"--net={self.path}")
         self._here, self._there = f"dlocks{number}", f"there{number}"
         self.address, self._its_address = (
             f"10.213.{number >> 6}.{(number & 63) * 4 + one}" for one in (1, 2)
@@ -55,11 +56,11 @@ class Namespace:
             )
             for address, name, where in (
                 (self.address, self._here, ()),
-                (self._its_address, self._there, self.enter),
+                (self._its_address, self._there, self._enter),
             ):
                 _ip("address", "add", f"{address}/30", "dev", name, where=where)
                 _ip("link", "set", name, "up", where=where)
-            _ip("link", "set", "lo", "up", where=self.enter)
+            _ip("link", "set", "lo", "up", where=self._enter)
         except BaseException:
             self.__exit__()
             raise
@@ -99,7 +100,7 @@ class Namespace:
         return (
             (self._its_address, self._here, ())
             if way == "replies"
-            else (self.address, self._there, self.enter)
+            else (self.address, self._there, self._enter)
         )
 
     def _await(self) -> None:

@@ -3,96 +3,79 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.nemesis.task import Task
+from tests.processes import Worker
+from tests.servers import die_with_parent
 
 
 class ProcessPool:
     """The client of the process, which starts workers."""
 
     def __init__(
-        self, environment: Mapping[str, str], log: Path, before: Sequence[str] = ()
+        self,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        network: str = "",
+        preload: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the process with this environment, and ``before`` as a prefix."""
-        self._log_path = log
-        self._log = log.open("ab")
-        self._process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.nemesis.process_pool"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={
-                **os.environ,
-                **environment,
-                "DJANGO_SETTINGS_MODULE": "tests.settings",
-            },
-        )
+        """Start the process with this environment, and in a network namespace.
+
+        A library is preloaded only if its variables are set when the program starts.
+        """
         self._mutex = threading.Lock()
+        before = dict(os.environ)
+        os.environ.update(preload or {})
+        try:
+            self._process = Worker(**environment, **(preload or {}))
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self._process.start(serve, str(log), network)
 
     def start(self, task: Task) -> int:
         """Start a worker and return its process id."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
         with self._mutex:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(asdict(task)).encode() + b"\n")
-                process.stdin.flush()
-            if answer := process.stdout.readline():
-                return int(answer)
-            log = self._log_path.read_text(errors="replace")[-3000:]
-            raise RuntimeError(
-                f"The process pool ended with {process.wait(15)}:\n{log}"
-            )
+            self._process.tell(task)
+            return int(self._process.hear())
 
     def close(self) -> None:
         """End the process together with its workers."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        self._log.close()
+        with contextlib.suppress(OSError, EOFError):
+            self._process.tell(None)
+            self._process.hear(15)
+        self._process.close()
 
 
-def main() -> None:
-    import django
-
-    django.setup()
-
+def serve(pipe: Any, log: str, network: str) -> None:
+    """Fork a worker for each task, until there are no more."""
     from tests.nemesis import worker
-    from tests.servers import die_with_parent
 
+    if network:
+        enter_network(network)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     # The process is started by one thread, and workers end together with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     children: list[int] = []
-    for line in iter(sys.stdin.buffer.readline, b""):
-        task = Task(**json.loads(line))
+    while (task := pipe.hear()) is not None:
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 die_with_parent(signal.SIGKILL)
-                os.close(0)
                 worker.main(task)
                 status = 0
             except BaseException:
@@ -102,8 +85,7 @@ def main() -> None:
             sys.stderr.flush()
             os._exit(status)
         children.append(child)
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
+        pipe.say(child)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + 5
     for child in children:
@@ -114,11 +96,15 @@ def main() -> None:
                 time.sleep(0.01)
 
 
+def enter_network(path: str) -> None:
+    """Move this process into a network namespace."""
+    clone_newnet = 0x40000000
+    with Path(path).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), clone_newnet):
+            raise OSError(ctypes.get_errno(), "setns() failed", path)
+
+
 def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-if __name__ == "__main__":
-    main()

@@ -10,45 +10,44 @@ import inspect
 import os
 import re
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 
 from tests.nemesis.__main__ import NETWORK, PROCESSES, bug_plan
-from tests.nemesis.bugs import BUGS
+from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
 from tests.nemesis.campaign import Plan, run, server_for
 from tests.nemesis.checker import Held, History, Put, check
 from tests.nemesis.task import keys_of
 from tests.settings import ENGINE
+from tests.volume import volume
 
-SECONDS = 8.0
+SECONDS = volume(5)
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Start a server for the campaigns of this module, or none for SQLite."""
-    if ENGINE == "sqlite":
-        yield None
-        return
-    with server_for(ENGINE) as started:
-        yield started
+def run_plan():
+    """Return a function that runs a plan. All plans use one server."""
+    with nullcontext() if ENGINE == "sqlite" else server_for(ENGINE) as server:
+        plans = []
+
+        def report(**plan):
+            prepared = bool(plans) and server is not None
+            plans.append(Plan(**{"engine": ENGINE, "seconds": SECONDS, **plan}))
+            return run(plans[-1], server=server, prepared=prepared)
+
+        yield report
 
 
 @pytest.mark.once
 @pytest.mark.engine("sqlite", "postgresql", "mysql")
-def test_the_promises_hold_while_holders_are_stopped_and_killed(server):
+def test_the_promises_hold_while_holders_are_stopped_and_killed(run_plan):
     """Six processes use four keys.
 
     They use leases, transactions, read and write locks, and permits.
     """
-    faults = (
-        dict(PROCESSES)
-        if ENGINE == "sqlite"
-        else {**PROCESSES, "sessions": 1.0, "crash": 0.2}
-    )
-    report = run(
-        Plan(engine=ENGINE, seconds=SECONDS, seed=20, pause=0.5, faults=faults),
-        server=server,
-    )
+    sessions = {} if ENGINE == "sqlite" else {"sessions": 1.0, "crash": 0.2}
+    report = run_plan(seed=20, pause=0.25, faults=PROCESSES | sessions)
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 20
     assert report.counts["faults"] > 5
@@ -56,19 +55,10 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed(server):
 
 @pytest.mark.once
 @pytest.mark.engine("postgresql", "mariadb")
-def test_every_deadlock_is_reported_and_nothing_else(server):
+def test_every_deadlock_is_reported_and_nothing_else(run_plan):
     """Six processes nest four keys in random order, as leases or in transactions."""
-    report = run(
-        Plan(
-            engine=ENGINE,
-            seconds=SECONDS,
-            seed=22,
-            pause=3.0,
-            faults=PROCESSES,
-            keys=keys_of("alone", 4),
-            nested=0.7,
-        ),
-        server=server,
+    report = run_plan(
+        seed=22, pause=2.0, faults=PROCESSES, keys=keys_of("alone", 4), nested=0.7
     )
     assert report.passed, "\n".join(report.lines())
     assert report.counts["refused: LockDeadlock"] > 0
@@ -76,14 +66,14 @@ def test_every_deadlock_is_reported_and_nothing_else(server):
 
 @pytest.mark.once
 @pytest.mark.engine("postgresql", "mariadb")
-def test_the_promises_hold_while_a_network_is_cut():
+def test_the_promises_hold_while_a_network_is_cut(run_plan):
     """Three of six processes are in a network of their own.
 
     Messages to this network, from it, or in both directions are lost.
     """
     if os.geteuid() != 0:
         pytest.skip("Network namespaces take root.")
-    report = run(Plan(engine=ENGINE, seconds=SECONDS, seed=21, pause=0.3, **NETWORK))
+    report = run_plan(seed=21, pause=0.3, **NETWORK)
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 10
     assert report.counts["faults: partition"] > 2
@@ -91,30 +81,25 @@ def test_the_promises_hold_while_a_network_is_cut():
 
 @pytest.mark.engine("postgresql")
 @pytest.mark.timeout(400)
-def test_the_nemesis_finds_seeded_bugs():
+def test_the_nemesis_finds_seeded_bugs(run_plan):
     """It finds violations without any lock, and with a bug of each other kind.
 
     The other nemesis tests depend on this.
     """
-    with server_for("postgresql", clock=True) as server:
-        found: set[str] = set()
-        for seed in range(3, 8):
-            plan = Plan(
-                engine="postgresql", seconds=8, seed=seed, locked=False, oddities=False
-            )
-            found |= set(run(plan, server=server, prepared=bool(found)).violations)
-            if {"tokens", "exclusion", "updates"} <= found:
+    found = set()
+    for seed in range(3, 8):
+        plan = {"seconds": 8, "seed": seed, "locked": False, "oddities": False}
+        found |= set(run_plan(**plan).violations)
+        if found >= WITHOUT_A_LOCK:
+            break
+    assert found >= WITHOUT_A_LOCK
+    for name in ("one_permit_too_many", "released_before_the_commit"):
+        shown = set()
+        for seed in range(7, 10):
+            shown |= set(run_plan(**vars(bug_plan(name, seed))).violations)
+            if shown & set(BUGS[name].shows):
                 break
-        assert {"tokens", "exclusion", "updates"} <= found
-        for name in ("one_permit_too_many", "released_before_the_commit"):
-            shown: set[str] = set()
-            for seed in range(7, 10):
-                shown |= set(
-                    run(bug_plan(name, seed), server=server, prepared=True).violations
-                )
-                if shown & set(BUGS[name].shows):
-                    break
-            assert shown & set(BUGS[name].shows), name
+        assert shown & set(BUGS[name].shows), name
 
 
 # The checker itself, on short histories with a known result.
@@ -241,29 +226,28 @@ def test_the_checker_detects_a_key_that_is_not_granted():
         assert violations(dead, late, events=events) == found, (scope, healed)
 
 
-@pytest.mark.engine("sqlite")
-@pytest.mark.parametrize("name", BUGS)
-def test_a_seeded_bug_patches_an_existing_attribute(name):
-    """A bug patches a method that still exists under this name."""
-    code = ast.parse(textwrap.dedent(inspect.getsource(BUGS[name].apply)))
-    names = {}
-    for statement in ast.walk(code):
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            exec(ast.unparse(statement), names)
-    changed = [
-        target
-        for statement in ast.walk(code)
-        if isinstance(statement, ast.Assign)
-        for target in statement.targets
-        if isinstance(target, ast.Attribute)
-        and ast.unparse(target.value).split(".")[0] in names
-    ]
-    for target in changed:
-        owner = eval(ast.unparse(target.value), names)
-        # The attribute may belong to instances.
-        assert hasattr(owner, target.attr) or any(
-            f"self.{target.attr} = " in inspect.getsource(base)
-            for base in owner.__mro__
-            if base is not object
-        ), ast.unparse(target)
-    assert changed or re.search(r"_in_sql|_in_text|_grace", ast.unparse(code))
+@pytest.mark.front
+def test_a_seeded_bug_patches_an_existing_attribute():
+    for name, bug in BUGS.items():
+        code = ast.parse(textwrap.dedent(inspect.getsource(bug.apply)))
+        names = {}
+        for statement in ast.walk(code):
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                exec(ast.unparse(statement), names)
+        changed = [
+            target
+            for statement in ast.walk(code)
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Attribute)
+            and ast.unparse(target.value).split(".")[0] in names
+        ]
+        for target in changed:
+            owner = eval(ast.unparse(target.value), names)
+            # The attribute may belong to instances.
+            assert hasattr(owner, target.attr) or any(
+                f"self.{target.attr} = " in inspect.getsource(base)
+                for base in owner.__mro__
+                if base is not object
+            ), (name, ast.unparse(target))
+        assert changed or re.search(r"_in_sql|_in_text|_grace", ast.unparse(code)), name
