@@ -12,7 +12,7 @@ import time
 
 import pytest
 from asgiref.sync import AsyncToSync
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 
 from dlocks import (
     Lock,
@@ -23,6 +23,7 @@ from dlocks import (
     db_semaphore,
     resume_hold,
 )
+from tests.for_each import for_each
 from tests.internals import (
     LockClaim,
     ResourceLock,
@@ -41,10 +42,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def connection_of_its_own(transactional_db):
-    """Close the connection after each test.
-
-    On SQLite an interrupt may leave a short ``busy_timeout`` on it.
-    """
+    """On SQLite an interrupt may leave a short ``busy_timeout`` on a connection."""
     yield
     connection.close()
 
@@ -70,6 +68,28 @@ class AlarmError(RuntimeError):
 
     It is a RuntimeError, because refusals are RuntimeErrors too.
     """
+
+
+@pytest.fixture
+def held_elsewhere(threads):
+    """Return a context manager in which another thread holds the key."""
+
+    @contextlib.contextmanager
+    def hold():
+        taken, done = threading.Event(), threading.Event()
+
+        def run():
+            with db_lock("stock:7", timeout=30):
+                taken.set()
+                done.wait(60)
+
+        thread = threads(run)
+        assert taken.wait(30)
+        yield
+        done.set()
+        thread.join(30)
+
+    return hold
 
 
 # Chosen points: before a request is sent, and after it was answered.
@@ -170,17 +190,18 @@ def test_an_interrupt_inside_a_transaction_leaves_nothing(interrupt, is_free):
 
 def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, held_elsewhere, until):
     """It may come while the caller joins the queue, leaves it, or reads the holder."""
-    locks = {
-        db_lock("stock:7", timeout=0.3): ("enqueue", "release", "holder"),
-        db_semaphore("stock:7", 2, timeout=0.3): ("enqueue", "release", "waiting"),
-    }
-    for lock, names in locks.items():
-        for case in itertools.product(names, WHEN):
-            with held_elsewhere():
-                with interrupt("default", *case, KeyboardInterrupt):
-                    lock.acquire()
-                leaves_no_claim(until)
-            assert nothing_is_kept(), case
+    exclusive = db_lock("stock:7", timeout=0.1)
+    shared = db_semaphore("stock:7", 2, timeout=0.1)
+    cases = [
+        *itertools.product([exclusive], ["enqueue", "release", "holder"], WHEN),
+        *itertools.product([shared], ["enqueue", "release", "waiting"], WHEN),
+    ]
+    with held_elsewhere():
+        for lock, *case in cases:
+            with interrupt("default", *case, KeyboardInterrupt):
+                lock.acquire()
+            leaves_no_claim(until)
+    assert nothing_is_kept()
 
 
 def test_an_interrupt_of_a_resumption_leaves_the_key_usable(interrupt, is_free):
@@ -197,29 +218,26 @@ def test_an_interrupt_of_a_resumption_leaves_the_key_usable(interrupt, is_free):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-def test_a_real_ctrl_c_while_waiting_leaves_nothing(workers, is_free):
-    """A signal arrives at random moments of waiting and of statements."""
+def test_a_real_ctrl_c_while_waiting_leaves_nothing(is_free):
+    """A signal arrives at many moments of waiting and of statements."""
     lock = db_lock("stock:7", timeout=None)
     main = threading.main_thread().ident
-    for number in range(30):
+    for number in range(15):
         timer = threading.Timer(
-            0.001 + number * 0.0005, signal.pthread_kill, [main, signal.SIGINT]
+            0.001 + number * 0.001, signal.pthread_kill, [main, signal.SIGINT]
         )
         hold = None
-        try:
+        # Continue a little longer, because the signal is handled after the timer has
+        # sent it.
+        more = 3
+        with contextlib.suppress(KeyboardInterrupt):
             timer.start()
-            # Continue a little longer, because the signal is handled after the timer
-            # has sent it.
-            more = 3
             while timer.is_alive() or more:
                 more -= not timer.is_alive()
                 hold = lock.acquire()
                 hold.release()
                 hold = None
-        except KeyboardInterrupt:
-            pass
-        finally:
-            timer.join()
+        timer.join()
         if hold is not None:
             hold.release()
         assert is_free()
@@ -264,16 +282,16 @@ def alarm():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("using", "contended"), [("default", False), ("default", True), ("memory", False)]
+@for_each(
+    "case",
+    [("default", False, 10_000), ("default", True, 150), ("memory", False, 2000)],
 )
-def test_random_signals_leave_no_key_taken(
-    using, contended, alarm, is_free, until, threads
-):
+def test_random_signals_leave_no_key_taken(case, alarm, is_free, until, threads):
     """Up to 10,000 acquisitions are interrupted at random moments.
 
     No key is taken for longer than its ttl, and nothing leaks.
     """
+    using, contended, number = case
     lock = db_lock("stock:7", using=using, ttl=1, timeout=5, reentrant=False)
     with lock:
         pass
@@ -292,13 +310,10 @@ def test_random_signals_leave_no_key_taken(
             pass
     usual = (time.monotonic() - began) / 20
     # A server has to be connected to again after most interrupts. A contended
-    # acquisition waits in the queue, which takes ten times as long.
+    # acquisition waits in the queue.
     slow = using == "default" and connection.vendor != "sqlite"
-    interrupts, number = 0, 10_000
-    if contended:
-        number = volume(500)
-    elif slow:
-        number = 2_000
+    number = volume(min(number, 500) if slow else number)
+    interrupts = 0
     for _ in range(number):
         try:
             alarm.arm(usual * (8 if slow else 2))
@@ -359,20 +374,19 @@ def leaves_no_claim(until):
 
 
 @pytest.mark.engine("sqlite")
-@pytest.mark.parametrize(
-    ("setting", "usual", "meanwhile"),
+@for_each(
+    "case",
     [
         ("busy_timeout", 60_000, "_with_short_timeout"),
         ("synchronous", 2, "_without_flush"),
     ],
 )
-def test_a_signal_at_any_moment_keeps_the_connection_settings(
-    alarm, setting, usual, meanwhile
-):
+def test_a_signal_at_any_moment_keeps_the_connection_settings(alarm, case):
     """A lock shortens ``busy_timeout`` and relaxes ``synchronous`` for itself.
 
     Statements of the project keep their own settings.
     """
+    setting, usual, meanwhile = case
     backend = backends["default"]
     raw = backend._session()
     ((before,),) = raw.execute(f"PRAGMA {setting}").fetchall()
@@ -393,12 +407,8 @@ def test_a_signal_at_any_moment_keeps_the_connection_settings(
     assert interrupts > 500
 
 
-class TimeLimitExceededError(Exception):
-    """An error like the one that Celery's SIGUSR1 handler raises."""
-
-
 @pytest.mark.engine("mariadb")
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+@for_each("using", ["default", "optimistic", "insert"])
 def test_a_signal_before_the_reply_was_read_leaves_nothing(using, monkeypatch, is_free):
     """mysqlclient handles the signal when the reply has not been read yet.
 
@@ -408,9 +418,7 @@ def test_a_signal_before_the_reply_was_read_leaves_nothing(using, monkeypatch, i
 
     lock = db_lock("stock:7", using=using)
     caller, read = threading.current_thread(), Connection.store_result
-    for case in itertools.product(
-        (None, False), (KeyboardInterrupt, TimeLimitExceededError)
-    ):
+    for case in itertools.product((None, False), KINDS):
         prepare, interrupt = case
         monkeypatch.setattr(backends[using], "prepare", prepare)
         with lock:
@@ -450,34 +458,3 @@ def test_a_desynchronised_connection_is_replaced():
     connection.connection.query("SELECT 1")
     with db_lock("stock:7") as hold:
         assert hold.held
-
-
-# The queue.
-
-
-@pytest.fixture
-def held_elsewhere():
-    """Return a context manager in which another thread holds the key."""
-
-    @contextlib.contextmanager
-    def hold(using="default"):
-        taken, done = threading.Event(), threading.Event()
-
-        def run():
-            try:
-                with db_lock("stock:7", using=using, timeout=30):
-                    taken.set()
-                    done.wait(60)
-            finally:
-                connections.close_all()
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        assert taken.wait(30)
-        try:
-            yield done.set
-        finally:
-            done.set()
-            thread.join(30)
-
-    return hold
