@@ -2,16 +2,17 @@
 
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import pytest
-from django.db import IntegrityError, connection, connections, transaction
+from django.db import IntegrityError, connection, transaction
 from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
 from dlocks.testing import expire, lose
 from tests import jobs, rows
+from tests.for_each import for_each
 from tests.internals import LockClaim, ResourceLock, backends, own_row
 from tests.models import Counter
 from tests.timing import in_time
@@ -25,29 +26,33 @@ SERVERS = pytest.mark.engine("postgresql", "mariadb")
 EVERY_SERVER = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
-@pytest.fixture(params=["default", "optimistic", "insert"])
-def using(request):
-    return request.param
+FAMILY = for_each("using", ["default", "optimistic", "insert"])
 
 
 @pytest.fixture
 def row():
+    """Return a function that returns the value of a row, or sets it first."""
     Counter.objects.create(name="stock", value=7)
-    return lambda: Counter.objects.get(name="stock").value
+
+    def value(new=None):
+        if new is not None:
+            Counter.objects.update(value=new)
+        return Counter.objects.get(name="stock").value
+
+    return value
 
 
 @SERVERS
-@pytest.mark.parametrize(
-    ("using", "guard"),
+@for_each(
+    "case",
     [("default", True), ("optimistic", True), ("insert", True), ("default", False)],
 )
-def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(
-    guard, doomed, row, using
-):
+def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(case, doomed, row):
+    using, guard = case
+    row(7)
     worker = doomed()
-    worker.start(
-        jobs.write_under, "stock", "stock", 1, guard=guard, ttl=0.6, using=using
-    )
+    policy = {"guard": guard, "ttl": 0.6, "using": using}
+    worker.start(jobs.write_under, "stock", "stock", 1, **policy)
     token = worker.hear()
     worker.stop()
     with db_lock("stock", using=using, timeout=20) as hold:
@@ -65,32 +70,28 @@ def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(
 
 
 @SERVERS
-def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row, in_other_thread, using):
-    worker = doomed()
-    worker.start(
-        jobs.write_under,
-        "stock",
-        "stock",
-        1,
-        guard=True,
-        stop_inside=True,
-        ttl=2.0,
-        using=using,
-    )
-    worker.hear()
-    assert worker.hear() == "inside"
-    worker.stop()
+def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row):
+    policy = {"guard": True, "stop_inside": True, "ttl": 2.0}
+    paused = {key: doomed() for key in ("default", "optimistic", "insert")}
+    for key, worker in paused.items():
+        Counter.objects.create(name=key, value=7)
+        worker.start(jobs.write_under, key, key, 1, using=key, **policy)
+        worker.hear()
+        assert worker.hear() == "inside"
+        worker.stop()
     time.sleep(3)
-    assert db_lock("stock", using=using).try_acquire() is None
-    assert row() == 7
-    worker.resume()
-    worker.tell()
-    assert worker.hear()[0] == "written"
-    assert row() == 1
-    with db_lock("stock", using=using, timeout=10):
-        pass
+    for key, worker in paused.items():
+        assert db_lock(key, using=key).try_acquire() is None
+        assert Counter.objects.get(name=key).value == 7
+        worker.resume()
+        worker.tell()
+        assert worker.hear()[0] == "written"
+        assert Counter.objects.get(name=key).value == 1
+        with db_lock(key, using=key, timeout=10):
+            pass
 
 
+@FAMILY
 def test_a_hold_is_not_lost_in_a_guard_longer_than_its_ttl(row, using, until):
     """The hold cannot be renewed meanwhile, and need not be. Later it is renewed.
 
@@ -114,24 +115,22 @@ def test_a_hold_is_not_lost_in_a_guard_longer_than_its_ttl(row, using, until):
     assert lost == []
 
 
+@FAMILY
 def test_a_guarded_transaction_rolls_back_and_the_hold_remains(row, using):
     """It may roll back by an error or by ``set_rollback()``.
 
     The lock can be entered again inside.
     """
+    row(7)
     lock = db_lock("stock", using=using)
     with lock as hold:
         with pytest.raises(ZeroDivisionError), hold.atomic():
             Counter.objects.update(value=2)
             raise ZeroDivisionError
-        assert row() == 7
-        with hold.atomic():
-            Counter.objects.update(value=3)
-            transaction.set_rollback(True)
-        assert row() == 7
-        with hold.atomic(), lock:
-            Counter.objects.update(value=4)
-            transaction.set_rollback(True)
+        for inner in (nullcontext(), lock):
+            with hold.atomic(), inner:
+                Counter.objects.update(value=3)
+                transaction.set_rollback(True)
         assert row() == 7
         hold.check()
         with hold.atomic(), lock as again:
@@ -142,8 +141,10 @@ def test_a_guarded_transaction_rolls_back_and_the_hold_remains(row, using):
     assert row() == 5
 
 
+@FAMILY
 def test_a_lost_hold_cannot_guard_a_transaction(row, using, until):
     """Its key may be held by another caller, or be free."""
+    row(7)
     hold = db_lock("stock", using=using, renew=False).acquire()
     ResourceLock.objects.filter(pk="stock").update(
         owner="another", version=hold.token + 1
@@ -158,8 +159,11 @@ def test_a_lost_hold_cannot_guard_a_transaction(row, using, until):
             Counter.objects.update(value=2)
         assert row() == 7
         assert not over.held
+        with pytest.raises(LockLost):
+            over.release()
 
 
+@FAMILY
 def test_savepoints_and_durable_work_as_in_django(row, using):
     """This includes a hold that ends with a transaction."""
     with db_lock("stock", using=using) as hold:
@@ -169,11 +173,8 @@ def test_savepoints_and_durable_work_as_in_django(row, using):
             Counter.objects.update(value=4)
         assert row() == 4
         with transaction.atomic():
-            with (
-                pytest.raises(RuntimeError, match="durable"),
-                hold.atomic(durable=True),
-            ):
-                pass
+            with pytest.raises(RuntimeError, match="durable"):
+                hold.atomic(durable=True).__enter__()
             with hold.atomic():
                 Counter.objects.update(value=5)
         assert row() == 5
@@ -184,6 +185,7 @@ def test_savepoints_and_durable_work_as_in_django(row, using):
     assert row() == 8
 
 
+@FAMILY
 def test_a_hold_survives_the_rollback_of_an_inner_guard(row, using):
     lost = []
     for savepoint in (True, False):
@@ -207,6 +209,7 @@ def test_a_hold_survives_the_rollback_of_an_inner_guard(row, using):
     assert lost == []
 
 
+@FAMILY
 def test_a_guard_that_is_rolled_back_extends_no_lease(row, using):
     with db_lock("stock", using=using, ttl=5.0, renew=False) as hold:
         with transaction.atomic():
@@ -229,9 +232,9 @@ def test_a_guard_extends_no_lease_beyond_max_hold(row):
 
 
 @pytest.mark.front
-def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(row, using, monkeypatch):
+@FAMILY
+def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, monkeypatch):
     """The error is reported, even if the guard has ended meanwhile."""
-
     hold = db_lock("stock", using=using).acquire()
 
     def fail(claim, database):
@@ -254,6 +257,7 @@ def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(row, using, monke
     hold.release()
 
 
+@FAMILY
 def test_a_slow_callback_of_a_guarded_block_causes_no_loss(row, using):
     """A callback before the one of the guard raises no error either.
 
@@ -278,16 +282,14 @@ def test_a_slow_callback_of_a_guarded_block_causes_no_loss(row, using):
 
 
 @SERVERS
-def test_a_guard_is_refused_without_autocommit(row, using, in_other_thread):
+@FAMILY
+def test_a_guard_is_refused_without_autocommit(using, in_other_thread):
     hold = db_lock("stock", using=using).acquire()
     connection.set_autocommit(False)
     try:
         with transaction.atomic():
-            with (
-                pytest.raises(RuntimeError, match="[Aa]utocommit is off"),
-                hold.atomic(),
-            ):
-                pass
+            with pytest.raises(RuntimeError, match="[Aa]utocommit is off"):
+                hold.atomic().__enter__()
             hold.release()
         in_other_thread(db_lock("stock", using=using, timeout=5).acquire).release()
     finally:
@@ -335,126 +337,104 @@ def test_a_guarded_shared_hold_delays_no_operation_on_its_key(row, workers, unti
     db_lock("stock", timeout=5).acquire().release()
 
 
-@pytest.fixture(params=["READ COMMITTED", "REPEATABLE READ"])
-def guard_share(request, row, workers):
-    """Return a function that starts a guarded shared hold of "stock".
+@EVERY_SERVER
+@for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
+def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
+    """A transaction of another process guards a shared hold of "stock".
 
-    A transaction of another process has the hold. The function returns its token. The
-    tests run at both isolation levels that a project may use.
+    A stale key is taken over, waiting readers of a key are admitted, the claims of a
+    key are cleaned up, and an administrator ends other claims on "stock" itself.
     """
     (holder,) = workers(1)
+    backend = backends["default"]
 
-    def keep():
-        holder.start(jobs.share_under_guard, "stock", level=request.param)
-        return holder.hear()
+    @contextmanager
+    def guarded():
+        holder.start(jobs.share_under_guard, "stock", level=level)
+        yield holder.hear()
+        holder.tell()
+        assert holder.hear() == "ended"
+        LockClaim.objects.all().delete()
+        ResourceLock.objects.using("default").delete()
 
-    with jobs.isolated(request.param):
+    with jobs.isolated(level):
         if connection.vendor == "mysql":
             with connection.cursor() as cursor:
                 # No statement may wait at all. The default of 50 seconds is longer than
                 # a test may take.
                 cursor.execute("SET innodb_lock_wait_timeout = 5")
-        yield keep
-    holder.tell()
-    assert holder.hear() == "ended"
 
+        rows.free("price")
+        for number in range(3):
+            rows.stale_share("price", 1001 + number)
+        with guarded():
+            began = time.monotonic()
+            db_lock("price", timeout=4).acquire().release()
+            in_time(time.monotonic() - began, 4.0)
 
-@EVERY_SERVER
-def test_a_guarded_shared_hold_does_not_block_a_stale_shared_key(guard_share):
-    rows.free("price")
-    for number in range(3):
-        rows.stale_share("price", 1001 + number)
-    guard_share()
-    began = time.monotonic()
-    db_lock("price", timeout=4).acquire().release()
-    in_time(time.monotonic() - began, 4.0)
+        rows.free("price")
+        waiting = [rows.waits("price", shared=True).pk for _ in range(3)]
+        with guarded():
+            # The owners are random. This one sorts directly before the owner of the
+            # guarded hold.
+            owner = rows.OWNER[:16] + "f" * 16
+            waiting.append(rows.waits("price", shared=True, owner=owner).pk)
+            backend.move_on("price")
+            admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000)
+            tokens = list(admitted.order_by("pk").values_list("version", flat=True))
+            assert len(tokens) == 4
+            assert tokens == sorted(set(tokens)), "in the order of the queue"
+            now = rows.now("price")
+            assert (now.shares, now.waiters, now.version) == (4, 0, tokens[-1])
 
+        rows.held("price")
+        for _ in range(3):
+            rows.waits("price", counted=False)
+            rows.dead("price")
+        ResourceLock.objects.filter(pk="price").update(waiters=0)
+        with guarded():
+            assert backend.tidy("price") == (0, 3)
+            assert rows.now("price").waiters == 3
+            counted = LockClaim.objects.filter(key_resource="price", counted=True)
+            assert counted.count() == 3
 
-@EVERY_SERVER
-def test_a_guarded_shared_hold_blocks_no_reader_of_another_key(guard_share):
-    rows.free("price")
-    waiting = [rows.waits("price", shared=True).pk for _ in range(3)]
-    guard_share()
-    # The owners are random. This one sorts directly before the owner of the guarded
-    # hold.
-    waiting.append(
-        rows.waits("price", shared=True, owner=rows.OWNER[:16] + "f" * 16).pk
-    )
-    backends["default"].move_on("price")
-    admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000).order_by("pk")
-    tokens = list(admitted.values_list("version", flat=True))
-    assert len(tokens) == 4
-    assert tokens == sorted(set(tokens)), "in the order of the queue"
-    assert ResourceLock.objects.filter(
-        pk="price", shares=4, waiters=0, version=tokens[-1]
-    ).exists()
-
-
-@EVERY_SERVER
-def test_a_guarded_shared_hold_blocks_no_cleanup_of_another_key(guard_share):
-    rows.held("price")
-    for _ in range(3):
-        rows.waits("price", counted=False)
-        rows.dead("price")
-    ResourceLock.objects.filter(pk="price").update(waiters=0)
-    guard_share()
-    assert backends["default"].tidy("price") == (0, 3)
-    assert rows.now("price").waiters == 3
-    assert LockClaim.objects.filter(key_resource="price", counted=True).count() == 3
-
-
-@EVERY_SERVER
-def test_an_administrator_can_end_claims_next_to_a_guarded_one(guard_share):
-    rows.free("stock")
-    tokens = [rows.shares("stock", 1001 + number).version for number in range(3)]
-    # These have no recent heartbeat, but are too recent to be deleted automatically.
-    places = [
-        rows.claim("stock", timezone.now() - timedelta(seconds=1)).pk for _ in range(3)
-    ]
-    guarded = guard_share()
-    backend = backends["default"]
-    assert [backend.end_share("stock", token) for token in tokens] == [True] * 3
-    assert [backend.take_out("stock", place) for place in places] == [True] * 3
-    assert not backend.end_share("stock", guarded)
+        rows.free("stock")
+        tokens = [rows.shares("stock", 1001 + number).version for number in range(3)]
+        # These have no recent heartbeat, but are too recent to be deleted
+        # automatically.
+        recent = timezone.now() - timedelta(seconds=1)
+        places = [rows.claim("stock", recent).pk for _ in range(3)]
+        with guarded() as token:
+            assert [backend.end_share("stock", one) for one in tokens] == [True] * 3
+            assert [backend.take_out("stock", place) for place in places] == [True] * 3
+            assert not backend.end_share("stock", token)
 
 
 @SERVERS
-def test_two_guards_of_one_shared_hold_wait_with_a_limit(row, monkeypatch):
+def test_two_guards_of_one_shared_hold_wait_with_a_limit(row, monkeypatch, threads):
     """An exclusive lock behaves in the same way."""
     monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 0.5)
     hold = db_rwlock("stock").read().acquire()
     inside, leave = threading.Event(), threading.Event()
 
     def guard():
-        try:
-            with hold.atomic():
-                inside.set()
-                leave.wait(20)
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=guard)
-    thread.start()
-    assert inside.wait(20)
-    try:
-        with (
-            pytest.raises(
-                LockBackendError, match="'stock' .* is locked by another transaction"
-            ),
-            hold.atomic(),
-        ):
-            pass
-        monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 20)
-        timer = threading.Timer(0.5, leave.set)
-        timer.start()
         with hold.atomic():
-            Counter.objects.update(value=8)
-        assert row() == 8
-        timer.join()
-    finally:
-        leave.set()
-        thread.join(30)
-        hold.release()
+            inside.set()
+            leave.wait(20)
+
+    thread = threads(guard)
+    assert inside.wait(20)
+    with pytest.raises(LockBackendError, match="'stock' .* is locked by another trans"):
+        hold.atomic().__enter__()
+    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 20)
+    timer = threading.Timer(0.5, leave.set)
+    timer.start()
+    with hold.atomic():
+        Counter.objects.update(value=8)
+    assert row() == 8
+    timer.join()
+    thread.join(30)
+    hold.release()
 
 
 @pytest.mark.front
@@ -487,9 +467,10 @@ def test_two_statements_more_than_the_transaction_itself(
 
 
 @SERVERS
-@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"])
+@for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
 def test_a_second_alias_of_the_same_database_can_be_guarded(row, workers, level):
     (worker,) = workers(1)
+    row(7)
     worker.start(jobs.write_by_second_alias, "stock", level=level, ttl=1.5)
     assert worker.hear() == "inside"
     # This is longer than its ttl and the grace together.
@@ -503,8 +484,8 @@ def test_a_second_alias_of_the_same_database_can_be_guarded(row, workers, level)
 
 
 @SERVERS
-@pytest.mark.parametrize(
-    ("using", "keys", "release_at"),
+@for_each(
+    "case",
     [
         ("default", ("stock",), "exit"),
         ("default", ("stock", "price"), "transaction"),
@@ -514,9 +495,8 @@ def test_a_second_alias_of_the_same_database_can_be_guarded(row, workers, level)
         ("insert", ("stock", "price"), "transaction"),
     ],
 )
-def test_a_key_guarded_on_a_second_alias_ends_with_its_commit(
-    row, keys, release_at, using, workers
-):
+def test_a_key_guarded_on_a_second_alias_ends_with_its_commit(case, workers):
+    using, keys, release_at = case
     (worker,) = workers(1)
     worker.start(jobs.leave_by_second_alias, *keys, using=using, release_at=release_at)
     # The exit must not wait for a row that its own process has locked.
@@ -539,56 +519,40 @@ def test_a_release_in_its_own_guard_after_the_ttl_is_committed(row, until):
 
 
 @SERVERS
-@pytest.mark.parametrize(
-    ("using", "roll_back"),
-    [("default", False), ("default", True), ("optimistic", False), ("insert", True)],
+@for_each(
+    "case",
+    [
+        ("default", db_lock, False),
+        ("default", lambda key, **policy: db_rwlock(key, **policy).read(), True),
+        ("optimistic", db_lock, False),
+        ("insert", db_lock, True),
+    ],
 )
-def test_a_release_with_waiters_does_not_change_the_guard(
-    row, using, roll_back, workers, until
-):
-    (waiter,) = workers(1)
+def test_a_release_with_waiters_does_not_change_the_guard(case, row, workers, until):
+    """The first waiter times out before that transaction has ended."""
+    using, lock, roll_back = case
+    row(7)
+    impatient, patient = workers(2)
     with transaction.atomic():
-        with db_lock("stock", using=using, scope="lease", release_at="exit") as hold:
-            waiter.start(jobs.wait_for, "stock", using=using, timeout=30)
-            assert waiter.hear() == "waiting"
+        with lock("stock", using=using, scope="lease", release_at="exit") as hold:
+            impatient.start(jobs.acquire, "stock", using=using, timeout=2.0)
             until(lambda: hold.queue_length() == 1)
+            patient.start(jobs.wait_for, "stock", using=using, timeout=30)
+            assert patient.hear() == "waiting"
+            until(lambda: hold.queue_length() == 2)
             with hold.atomic():
                 Counter.objects.update(value=3)
         assert as_ever()
+        assert impatient.hear(20) == "LockTimeout"
         transaction.set_rollback(roll_back)
     assert row() == (7 if roll_back else 3)
-    _, token = waiter.hear()
+    _, token = patient.hear()
     assert token > hold.token
 
 
-@SERVERS
-@pytest.mark.parametrize(
-    ("using", "lock"),
-    [
-        ("default", db_lock),
-        ("optimistic", db_lock),
-        ("insert", db_lock),
-        ("default", lambda key, **policy: db_rwlock(key, **policy).read()),
-    ],
-)
-def test_a_release_in_a_guard_lets_a_waiter_time_out(row, using, lock, workers, until):
-    """The waiter times out before that transaction has ended."""
-    (waiter,) = workers(1)
-    with transaction.atomic():
-        with lock("stock", using=using, scope="lease", release_at="exit") as hold:
-            waiter.start(jobs.acquire, "stock", using=using, timeout=2.0)
-            until(lambda: hold.queue_length() == 1)
-            with hold.atomic():
-                Counter.objects.update(value=3)
-        assert waiter.hear(20) == "LockTimeout"
-    assert row() == 3
-    assert isinstance(waiter.call(jobs.acquire, "stock", using=using, timeout=10), int)
-    waiter.call(jobs.release_all)
-
-
 @EVERY_SERVER
-@pytest.mark.parametrize(
-    ("using", "keys"),
+@for_each(
+    "case",
     [
         ("default", ("stock",)),
         ("default", ("stock", "price")),
@@ -596,9 +560,9 @@ def test_a_release_in_a_guard_lets_a_waiter_time_out(row, using, lock, workers, 
         ("insert", ("stock", "price")),
     ],
 )
-def test_a_release_in_a_guard_does_not_change_its_commit(
-    row, using, keys, in_other_thread
-):
+def test_a_release_in_a_guard_does_not_change_its_commit(case, row, in_other_thread):
+    using, keys = case
+    row(7)
     with transaction.atomic():
         with (
             db_lock(*keys, using=using, scope="lease", release_at="exit") as hold,
@@ -613,14 +577,12 @@ def test_a_release_in_a_guard_does_not_change_its_commit(
 
 def as_ever():
     """Return whether this transaction commits with the default settings."""
-    names = {"postgresql": ("lock_timeout", "synchronous_commit"), "mysql": ()}[
-        connection.vendor
-    ]
+    if connection.vendor != "postgresql":
+        return True
+    names = "current_setting('lock_timeout'), current_setting('synchronous_commit')"
     with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT 1" + "".join(f", current_setting('{name}')" for name in names)
-        )
-        return cursor.fetchone() == (1, "0", "on")[: 1 + len(names)]
+        cursor.execute(f"SELECT {names}")
+        return cursor.fetchone() == ("0", "on")
 
 
 def test_several_keys_guard_together(row):
