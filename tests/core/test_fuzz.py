@@ -29,11 +29,12 @@ from tests.internals import (
     check_settings,
     options_of,
 )
+from tests.volume import volume
 
 pytestmark = pytest.mark.front
 
 FUZZ = settings(
-    max_examples=200,
+    max_examples=volume(100),
     deadline=None,
     database=None,
     derandomize=True,
@@ -193,7 +194,7 @@ def refusals(path, options):
 
 
 class TestOptions:
-    @settings(FUZZ, max_examples=100)
+    @settings(FUZZ, max_examples=volume(60))
     @given(
         one=st.sampled_from(
             [
@@ -273,7 +274,7 @@ def test_only_equal_keys_exclude_each_other():
     Examples are case, accents, trailing blanks and line breaks.
     """
 
-    @settings(FUZZ, max_examples=60)
+    @settings(FUZZ, max_examples=volume(30))
     @given(
         alias=st.sampled_from(["default", "optimistic", "insert", "memory"]),
         one=KEYS,
