@@ -117,9 +117,10 @@ def test_a_hold_is_not_lost_in_a_guard_longer_than_its_ttl(row, using, until):
 
 @FAMILY
 def test_a_guarded_transaction_rolls_back_and_the_hold_remains(row, using):
-    """It may roll back by an error or by ``set_rollback()``.
+    """It is rolled back by an error or by ``set_rollback()``.
 
-    The lock can be entered again inside.
+    The lock can be entered again inside. Savepoints and ``durable`` work as in Django,
+    also in a transaction that ends the hold.
     """
     row(7)
     lock = db_lock("stock", using=using)
@@ -138,7 +139,23 @@ def test_a_guarded_transaction_rolls_back_and_the_hold_remains(row, using):
             Counter.objects.update(value=5)
         assert hold.count == 1
         hold.check()
-    assert row() == 5
+        assert row() == 5
+        with hold.atomic(durable=True):
+            with pytest.raises(IntegrityError), transaction.atomic():
+                Counter.objects.create(name="stock")
+            Counter.objects.update(value=4)
+        assert row() == 4
+        with transaction.atomic():
+            with pytest.raises(RuntimeError, match="durable"):
+                hold.atomic(durable=True).__enter__()
+            with hold.atomic():
+                Counter.objects.update(value=6)
+        assert row() == 6
+    with transaction.atomic(), lock as hold:
+        assert hold.scope == "transaction"
+        with hold.atomic():
+            Counter.objects.update(value=8)
+    assert row() == 8
 
 
 @FAMILY
@@ -161,28 +178,6 @@ def test_a_lost_hold_cannot_guard_a_transaction(row, using, until):
         assert not over.held
         with pytest.raises(LockLost):
             over.release()
-
-
-@FAMILY
-def test_savepoints_and_durable_work_as_in_django(row, using):
-    """This includes a hold that ends with a transaction."""
-    with db_lock("stock", using=using) as hold:
-        with hold.atomic(durable=True):
-            with pytest.raises(IntegrityError), transaction.atomic():
-                Counter.objects.create(name="stock")
-            Counter.objects.update(value=4)
-        assert row() == 4
-        with transaction.atomic():
-            with pytest.raises(RuntimeError, match="durable"):
-                hold.atomic(durable=True).__enter__()
-            with hold.atomic():
-                Counter.objects.update(value=5)
-        assert row() == 5
-    with transaction.atomic(), db_lock("stock", using=using) as hold:
-        assert hold.scope == "transaction"
-        with hold.atomic():
-            Counter.objects.update(value=8)
-    assert row() == 8
 
 
 @FAMILY

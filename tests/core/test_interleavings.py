@@ -267,13 +267,13 @@ def test_two_aliases_on_one_database_are_one_lock_to_a_caller():
 
 
 @pytest.mark.front
-def test_reentrant_false_allows_consecutive_holds():
-    for using in ("default", "memory"):
-        lock = db_lock("stock:7", using=using, reentrant=False)
-        with transaction.atomic():
-            for _ in range(2):
-                with lock:
-                    pass
+@for_each("using", ["default", "memory"])
+def test_reentrant_false_allows_consecutive_holds(using):
+    lock = db_lock("stock:7", using=using, reentrant=False)
+    with transaction.atomic():
+        for _ in range(2):
+            with lock:
+                pass
 
 
 @FAMILY
@@ -473,8 +473,11 @@ def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, se
 
 
 @pytest.mark.front
-def test_a_call_whose_worker_could_not_start_is_not_run_later(desks_fail):
-    """Otherwise a key would be acquired for a caller that received an error."""
+def test_only_tasks_are_run_later_if_no_worker_could_start(desks_fail, until):
+    """A call is not, because its key would be acquired for a caller with an error.
+
+    A renewal is a task.
+    """
     taken, failed = [], desks_fail(1)
     with pytest.raises(RuntimeError, match="new thread"):
         keeper.run(lambda: taken.append("stock:7"), backends["memory"])
@@ -482,10 +485,7 @@ def test_a_call_whose_worker_could_not_start_is_not_run_later(desks_fail):
     keeper.run(lambda: None, backends["memory"])
     assert not taken
 
-
-@pytest.mark.front
-def test_a_task_whose_worker_could_not_start_is_run_later(desks_fail, until):
-    """A renewal is such a task."""
+    until(no_worker_runs)
     done, failed = [], desks_fail(1)
 
     def chore():

@@ -43,24 +43,16 @@ class Namespace:
         try:
             self._await()
             _ip(
-                "link",
-                "add",
-                self._here,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                self._there,
-                "netns",
-                str(process.pid),
+                f"link add {self._here} type veth peer name {self._there} netns"
+                f" {process.pid}"
             )
             for address, name, where in (
                 (self.address, self._here, ()),
                 (self._its_address, self._there, self._enter),
             ):
-                _ip("address", "add", f"{address}/30", "dev", name, where=where)
-                _ip("link", "set", name, "up", where=where)
-            _ip("link", "set", "lo", "up", where=self._enter)
+                _ip(f"address add {address}/30 dev {name}", where)
+                _ip(f"link set {name} up", where)
+            _ip("link set lo up", self._enter)
         except BaseException:
             self.__exit__()
             raise
@@ -68,7 +60,7 @@ class Namespace:
 
     def __exit__(self, *_: object) -> None:
         with suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", self._here)
+            _ip(f"link delete {self._here}")
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(15)
@@ -78,21 +70,13 @@ class Namespace:
         self._cut = WAYS[way]
         for address, name, where in map(self._end, self._cut):
             _ip(
-                "neighbour",
-                "replace",
-                address,
-                "lladdr",
-                NOBODY,
-                "dev",
-                name,
-                "nud",
-                "permanent",
-                where=where,
+                f"neighbour replace {address} lladdr {NOBODY} dev {name} nud permanent",
+                where,
             )
 
     def heal(self) -> None:
         for address, name, where in map(self._end, self._cut):
-            _ip("neighbour", "delete", address, "dev", name, where=where)
+            _ip(f"neighbour delete {address} dev {name}", where)
         self._cut = ()
 
     def _end(self, way: str) -> tuple[str, str, tuple[str, ...]]:
@@ -118,5 +102,6 @@ class Namespace:
         )
 
 
-def _ip(*arguments: str, where: tuple[str, ...] = ()) -> None:
-    subprocess.run([*where, "ip", *arguments], check=True, stdout=subprocess.DEVNULL)
+def _ip(arguments: str, where: tuple[str, ...] = ()) -> None:
+    command = [*where, "ip", *arguments.split()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
