@@ -65,7 +65,7 @@ def renew_in_other_thread(in_other_thread):
 def test_no_guard_fails_next_to_a_busy_queue(case, stock, threads):
     """Guarded commits at REPEATABLE READ succeed next to a busy queue.
 
-    Four threads join the queue of the key and time out.
+    Six threads join the queue of the key and time out.
     """
     kind, refuse_changes = case
     stop = threading.Event()
@@ -76,9 +76,9 @@ def test_no_guard_fails_next_to_a_busy_queue(case, stock, threads):
                 db_lock("stock", timeout=0.02).acquire()
 
     with repeatable_read(refuse_changes=refuse_changes), LOCKS[kind]("stock") as hold:
-        waiters = [threads(join_and_leave) for _ in range(4)]
+        waiters = [threads(join_and_leave) for _ in range(6)]
         try:
-            for number in range(volume(6)):
+            for number in range(volume(8)):
                 with hold.atomic():
                     Counter.objects.filter(pk=stock.pk).update(value=number)
         finally:
