@@ -190,8 +190,8 @@ def test_an_interrupt_inside_a_transaction_leaves_nothing(interrupt, is_free):
 
 def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, held_elsewhere, until):
     """It may come while the caller joins the queue, leaves it, or reads the holder."""
-    exclusive = db_lock("stock:7", timeout=0.1)
-    shared = db_semaphore("stock:7", 2, timeout=0.1)
+    exclusive = db_lock("stock:7", timeout=0.3)
+    shared = db_semaphore("stock:7", 2, timeout=0.3)
     cases = [
         *itertools.product([exclusive], ["enqueue", "release", "holder"], WHEN),
         *itertools.product([shared], ["enqueue", "release", "waiting"], WHEN),
