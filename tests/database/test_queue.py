@@ -23,6 +23,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.test import TestCase
+from django.test.utils import CaptureQueriesContext
 
 from dlocks import (
     LockBackendError,
@@ -88,6 +89,24 @@ def in_scope(scope):
 
 
 # A hold from the queue behaves like any other.
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_late_release_of_a_locked_row_sends_few_statements(workers):
+    """The lease has expired, and a transaction keeps its row locked."""
+    backend, mine, waiter = backends["default"], claim(ttl=0.001), claim()
+    (other,) = workers(1)
+    assert backend.acquire(mine)
+    backend.enqueue(waiter)
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    with CaptureQueriesContext(connection) as queries:
+        assert not backend.release(mine)
+    assert len(queries) < 400
+    other.tell()
+    assert other.hear() == "unlocked"
+    for one in mine, waiter:
+        backend.release(one)
 
 
 @pytest.mark.engine("postgresql", "mariadb")

@@ -135,7 +135,7 @@ class Release(Admission):
                 return result
             if left is None or left <= 0:
                 # Without jitter, a whole crowd would collide again at once.
-                time.sleep(random.uniform(0, 0.01 if left is None else 0.2))  # noqa: S311
+                time.sleep(random.uniform(0, 0.01 if left is None else 0.5))  # noqa: S311
             # On PostgreSQL this statement waits for the row. On MariaDB the next step
             # waits.
             elif not keep and self._hand_over(claim, failed=failed):
