@@ -6,14 +6,15 @@ Other tests run the statements that differ between the backends on every engine.
 import time
 
 import pytest
-from django.db import connection, connections, transaction
-from django.test import TransactionTestCase
+from django.db import DatabaseError, connection, connections, transaction
+from django.test import SimpleTestCase
 
 from dlocks.testing import BackendContract
 from tests.internals import (
     Claim,
     DummyBackend,
     InsertBackend,
+    LockClaim,
     MemoryBackend,
     OptimisticBackend,
     PessimisticBackend,
@@ -23,34 +24,47 @@ from tests.internals import (
 )
 from tests.timing import eventually, in_time
 
-ADMIN = connection.settings_dict["USER"]
+
+
+@pytest.mark.django_db
+class Contract(BackendContract, SimpleTestCase):
+    """The contract for a backend on the database of the tests.
+
+    The rows are deleted by two statements. The flush of a TransactionTestCase also
+    closes the connection, and takes longer than most rules.
+    """
+
+    databases = {"default"}  # noqa: RUF012
+
+    def tearDown(self):
+        super().tearDown()
+        self.delete_rows()
+
+    def delete_rows(self):
+        LockClaim.objects.all().delete()
+        ResourceLock.objects.all().delete()
 
 
 # TestLeastPrivilege runs the same backend on MariaDB and MySQL.
 @pytest.mark.engine("sqlite", "postgresql")
-class TestPessimistic(BackendContract, TransactionTestCase):
-    available_apps = ["dlocks"]
-
+class TestPessimistic(Contract):
     def make_backend(self, **options):
         return PessimisticBackend("default", **options)
 
 
 @pytest.mark.engine("postgresql")
-class TestOptimistic(BackendContract, TransactionTestCase):
-    available_apps = ["dlocks"]
-
+class TestOptimistic(Contract):
     def make_backend(self, **options):
         return OptimisticBackend("default", **options)
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-class TestObserved(BackendContract, TransactionTestCase):
+class TestObserved(Contract):
     """The contract with ``expiry="observed"``, where expiry takes longer.
 
     Waiters observe the row for a whole ttl before they take it over.
     """
 
-    available_apps = ["dlocks"]
     TTL = 4.0
 
     def make_backend(self, **options):
@@ -100,9 +114,7 @@ class TestObserved(BackendContract, TransactionTestCase):
 
 
 @pytest.mark.engine("sqlite", "mariadb")
-class TestInsert(BackendContract, TransactionTestCase):
-    available_apps = ["dlocks"]
-
+class TestInsert(Contract):
     def make_backend(self, **options):
         return InsertBackend("default", **options)
 
@@ -135,8 +147,7 @@ class TestInsert(BackendContract, TransactionTestCase):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-class TestSession(BackendContract, TransactionTestCase):
-    available_apps = ["dlocks"]
+class TestSession(Contract):
     engine_queue = True
 
     def make_backend(self, **options):
@@ -154,81 +165,79 @@ class TestSession(BackendContract, TransactionTestCase):
 
 
 @pytest.mark.engine("sqlite")
-class TestMemory(BackendContract, TransactionTestCase):
-    available_apps = ["dlocks"]
-
+class TestMemory(Contract):
     def make_backend(self, **options):
         return MemoryBackend("memory", **options)
 
 
 @pytest.mark.engine("sqlite")
-class TestDummy(BackendContract, TransactionTestCase):
-    available_apps = ["dlocks"]
-
+class TestDummy(Contract):
     def make_backend(self, **options):
         return DummyBackend("dummy", **options)
 
 
-class TestEachOther(TransactionTestCase):
-    """The backends of the database family exclude each other on the same row."""
-
-    available_apps = ["dlocks"]
-
-    def test_backends_of_the_family_exclude_each_other(self):
-        family = [
-            kind("default", grace=0)
-            for kind in (PessimisticBackend, OptimisticBackend, InsertBackend)
-        ]
-        tokens = []
-        for mine in family * 2:
-            claim = Claim(key="shared", ttl=30)
-            tokens.append(mine.acquire(claim).token)
-            for other in family:
-                assert other.acquire(Claim(key="shared", ttl=30)) is None
-            assert mine.release(claim)
-        assert tokens == sorted(set(tokens))
+@pytest.mark.django_db(transaction=True, available_apps=["dlocks"])
+def test_backends_of_the_family_exclude_each_other():
+    family = [
+        kind("default", grace=0)
+        for kind in (PessimisticBackend, OptimisticBackend, InsertBackend)
+    ]
+    tokens = []
+    for mine in family * 2:
+        claim = Claim(key="shared", ttl=30)
+        tokens.append(mine.acquire(claim).token)
+        for other in family:
+            assert other.acquire(Claim(key="shared", ttl=30)) is None
+        assert mine.release(claim)
+    assert tokens == sorted(set(tokens))
 
 
 @pytest.mark.engine("mariadb", "mysql")
-class TestLeastPrivilege(BackendContract, TransactionTestCase):
+class TestLeastPrivilege(Contract):
     """A role with SELECT, INSERT and UPDATE can do everything but delete.
 
     The rights on PostgreSQL are tested one by one in
     tests/database/test_least_privilege.py.
     """
 
-    available_apps = ["dlocks"]
-
     role = "dlocks_app"
 
     def make_backend(self, **options):
         return PessimisticBackend("default", **options)
 
-    def setUp(self):
-        super().setUp()
-        self.be_admin()
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
         name = connection.ops.quote_name(connection.settings_dict["NAME"])
-        with connection.cursor() as cursor:
-            cursor.execute(f"CREATE USER IF NOT EXISTS {self.role}@'127.0.0.1'")
+        # It deletes the rows of each test, which the role cannot do.
+        cls.admin = connection.copy()
+        with cls.admin.cursor() as cursor:
+            cursor.execute(f"CREATE USER IF NOT EXISTS {cls.role}@'127.0.0.1'")
             for table, rights in (
                 ("dlocks_resourcelock", "SELECT, INSERT, UPDATE"),
                 ("dlocks_lockclaim", "SELECT, INSERT, UPDATE, DELETE"),
             ):
                 cursor.execute(
-                    f"GRANT {rights} ON {name}.{table} TO {self.role}@'127.0.0.1'"
+                    f"GRANT {rights} ON {name}.{table} TO {cls.role}@'127.0.0.1'"
                 )
-        self.become(self.role)
-        self.addCleanup(self.be_admin)
+        cls.become(cls.role)
 
-    def become(self, user):
+    @classmethod
+    def tearDownClass(cls):
+        cls.become(cls.admin.settings_dict["USER"])
+        cls.admin.close()
+        super().tearDownClass()
+
+    @staticmethod
+    def become(user):
         connections.close_all()
         connection.settings_dict["USER"] = user
 
-    def be_admin(self):
-        self.become(ADMIN)
+    def delete_rows(self):
+        with self.admin.cursor() as cursor:
+            cursor.execute("DELETE FROM dlocks_lockclaim")
+            cursor.execute("DELETE FROM dlocks_resourcelock")
 
     def test_the_role_cannot_delete_locks(self):
-        from django.db.utils import DatabaseError
-
-        with connection.cursor() as cursor, pytest.raises(DatabaseError):
+        with pytest.raises(DatabaseError), connection.cursor() as cursor:
             cursor.execute("DELETE FROM dlocks_resourcelock")
