@@ -16,12 +16,28 @@ from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
 from dlocks.optimistic.fenced_queryset import FencedQuerySet
 from dlocks.optimistic.retry import is_conflict
 from tests import jobs
+from tests.for_each import for_each
 from tests.models import Crane, Machine, Place, Robot
 from tests.volume import volume
 
 pytestmark = pytest.mark.django_db
 
 KINDS = pytest.mark.parametrize("model", [Machine, Robot])
+BOTH = for_each("model", [Machine, Robot])
+
+# Transactions of these tests are committed.
+COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+
+def of_snapshots(test):
+    """Run a test at REPEATABLE READ where transactions have snapshots."""
+    test = pytest.mark.engine("postgresql", "mariadb", "mysql")(COMMITS(test))
+    return pytest.mark.usefixtures("repeatable_read")(test)
+
+
+def delete_all():
+    for model in (Machine, Crane):
+        models.QuerySet(model).delete()
 
 
 @pytest.fixture
@@ -97,7 +113,7 @@ def test_a_claim_fences_off_and_reads_the_latest_values(
 
 
 @pytest.mark.front
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_hold_can_be_used_as_its_token(machine):
     with db_lock("machine") as first:
         machine.claim(first)
@@ -111,7 +127,7 @@ def test_a_hold_can_be_used_as_its_token(machine):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_stopped_process_cannot_overwrite_its_successor(doomed, workers):
     pk = Machine.objects.create(steps=10).pk
     paused, successor = doomed(), workers(1)[0]
@@ -129,7 +145,7 @@ def test_a_stopped_process_cannot_overwrite_its_successor(doomed, workers):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_four_competing_processes_lose_no_step(workers):
     """Each process claims with a newer token at any time.
 
@@ -282,9 +298,10 @@ def test_querysets_write_all_rows_or_none_with_a_token(model):
 
 
 @pytest.mark.driver
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("write", ["update", "delete"])
+@COMMITS
+@for_each("write", ["update", "delete"])
 def test_a_row_that_starts_to_match_later_is_not_written(write, monkeypatch):
+    delete_all()
     Machine.objects.create(state="new")
     second = Machine.objects.create(state="old")
     fence = FencedQuerySet._fence
@@ -306,19 +323,19 @@ def test_a_row_that_starts_to_match_later_is_not_written(write, monkeypatch):
     assert stored(second.pk) == ("new", 0, 1)
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("seen", [5, 7])
-@pytest.mark.parametrize("write", ["update", "delete", "claim", "refresh"])
-@KINDS
+@of_snapshots
+@for_each("seen", [5, 7])
+@for_each("write", ["update", "delete", "claim", "refresh"])
+@BOTH
 def test_an_old_snapshot_does_not_hide_a_newer_token(
-    model, write, seen, in_other_thread
+    model, write, seen, in_second_connection
 ):
     """A holder that has lost its lock is refused at REPEATABLE READ too.
 
     Its transaction began before its successor wrote, and writes nothing at all.
     PostgreSQL refuses the write itself.
     """
+    delete_all()
     first, second = model.objects.create(), model.objects.create()
     row = model.objects.claim(first.pk, seen)
 
@@ -328,13 +345,12 @@ def test_an_old_snapshot_does_not_hide_a_newer_token(
         mine.save()
 
     with (
-        jobs.isolated("REPEATABLE READ"),
         pytest.raises((StaleToken, OperationalError)) as caught,
         transaction.atomic(),
     ):
         assert model.objects.get(pk=first.pk).fence == seen
         model.objects.fenced(7).filter(pk=second.pk).update(state="other")
-        in_other_thread(succeed)
+        in_second_connection(succeed)
         rows = model.objects.fenced(7)
         if write == "update":
             rows.update(steps=1)
@@ -351,10 +367,9 @@ def test_an_old_snapshot_does_not_hide_a_newer_token(
     assert (stored(first.pk), stored(second.pk)) == (("", 9, 9), ("", 0, 0))
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("use", ["queryset", "instance"])
-def test_a_claim_of_a_row_that_is_not_in_the_snapshot(use, in_other_thread):
+@of_snapshots
+@for_each("use", ["queryset", "instance"])
+def test_a_claim_of_a_row_that_is_not_in_the_snapshot(use, in_second_connection):
     """At REPEATABLE READ a deleted row, which a plain read still finds, is not claimed.
 
     A claimed row is fenced even if it was inserted later.
@@ -366,18 +381,18 @@ def test_a_claim_of_a_row_that_is_not_in_the_snapshot(use, in_other_thread):
         else:
             row.claim(7)
 
+    delete_all()
     machine = Machine.objects.create(state="new")
     with (
-        jobs.isolated("REPEATABLE READ"),
         pytest.raises((Machine.DoesNotExist, OperationalError)),
         transaction.atomic(),
     ):
         assert Machine.objects.exists()
-        in_other_thread(lambda: Machine.objects.fenced(5).delete())
+        in_second_connection(lambda: Machine.objects.fenced(5).delete())
         claim(machine)
-    with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+    with transaction.atomic():
         assert not Crane.objects.exists()
-        in_other_thread(lambda: Crane.objects.fenced(5).create(pk=1))
+        in_second_connection(lambda: Crane.objects.fenced(5).create(pk=1))
         try:
             claim(Crane(pk=1))
             claimed = True
@@ -387,19 +402,19 @@ def test_a_claim_of_a_row_that_is_not_in_the_snapshot(use, in_other_thread):
     assert Crane.objects.get().fence == (7 if claimed else 5)
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("use", ["queryset", "instance"])
-@pytest.mark.parametrize("token", [6, 7])
-@KINDS
+@of_snapshots
+@for_each("use", ["queryset", "instance"])
+@for_each("token", [6, 7])
+@BOTH
 def test_a_claim_in_an_old_snapshot_reads_the_last_values(
-    model, token, use, in_other_thread
+    model, token, use, in_second_connection
 ):
     """At REPEATABLE READ a save after a claim loses no update either.
 
     The last writer was an earlier holder, or the same hold in another connection.
     PostgreSQL refuses the claim itself.
     """
+    delete_all()
     row = model.objects.create()
     name = "arms" if model is Robot else "steps"
 
@@ -410,9 +425,9 @@ def test_a_claim_in_an_old_snapshot_reads_the_last_values(
 
     added = 0
     try:
-        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+        with transaction.atomic():
             assert model.objects.exists()
-            in_other_thread(write)
+            in_second_connection(write)
             if use == "queryset":
                 row = model.objects.claim(row.pk, 7)
             else:
@@ -425,18 +440,18 @@ def test_a_claim_in_an_old_snapshot_reads_the_last_values(
     assert getattr(model.objects.get(), name) == 10 + added
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("write", ["update", "delete"])
-@KINDS
-def test_a_hold_in_two_connections_writes_all_rows(model, write, in_other_thread):
+@of_snapshots
+@for_each("write", ["update", "delete"])
+@BOTH
+def test_a_hold_in_two_connections_writes_all_rows(model, write, in_second_connection):
     """At REPEATABLE READ the hold's own token in another connection hides no row."""
+    delete_all()
     model.objects.create()
     written = 0
     try:
-        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+        with transaction.atomic():
             assert model.objects.exists()
-            in_other_thread(lambda: model.objects.fenced(7).update(state="other"))
+            in_second_connection(lambda: model.objects.fenced(7).update(state="other"))
             rows = model.objects.fenced(7)
             written = rows.update(steps=1) if write == "update" else rows.delete()[0]
             assert written
@@ -446,21 +461,24 @@ def test_a_hold_in_two_connections_writes_all_rows(model, write, in_other_thread
     assert left == ([0] if not written else [1] if write == "update" else [])
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("token", [5, 9])
-@pytest.mark.parametrize("write", ["update", "delete"])
-@pytest.mark.parametrize(("model", "name"), [(Machine, "steps"), (Robot, "arms")])
+@of_snapshots
+@for_each("token", [5, 9])
+@for_each("write", ["update", "delete"])
+@BOTH
 def test_a_row_that_has_changed_since_the_snapshot_is_kept(
-    model, name, write, token, in_other_thread
+    model, write, token, in_second_connection
 ):
     """At REPEATABLE READ a filter is compared with the last committed values."""
+    name = "arms" if model is Robot else "steps"
+    delete_all()
     row = model.objects.create(**{name: 1})
     row.claim(min(token, 7))
     try:
-        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+        with transaction.atomic():
             assert model.objects.exists()
-            in_other_thread(lambda: model.objects.fenced(token).update(**{name: 2}))
+            in_second_connection(
+                lambda: model.objects.fenced(token).update(**{name: 2})
+            )
             rows = model.objects.fenced(7).filter(**{name: 1})
             if write == "update":
                 assert rows.update(**{name: 3}) == 0
@@ -472,7 +490,7 @@ def test_a_row_that_has_changed_since_the_snapshot_is_kept(
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_holders_of_different_rows_do_not_block_each_other(machine, in_other_thread):
     """A write with a token does not wait for rows that its filter leaves out."""
     Machine.objects.create(state="other")

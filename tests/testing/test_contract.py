@@ -58,7 +58,8 @@ class TestOptimistic(Contract):
         return OptimisticBackend("default", **options)
 
 
-@pytest.mark.engine("postgresql", "mariadb")
+# tests/database/test_observed.py runs these statements on every engine.
+@pytest.mark.engine("postgresql")
 class TestObserved(Contract):
     """The contract with ``expiry="observed"``, where expiry takes longer.
 
