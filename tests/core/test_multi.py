@@ -53,11 +53,11 @@ def statements(work):
     ], result
 
 
-def lend(key, in_other_thread, **policy):
-    """Acquire a key in another thread. Return a function that releases it."""
-    hold = in_other_thread(db_lock(key, timeout=0, **policy).acquire)
-    # Its thread has ended. The hold is not renewed, but lasts for its ttl.
-    return lambda: in_other_thread(hold.release)
+def lend(key, using="default"):
+    """Hold a key as another process does. Return a function that releases it."""
+    backend, claim = backends[using], Claim(key=key, ttl=30)
+    assert backend.acquire(claim)
+    return lambda: backend.release(claim)
 
 
 def is_taken(key, using="default"):
@@ -136,11 +136,11 @@ def test_all_keys_are_held_and_released(using):
 
 
 @ALL
-def test_after_a_timeout_no_key_is_held(using, in_other_thread):
+def test_after_a_timeout_no_key_is_held(using):
     """If one key is busy, none is acquired, and the error names that key."""
-    for busy, timeout in (("a", 0), ("b", 0.3), ("c", 0)):
+    for busy, timeout in (("a", 0), ("b", 0.1), ("c", 0)):
         lock = db_lock("a", "b", "c", using=using, timeout=timeout)
-        release = lend(busy, in_other_thread, using=using)
+        release = lend(busy, using)
         assert lock.try_acquire() is None
         started = time.monotonic()
         with pytest.raises(LockTimeout) as raised:
@@ -158,12 +158,12 @@ def test_after_a_timeout_no_key_is_held(using, in_other_thread):
 
 
 @pytest.mark.front
-def test_the_timeout_is_for_all_keys_together(in_other_thread, monkeypatch):
+def test_the_timeout_is_for_all_keys_together(monkeypatch):
     """Without a queue, the caller waits for each key separately."""
     with override_locks("memory"), frozen_clock():
         backend, returned = backends["default"], []
         acquire = backend.acquire
-        give_back_a, give_back_b = (lend(key, in_other_thread) for key in "ab")
+        give_back_a, give_back_b = (lend(key) for key in "ab")
         started = clock.now()
 
         def acquire_late(claim):
@@ -182,8 +182,8 @@ def test_the_timeout_is_for_all_keys_together(in_other_thread, monkeypatch):
 
 
 @FAMILY
-def test_a_busy_key_is_waited_for_in_its_queue(using, in_other_thread, threads, until):
-    release = lend("b", in_other_thread, using=using)
+def test_a_busy_key_is_waited_for_in_its_queue(using, threads, until):
+    release = lend("b", using)
 
     def wait():
         with db_lock("c", "b", "a", using=using, timeout=20) as hold:
@@ -320,7 +320,7 @@ def test_every_key_is_signalled(in_other_thread):
     try:
         with db_lock("b", "a"):
             pass
-        release = lend("b", in_other_thread, ttl=20)
+        release = lend("b")
         with pytest.raises(LockTimeout):
             db_lock("a", "b", timeout=0.2).acquire()
         release()
@@ -333,9 +333,9 @@ def test_every_key_is_signalled(in_other_thread):
 
 
 @pytest.mark.front
-def test_a_key_lost_during_the_wait_is_acquired_again(in_other_thread, until, threads):
+def test_a_key_lost_during_the_wait_is_acquired_again(until, threads):
     """The caller holds all keys when its wait ends, or it goes on waiting."""
-    release = lend("b", in_other_thread, ttl=20)
+    release = lend("b")
 
     def wait():
         with db_lock("a", "b", timeout=30) as hold:
@@ -353,8 +353,8 @@ def test_a_key_lost_during_the_wait_is_acquired_again(in_other_thread, until, th
 
 
 @pytest.mark.front
-def test_keys_held_during_a_long_wait_are_renewed(in_other_thread, until, threads):
-    release = lend("b", in_other_thread, ttl=20)
+def test_keys_held_during_a_long_wait_are_renewed(until, threads):
+    release = lend("b")
 
     def wait():
         with db_lock("a", "b", ttl=2.4, timeout=20) as hold:
@@ -417,7 +417,7 @@ def test_in_a_transaction_all_keys_belong_to_it(using, in_other_thread):
 def test_a_transaction_keeps_no_key_unless_it_acquires_all(using, in_other_thread):
     with db_lock("a", "b", "c", using=using):
         pass
-    release = lend("b", in_other_thread, using=using)
+    release = lend("b", using)
     with transaction.atomic():
         assert db_lock("b", "c", using=using).try_acquire() is None
         in_other_thread(

@@ -33,7 +33,7 @@ from dlocks.optimistic import (
     microseconds,
 )
 from dlocks.optimistic.retry import is_conflict
-from tests import jobs
+from tests.for_each import for_each
 from tests.models import (
     Article,
     ArticleProxy,
@@ -41,6 +41,7 @@ from tests.models import (
     Counter,
     Footnote,
     Page,
+    Place,
     Report,
     Restaurant,
     Seat,
@@ -48,15 +49,27 @@ from tests.models import (
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
-KINDS = pytest.mark.parametrize(
-    ("model", "field"),
-    [
-        (Article, "title"),
-        (Report, "pages"),
-        (ArticleProxy, "title"),
-        (Restaurant, "stars"),
-    ],
-)
+# Transactions of these tests are committed.
+COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+
+KINDS = [
+    (Article, "title"),
+    (Report, "pages"),
+    (ArticleProxy, "title"),
+    (Restaurant, "stars"),
+]
+
+
+def for_each_kind(test):
+    """Run a test for each kind of model in turn, and roll each one back."""
+
+    def run(kind):
+        with transaction.atomic():
+            test(*kind)
+            transaction.set_rollback(True)
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return for_each("kind", KINDS)(run)
 
 
 @pytest.fixture
@@ -104,8 +117,8 @@ def stored(model, pk):
 # save()
 
 
-@KINDS
 @pytest.mark.storage
+@for_each_kind
 def test_a_stale_save_is_refused_with_both_versions(model, field):
     first = model.objects.create()
     second, third = model.objects.get(pk=first.pk), model.objects.get(pk=first.pk)
@@ -141,8 +154,8 @@ def test_the_version_starts_at_one_and_counts_every_write(
     assert Article(title="not there yet").version == 0
 
 
-@KINDS
 @pytest.mark.driver
+@for_each_kind
 def test_a_deleted_row_is_not_inserted_again(model, field):
     instance = model.objects.create()
     model.objects.get(pk=instance.pk).delete()
@@ -291,8 +304,8 @@ def test_handlers_see_the_new_version_and_may_save_again(article, another):
 # Transactions
 
 
-@KINDS
 @pytest.mark.driver
+@for_each_kind
 def test_the_callers_transaction_can_go_on_after_a_refusal(model, field):
     """Nothing was written, so nothing has to be rolled back."""
     first, second = model.objects.create(), model.objects.get()
@@ -307,7 +320,7 @@ def test_the_callers_transaction_can_go_on_after_a_refusal(model, field):
     assert str(getattr(model.objects.get(), field)) == "9"
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 @pytest.mark.storage
 def test_after_a_rollback_the_instance_is_stale():
     article = Article.objects.create()
@@ -321,9 +334,9 @@ def test_after_a_rollback_the_instance_is_stale():
     article.save()
 
 
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(
-    ("model", "write"),
+@COMMITS
+@for_each(
+    "case",
     [
         (Article, "save"),
         (Article, "bulk_update"),
@@ -333,7 +346,10 @@ def test_after_a_rollback_the_instance_is_stale():
         (Page, "insert"),
     ],
 )
-def test_after_a_rollback_an_equal_version_is_stale(model, write, monkeypatch):
+def test_after_a_rollback_an_equal_version_is_stale(case, monkeypatch):
+    model, write = case
+    Article.objects.all().delete()
+    Page.objects.all().delete()
     field = "text" if model is Page else "title"
     monkeypatch.setattr(Page._meta.get_field("lock_version"), "start", 1)
     mine = model(pk="7" if model is Page else 7)
@@ -360,7 +376,7 @@ def test_after_a_rollback_an_equal_version_is_stale(model, write, monkeypatch):
     mine.save()
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_savepoint_rollback_makes_stale_but_a_commit_does_not(article, another):
     with transaction.atomic():
         article.save()
@@ -376,7 +392,7 @@ def test_a_savepoint_rollback_makes_stale_but_a_commit_does_not(article, another
     is_stale(article.save)
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_an_instance_can_be_saved_again_after_the_commit():
     article = Article(title="first")
 
@@ -404,9 +420,9 @@ def test_an_instance_can_be_saved_again_after_the_commit():
     assert article.version == stored(Article, article.pk) == 7
 
 
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(
-    ("model", "read"),
+@COMMITS
+@for_each(
+    "case",
     [
         (Article, "select_related"),
         (Article, "refresh_from_db"),
@@ -416,7 +432,10 @@ def test_an_instance_can_be_saved_again_after_the_commit():
         (Page, "refresh the version"),
     ],
 )
-def test_a_read_of_a_rolled_back_write_is_stale(model, read, monkeypatch):
+def test_a_read_of_a_rolled_back_write_is_stale(case, monkeypatch):
+    model, read = case
+    Article.objects.all().delete()
+    Page.objects.all().delete()
     field = "text" if model is Page else "title"
     name = "lock_version" if model is Page else "version"
     monkeypatch.setattr(Page._meta.get_field("lock_version"), "start", 1)
@@ -444,7 +463,7 @@ def test_a_read_of_a_rolled_back_write_is_stale(model, read, monkeypatch):
     mine.save()
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_writes_to_other_rows_do_not_make_a_read_stale(article):
     other = Page.objects.create(slug="7")
     with pytest.raises(ZeroDivisionError), transaction.atomic():
@@ -488,7 +507,7 @@ def test_a_queryset_is_evaluated_again_after_its_update(article):
         rows[0].save()
 
 
-@KINDS
+@for_each_kind
 def test_a_pre_delete_receiver_may_write_the_row(model, field):
     for verb in ("save", "check_version", "touch"):
         instance = model.objects.create()
@@ -508,7 +527,7 @@ def test_a_pre_delete_receiver_may_write_the_row(model, field):
         assert not model.objects.exists(), verb
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_failed_deletion_leaves_the_instance_unchanged(article):
     """After a failed ``post_save`` receiver, it has the stored version."""
 
@@ -534,7 +553,7 @@ def test_a_failed_deletion_leaves_the_instance_unchanged(article):
     is_stale(report.save)
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_an_instance_is_not_stale_after_a_failed_save():
     report, other = Report.objects.create(pages=1), Report.objects.create(pages=2)
     before = report.version
@@ -616,38 +635,40 @@ def test_a_deleted_row_read_from_a_replica_is_not_recreated(article, settings):
 # Conditions on other tables.
 
 
-JOINED = pytest.mark.parametrize(
+# A condition on a parent, on a joined table, and on a child.
+JOINED = for_each(
     "rows",
     [
         lambda: Report.objects.filter(version=1),
         lambda: Article.objects.filter(version=1, author__name="o"),
         lambda: Restaurant.objects.filter(version=1),
     ],
-    ids=["parent", "joined", "child"],
 )
 
 
 def create_a_row_of(rows):
     """Create a row that matches. Return its model, and the field that tests write."""
     model = rows().model
+    Article.objects.all().delete()
+    Place.objects.all().delete()
     if model is Restaurant:
         model.objects.create()
         return model, "name"
-    model.objects.create(author=Counter.objects.create(name="o"))
+    model.objects.create(author=Counter.objects.get_or_create(name="o")[0])
     return model, "title"
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @JOINED
-def test_a_version_filter_is_atomic_across_tables(rows, in_other_thread):
+def test_a_version_filter_is_atomic_across_tables(rows, in_second_connection):
     model, field = create_a_row_of(rows)
     theirs = []
 
     def come_between(execute, sql, params, many, context):
         if sql.startswith("UPDATE") and not theirs:
             theirs.append(None)
-            theirs[0] = in_other_thread(write_if_not_locked, model, field)
+            theirs[0] = in_second_connection(write_if_not_locked, model, field)
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(come_between):
@@ -656,38 +677,39 @@ def test_a_version_filter_is_atomic_across_tables(rows, in_other_thread):
     assert getattr(model.objects.get(), field) == ("mine" if updated else "theirs")
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.usefixtures("repeatable_read")
 @JOINED
-def test_a_version_filter_compares_at_repeatable_read(rows, in_other_thread):
+def test_a_version_filter_compares_at_repeatable_read(rows, in_second_connection):
     """A row that has changed since the transaction's snapshot is not overwritten."""
     model, field = create_a_row_of(rows)
     try:
-        with jobs.isolated("REPEATABLE READ"), transaction.atomic():
+        with transaction.atomic():
             assert rows().exists()
-            in_other_thread(lambda: model.objects.update(**{field: "theirs"}))
+            in_second_connection(lambda: model.objects.update(**{field: "theirs"}))
             assert rows().update(**{field: "mine"}) == 0
     except OperationalError as error:
         assert is_conflict(error)
     assert getattr(model.objects.get(), field) == "theirs"
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 @pytest.mark.engine("mariadb", "mysql")
-def test_manual_transactions_do_not_hide_a_conflict(in_other_thread):
+@pytest.mark.usefixtures("repeatable_read")
+def test_manual_transactions_do_not_hide_a_conflict(in_second_connection):
     """``check_version()`` reads the current row after ``set_autocommit(False)``."""
     Article.objects.create()
-    with jobs.isolated("REPEATABLE READ"):
-        transaction.set_autocommit(False)
-        try:
-            article = Article.objects.get()
-            in_other_thread(lambda: Article.objects.update(title="theirs"))
-            with pytest.raises((StaleVersion, OperationalError)) as caught:
-                article.check_version()
-            assert is_conflict(caught.value)
-        finally:
-            transaction.rollback()
-            transaction.set_autocommit(True)
+    transaction.set_autocommit(False)
+    try:
+        article = Article.objects.get()
+        in_second_connection(lambda: Article.objects.update(title="theirs"))
+        with pytest.raises((StaleVersion, OperationalError)) as caught:
+            article.check_version()
+        assert is_conflict(caught.value)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
 
 
 def write_if_not_locked(model, field):
@@ -695,15 +717,10 @@ def write_if_not_locked(model, field):
     try:
         with transaction.atomic():
             with connection.cursor() as cursor:
-                name = (
-                    "lock_timeout"
-                    if connection.vendor == "postgresql"
-                    else "innodb_lock_wait_timeout"
-                )
                 cursor.execute(
-                    f"SET {name} = 1000"
+                    "SET lock_timeout = 1000"
                     if connection.vendor == "postgresql"
-                    else f"SET {name} = 1"
+                    else "SET innodb_lock_wait_timeout = 1"
                 )
             model.objects.update(**{field: "theirs"})
     except DatabaseError:
@@ -714,8 +731,8 @@ def write_if_not_locked(model, field):
 # delete()
 
 
-@KINDS
 @pytest.mark.driver
+@for_each_kind
 def test_a_stale_delete_is_refused(model, field):
     first = model.objects.create()
     second = model.objects.get()
@@ -755,7 +772,7 @@ def test_keep_parents_increments_the_parents_version():
 # Querysets
 
 
-@KINDS
+@for_each_kind
 def test_update_makes_loaded_instances_stale(model, field):
     instance = model.objects.create()
     model.objects.create()
@@ -797,8 +814,8 @@ def test_updates_through_relations_increment_the_version(article):
     is_stale(article.save)
 
 
-@KINDS
 @pytest.mark.storage
+@for_each_kind
 def test_bulk_update_compares_all_rows_and_names_stale_ones(model, field):
     rows = [model.objects.create() for _ in range(5)]
     for row in rows:
@@ -821,7 +838,7 @@ def test_bulk_update_compares_all_rows_and_names_stale_ones(model, field):
     assert [row.version for row in rows] == [2, 1, 1, 1, 1]
 
 
-@KINDS
+@for_each_kind
 def test_bulk_update_keeps_the_change_of_another_writer(model, field):
     """One changed row is enough, and no row has to be missing."""
     rows = [model.objects.create() for _ in range(2)]
@@ -837,7 +854,7 @@ def test_bulk_update_keeps_the_change_of_another_writer(model, field):
     assert list(map(str, written)) == [str(before), "7"]
 
 
-@KINDS
+@for_each_kind
 def test_bulk_update_increments_the_version_once(model, field):
     rows = [model.objects.create() for _ in range(5)]
     rows[2].save()
@@ -852,12 +869,10 @@ def test_bulk_update_increments_the_version_once(model, field):
         row.save()
 
 
-@pytest.mark.storage
-def test_bulk_update_of_many_rows_on_every_engine():
-    """There are more rows than an engine takes parameters in one statement."""
-    rows = Article.objects.bulk_create(Article(title="t") for _ in range(1200))
-    if rows[0].pk is None:
-        rows = list(Article.objects.all())
+def test_bulk_update_of_many_rows_is_split():
+    """SQLite takes fewer parameters in one statement than there are rows."""
+    Article.objects.bulk_create(Article(title="t") for _ in range(1200))
+    rows = list(Article.objects.all())
     for row in rows:
         row.views = 3
     assert Article.objects.bulk_update(rows, ["views"]) == 1200
@@ -1064,15 +1079,15 @@ def test_touch_only_increments_the_version(article, another):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("model", [Article, Report])
-def test_check_version_locks_the_row_in_a_transaction(model, in_other_thread):
+@COMMITS
+@for_each("model", [Article, Report])
+def test_check_version_locks_the_row_in_a_transaction(model, in_second_connection):
     """The row stays unchanged until the end of the transaction."""
     row = model.objects.create()
     with transaction.atomic():
         row.check_version()
-        assert not in_other_thread(write_if_not_locked, model, "title")
-    assert in_other_thread(write_if_not_locked, model, "title")
+        assert not in_second_connection(write_if_not_locked, model, "title")
+    assert in_second_connection(write_if_not_locked, model, "title")
 
 
 def test_ignored_fields_do_not_change_the_version():

@@ -17,10 +17,14 @@ from dlocks.optimistic import retry as retry_module
 from dlocks.optimistic import retry_on_conflict
 from dlocks.optimistic.retry import is_conflict
 from tests import jobs, models
+from tests.for_each import for_each
 from tests.models import Article, Counter
 from tests.volume import volume
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
+
+# Transactions of these tests are committed.
+COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
 
 @pytest.fixture
@@ -54,21 +58,23 @@ def failing(times, error=stale):
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(
-    ("kind", "rows"),
+@COMMITS
+@for_each(
+    "case",
     [
         (("Restaurant", "stars", "save"), 1),
         (("Report", "pages", "update_fields"), 1),
         (("Report", "pages", "bulk_update"), 3),
     ],
 )
-def test_eight_processes_with_retries_lose_no_increment(workers, kind, rows):
+def test_four_processes_with_retries_lose_no_increment(workers, case):
+    kind, rows = case
     model, field, _how = kind
     model, times = getattr(models, model), volume(5)
+    Article.objects.all().delete()
     for _ in range(rows):
         model.objects.create()
-    counters = workers(8)
+    counters = workers(4)
     for worker in counters:
         worker.start(
             jobs.increment, kind, times, attempts=400, backoff=0.002, max_backoff=0.05
@@ -80,19 +86,19 @@ def test_eight_processes_with_retries_lose_no_increment(workers, kind, rows):
     repeated = sum(worker.hear(90) for worker in counters)
     assert (
         list(model.objects.values_list(field, "version"))
-        == [(8 * times, 8 * times + 1)] * rows
+        == [(4 * times, 4 * times + 1)] * rows
     )
     assert repeated > 0, "no transaction was in the way of another one"
 
 
 @pytest.mark.driver
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
     """The later writers have not seen the first write and are refused.
 
     A deleted row stays deleted in both of its tables.
     """
-    for _ in range(5):
+    for _ in range(volume(4)):
         pk = models.Report.objects.create().pk
         actors, actions = workers(4), ["delete", "save", "delete", "save"]
         for worker, action in zip(actors, actions, strict=True):
@@ -111,23 +117,18 @@ def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
+@pytest.mark.usefixtures("repeatable_read")
 def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread):
     """At REPEATABLE READ the row still looks unchanged.
 
     The save compares with the current row of the database.
     """
     Article.objects.create()
-    with connection.cursor() as cursor:
-        if connection.vendor == "mysql":
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     with (
         pytest.raises((StaleVersion, OperationalError)) as caught,
         transaction.atomic(),
     ):
-        if connection.vendor == "postgresql":
-            with connection.cursor() as cursor:
-                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         article = Article.objects.get()
         in_other_thread(lambda: Article.objects.update(title="meanwhile"))
         assert Article.objects.get().version == 1
@@ -139,7 +140,7 @@ def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_deadlock_is_retried(workers):
     rows = [Counter.objects.create(name=name).pk for name in "ab"]
     one, two = workers(2)
@@ -157,7 +158,7 @@ def test_a_deadlock_is_retried(workers):
 
 
 @pytest.mark.engine("postgresql")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_serialization_failure_is_retried(in_other_thread):
     Counter.objects.create(name="a")
     runs = []
@@ -177,7 +178,7 @@ def test_a_serialization_failure_is_retried(in_other_thread):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_lock_wait_timeout_is_not_retried(in_other_thread):
     Counter.objects.create(name="a")
     runs = []
@@ -200,7 +201,7 @@ def test_a_lock_wait_timeout_is_not_retried(in_other_thread):
 
 
 @pytest.mark.engine("sqlite")
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_an_old_snapshot_is_retried_on_sqlite(in_other_thread):
     Counter.objects.create(name="a")
     runs = []
@@ -222,7 +223,7 @@ def test_an_old_snapshot_is_retried_on_sqlite(in_other_thread):
     assert (len(runs), Counter.objects.get().value) == (2, 11)
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_the_whole_transaction_is_retried(sleeps):
     runs = []
 
@@ -285,7 +286,7 @@ def test_other_errors_are_not_retried(sleeps):
         assert (len(calls), sleeps) == (1, []), error
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_retry_inside_a_transaction_is_refused():
     """A further attempt could not see the write of the other transaction.
 
@@ -332,7 +333,7 @@ async def test_a_whole_coroutine_is_retried(sleeps):
     assert len(sleeps) == 1
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_coroutine_retry_inside_a_transaction_is_refused():
     @retry_on_conflict()
     async def work():
@@ -399,7 +400,7 @@ def test_only_lost_races_are_conflicts():
     assert is_conflict(OperationalError(1020, "Record has changed since last read"))
 
 
-@pytest.mark.django_db(transaction=True)
+@COMMITS
 def test_a_failing_callback_does_not_repeat_a_commit(sleeps):
     """Everything is committed. Another run would write it again."""
     article = Article.objects.create(views=1)
