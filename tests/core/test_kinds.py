@@ -28,19 +28,25 @@ OTHERS = [] if ENGINE == "mysql" else ["optimistic", "insert"]
 FAMILY = for_each("using", ["default", *OTHERS])
 
 
+def attempt(using, **options):
+    """Return the token of a claim of another caller, which is released, or None."""
+    claim = Claim(key="catalogue", ttl=30, **options)
+    if (grant := backends[using].acquire(claim)) is not None:
+        assert backends[using].release(claim)
+        return grant.token
+    return None
+
+
 @FAMILY
-def test_readers_and_writers_exclude_each_other(using, in_other_thread, is_busy):
+def test_readers_and_writers_exclude_each_other(using):
     """Several callers read at the same time, each with a larger token."""
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read() as first:
-        second = in_other_thread(lock.read().acquire)
-        assert second.token > first.token
-        in_other_thread(second.release)
-        assert in_other_thread(lock.write().try_acquire) is None
-        assert is_busy("catalogue", using)
+        assert attempt(using, shared=True) > first.token
+        assert attempt(using) is None
     with lock.write() as mine:
-        assert in_other_thread(lock.read().try_acquire) is None
-        assert in_other_thread(lock.write().try_acquire) is None
+        assert attempt(using, shared=True) is None
+        assert attempt(using) is None
     with lock.read() as later:
         assert later.token > mine.token
 
@@ -75,21 +81,21 @@ def test_a_reader_cannot_become_a_writer():
 
 
 @FAMILY
-def test_a_writer_may_read_and_downgrade(using, in_other_thread):
+def test_a_writer_may_read_and_downgrade(using):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     writing = lock.write().acquire()
     reading = lock.read().acquire()
     assert reading.token > writing.token
-    assert in_other_thread(lock.read().try_acquire) is None
+    assert attempt(using, shared=True) is None
     writing.release()
     reading.check()
-    other = in_other_thread(lock.read().acquire)
-    assert in_other_thread(lock.write().try_acquire) is None
-    in_other_thread(other.release)
+    assert attempt(using, shared=True)
+    assert attempt(using) is None
     reading.release()
-    assert in_other_thread(lambda: lock.write().try_acquire().release()) is None
+    assert attempt(using)
 
 
+@pytest.mark.driver
 def test_readers_queue_behind_a_waiting_writer(workers, until):
     writer, reader = workers(2)
     lock = db_rwlock("catalogue")
@@ -112,17 +118,17 @@ def test_readers_queue_behind_a_waiting_writer(workers, until):
 
 
 @FAMILY
-def test_a_semaphore_grants_no_more_than_its_permits(using, in_other_thread):
-    lock = db_semaphore("api", permits=2, using=using, timeout=0)
-    first, second = in_other_thread(lock.acquire), in_other_thread(lock.acquire)
+def test_a_semaphore_grants_no_more_than_its_permits(using):
+    lock = db_semaphore("api", permits=2, using=using, timeout=0, reentrant=False)
+    first, second = lock.acquire(), lock.acquire()
     assert first.token < second.token
     with pytest.raises(LockTimeout):
         lock.acquire()
-    in_other_thread(first.release)
+    first.release()
     with lock as third:
         assert third.token > second.token
-        assert in_other_thread(lock.try_acquire) is None
-    in_other_thread(second.release)
+        assert lock.try_acquire() is None
+    second.release()
 
 
 def message_of(error):
@@ -220,15 +226,14 @@ def test_changed_permits_bind_new_holders_at_once(in_other_thread):
     """Permits are a number above zero, and each call of one key may name another."""
 
     def permits(number):
-        return db_semaphore("api", permits=number, timeout=0)
+        return db_semaphore("api", permits=number, timeout=0, reentrant=False)
 
-    holds = [in_other_thread(permits(3).acquire) for _ in range(3)]
-    assert in_other_thread(permits(2).try_acquire) is None
-    in_other_thread(holds.pop().release)
-    assert in_other_thread(permits(2).try_acquire) is None
-    more = in_other_thread(permits(4).acquire)
-    for hold in [*holds, more]:
-        in_other_thread(hold.release)
+    holds = [permits(3).acquire() for _ in range(3)]
+    assert permits(2).try_acquire() is None
+    holds.pop().release()
+    assert permits(2).try_acquire() is None
+    for hold in [*holds, permits(4).acquire()]:
+        hold.release()
     with db_lock("api") as hold:
         with pytest.raises(
             LockTimeout, match=f": held by {re.escape(hold.claim.holder)}"
@@ -239,6 +244,7 @@ def test_changed_permits_bind_new_holders_at_once(in_other_thread):
             permits(wrong)
 
 
+@pytest.mark.driver
 def test_reentering_takes_no_further_permit(in_other_thread, monkeypatch):
     """A permit can be entered again next to another one of the same caller.
 

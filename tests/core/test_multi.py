@@ -15,7 +15,6 @@ from dlocks import (
     LockTimeout,
     MultiLock,
     db_lock,
-    db_rwlock,
     lock_acquired,
     lock_released,
 )
@@ -53,9 +52,9 @@ def statements(work):
     ], result
 
 
-def lend(key, using="default"):
+def lend(key, using="default", **options):
     """Hold a key as another process does. Return a function that releases it."""
-    backend, claim = backends[using], Claim(key=key, ttl=30)
+    backend, claim = backends[using], Claim(key=key, ttl=30, **options)
     assert backend.acquire(claim)
     return lambda: backend.release(claim)
 
@@ -135,6 +134,7 @@ def test_all_keys_are_held_and_released(using):
         assert of_key == sorted(set(of_key))
 
 
+@pytest.mark.driver
 @ALL
 def test_after_a_timeout_no_key_is_held(using):
     """If one key is busy, none is acquired, and the error names that key."""
@@ -181,6 +181,7 @@ def test_the_timeout_is_for_all_keys_together(monkeypatch):
         give_back_b()
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_busy_key_is_waited_for_in_its_queue(using, threads, until):
     release = lend("b", using)
@@ -231,6 +232,7 @@ def test_several_keys_cost_one_statement_for_each_operation(using):
 # Reentrance, release and loss.
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_key_that_is_already_held_is_reentered(using):
     with db_lock("b", using=using) as outer:
@@ -275,6 +277,7 @@ def test_a_second_release_does_not_end_an_outer_hold(monkeypatch):
     assert not is_taken("b")
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using):
     told = []
@@ -293,6 +296,7 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using):
     assert not is_taken("c", using)
 
 
+@pytest.mark.driver
 def test_min_hold_keeps_each_key(threads, is_busy, until):
     """After that, a waiter for one of the keys is served."""
     with db_lock("a", "b", "c", min_hold=2.0) as hold:
@@ -308,7 +312,7 @@ def test_min_hold_keeps_each_key(threads, is_busy, until):
 
 
 @pytest.mark.front
-def test_every_key_is_signalled(in_other_thread):
+def test_every_key_is_signalled():
     """This includes a key that is released because of a timeout."""
     heard = []
 
@@ -322,14 +326,13 @@ def test_every_key_is_signalled(in_other_thread):
             pass
         release = lend("b")
         with pytest.raises(LockTimeout):
-            db_lock("a", "b", timeout=0.2).acquire()
+            db_lock("a", "b", timeout=0.05).acquire()
         release()
     finally:
         for signal in lock_acquired, lock_released:
             signal.disconnect(receive)
     both = [("acquired", "a"), ("acquired", "b"), ("released", "a"), ("released", "b")]
-    lent = ("acquired", "b"), ("acquired", "a"), ("released", "a"), ("released", "b")
-    assert heard == [*both, *lent]
+    assert heard == [*both, ("acquired", "a"), ("released", "a")]
 
 
 @pytest.mark.front
@@ -370,20 +373,17 @@ def test_keys_held_during_a_long_wait_are_renewed(until, threads):
     assert thread.results[0].keys() == {"a", "b"}
 
 
+@pytest.mark.driver
 @FAMILY
-def test_several_keys_can_be_held_as_shared(using, in_other_thread):
-    readers = db_lock("a", "b", using=using, shared=True, timeout=0)
-    with readers as hold:
-        other = in_other_thread(readers.acquire)
-        assert (
-            in_other_thread(db_rwlock("b", using=using, timeout=0).write().try_acquire)
-            is None
-        )
+def test_several_keys_can_be_held_as_shared(using):
+    others = [lend(key, using, shared=True) for key in "ab"]
+    with db_lock("a", "b", using=using, shared=True, timeout=0) as hold:
+        assert is_taken("b", using)
         hold.check()
-        in_other_thread(other.release)
-    in_other_thread(
-        lambda: db_lock("a", "b", using=using, timeout=0).acquire().release()
-    )
+        for release in others:
+            assert release()
+        assert is_taken("a", using)
+    assert not any(is_taken(key, using) for key in "ab")
 
 
 # Transactions.
@@ -407,7 +407,8 @@ def test_in_a_transaction_all_keys_belong_to_it(using, in_other_thread):
             if connection.vendor != "sqlite":
                 assert in_other_thread(attempt) == [None, None, None]
             transaction.set_rollback(roll_back)
-        with in_other_thread(lock.acquire) as again:
+        assert not any(is_taken(key, using) for key in lock.keys)
+        with lock as again:
             if not roll_back:
                 assert all(again.tokens[key] > hold.tokens[key] for key in lock.keys)
 
@@ -466,37 +467,34 @@ def test_a_lease_on_several_keys_can_be_used_in_a_transaction(using, in_other_th
         hold.release()
         if connection.vendor != "sqlite":
             in_other_thread(db_lock("b", "c", using=using, timeout=0).acquire).release()
-    in_other_thread(db_lock("a", "b", using=using, timeout=0).acquire).release()
+    assert not is_taken("a", using)
 
 
-# On all engines the same code orders the keys. The other pairs of a backend and a scope
-# are those of the next test.
+# On all engines the same code orders the keys. Each test runs the pairs of a backend
+# and a scope that the other one does not.
 @pytest.mark.driver
-@pytest.mark.parametrize(
-    ("using", "scope"),
-    [("default", "lease"), ("optimistic", "transaction"), ("insert", "lease")],
+@for_each(
+    "pair", [("default", "lease"), ("optimistic", "transaction"), ("insert", "lease")]
 )
-def test_overlapping_keys_in_any_order_never_deadlock(using, scope, workers, tmp_path):
+def test_overlapping_keys_in_any_order_never_deadlock(pair, workers, tmp_path):
     """Each key has an unguarded counter.
 
     Each process acquires two to four keys in an order of its own.
     """
     keys = [f"counter:{number}" for number in range(5)]
-    race(workers(4), keys, tmp_path, 4, using=using, scope=scope)
+    race(workers(4), keys, tmp_path, pair)
 
 
 @pytest.mark.driver
-@pytest.mark.parametrize(
-    ("using", "scope"),
+@for_each(
+    "pair",
     [("default", "transaction"), ("optimistic", "lease"), ("insert", "transaction")],
 )
-def test_two_processes_with_reversed_keys_never_deadlock(
-    using, scope, workers, tmp_path
-):
-    race(workers(2), ["counter:1", "counter:2"], tmp_path, 6, using=using, scope=scope)
+def test_two_processes_with_reversed_keys_never_deadlock(pair, workers, tmp_path):
+    race(workers(2), ["counter:1", "counter:2"], tmp_path, pair)
 
 
-def race(crowd, keys, tmp_path, tenths, **policy):
+def race(crowd, keys, tmp_path, pair):
     for key in keys:
         (tmp_path / key).write_text("0 0")
     for number, worker in enumerate(crowd):
@@ -505,9 +503,10 @@ def race(crowd, keys, tmp_path, tenths, **policy):
             str(tmp_path),
             keys,
             seed=number,
-            seconds=volume(tenths) / 10,
+            seconds=volume(20) / 100,
             timeout=None,
-            **policy,
+            using=pair[0],
+            scope=pair[1],
         )
     added = [worker.hear(120) for worker in crowd]
     if not all(sum(mine.values()) for mine in added):
@@ -519,6 +518,7 @@ def race(crowd, keys, tmp_path, tenths, **policy):
     assert not LockClaim.objects.exists()
 
 
+@pytest.mark.driver
 def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
     victim = doomed()
     victim.call(jobs.acquire_several, ["a", "b", "c"], ttl=1.0)

@@ -30,8 +30,10 @@ def anna(transactional_db):
 
     def force(hold):
         client = Client()
-        user = User.objects.filter(username="anna").first()
-        client.force_login(user or User.objects.create_superuser("anna"))
+        user, _ = User.objects.get_or_create(
+            username="anna", is_staff=True, is_superuser=True
+        )
+        client.force_login(user)
         data = {**FORCE, "_selected_action": [hold.key], "version": [str(hold.token)]}
         response = client.post(LIST, data, follow=True)
         assert response.status_code == 200
