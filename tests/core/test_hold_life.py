@@ -199,7 +199,6 @@ def test_a_hold_ends_with_its_event_loop(until, is_busy):
     assert not callers._leases
 
 
-@pytest.mark.engine("postgresql")
 def test_callers_that_ended_are_not_remembered(monkeypatch):
     """Threads that let a transaction end their holds, and tasks, leave nothing."""
     monkeypatch.setattr(callers, "CALLS_PER_CLEANUP", 5)
@@ -244,24 +243,19 @@ def test_a_resource_warning_names_the_line(tmp_path):
     """Python in its development mode reports what a thread never released."""
     script = tmp_path / "forgetful.py"
     script.write_text(
-        "import os, threading, time\n"
-        "os.environ['DJANGO_SETTINGS_MODULE'] = 'tests.settings'\n"
-        "import django; django.setup()\n"
+        "import django, threading, time\n"
+        "from django.conf import settings\n"
+        "memory = {'BACKEND': 'dlocks.backends.memory.MemoryBackend'}\n"
+        "settings.configure(DLOCKS={'default': memory}); django.setup()\n"
         "from dlocks import db_lock\n"
         "def forget():\n"
-        "    db_lock('stock:7', using='memory').acquire()\n"
+        "    db_lock('stock:7').acquire()\n"
         "thread = threading.Thread(target=forget)\n"
         "thread.start(); thread.join()\n"
         "time.sleep(3)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-X", "dev", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": "."},
-    )
-    assert "forgetful.py:6: ResourceWarning: 'stock:7' was never released" in (
+    ended = run_python("-X", "dev", str(script))
+    assert "forgetful.py:7: ResourceWarning: 'stock:7' was never released" in (
         ended.stderr
     )
 
@@ -269,26 +263,34 @@ def test_a_resource_warning_names_the_line(tmp_path):
 @pytest.mark.engine("postgresql")
 def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
     """The hold keeps no connection open, so the test database can be deleted."""
-    name = f"forgetful_{secrets.token_hex(4)}"
-    run = subprocess.run(
-        [sys.executable, "-m", "django", "test", "tests.forgetful", "--noinput"],
-        env={
-            **os.environ,
-            "PYTHONPATH": ".",
-            "DJANGO_SETTINGS_MODULE": "tests.settings",
-            "DLOCKS_TEST_DIRECTORY": str(tmp_path),
-            "DLOCKS_TEST_NAME": name,
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    (tmp_path / "forgetful_settings.py").write_text(
+        "from tests.settings import *\n"
+        "INSTALLED_APPS, ROOT_URLCONF = ['dlocks'], None\n"
+        "MIGRATION_MODULES = {'dlocks': None}\n"
+    )
+    run = run_python(
+        *("-m", "django", "test", "tests.forgetful", "--noinput"),
+        PYTHONPATH=f".:{tmp_path}",
+        DJANGO_SETTINGS_MODULE="forgetful_settings",
+        DLOCKS_TEST_DIRECTORY=str(tmp_path),
+        DLOCKS_TEST_NAME=f"forgetful_{secrets.token_hex(4)}",
     )
     assert run.returncode == 0, run.stderr
     assert "Destroying test database" in run.stderr
     assert "Ran 1 test" in run.stderr
     # The lock is released when the process ends, and its database is gone.
     assert "Traceback" not in run.stderr
+
+
+def run_python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": ".", **environment},
+        check=False,
+    )
 
 
 def test_a_released_hold_needs_no_garbage_collection():

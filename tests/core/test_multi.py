@@ -482,7 +482,7 @@ def test_overlapping_keys_in_any_order_never_deadlock(pair, workers, tmp_path):
     Each process acquires two to four keys in an order of its own.
     """
     keys = [f"counter:{number}" for number in range(5)]
-    race(workers(4), keys, tmp_path, pair)
+    race(workers(4), keys, tmp_path, 2, *pair)
 
 
 @pytest.mark.driver
@@ -491,10 +491,10 @@ def test_overlapping_keys_in_any_order_never_deadlock(pair, workers, tmp_path):
     [("default", "transaction"), ("optimistic", "lease"), ("insert", "transaction")],
 )
 def test_two_processes_with_reversed_keys_never_deadlock(pair, workers, tmp_path):
-    race(workers(2), ["counter:1", "counter:2"], tmp_path, pair)
+    race(workers(2), ["counter:1", "counter:2"], tmp_path, 4, *pair)
 
 
-def race(crowd, keys, tmp_path, pair):
+def race(crowd, keys, tmp_path, tenths, using, scope):
     for key in keys:
         (tmp_path / key).write_text("0 0")
     for number, worker in enumerate(crowd):
@@ -503,10 +503,10 @@ def race(crowd, keys, tmp_path, pair):
             str(tmp_path),
             keys,
             seed=number,
-            seconds=volume(20) / 100,
+            seconds=volume(tenths) / 10,
             timeout=None,
-            using=pair[0],
-            scope=pair[1],
+            using=using,
+            scope=scope,
         )
     added = [worker.hear(120) for worker in crowd]
     if not all(sum(mine.values()) for mine in added):

@@ -25,7 +25,6 @@ from tests.internals import (
 from tests.timing import eventually, in_time
 
 
-
 @pytest.mark.django_db
 class Contract(BackendContract, SimpleTestCase):
     """The contract for a backend on the database of the tests.
@@ -34,7 +33,7 @@ class Contract(BackendContract, SimpleTestCase):
     closes the connection, and takes longer than most rules.
     """
 
-    databases = {"default"}  # noqa: RUF012
+    databases = {"default"}
 
     def tearDown(self):
         super().tearDown()
