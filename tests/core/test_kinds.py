@@ -61,10 +61,6 @@ def test_a_read_write_lock_needs_read_or_write():
         pytest.fail("the block was entered")
     with pytest.raises(TypeError, match=message.format("@", "@")):
         db_rwlock("catalogue")(print)
-    with pytest.raises(
-        TypeError, match=r"no option 'permits'\..* use db_semaphore\(key, permits\)\.$"
-    ):
-        db_rwlock("catalogue", permits=5)
 
 
 @pytest.mark.front

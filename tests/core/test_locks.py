@@ -76,9 +76,14 @@ def test_an_invalid_key_is_refused_before_any_query(django_assert_num_queries):
         for key in ("", "x" * (KEY_LENGTH + 1), "a\0b", "\ud800"):
             with pytest.raises(ValueError, match=r"[Kk]ey"):
                 db_lock(key)
+            with pytest.raises(ValueError, match=r"[Kk]ey"):
+                db_lock("a", key)
         for key in (None, 7, b"stock:7", ("stock", 7)):
-            with pytest.raises(TypeError, match="key must be a string"):
-                db_lock(key)
+            for keys in ((key,), ("a", key)):
+                with pytest.raises(TypeError, match="key must be a string"):
+                    db_lock(*keys)
+        with pytest.raises(TypeError):
+            db_lock()
 
 
 @FAMILY
@@ -273,8 +278,9 @@ def test_an_invalid_policy_is_refused_before_any_query(django_assert_num_queries
             (TypeError, {"permits": 5}),
             (ValueError, {"min_hold": 10, "max_hold": 5}),
         ):
-            with pytest.raises(error):
-                pytest.fail(f"{policy}: {db_lock('stock:7', **policy)}")
+            for keys in (("stock:7",), ("stock:7", "stock:8")):
+                with pytest.raises(error):
+                    pytest.fail(f"{policy}: {db_lock(*keys, **policy)}")
 
 
 @pytest.mark.front
@@ -407,27 +413,6 @@ def test_the_time_zone_of_a_session_does_not_matter(case, in_other_thread):
         # The time zone of the session ends with the connection, and with its pool.
         connection.close()
         getattr(connection, "close_pool", lambda: None)()
-
-
-# Waiting.
-
-
-@pytest.mark.driver
-@FAMILY
-def test_the_timeout_of_a_busy_key_names_its_holder(using, in_other_thread):
-    with db_lock("stock:7", using=using) as hold:
-        with pytest.raises(LockTimeout) as caught:
-            in_other_thread(db_lock("stock:7", using=using, timeout=0.2).acquire)
-    error = caught.value
-    assert isinstance(error, TimeoutError)
-    assert (error.key, error.timeout) == ("stock:7", 0.2)
-    assert error.holder.token == hold.token
-    assert re.fullmatch(
-        r"'stock:7' could not be acquired within 0\.2 s:"
-        r" held by \S+:\d+:MainThread \([0-9.:a-f]+\)"
-        r" for \d\.\d s, (2\d|30) s left on its lease",
-        str(error),
-    )
 
 
 # Reentrance.

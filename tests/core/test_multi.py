@@ -86,22 +86,6 @@ def test_several_keys_are_one_lock_in_the_order_of_their_bytes():
         pytest.fail("the block was entered")
 
 
-@pytest.mark.front
-def test_wrong_keys_and_policies_are_refused_before_any_query(
-    django_assert_num_queries,
-):
-    with django_assert_num_queries(0):
-        for error, keys, policy in (
-            (TypeError, (), {}),
-            (ValueError, ("a", ""), {}),
-            (TypeError, ("a", 7), {}),
-            (ValueError, ("a", "x" * 256), {}),
-            (ValueError, ("a", "b"), {"ttl": 0}),
-        ):
-            with pytest.raises(error):
-                db_lock(*keys, **policy)
-
-
 # All or nothing.
 
 

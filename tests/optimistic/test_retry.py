@@ -157,23 +157,32 @@ def test_a_deadlock_is_retried(workers):
     assert list(Counter.objects.values_list("value", flat=True)) == [2, 2]
 
 
-@pytest.mark.engine("postgresql")
+@pytest.mark.engine("sqlite", "postgresql")
 @COMMITS
 def test_a_serialization_failure_is_retried(in_other_thread):
+    """So is a write on SQLite in a transaction that began as a reader."""
     Counter.objects.create(name="a")
     runs = []
+    if connection.vendor == "sqlite":
+        # Begin as a reader, as without the ``transaction_mode`` that dlocks recommends.
+        mode, connection.transaction_mode = connection.transaction_mode, None
 
     @retry_on_conflict(backoff=0)
     def add():
         runs.append(1)
-        with connection.cursor() as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        if connection.vendor == "postgresql":
+            with connection.cursor() as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         value = Counter.objects.get().value
         if len(runs) == 1:
             in_other_thread(lambda: Counter.objects.update(value=10))
         Counter.objects.update(value=value + 1)
 
-    add()
+    try:
+        add()
+    finally:
+        if connection.vendor == "sqlite":
+            connection.transaction_mode = mode
     assert (len(runs), Counter.objects.get().value) == (2, 11)
 
 
@@ -198,29 +207,6 @@ def test_a_lock_wait_timeout_is_not_retried(in_other_thread):
         with pytest.raises(OperationalError):
             in_other_thread(wait)
     assert len(runs) == 1
-
-
-@pytest.mark.engine("sqlite")
-@COMMITS
-def test_an_old_snapshot_is_retried_on_sqlite(in_other_thread):
-    Counter.objects.create(name="a")
-    runs = []
-    # Begin as a reader, as without the ``transaction_mode`` that dlocks recommends.
-    mode, connection.transaction_mode = connection.transaction_mode, None
-
-    @retry_on_conflict(backoff=0)
-    def add():
-        runs.append(1)
-        value = Counter.objects.get().value
-        if len(runs) == 1:
-            in_other_thread(lambda: Counter.objects.update(value=10))
-        Counter.objects.update(value=value + 1)
-
-    try:
-        add()
-    finally:
-        connection.transaction_mode = mode
-    assert (len(runs), Counter.objects.get().value) == (2, 11)
 
 
 @COMMITS
@@ -290,9 +276,14 @@ def test_other_errors_are_not_retried(sleeps):
 def test_a_retry_inside_a_transaction_is_refused():
     """A further attempt could not see the write of the other transaction.
 
-    Nested retries are refused too.
+    Nested retries are refused too, and so are those of a coroutine.
     """
     function, calls = failing(0)
+
+    @retry_on_conflict()
+    async def work():
+        await sync_to_async(function)()
+
     with (
         transaction.atomic(),
         pytest.raises(
@@ -300,6 +291,11 @@ def test_a_retry_inside_a_transaction_is_refused():
         ),
     ):
         retry_on_conflict()(function)()
+    with (
+        transaction.atomic(),
+        pytest.raises(RuntimeError, match="open one on 'default'"),
+    ):
+        async_to_sync(work)()
     transaction.set_autocommit(False)
     try:
         with pytest.raises(RuntimeError, match="open one on 'default'"):
@@ -309,6 +305,8 @@ def test_a_retry_inside_a_transaction_is_refused():
     with pytest.raises(RuntimeError, match="outermost"):
         retry_on_conflict()(lambda: retry_on_conflict()(function)())()
     assert calls == []
+    async_to_sync(work)()
+    assert len(calls) == 1
 
 
 # Coroutines
@@ -331,21 +329,6 @@ async def test_a_whole_coroutine_is_retried(sleeps):
     assert await work(7) == 3
     assert runs == [1, 2]
     assert len(sleeps) == 1
-
-
-@COMMITS
-def test_a_coroutine_retry_inside_a_transaction_is_refused():
-    @retry_on_conflict()
-    async def work():
-        await sync_to_async(Counter.objects.create)(name="a")
-
-    with (
-        transaction.atomic(),
-        pytest.raises(RuntimeError, match="open one on 'default'"),
-    ):
-        async_to_sync(work)()
-    async_to_sync(work)()
-    assert Counter.objects.count() == 1
 
 
 # Invalid options

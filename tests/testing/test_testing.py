@@ -163,14 +163,12 @@ def test_only_a_lease_of_this_process_can_be_ended():
 class TestInsideOfATestCase(TestCase):
     """A TestCase, whose keys held elsewhere are released with the test."""
 
-    def test_a_key_is_busy(self):
+    def test_a_key_is_busy_or_abandoned(self):
         with held_elsewhere("stock:7"):
             with self.assertRaises(LockError):
                 db_lock("stock:7", timeout=0).acquire()
         with db_lock("stock:7", timeout=0):
             pass
-
-    def test_an_abandoned_key_is_taken_over(self):
         abandoned("stock:7")
         with db_lock("stock:7", timeout=0) as hold:
             self.assertTrue(hold.takeover)
