@@ -70,7 +70,7 @@ def failing(times, error=stale):
 def test_four_processes_with_retries_lose_no_increment(workers, case):
     kind, rows = case
     model, field, _how = kind
-    model, times = getattr(models, model), volume(5)
+    model, times = getattr(models, model), volume(3)
     Article.objects.all().delete()
     for _ in range(rows):
         model.objects.create()
