@@ -19,8 +19,9 @@ from dlocks import (
 )
 from dlocks.testing import expire
 from tests import jobs, pages
+from tests.core.claims import is_taken
 from tests.for_each import for_each
-from tests.internals import Claim, ResourceLock, backends, handover, keeper
+from tests.internals import ResourceLock, backends, handover, keeper
 
 pytestmark = [
     pytest.mark.front,
@@ -29,13 +30,6 @@ pytestmark = [
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])
 EVERY = for_each("using", ["default", "optimistic", "insert", "memory"])
-
-
-def is_taken(key, using="default"):
-    """Return whether another caller on this connection finds the key held."""
-    prefix = "shop:" if using == "prefixed" else ""
-    backend, claim = backends[using], Claim(key=f"{prefix}{key}", ttl=30)
-    return backend.acquire(claim) is None or not backend.release(claim)
 
 
 def left(key):

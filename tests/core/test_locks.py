@@ -38,8 +38,9 @@ from dlocks import (
 )
 from dlocks.testing import abandoned
 from tests import jobs
+from tests.core.claims import is_taken
 from tests.for_each import for_each
-from tests.internals import KEY_LENGTH, Claim, LockState, ResourceLock, backends
+from tests.internals import KEY_LENGTH, LockState, ResourceLock, backends
 
 pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
 
@@ -48,12 +49,6 @@ FAMILY = for_each("using", ["default", "optimistic", "insert"])
 
 def row(key):
     return ResourceLock.objects.by_clock().get(pk=key)
-
-
-def is_taken(key, using="default"):
-    """Return whether another caller on this connection finds the key held."""
-    backend, claim = backends[using], Claim(key=key, ttl=30)
-    return backend.acquire(claim) is None or not backend.release(claim)
 
 
 def expire(key):

@@ -9,17 +9,16 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import (
-    Lock,
     LockBackendError,
     LockLost,
     LockTimeout,
-    MultiLock,
     db_lock,
     lock_acquired,
     lock_released,
 )
 from dlocks.testing import frozen_clock, override_locks
 from tests import jobs
+from tests.core.claims import is_taken
 from tests.for_each import for_each
 from tests.internals import (
     Claim,
@@ -59,22 +58,14 @@ def lend(key, using="default", **options):
     return lambda: backend.release(claim)
 
 
-def is_taken(key, using="default"):
-    """Return whether another caller on this connection finds the key held."""
-    backend, claim = backends[using], Claim(key=key, ttl=30)
-    return backend.acquire(claim) is None or not backend.release(claim)
-
-
 # The lock object.
 
 
 @pytest.mark.front
 def test_several_keys_are_one_lock_in_the_order_of_their_bytes():
     """The order and repetition of keys do not matter, and every method knows them."""
-    assert type(db_lock("a")) is Lock
     assert db_lock("a").keys == ("a",)
     lock = db_lock("b", "a", "b")
-    assert isinstance(lock, MultiLock)
     assert lock == db_lock("a", "b")
     assert lock.keys == ("a", "b")
     keys = ["\U0001f600", "ß", "a", "Z", "z", "é", "\uffff"]
