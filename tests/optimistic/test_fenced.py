@@ -151,7 +151,7 @@ def test_four_competing_processes_lose_no_step(workers):
 
     A saved value was read after the claim, or the save is refused.
     """
-    pk, times = Machine.objects.create().pk, volume(6)
+    pk, times = Machine.objects.create().pk, volume(4)
     actors = workers(4)
     for number, worker in enumerate(actors):
         worker.start(jobs.step_with_newer_tokens, pk, number, times)

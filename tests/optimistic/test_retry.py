@@ -139,7 +139,7 @@ def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread):
     assert Article.objects.get().title == "meanwhile"
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql", "mariadb")
 @COMMITS
 def test_a_deadlock_is_retried(workers):
     rows = [Counter.objects.create(name=name).pk for name in "ab"]
@@ -186,7 +186,7 @@ def test_a_serialization_failure_is_retried(in_other_thread):
     assert (len(runs), Counter.objects.get().value) == (2, 11)
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql", "mariadb")
 @COMMITS
 def test_a_lock_wait_timeout_is_not_retried(in_other_thread):
     Counter.objects.create(name="a")
