@@ -51,17 +51,6 @@ def row(key):
     return ResourceLock.objects.by_clock().get(pk=key)
 
 
-def expire(key):
-    """Make the lease of a key expire in the past, as if its holder had crashed."""
-    begin, end = ("2001-01-01 00:00:00.000000", "2001-01-01 01:00:00.000000")
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "UPDATE dlocks_resourcelock SET begin_time = %s, end_time = %s WHERE"
-            " key_resource = %s",
-            [begin, end, key],
-        )
-
-
 # Keys.
 
 
@@ -565,7 +554,10 @@ def test_a_stale_key_is_taken_over_by_exactly_one_of_many(using, workers, doomed
     victim = doomed()
     token = victim.call(jobs.acquire, "stock:7", using=using)
     victim.kill()
-    expire("stock:7")
+    # As if its holder had crashed long ago.
+    ResourceLock.objects.filter(pk="stock:7").update(
+        begin_time="2001-01-01T00:00Z", end_time="2001-01-01T01:00Z"
+    )
     assert row("stock:7").state == LockState.STALE
     crowd = workers(4)
     for worker in crowd:
