@@ -30,12 +30,14 @@ class Pair:
         if synchronous:
             self.primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
             self.primary.execute("SELECT pg_reload_conf()")
+        self.ports = self.primary.port, self.standby.port
         state = "sync" if synchronous else "async"
         eventually(
             lambda: (
                 self.primary.execute("SELECT sync_state FROM pg_stat_replication")
                 == [(state,)]
-            )
+            ),
+            pause=0.1,
         )
 
     def fail_over(self):
@@ -57,14 +59,14 @@ def pair():
 def process(doomed):
     """Return a function that starts a process which uses the writable server."""
 
-    def start(pair):
+    def start(*ports, session="read-write"):
         there = {
             "ENGINE": "django.db.backends.postgresql",
             "NAME": "postgres",
             "USER": "dlocks",
-            "HOST": "127.0.0.1,127.0.0.1",
-            "PORT": f"{pair.primary.port},{pair.standby.port}",
-            "OPTIONS": {"target_session_attrs": "read-write"},
+            "HOST": ",".join("127.0.0.1" for _ in ports),
+            "PORT": ",".join(map(str, ports)),
+            "OPTIONS": {"target_session_attrs": session},
         }
         return doomed(
             DLOCKS_TEST_ENGINE="postgresql",
@@ -74,105 +76,109 @@ def process(doomed):
     return start
 
 
-def test_session_locks_on_a_standby_are_refused(pair, doomed):
+def test_session_locks_on_a_standby_are_refused(pair, process):
     """Session locks on a standby are refused.
 
     Each server has its own advisory locks, so two callers could hold the same key.
     """
     pair = pair(synchronous=False)
-    there = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": "postgres",
-        "USER": "dlocks",
-        "HOST": "127.0.0.1",
-        "PORT": str(pair.standby.port),
-    }
-    worker = doomed(
-        DLOCKS_TEST_ENGINE="postgresql",
-        DLOCKS_TEST_DATABASES=json.dumps({"default": there}),
-    )
-    assert "is a standby" in worker.call(
-        cluster_jobs.error_of_acquiring, "stock:7", using="session"
-    )
+    worker = process(pair.standby.port, session="any")
+    attempt = cluster_jobs.error_of_acquiring, "stock:7"
+    assert "is a standby" in worker.call(*attempt, using="session")
     pair.fail_over()
-    assert (
-        worker.call(cluster_jobs.error_of_acquiring, "stock:7", using="session") is None
-    )
+    assert worker.call(*attempt, using="session") is None
 
 
-@pytest.mark.parametrize(
-    ("how", "using"),
-    [("guard", "default"), ("transaction", "optimistic"), ("lease", "default")],
-)
-def test_a_synchronous_failover_loses_nothing_confirmed(using, how, pair, process):
+def test_a_synchronous_failover_loses_nothing_confirmed(pair, process):
+    """The processes lock in different ways, and exclude each other all the time."""
     pair = pair(synchronous=True)
-    holder, *crowd = (process(pair) for _ in range(4))
+    holder, *crowd = (process(*pair.ports) for _ in range(4))
     holder.call(cluster_jobs.prepare)
-    held = holder.call(jobs.acquire, "held", ttl=60, using=using)
-    for worker in crowd:
+    tokens = {
+        using: holder.call(jobs.acquire, f"held {using}", ttl=60, using=using)
+        for using in KINDS
+    }
+    ways = [("guard", "default"), ("transaction", "optimistic"), ("lease", "default")]
+    for worker, (how, using) in zip(crowd, ways, strict=True):
         worker.start(
             cluster_jobs.number_rows, "numbers", how, using=using, ttl=3, timeout=20
         )
-    eventually(lambda: pair.rows() > 30)
+    eventually(lambda: pair.rows() > 30, pause=0.1)
     pair.fail_over()
     before = pair.rows()
-    eventually(lambda: pair.rows() > before + 30)
+    eventually(lambda: pair.rows() > before + 30, pause=0.1)
     for worker in crowd:
         worker.tell()
-    answers = [worker.hear() for worker in crowd]
-    written = sorted(one for found, _ in answers for one in found)
+    answers = [worker.hear()[0] for worker in crowd]
+    assert all(answers), "each way has confirmed rows"
+    written = sorted(one for found in answers for one in found)
     # No two transactions saw the same rows, and no confirmed row is lost.
     numbers = holder.call(cluster_jobs.numbers)
     assert numbers == list(range(len(numbers)))
     assert {number for number, _ in written} <= set(numbers)
-    tokens = [token for _, token in written]
-    assert tokens == sorted(set(tokens))
-    # The hold survives the failover.
-    assert holder.call(jobs.check) == "held"
-    assert crowd[0].call(jobs.try_once, "held", timeout=0, using=using) is None
-    assert holder.call(jobs.release_all) == ["released"]
-    assert crowd[0].call(jobs.try_once, "held", timeout=0, using=using) > held
+    granted = [token for _, token in written]
+    assert granted == sorted(set(granted))
+    # The holds survive the failover.
+    assert set(holder.call(cluster_jobs.still_held).values()) == {True}
+
+    def attempt(using):
+        key = f"held {using}"
+        return crowd[0].call(jobs.try_once, key, timeout=0, using=using)
+
+    assert [attempt(using) for using in KINDS] == [None, None]
+    assert holder.call(jobs.release_all) == ["released", "released"]
+    assert all(attempt(using) > token for using, token in tokens.items())
 
 
-@pytest.mark.parametrize("using", KINDS)
-def test_an_asynchronous_failover_loses_leases_and_data_together(using, pair, process):
+def test_an_asynchronous_failover_loses_leases_and_data_together(pair, process):
     pair = pair(synchronous=False)
-    holder, other = process(pair), process(pair)
+    holder, other = process(*pair.ports), process(*pair.ports)
     holder.call(cluster_jobs.prepare)
-    reached = {f"reached {number}": None for number in range(3)}
-    lost = {f"lost {number}": None for number in range(4)}
-    for key in reached:
-        reached[key] = holder.call(jobs.acquire, key, ttl=60, using=using)
-    policy = {"using": using, "ttl": 2, "timeout": 30}
-    other.call(cluster_jobs.write_under, "data", "reached", **policy)
-    eventually(lambda: pair.rows() == 1)
+    policies = {
+        using: {"using": using, "ttl": 2, "timeout": 30, "key": f"data {using}"}
+        for using in KINDS
+    }
+
+    def acquire(state):
+        for using, policy in policies.items():
+            for number in range(3):
+                key = f"{state} {using} {number}"
+                tokens[key, using] = holder.call(jobs.acquire, key, ttl=60, using=using)
+            data[using] = other.call(
+                cluster_jobs.write_under, name=f"{state} {using}", **policy
+            )
+
+    tokens, data = {}, {}
+    acquire("reached")
+    eventually(lambda: pair.rows() == len(KINDS), pause=0.1)
     pair.link.cut.set()
-    for key in lost:
-        lost[key] = holder.call(jobs.acquire, key, ttl=60, using=using)
-    token = other.call(cluster_jobs.write_under, "data", "lost", **policy)
+    acquire("lost")
     pair.fail_over()
     # A holder that can reach the new server learns of the loss at its next request or
     # renewal.
     assert holder.call(cluster_jobs.still_held) == {
-        **dict.fromkeys(reached, True),
-        **dict.fromkeys(lost, False),
+        key: key.startswith("reached") for key, _ in tokens
     }
-    assert other.call(cluster_jobs.names) == ["reached"]
-    for key in reached:
-        assert other.call(jobs.try_once, key, timeout=0, using=using) is None
-    for key, before in lost.items():
-        assert other.call(jobs.try_once, key, timeout=20, using=using) > before
+    reached = [f"reached {using}" for using in KINDS]
+    assert other.call(cluster_jobs.names) == reached
+    for (key, using), before in tokens.items():
+        if key.startswith("reached"):
+            assert other.call(jobs.try_once, key, timeout=0, using=using) is None
+        else:
+            assert other.call(jobs.try_once, key, timeout=20, using=using) > before
     # Its lease may have to expire first, because the failover may have lost the release
     # too.
-    assert other.call(cluster_jobs.write_under, "data", "again", **policy) > token
-    assert other.call(cluster_jobs.names) == ["again", "reached"]
+    for using, policy in policies.items():
+        token = other.call(cluster_jobs.write_under, name=f"again {using}", **policy)
+        assert token > data[using]
+    again = [f"again {using}" for using in KINDS]
+    assert other.call(cluster_jobs.names) == [*again, *reached]
 
 
-@pytest.mark.parametrize("using", KINDS)
-def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(using, pair, process):
+def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(pair, process):
     pair = pair(synchronous=False)
-    holder, other = process(pair), process(pair)
-    holder.call(cluster_jobs.prepare)
+    other, *holders = (process(*pair.ports) for _ in range(3))
+    other.call(cluster_jobs.prepare)
     # All tables must have been replicated, including those of dlocks.
     ((written,),) = pair.primary.execute("SELECT pg_current_wal_lsn()")
     eventually(
@@ -182,17 +188,21 @@ def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(using, pair, process)
         )
     )
     pair.link.cut.set()
-    holder.start(cluster_jobs.guard_when_told, "key", "first", ttl=60, using=using)
-    token = holder.hear()
+    tokens = []
+    for using, holder in zip(KINDS, holders, strict=True):
+        policy = {"ttl": 60, "using": using}
+        holder.start(cluster_jobs.guard_when_told, using, "first", **policy)
+        tokens.append(holder.hear())
     pair.fail_over()
-    other.start(cluster_jobs.guard, "key", "second", timeout=20, using=using)
-    assert other.hear() > token
-    assert other.hear() == "inside"
-    other.tell()
-    assert other.hear() == "committed"
-    holder.tell()
-    assert holder.hear() == "LockLost"
-    assert other.call(cluster_jobs.names) == ["second"]
+    for using, holder, token in zip(KINDS, holders, tokens, strict=True):
+        other.start(cluster_jobs.guard, using, using, timeout=20, using=using)
+        assert other.hear() > token
+        assert other.hear() == "inside"
+        other.tell()
+        assert other.hear() == "committed"
+        holder.tell()
+        assert holder.hear() == "LockLost"
+    assert other.call(cluster_jobs.names) == KINDS
 
 
 def test_a_primary_without_its_sync_standby_grants_nothing(pair, process):
@@ -202,7 +212,7 @@ def test_a_primary_without_its_sync_standby_grants_nothing(pair, process):
     holder.
     """
     pair = pair(synchronous=True)
-    holder, other = process(pair), process(pair)
+    holder, other = process(*pair.ports), process(*pair.ports)
     holder.call(cluster_jobs.prepare)
     holder.call(jobs.acquire, "held", ttl=60)
     token = holder.call(jobs.try_once, "key")
@@ -214,7 +224,8 @@ def test_a_primary_without_its_sync_standby_grants_nothing(pair, process):
     eventually(
         lambda: pair.primary.execute(
             "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-        )
+        ),
+        pause=0.1,
     )
     # No other connection sees it either.
     assert pair.primary.execute(
