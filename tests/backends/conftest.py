@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from tests import servers
+from tests import jobs, servers
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def redis_server():
 
 @pytest.fixture(scope="session")
 def zookeeper_server():
-    """A ZooKeeper that is never stopped. Each test uses its own root."""
+    """A ZooKeeper. A test may stop it for seconds, and uses its own root."""
     with servers.ZooKeeper(**servers.BRISK) as server:
         yield server
 
@@ -48,3 +48,28 @@ def aliases(settings, doomed):
         )
 
     return add
+
+
+@pytest.fixture
+def count_together(tmp_path):
+    """Return a function that counts in several processes under a lock.
+
+    No increment may be lost, and ``jobs.count()`` checks that tokens grow.
+    """
+
+    def count(crowd, times, meanwhile=None, **policy):
+        path = tmp_path / "counter"
+        path.write_text("0 0")
+        policy = {"times": times, "scope": "lease", "timeout": 60, **policy}
+        for one in crowd:
+            # It begins only when all have started and are connected.
+            one.call(jobs.try_once, "warm", using=policy["using"])
+        for one in crowd:
+            one.start(jobs.count, str(path), "count", **policy)
+        while meanwhile and not all(one.pipe.poll(0.15) for one in crowd):
+            meanwhile()
+        for one in crowd:
+            one.hear()
+        assert path.read_text().split()[0] == f"{times * len(crowd)}"
+
+    return count

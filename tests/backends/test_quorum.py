@@ -1,4 +1,4 @@
-"""Quorums of memory backends, of five Redis servers and of three databases.
+"""Quorums of five Redis servers, of memory backends and of three databases.
 
 The three databases are of different kinds.
 """
@@ -18,17 +18,17 @@ from types import SimpleNamespace
 
 import pytest
 import redis
-from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, override_settings
 
 from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock
 from dlocks.testing import BackendContract
 from tests import jobs, timing
-from tests.internals import Claim, MemoryBackend, backends
+from tests.internals import Claim, MemoryBackend, backends, check_settings
 from tests.models import Counter
 from tests.servers import MariaDB, PostgreSQL, Redis
 from tests.timing import in_time
+from tests.volume import volume
 
 QUORUM = "dlocks.backends.quorum.QuorumBackend"
 MEMORY = "dlocks.backends.memory.MemoryBackend"
@@ -58,30 +58,6 @@ def claim(key="key", **options):
 eventually = partial(timing.eventually, but=(LockBackendError,))
 
 
-class OfMany:
-    def members(self, **options):
-        raise NotImplementedError
-
-    def make_backend(self, grace=0.0, **options):
-        members = self.members(grace=grace)
-        # No member is down here, so a slow one is waited for.
-        options = {"node_timeout": 10.0, **options}
-        changed = override_settings(
-            DLOCKS={**members, "quorum": quorum_of(members, **options)}
-        )
-        changed.enable()
-        self.addCleanup(changed.disable)
-        return backends["quorum"]
-
-
-class TestOfMemory(OfMany, BackendContract, SimpleTestCase):
-    def members(self, **options):
-        return {
-            f"memory{number}": {"BACKEND": MEMORY, "OPTIONS": options}
-            for number in range(3)
-        }
-
-
 @pytest.fixture(scope="module")
 def redises():
     """Five independent Redis servers that keep their grants."""
@@ -108,12 +84,20 @@ def five(request, redises):
 
 
 @pytest.mark.usefixtures("five")
-class TestOfRedises(OfMany, BackendContract, SimpleTestCase):
-    def members(self, **options):
-        return {
-            f"redis{number}": redis_alias(server, **options)
+class TestQuorum(BackendContract, SimpleTestCase):
+    def make_backend(self, grace=0.0, **options):
+        members = {
+            f"redis{number}": redis_alias(server, grace=grace)
             for number, server in enumerate(self.servers)
         }
+        # No member is down here, so a slow one is waited for.
+        options = {"node_timeout": 10.0, **options}
+        changed = override_settings(
+            DLOCKS={**members, "quorum": quorum_of(members, **options)}
+        )
+        changed.enable()
+        self.addCleanup(changed.disable)
+        return backends["quorum"]
 
     def settle(self, key):
         def is_free(alias):
@@ -147,23 +131,9 @@ def redlock(five, aliases):
     )
 
 
-def test_a_quorum_loses_no_updates(redlock, tmp_path):
-    path = tmp_path / "counter"
-    path.write_text("0 0")
+def test_a_quorum_loses_no_updates(redlock, count_together):
     crowd = [redlock.process() for _ in range(3)]
-    for one in crowd:
-        one.start(
-            jobs.count,
-            str(path),
-            "count",
-            times=30,
-            scope="lease",
-            using="quorum",
-            timeout=60,
-        )
-    for one in crowd:
-        one.hear()
-    assert path.read_text().split()[0] == "90"
+    count_together(crowd, volume(30), using="quorum")
 
 
 @pytest.mark.parametrize("how", ["crashed", "stopped"])
@@ -270,7 +240,8 @@ def test_a_claim_with_a_minority_does_not_block_others(redlock):
 def test_renewals_restore_a_hold_on_members_that_lost_data(redlock):
     """The hold survives while each of five members loses its data in turn.
 
-    Renewals restore the hold on members that have lost it.
+    Renewals restore the hold on members that have lost it, but do not restore a lost
+    lease.
     """
     mine = claim()
     redlock.backend.acquire(mine)
@@ -281,12 +252,6 @@ def test_renewals_restore_a_hold_on_members_that_lost_data(redlock):
         assert mine.owner in redlock.backend.renew([mine])
         eventually(lambda member=member: member.holder("key") is not None)
     assert redlock.backend.acquire(claim()) is None
-    assert redlock.backend.release(mine)
-
-
-def test_renewals_do_not_restore_a_lost_lease(redlock):
-    mine = claim()
-    redlock.backend.acquire(mine)
     for server in redlock.servers[:3]:
         with redis.Redis(port=server.port) as client:
             client.flushall()
@@ -440,7 +405,7 @@ def test_a_pause_breaks_a_quorum_but_not_a_guarded_commit(using, guard, redlock)
 # Databases.
 
 
-def test_a_quorum_of_three_different_databases(start, doomed, tmp_path):
+def test_a_quorum_of_three_different_databases(start, doomed, tmp_path, count_together):
     """A quorum of PostgreSQL, MariaDB and SQLite survives the loss of one.
 
     Without two of them, acquiring raises ``LockBackendError``.
@@ -487,27 +452,9 @@ def test_a_quorum_of_three_different_databases(start, doomed, tmp_path):
     }
     crowd = [doomed(**environment) for _ in range(2)]
     crowd[0].call(jobs.migrate_databases, *databases)
-    path = tmp_path / "counter"
-    path.write_text("0 0")
-
-    def count(number):
-        for one in crowd:
-            one.start(
-                jobs.count,
-                str(path),
-                "count",
-                times=20,
-                scope="lease",
-                using="quorum",
-                timeout=60,
-            )
-        for one in crowd:
-            one.hear()
-        assert int(path.read_text().split()[0]) == number
-
-    count(40)
+    count_together(crowd, volume(15), using="quorum")
     postgresql.crash()
-    count(80)
+    count_together(crowd, volume(15), using="quorum")
     mariadb.crash()
     assert crowd[0].call(jobs.acquire, "key", using="quorum") == "LockBackendError"
 
@@ -515,40 +462,39 @@ def test_a_quorum_of_three_different_databases(start, doomed, tmp_path):
 # Settings and secrets.
 
 
-@pytest.mark.parametrize(
-    ("of", "message"),
-    [
-        (["one", "two"], "odd number of aliases, not 2"),
-        ([], "odd number of aliases, not 0"),
-        (["one", "two", "one"], "names an alias twice"),
-        (["one", "two", "quorum"], "names 'quorum' itself"),
-        ("one", "of must be a list of aliases"),
-        (
-            ["one", "two", "nobody"],
-            "'nobody' cannot be a member: DLOCKS has no alias 'nobody'",
-        ),
-        (["one", "two", "dummy"], "'dummy' cannot be a member: it is a DummyBackend"),
-        (["one", "two", "inner"], "'inner' cannot be a member: it is a QuorumBackend"),
-        (
-            ["one", "two", "tenant"],
-            "'tenant' cannot be a member: its prefix is a function",
-        ),
-        (
-            ["one", "redis", "same"],
-            "'redis' and 'same' keep their locks in the same place",
-        ),
-        (
-            ["one", "two", "wrong"],
-            "'wrong' cannot be a member: .*url is not a URL of Redis",
-        ),
-    ],
-)
-def test_an_invalid_quorum_is_reported_by_check_and_first_use(of, message, settings):
+WRONG = [
+    (["one", "two"], "odd number of aliases, not 2"),
+    ([], "odd number of aliases, not 0"),
+    (["one", "two", "one"], "names an alias twice"),
+    (["one", "two", "quorum"], "names 'quorum' itself"),
+    ("one", "of must be a list of aliases"),
+    (
+        ["one", "two", "nobody"],
+        "'nobody' cannot be a member: DLOCKS has no alias 'nobody'",
+    ),
+    (["one", "two", "dummy"], "'dummy' cannot be a member: it is a DummyBackend"),
+    (["one", "two", "inner"], "'inner' cannot be a member: it is a QuorumBackend"),
+    (
+        ["one", "two", "tenant"],
+        "'tenant' cannot be a member: its prefix is a function",
+    ),
+    (
+        ["one", "redis", "same"],
+        "'redis' and 'same' keep their locks in the same place",
+    ),
+    (
+        ["one", "two", "wrong"],
+        "'wrong' cannot be a member: .*url is not a URL of Redis",
+    ),
+]
+
+
+def test_an_invalid_quorum_is_reported_by_check_and_first_use(settings):
     there = {
         "BACKEND": "dlocks.backends.redis.RedisBackend",
         "OPTIONS": {"url": f"redis://:{SECRET}@localhost:1/0"},
     }
-    settings.DLOCKS = {
+    aliases = {
         "one": {"BACKEND": MEMORY},
         "two": {"BACKEND": MEMORY},
         "three": {"BACKEND": MEMORY},
@@ -558,17 +504,17 @@ def test_an_invalid_quorum_is_reported_by_check_and_first_use(of, message, setti
         "redis": there,
         "same": there,
         "wrong": {**there, "OPTIONS": {"url": f"redis://:{SECRET}@localhost:1/shop"}},
-        "quorum": quorum_of([]) | {"OPTIONS": {"of": of}},
     }
-    with pytest.raises(ImproperlyConfigured, match=message) as raised:
-        db_lock("key", using="quorum").acquire()
-    told = "".join(traceback.format_exception(raised.value))
-    assert "DLOCKS['quorum']" in told
-    assert SECRET not in told
-    checks = [
-        one for one in run_checks(tags=["dlocks"]) if "DLOCKS['quorum']" in one.msg
-    ]
-    assert [one.id for one in checks] == ["dlocks.E002"]
+    for of, message in WRONG:
+        wrong = {"BACKEND": QUORUM, "OPTIONS": {"of": of}}
+        settings.DLOCKS = {**aliases, "quorum": wrong}
+        with pytest.raises(ImproperlyConfigured, match=message) as raised:
+            db_lock("key", using="quorum").acquire()
+        told = "".join(traceback.format_exception(raised.value))
+        assert "DLOCKS['quorum']" in told
+        assert SECRET not in told
+        checks = [one for one in check_settings() if "DLOCKS['quorum']" in one.msg]
+        assert [one.id for one in checks] == ["dlocks.E002"], of
 
 
 def test_errors_of_quorum_members_contain_no_secret(start, aliases, caplog):

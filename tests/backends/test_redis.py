@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import gc
 import io
 import json
@@ -20,24 +20,28 @@ import pytest
 import redis
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
-from django.db import transaction
 from django.test import SimpleTestCase
 
 from dlocks import (
     LockBackendError,
     LockLost,
     LockStale,
-    LockTimeout,
-    StaleToken,
     db_lock,
 )
 from dlocks.testing import BackendContract
 from tests import jobs
-from tests.internals import Claim, RedisBackend, backends, name_of, scripts
-from tests.models import Machine
+from tests.internals import (
+    Claim,
+    RedisBackend,
+    backends,
+    check_settings,
+    name_of,
+    scripts,
+)
 from tests.proxy import Proxy
 from tests.servers import Redis
-from tests.timing import in_time
+from tests.timing import eventually, in_time
+from tests.volume import volume
 
 BACKEND = "dlocks.backends.redis.RedisBackend"
 SECRET = "open-sesame"
@@ -83,17 +87,15 @@ def run(*args):
     return out.getvalue()
 
 
-@pytest.fixture
-def holder(server, aliases):
-    """Hold ``stock:7`` under a prefix in another process, and return its token."""
+def test_commands_list_and_clear_the_locks_of_other_processes(server, aliases, backend):
+    """Odd characters in keys are shown, and keys of other prefixes are not.
+
+    A cleared lock goes to the first waiter. Its former holder learns of it at its next
+    renewal, and tokens still grow.
+    """
     process = aliases(redis=alias(server.port, prefix="a[*]}:", ttl=1))()
     process.start(jobs.hold_until_lost, "stock:7", using="redis")
-    process.token = process.hear()
-    return process
-
-
-def test_list_locks_shows_the_holders_of_other_processes(holder, backend):
-    """Odd characters in keys are shown, and keys of other prefixes are not."""
+    token = process.hear()
     odd = claim("a[*]}:%7D {ü}*")
     backend.acquire(odd)
     backend.acquire(claim("b:other"))
@@ -102,12 +104,8 @@ def test_list_locks_shows_the_holders_of_other_processes(holder, backend):
     assert re.fullmatch(
         r"%7D \{ü\}\* +held +somebody +- +\S+ s ago +\d+ s left +1 +1 +\d+", first
     )
-    assert re.search(rf"^stock:7 +held .* s left +1 +0 +{holder.token}$", stock)
+    assert re.search(rf"^stock:7 +held .* s left +1 +0 +{token}$", stock)
     assert json.loads(run("list_locks", "stock:*", "--json"))[0]["waiting"] == 0
-
-
-def test_a_cleared_lock_is_lost_and_goes_to_the_first_waiter(holder, backend):
-    """Its former holder learns of it at its next renewal. Tokens still grow."""
     waits = claim("a[*]}:stock:7", holder="next")
     backend.enqueue(waits)
     with pytest.raises(CommandError, match="is held. To force its release, pass"):
@@ -115,92 +113,49 @@ def test_a_cleared_lock_is_lost_and_goes_to_the_first_waiter(holder, backend):
     out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
     assert re.search(r"'stock:7' was cleared. It is now held by next for .*", out)
     grant = backend.poll([waits])[waits.owner].grant
-    assert grant.token > holder.token
+    assert grant.token > token
     # The loss was reported.
-    assert holder.hear()
+    assert process.hear()
     backend.release(waits)
     assert backend.acquire(claim(waits.key)).token > grant.token
-
-
-def test_only_the_hold_that_was_shown_is_cleared(backend):
-    first = claim()
-    token = backend.acquire(first).token
-    assert not backend.clear("key", token + 1)
-    assert not backend.clear("free", token)
-    backend.release(first)
-    second = claim()
-    backend.acquire(second)
-    assert not backend.clear("key", token)
-    assert backend.verify([second], 1)
-
-
-def test_stale_and_kept_locks_can_be_cleared(backend):
-    """A key is free although its holder crashed, or keeps it for a while."""
-    crashed = claim("crashed", ttl=0.001)
-    token = backend.acquire(crashed).token
-    while not backend.holder("crashed").stale:
-        pass
-    assert backend.clear("crashed", token)
-    assert backend.holder("crashed") is None
-    kept = claim("kept")
-    token = backend.acquire(kept).token
-    backend.release(kept, keep=60.0)
-    assert backend.keys() == ["kept"]
-    assert backend.clear("kept", token)
-    assert backend.keys() == []
-    assert backend.acquire(claim("kept")).token > token
-
-
-def test_clear_lock_frees_a_stale_key(server, aliases):
-    """Its holder never released it, and no other caller may take it over."""
-    aliases(redis=alias(server.port))
-    backends["redis"].acquire(claim("crashed", ttl=0.001, takeover=False))
-    while not backends["redis"].holder("crashed").stale:
-        pass
+    backends["redis"].acquire(claim("a[*]}:crashed", ttl=0.001, takeover=False))
+    eventually(lambda: backend.holder("a[*]}:crashed").stale)
     out = run("clear_lock", "crashed", "--stale-only", "--yes")
     assert "'crashed' is stale: held by somebody" in out
     assert "'crashed' was cleared and is free." in out
 
 
-def test_a_server_that_is_away_is_reported_in_one_line(aliases):
-    aliases(redis=alias(1))
-    with pytest.raises(CommandError, match="a request to Redis at .* failed"):
-        run("list_locks")
+def test_only_the_hold_that_was_shown_is_cleared(backend):
+    """It may be live, or stale, or kept after its release."""
+    first, second = claim(), claim()
+    token = backend.acquire(first).token
+    assert not backend.clear("key", token + 1)
+    assert not backend.clear("free", token)
+    backend.release(first)
+    backend.acquire(second)
+    assert not backend.clear("key", token)
+    assert backend.verify([second], 1)
+    token = backend.acquire(claim("crashed", ttl=0.001)).token
+    eventually(lambda: backend.holder("crashed").stale)
+    assert backend.clear("crashed", token)
+    assert backend.holder("crashed") is None
+    kept = claim("kept")
+    token = backend.acquire(kept).token
+    backend.release(kept, keep=60.0)
+    assert sorted(backend.keys()) == ["kept", "key"]
+    assert backend.clear("kept", token)
+    assert backend.keys() == ["key"]
+    assert backend.acquire(claim("kept")).token > token
 
 
 # Processes.
 
 
-def counter(directory):
-    path = directory / "counter"
-    path.write_text("0 0")
-    return path
-
-
-def test_processes_lose_no_updates_of_an_unguarded_counter(server, aliases, tmp_path):
+def test_processes_lose_no_updates_of_an_unguarded_counter(
+    server, aliases, count_together
+):
     process = aliases(redis=alias(server.port))
-    path, crowd = counter(tmp_path), [process() for _ in range(4)]
-    for one in crowd:
-        one.start(
-            jobs.count, str(path), "count", times=100, scope="lease", using="redis"
-        )
-    tokens = [one.hear() for one in crowd]
-    assert all(mine == sorted(mine) for mine in tokens)
-    assert path.read_text().split()[0] == "400"
-    assert len({token for mine in tokens for token in mine}) == 400
-
-
-def test_waiters_in_processes_are_served_in_order(server, aliases, until):
-    process = aliases(redis=alias(server.port))
-    holder, *waiting = [process() for _ in range(4)]
-    holder.start(jobs.hold, "line", using="redis")
-    holder.hear()
-    for number, one in enumerate(waiting):
-        one.start(jobs.wait_quietly, "line", using="redis", timeout=30)
-        until(lambda number=number: backends["redis"].waiting("line") == number + 1)
-    holder.tell()
-    tokens = [one.hear()[1] for one in waiting]
-    assert tokens == sorted(tokens)
+    count_together([process() for _ in range(4)], volume(30), using="redis")
 
 
 def test_a_waiter_is_notified_on_its_own_channel(backend):
@@ -243,135 +198,24 @@ def test_a_stopped_holder_detects_its_lost_key(server, aliases):
     assert waiter.call(jobs.try_once, "key", using="redis") > later
 
 
-def test_a_long_hold_is_renewed(server, aliases, until):
-    aliases(redis=alias(server.port, ttl=4.0))
-    with db_lock("key", using="redis") as hold:
-        first = hold._state.lease.deadline
-        until(lambda: hold._state.lease.deadline > first + 4.1, 20)
-        hold.check()
-
-
-def test_reentering_counts_and_the_holder_is_shown(server, aliases, in_other_thread):
-    aliases(redis=alias(server.port))
-    with db_lock("key", using="redis"), db_lock("key", using="redis") as hold:
-        holder = db_lock("key", using="redis").holder()
-        assert (holder.count, holder.token, holder.stale) == (2, hold.token, False)
-        with pytest.raises(
-            LockTimeout,
-            match=(
-                r"'key' could not be acquired without waiting: held by .* s left on"
-                r" its lease"
-            ),
-        ):
-            in_other_thread(db_lock("key", using="redis", timeout=0).acquire)
-    assert db_lock("key", using="redis").holder() is None
-
-
-@pytest.mark.django_db(transaction=True)
-def test_a_lease_left_in_a_transaction_is_released_at_its_end(
-    server, aliases, is_busy, until
-):
-    aliases(redis=alias(server.port))
-    with transaction.atomic():
-        with db_lock("key", using="redis") as hold:
-            assert hold.scope == "lease"
-        assert is_busy("key", using="redis")
-    until(lambda: not is_busy("key", using="redis"))
-
-
-@pytest.mark.django_db(transaction=True)
-def test_a_fenced_row_refuses_a_late_holder(server, aliases, in_other_thread, until):
-    aliases(redis=alias(server.port, grace=0))
-    pk = Machine.objects.create(state="new").pk
-    late = db_lock("machine", using="redis", ttl=0.1, renew=False).acquire()
-    row = Machine.objects.claim(pk, late)
-    until(lambda: not late.held)
-
-    def work():
-        with db_lock("machine", using="redis") as hold:
-            mine = Machine.objects.claim(pk, hold)
-            mine.state = "new work"
-            mine.save()
-
-    in_other_thread(work)
-    row.state = "old work"
-    with pytest.raises(StaleToken):
-        row.save()
-    assert Machine.objects.get(pk=pk).state == "new work"
-    with pytest.raises(LockLost):
-        late.release()
-
-
-async def test_waiting_tasks_are_served_in_order(server, aliases):
-    aliases(redis=alias(server.port))
-    served = []
-
-    async def work(number):
-        async with db_lock("key", using="redis", timeout=30) as hold:
-            served.append(hold.token)
-
-    await asyncio.gather(*(work(number) for number in range(10)))
-    assert served == sorted(set(served))
-    assert len(served) == 10
-
-
-def test_a_hold_is_handed_over_to_another_process(server, aliases):
-    process = aliases(redis=alias(server.port))
-    giver, taker = process(), process()
-    text = giver.call(jobs.detach, "key", using="redis")
-    taker.start(jobs.resume, text)
-    token = taker.hear()
-    assert backends["redis"].holder("key").token == token
-    taker.tell()
-    assert taker.hear() == "released"
-    assert backends["redis"].holder("key") is None
-
-
 def test_a_stale_key_is_not_taken_over_without_takeover(backend):
     backend.acquire(claim(ttl=1.0))
     waits = claim(takeover=False)
     backend.enqueue(waits)
-    while not backend.holder("key").stale:
-        time.sleep(0.01)
+    eventually(lambda: backend.holder("key").stale)
     with pytest.raises(LockStale, match="somebody"):
         backend.acquire(claim(takeover=False))
     assert backend.poll([waits])[waits.owner].must_retry
-
-
-def test_unsupported_lock_kinds_are_refused_on_redis(server, aliases):
-    from dlocks import db_rwlock, db_semaphore
-
-    aliases(redis=alias(server.port))
-    for lock in (
-        db_rwlock("key", using="redis").read(),
-        db_semaphore("key", 3, using="redis"),
-    ):
-        with pytest.raises(
-            RuntimeError, match="RedisBackend does not support shared locks"
-        ):
-            lock.acquire()
-    with (
-        db_lock("key", using="redis") as hold,
-        pytest.raises(RuntimeError, match="RedisBackend"),
-    ):
-        with hold.atomic():
-            pass
 
 
 def test_all_names_of_a_key_are_in_one_cluster_slot():
     from redis.crc import key_slot
 
     for key in ("stock:7", "}", "{}", "a}b{c}", "%7D", "ß}"):
-        name = name_of(key)
-        assert (
-            len(
-                {
-                    key_slot(f"{name}{rest}".encode())
-                    for rest in ("", ":last", ":line", ":claims", ":gone")
-                }
-            )
-            == 1
-        )
+        names = [
+            name_of(key) + more for more in ("", ":last", ":line", ":claims", ":gone")
+        ]
+        assert len({key_slot(name.encode()) for name in names}) == 1
     assert name_of("%7D") != name_of("}")
 
 
@@ -443,50 +287,30 @@ def test_the_documented_redis_acl_is_sufficient(server, aliases, until):
 
 
 def test_a_late_request_of_a_cancelled_claim_is_ignored(backend):
-    late = claim()
+    """It neither acquires the key, nor joins the queue, nor receives a hold."""
+    late, other = claim(), claim()
     assert not backend.release(late)
     assert backend.acquire(late) is None
-    assert backend.acquire(claim())
-
-
-def test_a_cancelled_claim_cannot_join_the_queue(
-    backend,
-):
-    other, late = claim(), claim()
     assert backend.acquire(other)
-    assert not backend.release(late)
     backend.enqueue(late)
     assert backend.waiting("key") == 0
+    assert backend.exchange(other, late) is None
+    assert other.owner in backend.renew([other])
     assert backend.release(other)
     assert backend.acquire(claim())
 
 
-def test_a_hold_is_not_handed_over_to_a_cancelled_claim(backend):
-    one, successor = claim(), claim()
-    assert backend.acquire(one)
-    assert not backend.release(successor)
-    assert backend.exchange(one, successor) is None
-    assert one.owner in backend.renew([one])
-    assert backend.release(one)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"url": "redis://h:6379?db=1"}, {"url": "redis://h:6379?db=2"}),
-        ({"url": "unix:///r.sock?db=1"}, {"url": "unix:///r.sock?db=2"}),
-        (
-            {"url": "redis://mymaster", "sentinels": ["redis://a:26379"]},
-            {"url": "redis://mymaster", "sentinels": ["redis://b:26379"]},
-        ),
-    ],
-)
-def test_different_redis_servers_have_different_identities(one, other):
+def test_different_redis_servers_have_different_identities():
     """Otherwise a hold in one Redis would count as a hold in the other."""
-    assert (
-        RedisBackend("one", **one).identity != RedisBackend("other", **other).identity
-    )
-    assert RedisBackend("one", **one).identity == RedisBackend("same", **one).identity
+    for options in [
+        ({"url": f"redis://h:6379?db={number}"} for number in "12"),
+        ({"url": f"unix:///r.sock?db={number}"} for number in "12"),
+        ({"url": "redis://m", "sentinels": [f"redis://{name}:1"]} for name in "ab"),
+    ]:
+        one, other = options
+        mine = RedisBackend("one", **one).identity
+        assert mine != RedisBackend("other", **other).identity
+        assert mine == RedisBackend("same", **one).identity
 
 
 def test_a_script_that_redis_has_flushed_is_sent_again(server, backend):
@@ -500,24 +324,21 @@ def test_a_script_that_redis_has_flushed_is_sent_again(server, backend):
     assert backend.release(mine[0])
 
 
-@pytest.mark.parametrize("spoiled", ["a", "b"])
-def test_an_overwritten_key_does_not_block_other_renewals(
-    server, backend, spoiled, caplog
-):
-    claims = [claim(key) for key in "abc"]
-    for each in claims:
-        assert backend.acquire(each)
-    with redis.Redis(port=server.port) as client:
-        client.set(f"{name_of(spoiled)}:last", "something else")
-    renewed = backend.renew(claims)
-    # The key that could not be renewed keeps its previous lease.
-    assert renewed == {
-        each.owner: 0.0 if each.key == spoiled else each.ttl for each in claims
-    }
-    assert f"{spoiled!r} could not be renewed: WRONGTYPE" in caplog.text
-    (refused,) = [each for each in claims if each.key == spoiled]
-    with pytest.raises(LockBackendError, match="WRONGTYPE"):
-        backend.renew([refused])
+def test_an_overwritten_key_does_not_block_other_renewals(server, backend, caplog):
+    for spoiled in (0, 1):
+        claims = [claim(f"{spoiled} {number}") for number in range(3)]
+        for each in claims:
+            assert backend.acquire(each)
+        refused = claims[spoiled]
+        with redis.Redis(port=server.port) as client:
+            client.set(f"{name_of(refused.key)}:last", "something else")
+        # The key that could not be renewed keeps its previous lease.
+        assert backend.renew(claims) == {
+            each.owner: 0.0 if each is refused else each.ttl for each in claims
+        }
+        assert f"{refused.key!r} could not be renewed: WRONGTYPE" in caplog.text
+        with pytest.raises(LockBackendError, match="WRONGTYPE"):
+            backend.renew([refused])
 
 
 @pytest.fixture
@@ -527,55 +348,36 @@ def proxied(server):
     proxy.close()
 
 
-def test_a_grant_is_not_doubled_when_its_reply_is_lost(proxied, backend):
+def test_a_request_whose_reply_is_lost_has_its_effect_once(proxied, backend):
+    """It is sent again, and its reply is that of the first time."""
     proxy, mine = proxied
-    mine.release(claim())
-    proxy.swallow(scripts.ACQUIRE.sha.encode())
-    with redis.Redis(port=proxy._target) as client:
-        client.script_load(scripts.ACQUIRE.text)
-    one = claim()
-    grant = mine.acquire(one)
-    assert proxy.swallowed.wait(10)
-    assert grant.token == backend.holder("key").token
-    assert backend.acquire(claim()) is None
-    assert mine.release(one)
-    assert backend.acquire(claim())
+    client = redis.Redis(port=proxy._target)
 
+    @contextlib.contextmanager
+    def lost(script):
+        mine.waiting("key")
+        client.script_load(script.text)
+        proxy.swallow(script.sha.encode())
+        yield
+        assert proxy.swallowed.wait(10)
 
-def test_a_release_whose_reply_is_lost_is_a_release(proxied, backend):
-    proxy, mine = proxied
     one, waits = claim(), claim()
-    mine.acquire(one)
-    backend.enqueue(waits)
-    with redis.Redis(port=proxy._target) as client:
-        client.script_load(scripts.RELEASE.text)
-    proxy.swallow(scripts.RELEASE.sha.encode())
-    assert mine.release(one)
-    assert proxy.swallowed.wait(10)
-    assert backend.poll([waits])[waits.owner].grant
-
-
-def test_a_clear_whose_reply_is_lost_is_reported_as_done(proxied, backend):
-    proxy, mine = proxied
-    token = backend.acquire(claim()).token
-    with redis.Redis(port=proxy._target) as client:
-        client.script_load(scripts.RELEASE.text)
-    proxy.swallow(scripts.RELEASE.sha.encode())
-    assert mine.clear("key", token)
-    assert proxy.swallowed.wait(10)
-    assert backend.holder("key") is None
-
-
-def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(proxied, backend):
-    proxy, mine = proxied
-    backend.acquire(claim())
-    mine.waiting("key")
-    with redis.Redis(port=proxy._target) as client:
-        client.script_load(scripts.QUEUE.text)
-    proxy.swallow(scripts.QUEUE.sha.encode())
-    assert mine.enqueue(claim()).position
-    assert proxy.swallowed.wait(10)
-    assert backend.waiting("key") == 1
+    with client:
+        with lost(scripts.ACQUIRE):
+            grant = mine.acquire(one)
+        assert grant.token == backend.holder("key").token
+        assert backend.acquire(claim()) is None
+        with lost(scripts.QUEUE):
+            assert mine.enqueue(waits).position
+        assert backend.waiting("key") == 1
+        with lost(scripts.RELEASE):
+            assert mine.release(one)
+        grant = backend.poll([waits])[waits.owner].grant
+        assert grant
+        with lost(scripts.RELEASE):
+            assert mine.clear("key", grant.token)
+        assert backend.holder("key") is None
+        assert backend.acquire(claim())
 
 
 def test_a_discarded_backend_closes_its_connections(server, settings, aliases):
@@ -628,6 +430,8 @@ def test_a_crashed_redis_raises_an_error(start, aliases):
         db_lock("other", using="redis").acquire()
     with pytest.raises(LockBackendError):
         hold.release()
+    with pytest.raises(CommandError, match="a request to Redis at .* failed"):
+        run("list_locks")
 
 
 def test_a_persistent_redis_keeps_its_locks_after_a_crash(
@@ -736,68 +540,53 @@ backends["redis"]
     assert "pip install 'dlocks[redis]'" in last
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": f"http://:{SECRET}@host"}, "url is not a URL of Redis"),
-        ({"url": f"redis://:{SECRET}/rest@host:1/0"}, "percent-encoded"),
-        ({"url": f"redis://:{SECRET}@host:1/shop"}, "url is not a URL of Redis"),
-        ({"url": f"redis://:{SECRET}@host:99999"}, "url is not a URL of Redis"),
-        ({"url": 6379}, "url must be a string"),
-        ({"sentinels": f"redis://:{SECRET}@host"}, "sentinels must be a list"),
-        ({"sentinels": [f"{SECRET}@host"]}, "sentinels is not a URL"),
-        ({"cluster": 1}, "cluster must be True or False"),
-        ({"cluster": True, "url": f"redis://:{SECRET}@host/3"}, "only database 0"),
-        (
-            {"cluster": True, "sentinels": [f"redis://:{SECRET}@host"]},
-            "cannot be combined",
-        ),
-        ({"socket_timeout": 0}, "socket_timeout must be above 0"),
-        ({"secret": SECRET}, "unknown option 'secret'"),
-    ],
-)
-def test_wrong_redis_settings_name_the_alias_and_no_secret(options, message, settings):
-    from django.core.checks import run_checks
-
-    settings.DLOCKS = {"redis": {"BACKEND": BACKEND, "OPTIONS": options}}
-    with pytest.raises(ImproperlyConfigured, match=message) as raised:
-        backends["redis"]
-    told = "".join(traceback.format_exception(raised.value))
-    assert "DLOCKS['redis']" in told
-    assert SECRET not in told
-    (check,) = [one for one in run_checks(tags=["dlocks"]) if one.id == "dlocks.E002"]
-    assert "redis" in check.msg
-    assert SECRET not in f"{check}{check.msg}{check.hint}"
+WRONG = [
+    ({"url": f"http://:{SECRET}@host"}, "url is not a URL of Redis"),
+    ({"url": f"redis://:{SECRET}/rest@host:1/0"}, "percent-encoded"),
+    ({"url": f"redis://:{SECRET}@host:1/shop"}, "url is not a URL of Redis"),
+    ({"url": f"redis://:{SECRET}@host:99999"}, "url is not a URL of Redis"),
+    ({"url": 6379}, "url must be a string"),
+    ({"sentinels": f"redis://:{SECRET}@host"}, "sentinels must be a list"),
+    ({"sentinels": [f"{SECRET}@host"]}, "sentinels is not a URL"),
+    ({"cluster": 1}, "cluster must be True or False"),
+    ({"cluster": True, "url": f"redis://:{SECRET}@host/3"}, "only database 0"),
+    (
+        {"cluster": True, "sentinels": [f"redis://:{SECRET}@host"]},
+        "cannot be combined",
+    ),
+    ({"socket_timeout": 0}, "socket_timeout must be above 0"),
+    ({"secret": SECRET}, "unknown option 'secret'"),
+]
 
 
-@pytest.mark.parametrize("secret", [SECRET, ""])
-def test_wrong_redis_credentials_name_the_alias_and_no_secret(
-    secret, start, aliases, caplog
-):
-    server = start(Redis(requirepass="something else"))
-    aliases(redis=alias(server.port, secret))
-    with (
-        caplog.at_level(logging.DEBUG),
-        pytest.raises(LockBackendError, match=r"DLOCKS\['redis'\].*failed") as raised,
-    ):
-        db_lock("key", using="redis").acquire()
-    told = "".join(traceback.format_exception(raised.value)) + caplog.text
-    assert SECRET not in told
-    assert "something else" not in told
+def test_wrong_redis_settings_name_the_alias_and_no_secret(settings):
+    for options, message in WRONG:
+        settings.DLOCKS = {"redis": {"BACKEND": BACKEND, "OPTIONS": options}}
+        with pytest.raises(ImproperlyConfigured, match=message) as raised:
+            backends["redis"]
+        told = "".join(traceback.format_exception(raised.value))
+        assert "DLOCKS['redis']" in told
+        (check,) = [one for one in check_settings() if one.id == "dlocks.E002"]
+        assert "redis" in check.msg
+        assert SECRET not in f"{told}{check}{check.msg}{check.hint}", options
 
 
-def test_the_redis_password_is_never_shown(start, aliases, caplog):
-    server = start(Redis(requirepass=SECRET))
-    aliases(redis=alias(server.port, SECRET))
+def test_redis_passwords_are_never_shown(start, aliases, caplog):
+    """Neither a right one, nor a wrong one, nor that of the server."""
+    server, told = start(Redis(requirepass=SECRET)), []
     with caplog.at_level(logging.DEBUG):
+        for wrong in ("wrong", ""):
+            aliases(redis=alias(server.port, wrong and f"{wrong}-{SECRET}"))
+            with pytest.raises(
+                LockBackendError, match=r"DLOCKS\['redis'\].*failed"
+            ) as raised:
+                db_lock("key", using="redis").acquire()
+            told += traceback.format_exception(raised.value)
+        aliases(redis=alias(server.port, SECRET))
         with db_lock("key", using="redis") as hold:
-            told = [
-                repr(hold),
-                repr(backends["redis"]),
-                backends["redis"].identity,
-                repr(vars(backends["redis"])),
-            ]
-            told += [repr(backends["redis"]._connected().get_connection_kwargs())]
+            backend = backends["redis"]
+            told += [repr(hold), repr(backend), backend.identity, repr(vars(backend))]
+            told += [repr(backend._connected().get_connection_kwargs())]
             told += [str(db_lock("key", using="redis").holder())]
             server.crash()
             with pytest.raises(LockBackendError) as raised:

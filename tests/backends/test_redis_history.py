@@ -10,8 +10,6 @@ import time
 import pytest
 import redis
 
-from tests.internals import Claim, RedisBackend
-
 
 @pytest.fixture
 def client(redis_server):
@@ -79,45 +77,3 @@ def test_a_token_drawn_after_the_grant_favours_a_late_holder(client):
     # A wakes up between the two commands.
     of_a = client.incr("token")
     assert of_a > of_b
-
-
-def test_scripts_in_redis_avoid_these_failures(client, redis_server):
-    backend = RedisBackend(
-        "redis", url=f"redis://127.0.0.1:{redis_server.port}", grace=0.0
-    )
-    late, holder = Claim(key="lock", ttl=1.0), Claim(key="lock", ttl=30.0)
-    first = backend.acquire(late)
-    assert 0 < client.pttl("dlocks:{lock}") <= 1000
-    gone(client, "dlocks:{lock}")
-    second = backend.acquire(holder)
-    assert second.token > first.token
-    assert not backend.release(late)
-    assert not backend.renew([late])
-    assert client.get("dlocks:{lock}") == holder.owner
-    assert backend.acquire(Claim(key="lock", ttl=30.0)) is None
-
-
-def test_a_pause_after_the_last_check_needs_fencing(client, redis_server):
-    """A holder that pauses after its last check writes too late.
-
-    Only a store that compares tokens detects this.
-    """
-    backend = RedisBackend(
-        "redis", url=f"redis://127.0.0.1:{redis_server.port}", grace=0.0
-    )
-    late, holder = Claim(key="lock", ttl=0.05), Claim(key="lock", ttl=30.0)
-    unfenced, fenced = {}, {}
-
-    def write(store, token, value, *, compare):
-        if not compare or token >= store.get("token", 0):
-            store.update(token=token, value=value)
-
-    first = backend.acquire(late)
-    # The pause happens here.
-    gone(client, "dlocks:{lock}")
-    second = backend.acquire(holder)
-    for store, compare in ((unfenced, False), (fenced, True)):
-        write(store, second.token, "new", compare=compare)
-        write(store, first.token, "old", compare=compare)
-    assert unfenced["value"] == "old"
-    assert fenced["value"] == "new"

@@ -52,18 +52,20 @@ def cluster():
                 )
                 for other, bus in zip(nodes, buses, strict=True):
                     client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
-        for node in nodes:
-            with redis.Redis(port=node.port, decode_responses=True) as client:
-                eventually(lambda client=client: _is_whole(client.cluster("info")))
+        wait_until_whole(nodes)
         yield nodes
 
 
-def _is_whole(info):
-    return (
-        info["cluster_state"],
-        info["cluster_slots_ok"],
-        info["cluster_known_nodes"],
-    ) == ("ok", "16384", "3")
+def wait_until_whole(nodes):
+    parts = ("cluster_state", "cluster_slots_ok", "cluster_known_nodes")
+    for node in nodes:
+        with redis.Redis(port=node.port, decode_responses=True) as client:
+            eventually(
+                lambda client=client: (
+                    [client.cluster("info")[part] for part in parts]
+                    == ["ok", "16384", "3"]
+                )
+            )
 
 
 @pytest.fixture
@@ -76,67 +78,80 @@ def empty(request, cluster):
     return cluster
 
 
+def cluster_of(nodes, **options):
+    url = f"redis://127.0.0.1:{nodes[0].port}"
+    return {"url": url, "cluster": True, **options}
+
+
+@pytest.fixture
+def backend(empty):
+    return RedisBackend("cluster", **cluster_of(empty))
+
+
+def claims_of(backend, number):
+    claims = [Claim(key=f"key {one}", ttl=30.0, holder="me") for one in range(number)]
+    for claim in claims:
+        assert backend.acquire(claim)
+    return claims
+
+
+@contextlib.contextmanager
+def silent(nodes, *stopped):
+    """Stop nodes of the cluster, and wait at the end until all work together again."""
+    for node in stopped:
+        node.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for node in stopped:
+            node.process.send_signal(signal.SIGCONT)
+    wait_until_whole(nodes)
+
+
 @pytest.mark.usefixtures("empty")
 class TestCluster(BackendContract, SimpleTestCase):
     def make_backend(self, **options):
-        return RedisBackend(
-            "cluster",
-            url=f"redis://127.0.0.1:{self.nodes[0].port}",
-            cluster=True,
-            **options,
-        )
+        return RedisBackend("cluster", **cluster_of(self.nodes, **options))
 
 
 def test_a_cluster_spreads_keys_and_queues_over_its_nodes(empty, aliases, until):
-    url = f"redis://127.0.0.1:{empty[0].port}"
-    process = aliases(
-        cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}}
-    )
+    process = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": cluster_of(empty)})
     holder, waiter = process(), process()
-    for number in range(6):
-        holder.start(jobs.hold, f"key {number}", using="cluster")
+    for key in (f"key {number}" for number in range(6)):
+        holder.start(jobs.hold, key, using="cluster")
         token = holder.hear()
-        waiter.start(jobs.wait_quietly, f"key {number}", using="cluster", timeout=30)
-        until(lambda number=number: backends["cluster"].waiting(f"key {number}") == 1)
+        waiter.start(jobs.wait_quietly, key, using="cluster", timeout=30)
+        until(lambda key=key: backends["cluster"].waiting(key) == 1)
         holder.tell()
         assert waiter.hear()[1] > token
         assert holder.hear() == "released"
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in empty]
-        assert all(client.dbsize() for client in clients)
+    for node in empty:
+        with redis.Redis(port=node.port) as client:
+            assert client.dbsize()
 
 
-def test_the_locks_of_all_nodes_of_a_cluster_are_listed(empty):
+def test_the_locks_of_all_nodes_of_a_cluster_are_listed(backend):
     """They can also be cleared."""
-    url = f"redis://127.0.0.1:{empty[0].port}"
-    backend = RedisBackend("cluster", url=url, cluster=True)
-    claims = [Claim(key=f"key {number}", ttl=30.0) for number in range(20)]
-    tokens = [backend.acquire(claim).token for claim in claims]
+    claims = claims_of(backend, 20)
     assert sorted(backend.keys()) == sorted(claim.key for claim in claims)
-    for claim, token in zip(claims, tokens, strict=True):
-        assert backend.clear(claim.key, token)
+    for claim in claims:
+        assert backend.clear(claim.key, backend.holder(claim.key).token)
     assert backend.keys() == []
     assert backend.renew(claims) == {}
 
 
 def test_a_silent_cluster_node_fails_only_its_own_keys(empty, aliases):
-    url = f"redis://127.0.0.1:{empty[0].port}"
-    aliases(
-        cluster={
-            "BACKEND": BACKEND,
-            "OPTIONS": {"url": url, "cluster": True, "socket_timeout": 0.3},
-        }
-    )
+    options = cluster_of(empty, socket_timeout=0.3)
+    aliases(cluster={"BACKEND": BACKEND, "OPTIONS": options})
     tried = [
         db_lock(f"key {number}", using="cluster", timeout=0, ttl=1.0)
-        for number in range(12)
+        for number in range(6)
     ]
     for lock in tried:
         lock.acquire().release()
-    empty[2].process.send_signal(signal.SIGSTOP)
-    try:
+    with silent(empty, empty[2]):
         granted, failed = 0, 0
-        for lock in tried[:6]:
+        for lock in tried:
             began = time.monotonic()
             try:
                 lock.acquire().release()
@@ -146,29 +161,14 @@ def test_a_silent_cluster_node_fails_only_its_own_keys(empty, aliases):
             in_time(time.monotonic() - began, 10.0)
         assert granted
         assert failed
-    finally:
-        empty[2].process.send_signal(signal.SIGCONT)
     eventually(lambda: not any(lock.locked() for lock in tried))
-    with redis.Redis(port=empty[0].port, decode_responses=True) as client:
-        eventually(lambda: _is_whole(client.cluster("info")))
 
 
-def test_a_silent_cluster_node_does_not_block_other_renewals(
-    empty,
-):
-    options = {
-        "url": f"redis://127.0.0.1:{empty[0].port}",
-        "cluster": True,
-        "socket_timeout": 0.3,
-    }
-    backend = RedisBackend("cluster", **options)
-    claims = [
-        Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)
-    ]
-    for claim in claims:
-        assert backend.acquire(claim)
-    empty[2].process.send_signal(signal.SIGSTOP)
-    try:
+def test_a_silent_cluster_node_does_not_block_other_renewals(empty):
+    """A silent cluster fails in bounded time."""
+    backend = RedisBackend("cluster", **cluster_of(empty, socket_timeout=0.3))
+    claims = claims_of(backend, 12)
+    with silent(empty, empty[2]):
         began = time.monotonic()
         left = backend.renew(claims)
         in_time(time.monotonic() - began, 10.0)
@@ -176,48 +176,17 @@ def test_a_silent_cluster_node_does_not_block_other_renewals(
             "none of them is known to be lost"
         )
         assert set(left.values()) == {0.0, 30.0}
-    finally:
-        empty[2].process.send_signal(signal.SIGCONT)
-    with redis.Redis(port=empty[0].port, decode_responses=True) as client:
-        eventually(lambda: _is_whole(client.cluster("info")))
     eventually(lambda: set(backend.renew(claims).values()) == {30.0})
-    for claim in claims:
-        assert backend.release(claim)
-
-
-def test_a_silent_cluster_fails_in_bounded_time(
-    empty,
-):
-    options = {
-        "url": f"redis://127.0.0.1:{empty[0].port}",
-        "cluster": True,
-        "socket_timeout": 0.3,
-    }
-    backend = RedisBackend("cluster", **options)
-    claims = [
-        Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(40)
-    ]
-    assert backend.renew(claims) == {}
-    for node in empty:
-        node.process.send_signal(signal.SIGSTOP)
-    try:
+    with silent(empty, *empty):
         began = time.monotonic()
         with pytest.raises(LockBackendError):
             backend.renew(claims)
         in_time(time.monotonic() - began, 20.0)
-    finally:
-        for node in empty:
-            node.process.send_signal(signal.SIGCONT)
-    for node in empty:
-        with redis.Redis(port=node.port, decode_responses=True) as client:
-            eventually(lambda client=client: _is_whole(client.cluster("info")))
+    eventually(lambda: all(backend.release(claim) for claim in claims))
 
 
-def test_a_cluster_release_whose_reply_is_lost_is_a_release(empty, monkeypatch):
+def test_a_cluster_release_whose_reply_is_lost_is_a_release(backend, monkeypatch):
     """The request is sent again, and no other caller has acquired the key."""
-    backend = RedisBackend(
-        "cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True
-    )
     claim = Claim(key="key", ttl=30.0, holder="holder")
     # The script is loaded, so the next reply is that to the release.
     assert backend.acquire(claim)
@@ -238,17 +207,8 @@ def test_a_cluster_release_whose_reply_is_lost_is_a_release(empty, monkeypatch):
     assert backend.holder("key") is None
 
 
-def test_a_migrating_slot_does_not_delay_other_renewals(
-    empty,
-):
-    backend = RedisBackend(
-        "cluster", url=f"redis://127.0.0.1:{empty[0].port}", cluster=True
-    )
-    claims = [
-        Claim(key=f"key {number}", ttl=30.0, holder="somebody") for number in range(12)
-    ]
-    for claim in claims:
-        assert backend.acquire(claim)
+def test_a_migrating_slot_does_not_delay_other_renewals(backend, empty):
+    claims = claims_of(backend, 12)
     moving, *others = claims
     slot = key_slot(name_of(moving.key).encode())
     with contextlib.ExitStack() as stack:
@@ -280,12 +240,8 @@ def test_a_migrating_slot_does_not_delay_other_renewals(
         assert backend.release(claim)
 
 
-@pytest.mark.timeout(60)
 def test_a_forked_child_can_use_a_busy_cluster_client(empty, aliases):
-    url = f"redis://127.0.0.1:{empty[0].port}"
-    parent = aliases(
-        cluster={"BACKEND": BACKEND, "OPTIONS": {"url": url, "cluster": True}}
-    )()
+    parent = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": cluster_of(empty)})()
     token, granted = parent.call(
         cluster_jobs.fork_in_the_middle_of_a_question, "key", using="cluster"
     )
@@ -308,15 +264,9 @@ def watched(start):
 
 def test_locks_survive_a_sentinel_failover(watched, aliases, in_other_thread):
     master, _, sentinel = watched
-    aliases(
-        redis={
-            "BACKEND": BACKEND,
-            "OPTIONS": {
-                "url": "redis://dlocks/0",
-                "sentinels": [f"redis://127.0.0.1:{sentinel.port}"],
-            },
-        }
-    )
+    sentinels = [f"redis://127.0.0.1:{sentinel.port}"]
+    options = {"url": "redis://dlocks/0", "sentinels": sentinels}
+    aliases(redis={"BACKEND": BACKEND, "OPTIONS": options})
     lock = db_lock("key", using="redis", ttl=60)
     hold = lock.acquire()
     with redis.Redis(port=master.port) as client:
@@ -352,9 +302,7 @@ def test_a_failover_loses_a_grant_that_was_not_replicated(watched):
     assert one.owner not in backend.renew([one])
 
 
-def test_an_unknown_sentinel_master_names_the_alias(
-    watched,
-):
+def test_an_unknown_sentinel_master_names_the_alias(watched):
     *_, sentinel = watched
     backend = RedisBackend(
         "redis",
