@@ -26,7 +26,7 @@ from tests.timing import eventually
 from tests.volume import volume
 
 # Seconds of faults.
-SECONDS = volume(8)
+SECONDS = volume(5)
 TTL = 1.0
 
 
@@ -80,18 +80,14 @@ def through(node):
 class Crowd:
     """Processes that hold one key for short times, repeatedly, and log it."""
 
-    def __init__(self, process, path, using):
+    def __init__(self, process, path, using, **policy):
         self.path = path
         path.touch()
         self.workers = [process() for _ in range(4)]
+        policy = {"ttl": TTL, "timeout": TTL, **policy}
         for worker in self.workers:
             worker.start(
-                jobs.hold_again_and_again,
-                str(path),
-                "key",
-                using=using,
-                ttl=TTL,
-                timeout=TTL,
+                jobs.hold_again_and_again, str(path), "key", using=using, **policy
             )
 
     def end(self):

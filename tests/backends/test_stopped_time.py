@@ -12,56 +12,52 @@ from tests.runtime.test_stopped_time import freeze, lasting
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(params=["redis", "zookeeper", "quorum"])
-def using(request, redis_server, zookeeper_server, settings):
-    redis = {
-        "BACKEND": "dlocks.backends.redis.RedisBackend",
-        "OPTIONS": {
+@pytest.fixture
+def using(redis_server, zookeeper_server, settings):
+    """The aliases of the other servers."""
+    memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
+    kinds = {
+        "redis.Redis": {
             "url": f"redis://127.0.0.1:{redis_server.port}",
             "prefix": "stopped:",
         },
-    }
-    settings.DLOCKS = {
-        **settings.DLOCKS,
-        "redis": redis,
-        "zookeeper": {
-            "BACKEND": "dlocks.backends.zookeeper.ZooKeeperBackend",
-            "OPTIONS": {
-                "hosts": f"127.0.0.1:{zookeeper_server.port}",
-                "root": "/stopped",
-            },
+        "zookeeper.ZooKeeper": {
+            "hosts": f"127.0.0.1:{zookeeper_server.port}",
+            "root": "/stopped",
         },
-        "quorum": {
-            "BACKEND": "dlocks.backends.quorum.QuorumBackend",
-            "OPTIONS": {"of": ["redis", "other", "third"]},
-        },
-        "other": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
-        "third": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
+        "quorum.Quorum": {"of": ["redis", "other", "third"]},
     }
-    return request.param
+    aliases = {
+        kind.partition(".")[0]: {
+            "BACKEND": f"dlocks.backends.{kind}Backend",
+            "OPTIONS": options,
+        }
+        for kind, options in kinds.items()
+    }
+    settings.DLOCKS = {**settings.DLOCKS, **aliases, "other": memory, "third": memory}
+    return list(aliases)
 
 
-def test_a_busy_key_times_out(using, threads):
-    """``timeout`` is real time."""
+def test_a_busy_key_times_out_and_a_hold_is_renewed(using, threads):
+    """``timeout`` is real time, and renewing works while the clock is stopped."""
+    for alias in using:
+        waiting = db_lock("stock:7", using=alias, timeout=0.3)
 
-    def wait():
-        with pytest.raises(LockTimeout):
-            db_lock("stock:7", using=using, timeout=0.3).acquire()
+        def wait(waiting=waiting):
+            with pytest.raises(LockTimeout):
+                waiting.acquire()
 
-    with db_lock("stock:7", using=using), freeze(), lasting(0.3):
-        threads(wait).join()
+        with freeze(), db_lock("stock:7", using=alias, ttl=6.0) as hold:
+            with lasting(0.3):
+                threads(wait).join()
+            hold.renew()
+            hold.check()
 
 
 async def test_a_busy_key_times_out_in_a_coroutine(using):
     """``timeout`` is real time, although freezegun stops the event loop's clock."""
-    hold = await asyncio.create_task(db_lock("stock:7", using=using).aacquire())
-    with freeze(), lasting(0.3), pytest.raises(LockTimeout):
-        await db_lock("stock:7", using=using, timeout=0.3).aacquire()
-    await hold.arelease()
-
-
-def test_a_hold_is_renewed_while_time_stands_still(using):
-    """Connecting and renewing work as usual while the clock is stopped."""
-    with freeze(), db_lock("stock:7", using=using, ttl=6.0) as hold:
-        hold.renew()
-        hold.check()
+    for alias in using:
+        hold = await asyncio.create_task(db_lock("stock:7", using=alias).aacquire())
+        with freeze(), lasting(0.3), pytest.raises(LockTimeout):
+            await db_lock("stock:7", using=alias, timeout=0.3).aacquire()
+        await hold.arelease()

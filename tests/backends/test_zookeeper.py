@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from dlocks import (
 from dlocks.testing import BackendContract
 from tests import jobs, pages
 from tests.backends import zookeeper_jobs
+from tests.backends.test_nemesis import Crowd, holds, overlaps
 from tests.internals import (
     Backend,
     Claim,
@@ -60,6 +61,7 @@ from tests.internals import (
 from tests.proxy import Proxy
 from tests.servers import BRISK, ZooKeeper, ZooKeeperMember, asked, free_port
 from tests.timing import in_time
+from tests.volume import volume
 
 BACKEND = "dlocks.backends.zookeeper.ZooKeeperBackend"
 # The number of this request in ZooKeeper's protocol.
@@ -174,14 +176,7 @@ def is_in_queue(backend):
 
 
 def watches(server):
-    text = asked(server.port, b"mntr").decode()
-    return int(
-        next(
-            line.split()[1]
-            for line in text.splitlines()
-            if line.startswith("zk_watch_count")
-        )
-    )
+    return int(re.search(rb"zk_watch_count\s+(\d+)", asked(server.port, b"mntr"))[1])
 
 
 @pytest.mark.usefixtures("server")
@@ -200,28 +195,9 @@ class TestZooKeeper(BackendContract, SimpleTestCase):
 # Processes.
 
 
-def counter(directory, text="0 0"):
-    path = directory / "counter"
-    path.write_text(text)
-    return path
-
-
-def test_processes_lose_no_updates_of_an_unguarded_counter(process, tmp_path):
-    path, crowd = counter(tmp_path), [process() for _ in range(4)]
-    for one in crowd:
-        one.start(
-            jobs.count,
-            str(path),
-            "count",
-            times=100,
-            scope="lease",
-            using="zookeeper",
-            timeout=None,
-        )
-    tokens = [one.hear() for one in crowd]
-    assert all(mine == sorted(mine) for mine in tokens)
-    assert path.read_text().split()[0] == "400"
-    assert len({token for mine in tokens for token in mine}) == 400
+def test_processes_lose_no_updates_of_an_unguarded_counter(process, count_together):
+    crowd = [process() for _ in range(4)]
+    count_together(crowd, volume(30), using="zookeeper", timeout=None)
 
 
 def test_threads_with_different_timeouts_lose_no_updates(process, tmp_path):
@@ -230,7 +206,9 @@ def test_threads_with_different_timeouts_lose_no_updates(process, tmp_path):
         Path(path).write_text("0")
     crowd = [process() for _ in range(2)]
     for one in crowd:
-        one.start(jobs.count_by_threads, paths, threads=5, times=30, using="zookeeper")
+        one.start(
+            jobs.count_by_threads, paths, threads=5, times=volume(10), using="zookeeper"
+        )
     done = [one.hear() for one in crowd]
     assert [int(Path(path).read_text()) for path in paths] == [
         sum(column) for column in zip(*done, strict=True)
@@ -238,36 +216,24 @@ def test_threads_with_different_timeouts_lose_no_updates(process, tmp_path):
 
 
 def test_readers_never_see_a_partial_write(process, tmp_path):
-    path, crowd = counter(tmp_path, "0"), [process() for _ in range(4)]
+    path, crowd, times = tmp_path / "rw", [process() for _ in range(4)], volume(20)
+    path.write_text("0")
     for number, one in enumerate(crowd):
         one.start(
             zookeeper_jobs.read_or_write,
             str(path),
             "rw",
-            times=60,
+            times=times,
             write=number % 2 == 0,
             using="zookeeper",
         )
     for one in crowd:
         one.hear()
-    assert path.read_text() == "240"
-
-
-def test_waiters_in_processes_are_served_in_order(process, server, until):
-    before = watches(server)
-    holder, *waiting = [process() for _ in range(4)]
-    holder.start(jobs.hold, "line", using="zookeeper")
-    holder.hear()
-    for number, one in enumerate(waiting):
-        one.start(jobs.wait_quietly, "line", using="zookeeper", timeout=30)
-        until(lambda number=number: watches(server) == before + number + 1)
-    holder.tell()
-    granted = [one.hear() for one in waiting]
-    assert granted == sorted(granted)
+    assert path.read_text() == f"{4 * times}"
 
 
 def test_a_release_wakes_only_the_next_waiter(process, server, person, root, until):
-    """A release wakes only the next waiter.
+    """Waiters are served in order, and a release wakes only the next one.
 
     Each waiter watches one node, whose removal concerns only that waiter.
     """
@@ -339,21 +305,15 @@ def test_a_process_releases_its_holds_when_it_exits(server, person, root):
         "print(hold.held)"
     )
     options = {"hosts": at(server.port), "root": root, "session_timeout": 60.0}
+    aliases = {"zookeeper": {"BACKEND": BACKEND, "OPTIONS": options}}
     environment = {
-        **os.environ,
         "DJANGO_SETTINGS_MODULE": "tests.settings",
-        "DLOCKS_TEST_ALIASES": json.dumps(
-            {"zookeeper": {"BACKEND": BACKEND, "OPTIONS": options}}
-        ),
+        "DLOCKS_TEST_ALIASES": json.dumps(aliases),
     }
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+        [sys.executable, "-c", program], env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
     assert (done.stdout, done.stderr) == ("True\n", "")
     assert nodes(person, root) == []
 
@@ -389,120 +349,86 @@ def test_a_hold_survives_a_lost_connection(server, configured):
         with lock() as hold:
             token = hold.token
             for _ in range(3):
-                proxy.cut_all()
+                proxy.disconnect()
                 hold.check()
             assert hold.token == token
 
 
-def test_repeatedly_cut_connections_lose_no_updates(server, configured, tmp_path):
+def test_repeatedly_cut_connections_lose_no_updates(server, configured, count_together):
     with proxied(server) as proxy:
         process = configured(proxy.port, connect_timeout=20.0)
-        path, crowd = counter(tmp_path), [process() for _ in range(3)]
-        for one in crowd:
-            one.start(
-                jobs.count,
-                str(path),
-                "count",
-                times=60,
-                scope="lease",
-                using="zookeeper",
-                timeout=None,
-            )
-        while not all(one.pipe.poll(0.15) for one in crowd):
-            proxy.cut_all()
-        tokens = [token for one in crowd for token in one.hear()]
-    assert path.read_text().split()[0] == "180"
-    assert len(set(tokens)) == 180
+        crowd = [process() for _ in range(3)]
+        policy = {"using": "zookeeper", "timeout": None}
+        count_together(crowd, volume(30), proxy.disconnect, **policy)
 
 
-def test_a_waiter_queues_again_when_its_session_ends(
-    server, backend, person, root, until, in_other_thread
-):
-    with client_of(server.port) as other:
-        other.ensure_path(f"{root}/key")
-        first = other.create(
-            f"{root}/key/{'0' * 32}.alone..", sequence=True, ephemeral=True
-        )
-        found = []
-
-        def work():
-            with lock(timeout=30) as hold:
-                found.append(hold.held)
-
-        waiter = threading.Thread(target=work)
-        waiter.start()
-        try:
-            until(lambda: is_in_queue(backend))
-            (mine,) = set(nodes(person, root)) - {first.rpartition("/")[2]}
-            end_session(backend, server)
-            until(lambda: is_in_queue(backend) and mine not in nodes(person, root))
-        finally:
-            other.delete(first)
-            waiter.join(30)
-    assert found == [True]
-    assert nodes(person, root) == []
-
-
-async def test_tasks_wait_in_order_without_a_thread_each(backend):
-    order = []
+async def test_hundreds_of_tasks_wait_in_order_without_a_thread_each(backend):
+    """The first tasks queue one after the other, and the others together."""
+    order, tasks = [], []
     before = threading.active_count()
 
     async def take(number):
-        async with lock() as hold:
+        async with lock(timeout=50) as hold:
             order.append((number, hold.token))
-            await asyncio.sleep(0.001)
+
+    async def begin(number):
+        tasks.extend(asyncio.create_task(take(len(tasks) + i)) for i in range(number))
+        while await asyncio.to_thread(backend.waiting, "key") < len(tasks):
+            await asyncio.sleep(0.02)
 
     async with lock():
-        tasks = []
-        for number in range(20):
-            tasks.append(asyncio.create_task(take(number)))
-            while await asyncio.to_thread(backend.waiting, "key") <= number:
-                await asyncio.sleep(0.005)
+        for _ in range(20):
+            await begin(1)
+        await begin(180)
         threads = threading.active_count()
     await asyncio.gather(*tasks)
-    assert order == sorted(order)
-    assert [number for number, _ in order] == list(range(20))
+    assert order[:20] == sorted(order[:20])
+    assert {number for number, _ in order[:20]} == set(range(20))
+    assert len({number for number, _ in order}) == 200
+    tokens = [token for _, token in order]
+    assert tokens == sorted(set(tokens))
     assert threads - before < 15
 
 
-async def test_hundreds_of_tasks_wait_for_one_key(backend):
-    done = []
-
-    async def take(number):
-        async with lock(timeout=50):
-            done.append(number)
-
-    async with lock():
-        tasks = [asyncio.create_task(take(number)) for number in range(300)]
-        while await asyncio.to_thread(backend.waiting, "key") < 300:
-            await asyncio.sleep(0.01)
-    await asyncio.gather(*tasks)
-    assert len(set(done)) == 300
-
-
-async def test_a_waiting_task_queues_again_when_its_session_ends(
-    server, backend, person, root, until
+async def test_waiters_queue_again_when_their_session_ends(
+    server, backend, person, root
 ):
+    """One of them is a thread, and the other one is a task."""
     path = f"{root}/key"
     person.ensure_path(path)
     first = person.create(f"{path}/{'0' * 32}.alone..", sequence=True, ephemeral=True)
+
+    def work():
+        with lock(timeout=30) as hold:
+            return hold.held
+
+    async def until_queued(*, without):
+        while not (
+            len(found := set(nodes(person, root)) - without) == 2
+            and sum(bool(one.watched) for one in list(backend._entries.values())) == 2
+        ):
+            await asyncio.sleep(0.01)
+        return found
+
+    thread = asyncio.create_task(asyncio.to_thread(work))
     task = asyncio.create_task(lock().aacquire())
-    while not is_in_queue(backend):
-        await asyncio.sleep(0.01)
+    foreign = {first.rpartition("/")[2]}
+    ended = await until_queued(without=foreign)
     await asyncio.to_thread(end_session, backend, server)
+    await until_queued(without=foreign | ended)
     await asyncio.to_thread(person.delete, first)
     hold = await task
     assert hold.held
     await hold.arelease()
+    assert await thread
     assert nodes(person, root) == []
 
 
-def test_a_hold_ends_before_its_session_on_the_servers(start, configured, until):
+def test_a_hold_ends_before_its_session_on_the_servers(server, configured, until):
     """The hold ends before its session, although its ttl is longer.
 
     The servers cannot be reached any more.
     """
-    server = start(ZooKeeper(**BRISK))
     configured(server.port, session_timeout=3.0, connect_timeout=20.0)
     hold = lock(ttl=60).acquire()
     backends["zookeeper"].ensemble.timeout = 0.5
@@ -539,46 +465,19 @@ def test_an_unrenewed_hold_lasts_for_its_ttl(server, configured):
         hold.release()
 
 
-def test_the_maximum_session_timeout_of_the_server_applies(start, configured):
-    server = start(ZooKeeper(**{**BRISK, "maxSessionTimeout": 1500}))
-    configured(server.port, session_timeout=60.0)
-    with lock(ttl=60) as hold:
-        assert backends["zookeeper"].ensemble.session_timeout == 1.5
-        assert hold.remaining <= 1.0
+def test_the_maximum_session_timeout_of_the_server_applies(server, configured):
+    configured(server.port, session_timeout=90.0)
+    with lock(ttl=90) as hold:
+        longest = BRISK["maxSessionTimeout"] / 1000
+        assert backends["zookeeper"].ensemble.session_timeout == longest
+        assert hold.remaining <= longest * 2 / 3
 
 
 # Lost replies and cancelled claims.
 
 
-class EngineSession(Proxy):
-    """A proxy that can cut all connections, while clients can reconnect at once."""
-
-    def __init__(self, port):
-        self.ended = threading.Event()
-        super().__init__(port)
-
-    def _accept(self):
-        super()._accept()
-        self.ended.set()
-
-    def close(self):
-        self._listener.shutdown(socket.SHUT_RDWR)
-        assert self.ended.wait(10)
-        super().close()
-
-    def cut_all(self):
-        for one in self._open:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
 def proxied(server):
-    proxy = EngineSession(server.port)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
+    return closing(Proxy(server.port))
 
 
 def test_a_silent_server_is_skipped_for_another_one(server, configured):
@@ -599,7 +498,7 @@ def test_a_connection_without_a_reply_is_closed_early(server, configured):
         backend = backends["zookeeper"]
         with lock() as hold:
             proxy._target = silent.getsockname()[1]
-            proxy.cut_all()
+            proxy.disconnect()
             with silent.accept()[0]:
                 proxy._target = server.port
                 began = time.monotonic()
@@ -608,62 +507,43 @@ def test_a_connection_without_a_reply_is_closed_early(server, configured):
 
 
 def test_a_claim_is_found_again_when_its_reply_is_lost(
-    server, configured, person, root
-):
-    with proxied(server) as proxy:
-        configured(proxy.port)
-        with lock("warm"):
-            pass
-        proxy.swallow(f"{root}/key/".encode())
-        with lock() as hold:
-            assert proxy.swallowed.wait(10)
-            (name,) = nodes(person, root)
-            _, stat = person.get(f"{root}/key/{name}")
-            base, _ = person.get(root)
-            assert hold.token == int(base) + stat.czxid
-        assert nodes(person, root) == []
-
-
-def test_a_queued_claim_is_found_again_when_its_reply_is_lost(
     server, configured, person, root, until
 ):
+    """This is true for a grant and for a queued claim. A release also counts."""
     with proxied(server) as proxy:
         configured(proxy.port)
         backend = backends["zookeeper"]
+        with lock("warm"):
+            pass
+        proxy.swallow(f"{root}/key/".encode())
         first, second = claim(), claim()
-        assert backend.acquire(first)
+        token = backend.acquire(first).token
+        assert proxy.swallowed.wait(10)
+        (name,) = nodes(person, root)
+        _, stat = person.get(f"{root}/key/{name}")
+        base, _ = person.get(root)
+        assert token == int(base) + stat.czxid
         proxy.swallow(b".alone..")
         backend.enqueue(second)
         assert proxy.swallowed.wait(10)
         assert len(nodes(person, root)) == 2
+        proxy.swallow(struct.pack(">ii", DELETE, len(f"{root}/key/{name}")))
         assert backend.release(first)
+        assert proxy.swallowed.wait(10)
         until(lambda: backend.poll([second])[second.owner].grant)
         assert backend.release(second)
         assert nodes(person, root) == []
 
 
-def test_a_zookeeper_release_counts_when_its_reply_is_lost(
-    server, configured, person, root
+def test_a_cancelled_claim_on_silent_servers_leaves_no_node(
+    server, configured, person, root, until
 ):
-    with proxied(server) as proxy:
-        configured(proxy.port)
-        with lock():
-            (name,) = nodes(person, root)
-            proxy.swallow(
-                struct.pack(">i", DELETE) + struct.pack(">i", len(f"{root}/key/{name}"))
-            )
-        assert proxy.swallowed.wait(10)
-        assert nodes(person, root) == []
-
-
-def test_a_cancelled_claim_on_silent_servers_leaves_no_node(start, configured, until):
-    # It must not delete the node of the key in this moment.
-    server = start(ZooKeeper(**{**BRISK, "java": ("-Xmx128m",)}))
     configured(server.port, session_timeout=20.0, connect_timeout=20.0)
     with lock():
-        pass
-    # The limit is set only now, because the first session of a new server takes longer.
-    backends["zookeeper"].ensemble.timeout = 0.4
+        # The server does not delete the node of the key while it has a child.
+        person.create(f"{root}/key/other", ephemeral=True)
+    backend = backends["zookeeper"]
+    backend.ensemble.timeout = 0.4
     server.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     try:
@@ -673,11 +553,9 @@ def test_a_cancelled_claim_on_silent_servers_leaves_no_node(start, configured, u
         in_time(time.monotonic() - began, 6.0)
     finally:
         server.process.send_signal(signal.SIGCONT)
-    with client_of(server.port) as person:
-        backend = backends["zookeeper"]
-        # The servers process the requests, although no caller waits for them any more.
-        until(lambda: not backend._orphans)
-        assert nodes(person, backend.root) == []
+    # The server processes the requests, although no caller waits for them any more.
+    until(lambda: not backend._orphans)
+    assert nodes(person, root) == ["other"]
 
 
 def test_a_silent_claim_is_skipped_beside_an_orphaned_node(server, configured, until):
@@ -725,44 +603,36 @@ def test_a_busy_key_is_no_error_when_the_server_then_leaves(
     assert backend.release(holder)
 
 
-@pytest.mark.parametrize("keep", [0.0, 60.0])
-def test_a_release_is_false_once_the_expired_lease_has_ended(
-    backend, monkeypatch, keep
-):
+def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatch):
     """Another caller may have the key before this process has forgotten its claim."""
-    mine, send = claim(ttl=0.2), backend.ensemble.send
-    deleted, forgets = threading.Event(), threading.Event()
+    send = backend.ensemble.send
+    for keep in (0.0, 60.0):
+        deleted, forgets = threading.Event(), threading.Event()
 
-    def send_and_wait(*requests, **options):
-        answers = send(*requests, **options)
-        if requests[0][0] == "delete" and not deleted.is_set():
-            deleted.set()
-            assert forgets.wait(30)
-        return answers
+        def send_and_wait(*requests, deleted=deleted, forgets=forgets, **options):
+            answers = send(*requests, **options)
+            if requests[0][0] == "delete" and not deleted.is_set():
+                deleted.set()
+                assert forgets.wait(30)
+            return answers
 
-    assert backend.acquire(mine)
-    monkeypatch.setattr(backend.ensemble, "send", send_and_wait)
-    assert deleted.wait(30)
-    released = backend.release(mine, keep=keep)
-    forgets.set()
-    assert not released
-
-
-def test_a_waiter_that_times_out_leaves_the_queue(process, backend, person, root):
-    holder = process()
-    holder.start(jobs.hold, "key", using="zookeeper")
-    holder.hear()
-    for timeout in (0, 0.2):
-        with pytest.raises(LockTimeout, match=rf"held by .*:{holder.process.pid}:"):
-            lock(timeout=timeout).acquire()
-        assert len(nodes(person, root)) == 1
-    holder.tell()
-    holder.hear()
-    assert nodes(person, root) == []
+        mine = claim(f"key {keep}", ttl=0.2)
+        assert backend.acquire(mine)
+        monkeypatch.setattr(backend.ensemble, "send", send_and_wait)
+        assert deleted.wait(30)
+        released = backend.release(mine, keep=keep)
+        forgets.set()
+        monkeypatch.setattr(backend.ensemble, "send", send)
+        assert not released, keep
 
 
-async def test_a_cancelled_waiter_leaves_the_queue(backend, person, root):
+async def test_a_waiter_that_gives_up_leaves_the_queue(backend, person, root):
+    """It has timed out, or was cancelled."""
     async with lock():
+        for timeout in (0, 0.2):
+            with pytest.raises(LockTimeout, match=rf"held by .*:{os.getpid()}:"):
+                await asyncio.create_task(lock(timeout=timeout).aacquire())
+            assert len(nodes(person, root)) == 1
         task = asyncio.create_task(lock(timeout=None).aacquire())
         while not await asyncio.to_thread(backend.waiting, "key"):
             await asyncio.sleep(0.01)
@@ -800,30 +670,24 @@ def test_deleting_the_node_of_a_hold_ends_it(backend, person, root, until):
         until(lambda: not hold.held)
 
 
-@pytest.mark.parametrize("recreated", [False, True])
-def test_no_shared_hold_is_granted_beside_a_removed_hold(
-    recreated, server, backend, person, root
-):
-    """No shared hold is granted beside a hold that was removed.
-
-    Another caller may hold the key exclusively meanwhile. With ``recreated`` the
-    node of the key was created again, so the numbers may repeat.
-    """
-    mine, theirs = claim(), claim()
-    assert backend.acquire(mine)
-    (name,) = nodes(person, root)
-    person.delete(f"{root}/key/{name}")
-    if recreated:
-        # The server does this after a while, and may have done it already.
-        with suppress(NoNodeError):
-            person.delete(f"{root}/key")
+def test_no_shared_hold_is_granted_beside_a_removed_hold(server, backend, person, root):
+    """Another caller may hold the key exclusively meanwhile."""
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
-    assert other.acquire(theirs)
-    share = claim(shared=True, beside=mine.owner)
-    assert backend.acquire(share) is None
-    assert len(nodes(person, root)) == 1
-    assert other.release(theirs)
-    disconnect(other)
+    for recreated in (False, True):
+        mine, theirs = claim(), claim()
+        assert backend.acquire(mine)
+        (name,) = nodes(person, root)
+        person.delete(f"{root}/key/{name}")
+        if recreated:
+            # The node of the key is created again, so the numbers may repeat. The
+            # server does this after a while, and may have done it already.
+            with suppress(NoNodeError):
+                person.delete(f"{root}/key")
+        assert other.acquire(theirs)
+        share = claim(shared=True, beside=mine.owner)
+        assert backend.acquire(share) is None, recreated
+        assert len(nodes(person, root)) == 1
+        assert other.release(theirs)
 
 
 def test_a_late_renewal_and_a_takeover_exclude_each_other(
@@ -886,10 +750,9 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(server, root, until, cer
     disconnect(late)
 
 
-@pytest.fixture
-def answered_late(backend):
-    """Return a context in which the session is uncertain when replies arrive."""
-    send = backend.ensemble.send
+def test_a_key_is_not_granted_without_a_remaining_lease(backend, person, root):
+    """The session is uncertain when the replies arrive."""
+    mine, send = claim(), backend.ensemble.send
 
     def send_slowly(*requests, **how):
         answers = send(*requests, **how)
@@ -902,13 +765,6 @@ def answered_late(backend):
         yield
         backend.ensemble.send = send
 
-    return answered_late
-
-
-def test_a_key_is_not_granted_without_a_remaining_lease(
-    backend, person, root, answered_late
-):
-    mine = claim()
     with answered_late():
         assert backend.acquire(mine) is None
     assert nodes(person, root) == []
@@ -917,10 +773,7 @@ def test_a_key_is_not_granted_without_a_remaining_lease(
         backend.holder("key")
         assert backend.acquire(mine) is None
     assert nodes(person, root) == []
-
-
-def test_a_queued_grant_without_a_lease_is_requested_again(backend, answered_late):
-    mine = claim()
+    # A grant from the queue is requested again.
     with answered_late():
         place = backend.enqueue(mine)
         assert (place.grant, place.must_retry) == (None, True)
@@ -955,10 +808,10 @@ def test_a_key_can_be_read_in_its_node(backend, person, root):
 # Servers that restart.
 
 
-def test_holders_and_waiters_survive_a_server_restart(start, configured, tmp_path):
-    server = start(ZooKeeper(**BRISK))
+def test_holders_and_waiters_survive_a_server_restart(server, configured, tmp_path):
     process = configured(server.port, session_timeout=50.0, connect_timeout=40.0)
-    path, crowd = counter(tmp_path), [process() for _ in range(3)]
+    path, crowd = tmp_path / "counter", [process() for _ in range(3)]
+    path.write_text("0 0")
     for one in crowd:
         # The limit allows for a slow start of the server.
         one.call(zookeeper_jobs.be_patient, 60.0)
@@ -966,7 +819,7 @@ def test_holders_and_waiters_survive_a_server_restart(start, configured, tmp_pat
             jobs.count_through_trouble,
             str(path),
             "count",
-            times=90,
+            times=volume(30),
             using="zookeeper",
             timeout=60,
         )
@@ -1007,25 +860,9 @@ def test_an_ensemble_of_three_works_without_one_but_not_two(configured, until):
             ):
                 ask()
         in_time(time.monotonic() - began, 30.0)
-        for one in (leader, other):
-            one.process = one._spawn(one.command())
-        for one in (leader, other):
-            one.wait_until_ready()
+        other.start()
         with lock("key") as again:
             assert again.token > hold.token
-
-
-def test_tokens_grow_in_a_rebuilt_ensemble(start, configured):
-    tokens = []
-    for _ in range(2):
-        server = start(ZooKeeper(**BRISK))
-        configured(server.port)
-        for _ in range(3):
-            with lock() as hold:
-                tokens.append(hold.token)
-        disconnect(backends["zookeeper"])
-        server.stop()
-    assert all(one < other for one, other in pairwise(tokens))
 
 
 def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
@@ -1066,54 +903,38 @@ def test_tokens_grow_after_the_root_is_deleted(backend, server, person, root):
     assert all(one < other for one, other in pairwise(tokens))
 
 
-def test_zookeeper_holds_never_overlap_under_faults(start, configured):
+def test_zookeeper_holds_never_overlap_under_faults(server, configured, tmp_path):
     """No two callers hold the key at once, whatever fails.
 
     The faults are stopped holders, cut connections, expired sessions and a server that
     does not reply for a while.
     """
-    server = start(ZooKeeper(**BRISK))
     chance = random.Random(20)
     with proxied(server) as proxy:
         process = configured(proxy.port, session_timeout=1.5, connect_timeout=2.0)
-        crowd = [process() for _ in range(4)]
-        for one in crowd:
-            one.start(
-                zookeeper_jobs.hold_through_trouble,
-                "key",
-                seconds=20,
-                using="zookeeper",
-                timeout=10,
-            )
-        end = time.monotonic() + 18
+        crowd = Crowd(process, tmp_path / "notes", "zookeeper", ttl=30, timeout=10)
+        end = time.monotonic() + volume(11)
         while time.monotonic() < end:
             time.sleep(chance.uniform(0.1, 0.4))
-            fault = chance.choice(
-                ["cut", "stop the holder", "stop the holder", "stop the server"]
-            )
+            fault = chance.choice(["cut", "holder", "holder", "server"])
             if fault == "cut":
-                proxy.cut_all()
-            elif fault == "stop the holder":
+                proxy.disconnect()
+            elif fault == "holder":
                 # The process may have released the key by then.
                 with suppress(LockBackendError):
                     holder = backends["zookeeper"].holder("key")
-                    if victims := [
-                        one
-                        for one in crowd
-                        if holder and f":{one.process.pid}:" in holder.holder
-                    ]:
-                        victims[0].stop()
-                        time.sleep(chance.uniform(1.0, 3.0))
-                        victims[0].resume()
+                    for one in crowd.workers:
+                        if holder and f":{one.process.pid}:" in holder.holder:
+                            crowd.pause(one, chance.uniform(1.0, 3.0))
             else:
                 server.process.send_signal(signal.SIGSTOP)
                 time.sleep(chance.uniform(0.1, 2.0))
                 server.process.send_signal(signal.SIGCONT)
-        holds = sorted(seen for one in crowd for seen in one.hear())
-    assert len(holds) > 20
-    assert len({token for token, _, _ in holds}) == len(holds)
-    for (_, _, last), (_, first, _) in pairwise(holds):
-        assert last < first
+        crowd.end()
+    found = holds(crowd.path)
+    assert len(found) > 20
+    assert len({token for _, _, token in found}) == len(found)
+    assert overlaps(found) == []
 
 
 # Reading and writing.
@@ -1140,22 +961,14 @@ def test_a_writer_may_read_while_another_writer_waits(backend, in_other_thread, 
 
 
 def test_unsupported_lock_kinds_are_refused_on_zookeeper(backend):
-    with pytest.raises(
-        RuntimeError, match="ZooKeeperBackend does not support semaphores"
-    ):
-        db_semaphore("key", 3, using="zookeeper").acquire()
-    with pytest.raises(
-        RuntimeError, match="ZooKeeperBackend does not support takeover=False"
-    ):
-        lock(takeover=False).acquire()
-    with lock() as hold, pytest.raises(RuntimeError, match="ZooKeeperBackend"):
-        hold.detach()
-    with (
-        lock() as hold,
-        pytest.raises(RuntimeError, match="ZooKeeperBackend"),
-        hold.atomic(),
-    ):
-        pass
+    for other in (db_semaphore("key", 3, using="zookeeper"), lock(takeover=False)):
+        with pytest.raises(RuntimeError, match="ZooKeeperBackend does not support"):
+            other.acquire()
+    with lock() as hold:
+        with pytest.raises(RuntimeError, match="ZooKeeperBackend"):
+            hold.atomic().__enter__()
+        with pytest.raises(RuntimeError, match="ZooKeeperBackend"):
+            hold.detach()
 
 
 def test_the_queue_stays_ordered_when_sequence_numbers_wrap():
@@ -1170,54 +983,53 @@ def test_the_queue_stays_ordered_when_sequence_numbers_wrap():
 # Settings.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hosts": "zk1:2181/locks"}, "hosts must be like"),
-        ({"hosts": "zk1:port"}, "hosts must be like"),
-        ({"hosts": ""}, "hosts must be like"),
-        ({"hosts": ["zk1", 7]}, "a list of strings"),
-        ({"root": "locks"}, "root must be a path"),
-        ({"root": "/"}, "root must be a path"),
-        ({"root": "/zookeeper/locks"}, "root must be a path"),
-        ({"root": "/a/../b"}, "root must be a path"),
-        ({"session_timeout": 0}, "session_timeout must be above 0"),
-        ({"connect_timeout": "5"}, "connect_timeout must be a number"),
-        ({"auth": "open-sesame"}, "auth must be like 'user:password'"),
-        ({"client": {"hosts": "x"}}, "client has unknown options hosts"),
-        (
-            {"client": {"ues_ssl": True}},
-            "client has unknown options ues_ssl; it accepts .*use_ssl",
-        ),
-        ({"client": "tls"}, "client must be a dictionary"),
-        ({"port": 2181}, "unknown option 'port'"),
-    ],
-)
-def test_wrong_zookeeper_settings_are_named(aliases, options, message):
-    aliases(zookeeper={"BACKEND": BACKEND, "OPTIONS": options})
-    with pytest.raises(ImproperlyConfigured, match=message) as caught:
-        backends["zookeeper"]
-    assert "'zookeeper'" in str(caught.value)
-    assert "open-sesame" not in str(caught.value)
-    assert any("zookeeper" in str(one) for one in check_settings())
+WRONG = [
+    ({"hosts": "zk1:2181/locks"}, "hosts must be like"),
+    ({"hosts": "zk1:port"}, "hosts must be like"),
+    ({"hosts": ""}, "hosts must be like"),
+    ({"hosts": ["zk1", 7]}, "a list of strings"),
+    ({"root": "locks"}, "root must be a path"),
+    ({"root": "/"}, "root must be a path"),
+    ({"root": "/zookeeper/locks"}, "root must be a path"),
+    ({"root": "/a/../b"}, "root must be a path"),
+    ({"session_timeout": 0}, "session_timeout must be above 0"),
+    ({"connect_timeout": "5"}, "connect_timeout must be a number"),
+    ({"auth": "open-sesame"}, "auth must be like 'user:password'"),
+    ({"client": {"hosts": "x"}}, "client has unknown options hosts"),
+    (
+        {"client": {"ues_ssl": True}},
+        "client has unknown options ues_ssl; it accepts .*use_ssl",
+    ),
+    ({"client": "tls"}, "client must be a dictionary"),
+    ({"port": 2181}, "unknown option 'port'"),
+]
 
 
-def test_missing_servers_are_reported_in_bounded_time(configured):
+def test_wrong_zookeeper_settings_are_named(aliases):
+    for options, message in WRONG:
+        aliases(zookeeper={"BACKEND": BACKEND, "OPTIONS": options})
+        with pytest.raises(ImproperlyConfigured, match=message) as caught:
+            backends["zookeeper"]
+        assert "'zookeeper'" in str(caught.value)
+        assert "open-sesame" not in str(caught.value)
+        assert any("zookeeper" in str(one) for one in check_settings()), options
+
+
+async def test_missing_servers_are_reported_in_bounded_time(configured):
     configured(free_port(), connect_timeout=0.5)
-    for ask in (lock().acquire, lock().holder):
+    wrong = lock()
+    for ask in (
+        lambda: asyncio.to_thread(wrong.acquire),
+        lambda: asyncio.to_thread(wrong.holder),
+        wrong.aacquire,
+    ):
         began = time.monotonic()
         with pytest.raises(
             LockBackendError,
             match=r"ZooKeeper of DLOCKS\['zookeeper'\] \(127.0.0.1:\d+\) did not",
         ):
-            ask()
+            await ask()
         in_time(time.monotonic() - began, 3.0)
-
-
-async def test_missing_servers_are_reported_to_a_task(configured):
-    configured(free_port(), connect_timeout=0.5)
-    with pytest.raises(LockBackendError, match="zookeeper"):
-        await lock().aacquire()
 
 
 def test_wrong_zookeeper_credentials_are_refused_and_never_shown(
@@ -1249,17 +1061,15 @@ def test_wrong_zookeeper_credentials_are_refused_and_never_shown(
 
 
 def test_a_root_with_other_content_is_refused(server, configured, person, root):
-    person.create(root, b"settings")
-    configured(server.port)
-    with pytest.raises(LockBackendError, match=f"has other data in {root}"):
-        lock().acquire()
-
-
-def test_an_existing_empty_root_is_accepted(server, configured, person, root):
+    """A root that exists and is empty is accepted."""
     person.create(root)
     configured(server.port)
     with lock() as hold:
         assert hold.token > int(person.get(root)[0])
+    configured(server.port, root=f"{root}-settings")
+    person.create(f"{root}-settings", b"settings")
+    with pytest.raises(LockBackendError, match=f"has other data in {root}"):
+        lock().acquire()
 
 
 def test_the_examples_on_zookeeper(server, settings, root):
@@ -1295,16 +1105,21 @@ def run(*args):
     return out.getvalue()
 
 
-def test_list_locks_shows_the_holders_of_other_processes(server, configured):
-    """Keys of other prefixes and keys without a holder are not shown."""
-    process = configured(server.port, prefix="a:")()
+def test_commands_list_and_clear_the_locks_of_other_processes(server, configured):
+    """Keys of other prefixes and keys without a holder are not shown.
+
+    A cleared lock goes to the first waiter. Its former holder learns of it at its next
+    renewal, and tokens still grow.
+    """
+    start = configured(server.port, prefix="a:")
+    assert run("list_locks") == "No locks.\n"
+    process, backend = start(), backends["zookeeper"]
     process.start(jobs.hold_until_lost, "stock:7", using="zookeeper", timeout=20)
     token = process.hear()
-    backend = backends["zookeeper"]
-    odd = claim("a:%2F / {ü}")
+    odd, waits = claim("a:%2F / {ü}"), claim("a:stock:7", holder="next")
     backend.acquire(odd)
     backend.acquire(claim("b:other"))
-    backend.enqueue(claim("a:stock:7", holder="next"))
+    backend.enqueue(waits)
     _, first, stock = run("list_locks").splitlines()
     assert re.fullmatch(
         r"%2F / \{ü\} +held +somebody +- +\S+ s ago +\d+ s left +1 +0 +\d+", first
@@ -1314,21 +1129,7 @@ def test_list_locks_shows_the_holders_of_other_processes(server, configured):
     assert (lock["token"], lock["seconds_left"], lock["waiting"]) == (token, None, 1)
     backend.release(odd)
     assert len(run("list_locks").splitlines()) == 2
-
-
-def test_an_empty_root_has_no_locks(server, configured):
-    configured(server.port)
-    assert run("list_locks") == "No locks.\n"
-
-
-def test_a_cleared_lock_is_lost_and_goes_to_the_first_waiter(server, configured):
-    """Its former holder learns of it at its next renewal. Tokens still grow."""
-    process = configured(server.port)()
-    process.start(jobs.hold_until_lost, "stock:7", using="zookeeper", timeout=20)
-    token = process.hear()
-    backend, waits = backends["zookeeper"], claim("stock:7", holder="next")
-    backend.enqueue(waits)
-    assert not backend.clear("stock:7", token + 1)
+    assert not backend.clear(waits.key, token + 1)
     out = run("clear_lock", "stock:7", "--yes", "--reason", "tests")
     assert re.search(r"'stock:7' was cleared. It is now held by next", out)
     grant = backend.poll([waits])[waits.owner].grant
@@ -1336,7 +1137,7 @@ def test_a_cleared_lock_is_lost_and_goes_to_the_first_waiter(server, configured)
     # The loss was reported.
     assert process.hear()
     backend.release(waits)
-    assert backend.acquire(claim("stock:7")).token > grant.token
+    assert backend.acquire(claim(waits.key)).token > grant.token
 
 
 def test_one_of_several_shared_holds_can_be_ended(server, configured):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dlocks import LockError, LockLost, db_lock
+from dlocks import LockLost, db_lock
 from tests.internals import waiters
 
 
@@ -44,29 +44,3 @@ def read_or_write(pipe, path, key, *, times, write, **policy):
                 path.write_text(str(value + 1))
                 time.sleep(0.001)
                 path.write_text(str(value + 2))
-
-
-def hold_through_trouble(pipe, key, *, seconds, **policy):
-    """Hold repeatedly, and ignore errors.
-
-    Return the token of each hold and when it was first and last held, on the clock that
-    all processes share.
-    """
-    seen, end = [], time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            with db_lock(key, **policy) as held:
-                enough = time.monotonic() + 0.02
-                times = []
-                now = 0.0
-                while now < enough:
-                    now = time.monotonic()
-                    # It held the key at that moment if it holds it now.
-                    if held.held:
-                        times.append(now)
-                    time.sleep(0.001)
-                if times:
-                    seen.append((held.token, times[0], times[-1]))
-        except LockError:
-            time.sleep(0.01)
-    return seen
