@@ -19,8 +19,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
+# Tests that depend on the database, on the documentation or on random programs. The
+# admin is left to a few of its files.
+NEITHER = (
+    "tests/admin/test_maintenance.py",
+    "tests/admin/test_records.py",
+    "tests/admin/test_security.py",
+    "tests/core/test_fuzz.py",
+    "tests/core/test_races.py",
+    "tests/core/test_simulation.py",
+    "tests/database",
+    "tests/nemesis",
+    "tests/project",
+    "tests/session",
+    "tests/sql",
+)
+# Tests that depend on the version of Python. All others depend on that of Django, and
+# the newest Python has the newest Django.
+PYTHON = (
+    "tests/core",
+    "tests/runtime",
+    "tests/testing",
+    "tests/test_asgi.py",
+    "tests/test_decorators.py",
+    "tests/test_transactions.py",
+)
 # Shards per Python version. Two or three versions run in parallel.
-SHARDS = 3
+SHARDS = 2 if "--others" in sys.argv[1:] else 3
 
 
 def main() -> int:
@@ -133,13 +158,11 @@ def run(version: str, python: Path) -> str:
     environ = dict(os.environ)
     if "--others" in sys.argv[1:]:
         # Tests marked ``once`` do not depend on the Python version: models, and what
-        # other processes do to a holder. The admin and the pages depend on Django's,
-        # and the newest Python has the newest Django.
-        which = (
-            "-m 'not once'"
-            if version == VERSIONS[-1]
-            else "-m 'not once and not pages' --ignore=tests/admin"
-        )
+        # other processes do to a holder.
+        words = ["-m 'not once and not pages'", *map("--ignore={}".format, NEITHER)]
+        if version != VERSIONS[-1]:
+            words += PYTHON
+        which = " ".join(words)
         environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} {which}"
     environ.setdefault("DLOCKS_TEST_SHARDS", str(SHARDS))
     command = [inside, "-m", "tests.run", "sqlite"]
