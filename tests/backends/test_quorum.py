@@ -416,23 +416,15 @@ def test_a_quorum_of_three_different_databases(start, doomed, tmp_path, count_to
     admin = MySQLdb.connect(host="127.0.0.1", port=mariadb.port, user="root")
     admin.cursor().execute("CREATE DATABASE dlocks CHARACTER SET utf8mb4")
     admin.close()
+    engines = "django.db.backends."
     there = {"HOST": "127.0.0.1", "NAME": "dlocks"}
+    one = {"NAME": "postgres", "PORT": postgresql.port, "USER": "dlocks"}
+    two = {"PORT": mariadb.port, "USER": "root"}
     databases = {
-        "one": {
-            **there,
-            "ENGINE": "django.db.backends.postgresql",
-            "NAME": "postgres",
-            "PORT": postgresql.port,
-        }
-        | {"USER": "dlocks"},
-        "two": {
-            **there,
-            "ENGINE": "django.db.backends.mysql",
-            "PORT": mariadb.port,
-            "USER": "root",
-        },
+        "one": {"ENGINE": f"{engines}postgresql", **there, **one},
+        "two": {"ENGINE": f"{engines}mysql", **there, **two},
         "three": {
-            "ENGINE": "django.db.backends.sqlite3",
+            "ENGINE": f"{engines}sqlite3",
             "NAME": str(tmp_path / "three.sqlite3"),
             "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 20},
         },
