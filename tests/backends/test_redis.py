@@ -185,19 +185,6 @@ def test_a_killed_holder_blocks_others_for_ttl_and_grace(server, aliases, until)
     in_time(granted - victim.killed_at, 1.0 + 0.5 + 1.0)
 
 
-def test_a_stopped_holder_detects_its_lost_key(server, aliases):
-    process = aliases(redis=alias(server.port, ttl=0.6))
-    victim, waiter = process(), process()
-    token = victim.call(jobs.acquire, "key", using="redis")
-    victim.stop()
-    _, later = waiter.call(jobs.wait_quietly, "key", using="redis", timeout=30, ttl=30)
-    victim.resume()
-    assert later > token
-    assert victim.call(jobs.check) == "LockLost"
-    assert victim.call(jobs.release_all) == ["LockLost"]
-    assert waiter.call(jobs.try_once, "key", using="redis") > later
-
-
 def test_a_stale_key_is_not_taken_over_without_takeover(backend):
     backend.acquire(claim(ttl=1.0))
     waits = claim(takeover=False)
