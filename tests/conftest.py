@@ -283,6 +283,10 @@ def flush(test):
 def flush_quickly():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransactionTestCase, "_fixture_teardown", flush)
+        # Only a rollback could undo what a connection does when it begins.
+        patch.setattr(
+            TransactionTestCase, "_should_reload_connections", lambda test: False
+        )
         yield
 
 

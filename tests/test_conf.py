@@ -36,7 +36,7 @@ def dlocks(
 
 
 @override_settings()
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+@pytest.mark.django_db(transaction=True)
 def test_without_settings_the_default_database_is_used(in_other_thread):
     """To change a timeout, a project need not name the backend.
 

@@ -517,7 +517,7 @@ async def test_the_typed_examples_run():
 # The real databases.
 
 
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+@pytest.mark.django_db(transaction=True)
 class TestOnTheDatabase:
     @pytest.fixture(autouse=True)
     def memory_locks(self):

@@ -29,7 +29,7 @@ from tests.scripts import run_python
 
 pytestmark = [
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 

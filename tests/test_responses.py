@@ -28,7 +28,7 @@ from dlocks import LockLost, db_lock, locked_view
 from dlocks.testing import held_elsewhere, lose
 from tests.internals import backends, keeper
 
-pytestmark = pytest.mark.front
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 KEY = "order:7"
 REQUEST = RequestFactory().get("/")
@@ -347,7 +347,7 @@ class TestStreams:
         assert not is_busy(KEY)
 
 
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+@pytest.mark.django_db(transaction=True)
 class TestOnTheDatabase:
     def test_a_transaction_keeps_its_lock_only_until_its_end(self, is_busy):
         """With ATOMIC_REQUESTS, the commit releases the lock.

@@ -43,7 +43,7 @@ ROOT = Path(__file__).parent.parent
 pytestmark = [
     # Jobs and commands have no SQL of their own.
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 

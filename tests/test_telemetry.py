@@ -34,7 +34,7 @@ pytestmark = pytest.mark.front
 ROOT = Path(__file__).parent.parent
 CONTRIB = ROOT / "contrib"
 
-database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+database = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture(autouse=True)

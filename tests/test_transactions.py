@@ -29,7 +29,7 @@ from tests.models import Counter
 from tests.timing import eventually, in_time
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")

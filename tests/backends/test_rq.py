@@ -18,7 +18,7 @@ from dlocks import db_lock
 from tests import pages
 from tests.internals import HoldRecord
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -38,7 +38,7 @@ from tests.volume import volume
 
 pytestmark = [
     pytest.mark.driver,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 FAMILY = ["default", "optimistic", "insert"]

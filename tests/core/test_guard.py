@@ -19,7 +19,7 @@ from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.driver,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 # Where a transaction of one caller does not keep all others from writing.
 SERVERS = pytest.mark.engine("postgresql", "mariadb")

@@ -20,7 +20,7 @@ from tests.timing import in_time
 from tests.volume import volume
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
 ]
 

@@ -25,7 +25,7 @@ from tests.internals import ResourceLock, backends, handover, keeper
 
 pytestmark = [
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])

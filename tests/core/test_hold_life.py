@@ -20,7 +20,7 @@ from tests.internals import backends, callers, keeper, table_watchdog
 
 pytestmark = [
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 # Seconds for which a lease lasts without a renewal.

@@ -26,7 +26,7 @@ from tests.volume import volume
 
 pytestmark = [
     pytest.mark.driver,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])

@@ -20,7 +20,7 @@ from tests.internals import (
 from tests.settings import ENGINE
 from tests.sync_and_async import sync_and_async
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 # MySQL has the driver of MariaDB, and shares are the same for these backends.

@@ -42,7 +42,7 @@ from tests.core.claims import is_taken
 from tests.for_each import for_each
 from tests.internals import KEY_LENGTH, LockState, ResourceLock, backends
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])
 

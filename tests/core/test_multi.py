@@ -32,7 +32,7 @@ from tests.internals import (
 from tests.timing import NotYetError, in_time
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])
 IN_ONE = for_each("using", ["default", "optimistic"])

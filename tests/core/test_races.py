@@ -16,9 +16,7 @@ from tests.for_each import for_each
 from tests.internals import ResourceLock, backends
 from tests.volume import volume
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
-]
+pytestmark = [pytest.mark.django_db(transaction=True)]
 
 PROCESSES = 5
 # The number of increments of each process. In the queue, each increment belongs to

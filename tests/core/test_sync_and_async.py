@@ -17,7 +17,7 @@ from tests.sync_and_async import sync_and_async
 
 pytestmark = [
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 # The contract suite tests the backends on other engines. The session backend does not

@@ -20,7 +20,7 @@ from tests.sync_and_async import sync_and_async
 pytestmark = pytest.mark.front
 
 # The flush after a test with users also writes all permissions again.
-COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+COMMITS = pytest.mark.django_db(transaction=True)
 
 LIST = "/admin/dlocks/resourcelock/"
 FORCE = {"action": "force_release", "reason": "deploy hung"}

@@ -23,7 +23,7 @@ from tests.internals import (
 from tests.rows import PAST
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def statements(work):

@@ -33,9 +33,7 @@ from tests.internals import (
 from tests.timing import in_time, seldom
 from tests.volume import volume
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
-]
+pytestmark = [pytest.mark.django_db(transaction=True)]
 
 
 @pytest.fixture

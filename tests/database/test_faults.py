@@ -31,7 +31,7 @@ from tests.volume import volume
 # and the locks of rows.
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 

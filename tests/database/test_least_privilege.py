@@ -12,7 +12,7 @@ from tests.internals import HoldRecord, ResourceLock
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 TABLES = ("dlocks_resourcelock", "dlocks_lockclaim", "dlocks_holdrecord")

@@ -34,7 +34,7 @@ from tests.timing import seldom
 
 __all__ = ["clearer", "nobody_there", "releaser"]
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 FAMILY = ["default", "optimistic", "insert"]
 # Seconds until a lease expires. The alias "brisk" has no grace, so an expired lease is

@@ -21,7 +21,7 @@ from tests.settings import DLOCKS, ENGINE, PESSIMISTIC
 from tests.timing import in_time
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 TTL, GRACE = 2.0, 0.2
 # Each strategy, and a caller that does not queue.

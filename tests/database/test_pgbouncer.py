@@ -18,7 +18,7 @@ from tests.volume import volume
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 FAMILY = ["default", "optimistic", "insert"]

@@ -58,7 +58,7 @@ from tests.settings import ENGINE
 from tests.timing import in_time
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 EVERY = ("default", "optimistic", "insert")
 # Where the strategies have the code in common, each engine tests one of them.

@@ -20,7 +20,7 @@ from tests.volume import volume
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 WAITERS = volume(6)

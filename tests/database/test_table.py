@@ -27,7 +27,7 @@ from tests.internals import (
 from tests.settings import ENGINE
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 # Longer than a test, so that only ``expire`` and ``silence`` end something.
 LONG = 600.0

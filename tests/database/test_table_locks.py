@@ -22,7 +22,7 @@ from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 LOCK_TABLE = {

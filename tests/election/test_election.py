@@ -173,7 +173,7 @@ def test_the_work_of_a_leader_ends_during_on_deposed(elections, heard, monkeypat
         assert not thread.is_alive()
 
 
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+@pytest.mark.django_db(transaction=True)
 def test_a_broken_connection_is_replaced_before_the_next_lead(
     elections, heard, monkeypatch
 ):
@@ -671,7 +671,7 @@ def test_coroutine_functions_are_refused_without_an_event_loop(
 
 # Processes on the database.
 
-DATABASE = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+DATABASE = pytest.mark.django_db(transaction=True)
 
 
 def campaigns(worker, ttl=TTL):

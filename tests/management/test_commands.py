@@ -716,7 +716,7 @@ def test_a_duration_is_shown_in_its_largest_unit():
     assert {seconds: duration(seconds) for seconds in shown} == shown
 
 
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+@pytest.mark.django_db(transaction=True)
 class TestHealth:
     @pytest.mark.storage
     def test_a_working_alias_is_healthy(self, in_other_thread, monkeypatch):

@@ -26,7 +26,7 @@ KINDS = pytest.mark.parametrize("model", [Machine, Robot])
 BOTH = for_each("model", [Machine, Robot])
 
 # Transactions of these tests are committed.
-COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+COMMITS = pytest.mark.django_db(transaction=True)
 
 
 def of_snapshots(test):

@@ -50,7 +50,7 @@ from tests.models import (
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 # Transactions of these tests are committed.
-COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+COMMITS = pytest.mark.django_db(transaction=True)
 
 KINDS = [
     (Article, "title"),

@@ -24,7 +24,7 @@ from tests.volume import volume
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 # Transactions of these tests are committed.
-COMMITS = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+COMMITS = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture

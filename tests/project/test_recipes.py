@@ -16,7 +16,11 @@ from dlocks import LockTimeout
 from dlocks.testing import frozen_clock, held_elsewhere, override_locks
 from tests import pages
 
-pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.engine("sqlite"),
+    pytest.mark.django_db(transaction=True),
+]
 
 
 @pytest.fixture(scope="module")

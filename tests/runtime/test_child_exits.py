@@ -22,7 +22,7 @@ from tests.timing import eventually
 
 pytestmark = [
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 ROOT = Path(__file__).parent.parent.parent

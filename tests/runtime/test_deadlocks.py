@@ -42,7 +42,7 @@ from tests.volume import volume
 # engine. What follows from its rows is the same everywhere. Locks of sessions ask
 # PostgreSQL and MySQL in different ways.
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     pytest.mark.engine("postgresql"),
 ]
 

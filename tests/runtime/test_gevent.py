@@ -10,7 +10,7 @@ import pytest
 from tests.scripts import run_python
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     # Each driver once.
     pytest.mark.engine("postgresql", "mariadb"),
 ]

@@ -15,6 +15,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
+from tests import jobs
 from tests.for_each import for_each
 from tests.internals import (
     REPLY_TIMEOUT,
@@ -32,7 +33,7 @@ from tests.timing import eventually, in_time
 
 pytestmark = [
     pytest.mark.front,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 
@@ -547,6 +548,25 @@ def test_a_user_s_test_run_can_drop_its_database(tmp_path):
             "SELECT count(*) FROM pg_database WHERE datname = 'test_of_a_user'"
         )
         assert cursor.fetchone() == (0,)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_paused_holder_knows_its_loss_when_it_continues(doomed):
+    """A process pauses for longer than its ttl, and another one acquires the key.
+
+    The first process knows this when it continues.
+    """
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using="brisk")
+    first = victim.hear()
+    victim.stop()
+    with db_lock("stock:7", using="brisk", ttl=30, timeout=20) as hold:
+        assert hold.token > first
+        victim.resume()
+        victim.tell()
+        with pytest.raises(RuntimeError, match="LockLost"):
+            victim.hear()
+        hold.check()
 
 
 def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):

@@ -16,7 +16,7 @@ from tests.site import Site
 from tests.volume import volume
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     # MySQL has the pool and the driver of MariaDB.
     pytest.mark.engine("postgresql", "mariadb"),
 ]

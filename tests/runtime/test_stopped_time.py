@@ -24,7 +24,7 @@ from tests.internals import clock
 pytestmark = [
     # Waits have no SQL of their own. The loop of a session lock is another one.
     pytest.mark.engine("sqlite", "postgresql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     pytest.mark.timeout(30),
 ]
 

@@ -45,7 +45,7 @@ from tests.timing import in_time
 from tests.volume import volume
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     # The contract and some of these tests run on MySQL too. Its other statements are
     # those of MariaDB.
     pytest.mark.engine("postgresql", "mariadb"),

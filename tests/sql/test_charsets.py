@@ -19,7 +19,7 @@ from tests.timing import eventually
 
 pytestmark = [
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 FAMILY = ["default", "optimistic", "insert"]

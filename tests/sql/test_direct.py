@@ -27,7 +27,7 @@ from tests.internals import (
 
 pytestmark = [
     pytest.mark.driver,
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 # Uses after which PostgreSQL's statements go directly to the driver.

@@ -18,7 +18,7 @@ from tests.internals import PREPARED_AT, STATEMENTS_PREPARED, LockClaim, backend
 from tests.timing import in_time
 
 pytestmark = [
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
     pytest.mark.engine("postgresql"),
 ]
 

@@ -14,7 +14,7 @@ from dlocks import LockBackendError, db_lock, db_rwlock
 from tests import jobs
 from tests.internals import check_tables
 
-pytestmark = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+pytestmark = pytest.mark.django_db(transaction=True)
 
 FAMILY = ["default", "optimistic", "insert"]
 

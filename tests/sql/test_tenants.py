@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
-    pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"]),
+    pytest.mark.django_db(transaction=True),
 ]
 
 TABLES = [model._meta.db_table for model in (ResourceLock, LockClaim, HoldRecord)]

@@ -176,7 +176,7 @@ class TestDummy(Contract):
         return DummyBackend("dummy", **options)
 
 
-@pytest.mark.django_db(transaction=True, available_apps=["dlocks"])
+@pytest.mark.django_db(transaction=True)
 def test_backends_of_the_family_exclude_each_other():
     family = [
         kind("default", grace=0)

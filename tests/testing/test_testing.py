@@ -46,7 +46,7 @@ pytestmark = pytest.mark.front
 
 ROOT = Path(__file__).parent.parent.parent
 
-database = pytest.mark.django_db(transaction=True, available_apps=["dlocks", "tests"])
+database = pytest.mark.django_db(transaction=True)
 
 EVERY = for_each("using", ["default", "optimistic", "insert", "memory", "prefixed"])
 
