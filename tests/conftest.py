@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(config, items):
     part = config.getoption("shard")
     shard, shards = map(int, (part or "1/1").split("/"))
     keep, leave = [], []
+    # Tests of other servers share them within a file.
+    files = sorted({item.path for item in items if item.path.parent.name == "backends"})
     for item in items:
         engines = engines_of(item, part)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -96,7 +98,12 @@ def pytest_collection_modifyitems(config, items):
             engines &= {"sqlite"}
         if item.get_closest_marker("psycopg3") and find_spec("psycopg") is None:
             engines = engines - {"postgresql"}
-        here = zlib.crc32(item.nodeid.encode()) % shards == shard - 1
+        number = (
+            files.index(item.path)
+            if item.path in files
+            else zlib.crc32(item.nodeid.encode())
+        )
+        here = number % shards == shard - 1
         (keep if here and ENGINE in engines else leave).append(item)
     if leave:
         config.hook.pytest_deselected(items=leave)

@@ -20,9 +20,8 @@ each flush of a server would delay all others.
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
 The suite is split into nine shards (DLOCKS_TEST_SHARDS), shared among the engines. Each
 shard has its own server, and all of them run side by side, which keeps two cores busy.
-A shard that takes longer than 40 minutes
-is aborted and prints the stacks of its threads. A driver's call that no signal
-interrupts can cause this.
+A shard that takes longer than 40 minutes is aborted and prints the stacks of its
+threads. A driver's call that no signal interrupts can cause this.
 """
 
 from __future__ import annotations
@@ -63,8 +62,9 @@ NEWEST_TESTS = [
 SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "9"))
 # The part of the shards that each engine gets.
 SHARES = {"sqlite": 3, "postgresql": 3, "mariadb": 2, "mysql": 1}
-# Shards for the tests of other servers, which are large.
+# Shards for the tests of other servers, and for each engine of the newest servers.
 BACKENDS_SHARDS = 3
+NEWEST_SHARDS = 2
 LIMIT = 40 * 60.0
 # The length of a line of the summary, in characters.
 LINE = 300
@@ -237,7 +237,7 @@ def _shards(engines: list[str]) -> Iterator[tuple[str, int]]:
         yield BACKENDS, BACKENDS_SHARDS
     if NEWEST in engines:
         for engine in NEWEST_ENGINES:
-            yield f"{NEWEST} {engine}", SHARDS_AT_ONCE // len(NEWEST_ENGINES)
+            yield f"{NEWEST} {engine}", NEWEST_SHARDS
     here = [engine for engine in reversed(ENGINES) if engine in engines]
     for engine in here:
         yield (

@@ -769,6 +769,8 @@ class ZooKeeper(Server):
 BRISK: dict[str, Any] = {
     "java": (
         "-Xmx128m",
+        # Code that runs for seconds need not be optimized.
+        "-XX:TieredStopAtLevel=1",
         "-Dzookeeper.forceSync=no",
         "-Dznode.container.checkIntervalMs=300",
     ),

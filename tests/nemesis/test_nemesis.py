@@ -47,7 +47,8 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed(run_plan):
     They use leases, transactions, read and write locks, and permits.
     """
     sessions = {} if ENGINE == "sqlite" else {"sessions": 1.0, "crash": 0.2}
-    report = run_plan(seed=20, pause=0.25, faults=PROCESSES | sessions)
+    faults = PROCESSES | sessions
+    report = run_plan(seed=20, pause=0.25, faults=faults, seconds=volume(8))
     assert report.passed, "\n".join(report.lines())
     assert report.counts["grants"] > 20
     assert report.counts["faults"] > 5
