@@ -18,7 +18,7 @@ Databases are kept in /dev/shm if it is large enough and TMPDIR is not set. On o
 each flush of a server would delay all others.
 
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
-The suite is split into nine shards (DLOCKS_TEST_SHARDS), shared among the engines. Each
+The suite is split into ten shards (DLOCKS_TEST_SHARDS), shared among the engines. Each
 shard has its own server, and all of them run side by side, which keeps two cores busy.
 A shard that takes longer than 40 minutes is aborted and prints the stacks of its
 threads. A driver's call that no signal interrupts can cause this.
@@ -59,9 +59,9 @@ NEWEST_TESTS = [
     "-k",
     "not (clock or crashing or restart or server_is_down or busy_queue)",
 ]
-SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "9"))
+SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "10"))
 # The part of the shards that each engine gets.
-SHARES = {"sqlite": 3, "postgresql": 3, "mariadb": 2, "mysql": 1}
+SHARES = {"sqlite": 3, "postgresql": 4, "mariadb": 2, "mysql": 1}
 # Shards for the tests of other servers, and for each engine of the newest servers.
 BACKENDS_SHARDS = 3
 NEWEST_SHARDS = 2

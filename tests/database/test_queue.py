@@ -27,6 +27,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dlocks import (
     LockBackendError,
+    LockStale,
     LockTimeout,
     db_lock,
     db_rwlock,
@@ -867,6 +868,67 @@ def test_only_an_unfair_claim_passes_the_queue():
         backend.release(waits)
         assert backend.acquire(barging), using
         backend.release(barging)
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+def test_the_key_is_handed_over_when_min_hold_ends(workers, in_queue):
+    """This is so for exclusive and shared holds."""
+    (other,) = workers(1)
+    # The bound of the shared hold adds the grace and one poll.
+    for shared, latest in (False, 1.0 + 0.7), (True, 1.0 + 0.5 + 0.7):
+        hold = db_lock("stock:7", shared=shared, min_hold=1.0).acquire()
+        began = time.monotonic()
+        other.start(jobs.wait_quietly, "stock:7")
+        in_queue(1)
+        hold.release()
+        granted, _ = other.hear()
+        assert granted - began >= 0.95
+        in_time(granted - began, latest)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_the_end_of_a_transaction_wakes_its_waiters(workers, in_queue):
+    """The transaction was in the queue itself. It may be rolled back."""
+    holder, *waiting = workers(3)
+    for using, roll_back in [*((one, False) for one in EVERY), ("default", True)]:
+        policy = {"using": using, "timeout": 60}
+        with db_lock("stock:7", using=using):
+            holder.start(
+                jobs.hold_in_transaction, "stock:7", roll_back=roll_back, **policy
+            )
+            in_queue(1)
+            for number, worker in enumerate(waiting, 2):
+                worker.start(jobs.wait_quietly, "stock:7", **policy)
+                in_queue(number)
+        token = holder.hear()
+        assert not waiting[0].pipe.poll(0.2)
+        ended = time.monotonic()
+        holder.tell()
+        assert holder.hear() == "ended"
+        (_, one), (granted, other) = (worker.hear() for worker in waiting)
+        assert one < other, (using, roll_back)
+        assert roll_back or token < one, using
+        in_time(granted - ended, 1.5)
+
+
+@pytest.mark.engine("mariadb", "sqlite")
+def test_a_caller_without_takeover_gets_lock_stale(doomed, workers, in_queue):
+    """The caller may be a waiter or a reader. A reader may take the key over."""
+    (patient,) = workers(1)
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", ttl=1.0)
+    victim.hear()
+    patient.start(jobs.acquire, "stock:7", takeover=False, timeout=20)
+    in_queue(1)
+    victim.kill()
+    assert patient.hear() == "LockStale"
+    with pytest.raises(LockStale):
+        db_rwlock("stock:7", takeover=False, timeout=5).read().acquire()
+    with db_rwlock("stock:7", timeout=1).read():
+        # The reader has taken the key over and is its holder now.
+        holder = db_lock("stock:7").holder()
+        assert not holder.stale
+        assert holder.holder.startswith(f"{os.uname().nodename}:{os.getpid()}")
 
 
 @pytest.mark.psycopg3
