@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 @pytest.fixture
 def keep_connections():
-    """Return a function that lets asgiref keep connections in another way."""
+    """Return a function that lets asgiref keep connections in another way.
+
+    Close all connections before each call, because the next store does not have them.
+    """
     with pytest.MonkeyPatch.context() as patch:
 
         def keep(store):
@@ -40,6 +43,7 @@ def keep_connections():
                 assert connected._is_plain()
 
         yield keep
+        connections.close_all()
 
 
 STORES = ["as asgiref", "as asgiref might", "as another library", "by another lookup"]
@@ -80,6 +84,7 @@ def test_each_thread_has_its_own_connection(store, keep_connections, in_other_th
         connections["default"] = mine
         return agree()
 
+    connections.close_all()
     keep_connections(store)
     mine = agree()
     assert in_other_thread(opened, lambda: None) == []
@@ -100,6 +105,7 @@ def test_each_thread_has_its_own_connection(store, keep_connections, in_other_th
 
 @for_each("store", STORES)
 async def test_a_coroutine_has_its_own_connection(store, keep_connections):
+    await sync_to_async(connections.close_all)()
     keep_connections(store)
     mine = agree()
     # This runs in Django's single thread, which is the thread of this test.
