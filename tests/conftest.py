@@ -290,7 +290,7 @@ def flush(test):
 def flush_quickly():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransactionTestCase, "_fixture_teardown", flush)
-        # A new session on a server takes longer than many tests. One of SQLite is cheap.
+        # A new session on a server takes longer than many tests. SQLite has none.
         patch.setattr(
             TransactionTestCase,
             "_should_reload_connections",
