@@ -307,6 +307,21 @@ def migrate(pipe):
     call_command("migrate", verbosity=0)
 
 
+def migrate_dlocks(pipe):
+    """Create a database with the tables of dlocks and of permissions."""
+    from django.contrib.auth.models import Group, Permission
+    from django.contrib.contenttypes.models import ContentType
+    from django.core.management import call_command
+    from django.db import connection
+
+    _create_database()
+    call_command("migrate", "dlocks", verbosity=0)
+    # All migrations of Django would take longer than the tests.
+    with connection.schema_editor() as editor:
+        for model in ContentType, Permission, Group:
+            editor.create_model(model)
+
+
 def migrate_databases(pipe, *names):
     from django.core.management import call_command
 

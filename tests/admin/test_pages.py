@@ -38,7 +38,7 @@ AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
 COLOURS = ["color-contrast", "link-in-text-block"]
 OTHERS = {"rules": {"color-contrast": {"enabled": False}}}
 PHONE = {"runOnly": [*COLOURS, "scrollable-region-focusable"]}
-# Return what is wrong with a part of a page. A transition of Django's buttons takes a
+# Return the faults of a part of a page. A transition of Django's buttons takes a
 # moment. An element whose content is wider than it is cut off or covers something else.
 # On a phone Django's lists can be scrolled in their frame.
 CHECK = """async ([theme, part, phone, scope, options]) => {

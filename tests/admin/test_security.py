@@ -327,7 +327,7 @@ def form_of(action):
     }
 
 
-def somebody(role):
+def client_with_role(role):
     return Client() if ROLES[role] is None else person(role, *ROLES[role])
 
 
@@ -352,7 +352,7 @@ class TestRoles:
         """
         other = [LIST + "add/", LIVE, detail("held").replace("/change/", "/delete/")]
         for role, permissions in ROLES.items():
-            client = somebody(role)
+            client = client_with_role(role)
             sees = "view_resourcelock" in (permissions or ())
             pages = {
                 address: client.get(address)
@@ -394,7 +394,7 @@ class TestRoles:
         A GET request changes nothing, even with all form fields in the address.
         """
         for logged, (role, (action,)) in enumerate(MAY.items(), 1):
-            client = somebody(role)
+            client = client_with_role(role)
             form = form_of(action)
             client.head(LIST, form)
             for address in (LIST, detail(form["_selected_action"][0]), LIVE):

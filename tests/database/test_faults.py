@@ -11,9 +11,6 @@ import time
 from functools import partial
 
 import pytest
-from django.contrib.auth.models import Group, Permission
-from django.contrib.contenttypes.models import ContentType
-from django.core.management import call_command
 from django.db import connection, transaction
 
 from dlocks import db_lock
@@ -44,18 +41,9 @@ def server(django_db_setup):
     """A server for this module only, which the tests can stop and crash."""
     with SERVERS[ENGINE]() as started:
         worker = Worker(**environment(started))
-        worker.call(prepare)
+        worker.call(jobs.migrate_dlocks)
         worker.close()
         yield started
-
-
-def prepare(pipe):
-    jobs._create_database()
-    call_command("migrate", "dlocks", verbosity=0)
-    # All migrations of Django would take longer than the tests.
-    with connection.schema_editor() as editor:
-        for model in ContentType, Permission, Group:
-            editor.create_model(model)
 
 
 def environment(server, port=None):

@@ -65,7 +65,7 @@ EVERY = ("default", "optimistic", "insert")
 # Where the strategies have the code in common, each engine tests one of them.
 ONE = {"postgresql": "default", "mariadb": "optimistic"}.get(ENGINE, "insert")
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
-# For what is decided in Python.
+# Python code decides the results of these tests, so one server is enough.
 ONE_SERVER = pytest.mark.engine("postgresql", "sqlite")
 
 

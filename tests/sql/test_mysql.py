@@ -8,9 +8,7 @@ import json
 import time
 
 import pytest
-from django.contrib.auth.models import Group, Permission
-from django.contrib.contenttypes.models import ContentType
-from django.core.management import call_command
+from django.contrib.auth.models import Group
 from django.db import connection, transaction
 from django.db.backends.signals import connection_created
 from django.test import override_settings
@@ -39,15 +37,6 @@ FAMILY = ["default", "optimistic", "insert"]
 # innodb_rollback_on_timeout
 
 
-def prepare(pipe):
-    jobs._create_database()
-    call_command("migrate", "dlocks", verbosity=0)
-    # All migrations of Django would take longer than the tests.
-    with connection.schema_editor() as editor:
-        for model in ContentType, Permission, Group:
-            editor.create_model(model)
-
-
 @pytest.fixture(scope="module")
 def strict_server(django_db_setup):
     """Processes on a server that rolls back a transaction after a lock wait timeout."""
@@ -57,7 +46,7 @@ def strict_server(django_db_setup):
     with server:
         environment = {**server.environment, "DLOCKS_TEST_NAME": "strict"}
         workers = [Worker(**environment) for _ in range(2)]
-        workers[0].call(prepare)
+        workers[0].call(jobs.migrate_dlocks)
         yield workers
         for worker in workers:
             worker.close()

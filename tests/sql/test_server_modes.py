@@ -86,7 +86,7 @@ def test_a_session_that_became_read_only_is_replaced():
                 assert hold.held
 
 
-def ask_where_nobody_can_write(pipe):
+def acquire_in_a_read_only_session(pipe):
     errors = []
     for using in FAMILY:
         for lock in db_lock("a", using=using), db_rwlock("a", using=using).read():
@@ -101,7 +101,7 @@ def ask_where_nobody_can_write(pipe):
 def test_a_read_only_server_is_reported_with_its_setting(doomed):
     """If a new session is read-only too, the error names the setting."""
     worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps(OPTIONS))
-    errors = worker.call(ask_where_nobody_can_write)
+    errors = worker.call(acquire_in_a_read_only_session)
     assert len(errors) == 2 * len(FAMILY)
     for error in errors:
         assert f" {SETTING} is on" in error
