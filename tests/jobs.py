@@ -441,8 +441,9 @@ def hold_until_lost(pipe, key, **policy):
     The time is on the clock that all processes share.
     """
     held = db_lock(key, **policy).acquire()
-    pipe.say(held.token)
+    # Before the message, after which the test may stop this process.
     moment = until = time.monotonic()
+    pipe.say(held.token)
     while held.held:
         until = moment
         time.sleep(0.002)
