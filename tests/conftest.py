@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import inspect
 import os
 import queue
+import re
 import secrets
+import sys
+import tempfile
 import threading
 import zlib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -108,6 +113,28 @@ def pytest_collection_modifyitems(config, items):
     if leave:
         config.hook.pytest_deselected(items=leave)
         items[:] = keep
+
+
+def pytest_ignore_collect(collection_path):
+    """Do not import a file if all of its tests are for other engines."""
+    if collection_path.suffix == ".py":
+        marker = re.search(
+            r"^pytestmark = .*engine\(([^)]*)\)", collection_path.read_text(), re.M
+        )
+        return True if marker and f'"{ENGINE}"' not in marker[1] else None
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Collect in one process at a time.
+
+    The first shard of a fresh clone compiles the tests, and the others use the result.
+    """
+    name = f"dlocks-{sys.implementation.cache_tag}-{os.getuid()}"
+    with Path(tempfile.gettempdir(), name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_finish():

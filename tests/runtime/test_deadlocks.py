@@ -725,6 +725,20 @@ class Model:
 
 @pytest.mark.front
 @pytest.mark.once
+def test_a_full_semaphore_can_be_part_of_a_deadlock():
+    """Two callers hold all permits, and wait for the caller that wants one."""
+    first, second, third = (f"caller {number}" for number in range(3))
+    permits, shared, waits = [2, 1, 1], [True, False, False], ["y", False] * 2
+    holders = [[first, second], [third], []]
+    drawn = iter(
+        [*permits, 3, *shared, *holders, [first, second, third], *waits, "x", True]
+    )
+    model = Model(lambda _: next(drawn))
+    assert WaitGraph(list(model.claims())).victims().keys() == {third}
+
+
+@pytest.mark.front
+@pytest.mark.once
 @settings(max_examples=volume(150), deadline=None)
 @given(st.data())
 def test_victims_are_found_exactly_when_nothing_moves(data):
