@@ -118,9 +118,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_ignore_collect(collection_path):
     """Do not import a file if all of its tests are for other engines."""
     if collection_path.suffix == ".py":
-        marker = re.search(
-            r"^pytestmark = .*engine\(([^)]*)\)", collection_path.read_text(), re.M
-        )
+        text = collection_path.read_text()
+        marker = re.search(r"^pytestmark = .*engine\((.*)\)", text, re.MULTILINE)
         return True if marker and f'"{ENGINE}"' not in marker[1] else None
     return None
 
