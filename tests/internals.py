@@ -71,6 +71,7 @@ NAMES = {
     "check_settings": "dlocks.checks:check_settings",
     "check_tables": "dlocks.checks:check_tables",
     "clock": "dlocks.runtime.clock",
+    "coroutines": "dlocks.runtime.coroutines",
     "BackendHandler": "dlocks.conf:BackendHandler",
     "backends": "dlocks.conf:backends",
     "DEFAULT_ALIAS": "dlocks.conf:DEFAULT_ALIAS",

@@ -184,12 +184,11 @@ class Acquisition(Wait):
             self.lock, self.backend, claim, grant, self.caller, sent, waited
         )
         self.hold = Hold(state)
-        entry_key = (self.caller, self.backend.identity, self.key, self.lock.shared)
-        mine: KeptHold | None = hold_by(entry_key)
+        mine: KeptHold | None = hold_by(self._entry_key)
         if mine is None or not (mine.lock.reentrant and mine.enterable):
             # Otherwise this is a second hold, and the first one is entered again.
-            state.entered_as.append(entry_key)
-            holds_by_caller[entry_key] = state
+            state.entered_as.append(self._entry_key)
+            holds_by_caller[self._entry_key] = state
         if claim.scope == "lease":
             keeper.keep(state)
         if self.waiter is not None:

@@ -58,6 +58,7 @@ class Claims:
         )
         self.timeout = timeout if wait else 0.0
         self.key = lock._full_key(self.backend)
+        self._entry_key = caller, self.backend.identity, self.key, lock.shared
         self.began = clock.now()
 
     @property
@@ -85,9 +86,7 @@ class Claims:
 
     def _own_hold(self) -> KeptHold | None:
         """Return the hold of the same caller to enter, or None."""
-        mine: KeptHold | None = hold_by(
-            (self.caller, self.backend.identity, self.key, self.lock.shared)
-        )
+        mine: KeptHold | None = hold_by(self._entry_key)
         if mine is None or not mine.enterable:
             return None
         reentrant = self.lock.reentrant and mine.lock.reentrant
@@ -98,9 +97,7 @@ class Claims:
 
         This is infinite if the caller has left no hold in a transaction.
         """
-        mine: KeptHold | None = hold_by(
-            (self.caller, self.backend.identity, self.key, self.lock.shared)
-        )
+        mine: KeptHold | None = hold_by(self._entry_key)
         return FOREVER if mine is None or not mine.is_left else mine.lease.kept_for
 
     def _enter(self, hold: KeptHold) -> bool:
@@ -123,7 +120,9 @@ class Claims:
                 " hold.atomic()' of the lease, or leave out scope='transaction'."
             )
         self.entering, self.count_before = hold, hold.count
-        return hold.enter(self.lock)
+        if not hold.enter(self.lock):
+            self.entering = None
+        return self.entering is not None
 
     def _claim(self) -> Claim:
         lock, backend = self.lock, self.backend

@@ -116,12 +116,10 @@ class HoldState:
 
     @property
     def entries(self) -> int:
-        """Return the number of open entries."""
         return 0 if self.lease.ended else self.count
 
     @property
     def parts(self) -> list[Self]:
-        """Return the state of each key."""
         return [self]
 
     @property
@@ -223,7 +221,6 @@ class HoldState:
             self.lease.note_answer(sent, left[self.claim.owner])
 
     def next_claim(self) -> Claim:
-        """Return the claim for a renewal."""
         return self.lease.next_claim(may_be_late=self.may_be_late)
 
     def confirmed(self, count: int) -> bool:
@@ -243,7 +240,6 @@ class HoldState:
         return confirmed
 
     def unpin(self) -> None:
-        """Remove the pins that have ended."""
         for mark in list(self.pinned_in):
             if not mark.stands:
                 # The keeper may do so too.
@@ -260,12 +256,10 @@ class HoldState:
         keeper.check_soon()
 
     def lose(self, why: str) -> None:
-        """Mark the hold as lost, and signal the loss once."""
         if self.lease.lose(why):
             self.report_loss()
 
     def report_loss(self) -> None:
-        """Log and signal that the hold is lost."""
         keeper.drop(self)
         if self.count == 0 or has_ended(self.caller):
             # It was left in a transaction, or nothing will release it.

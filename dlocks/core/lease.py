@@ -64,17 +64,14 @@ class Lease:
 
     @property
     def is_live(self) -> bool:
-        """Return whether the deadline is still ahead."""
         return clock.now() < self.deadline
 
     @property
     def is_over(self) -> bool:
-        """Return whether it was ended or lost."""
         return self.ended or self.lost is not None
 
     @property
     def age(self) -> float:
-        """Return the seconds since the grant."""
         return clock.now() - self.granted_at
 
     @property

@@ -117,15 +117,13 @@ class MultiState:
                     if part.count >= count:
                         part.release(failed=True)
                     elif count == 1:
-                        part.discard()
-                        part.release_again()
+                        part.resume_release()
             raise
 
     # Internal methods.
 
     @property
     def _is_alike(self) -> bool:
-        """Return whether one request can cover all keys."""
         return len({part.scope for part in self.parts}) == 1
 
     def _leaves_nothing(self, parts: Sequence[KeptHold]) -> bool:

@@ -53,7 +53,8 @@ class Release(HoldState):
         """
         with self.lease.mutex:
             # Counted first, so that no other thread releases the key meanwhile.
-            if self.lease.ended:
+            if self.lease.ended or not (self.count or self.left_in):
+                # Another thread is just releasing it.
                 return False
             if self.count == 0:
                 # It was left in a transaction. Its earlier blocks no longer count.
@@ -72,7 +73,8 @@ class Release(HoldState):
                 raise self.loss(self.why_gone())
         except BaseException:
             with self.lease.mutex:
-                self.count = count - 1
+                # Another thread may have left meanwhile.
+                self.count -= 1
                 self.left_in = left_in
             if left_in:
                 keeper.await_end(self)
@@ -87,14 +89,15 @@ class Release(HoldState):
 
     def revert_entry(self, count: int) -> None:
         """Restore the count from before an entry that its caller never received."""
-        self.count = min(self.count, count)
+        with self.lease.mutex:
+            self.count = min(self.count, count)
         if (
             self.count == 0
             and not self.left_in
             and not self._leave_in_transactions()
             and self.end()
         ):
-            self.release_claim()
+            self.try_release_claim()
 
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to leave releases the key.
@@ -115,9 +118,7 @@ class Release(HoldState):
         except BaseException:
             # An interrupted release must not leave the key acquired.
             if count == 0:
-                if not self.end():
-                    self._forget()
-                self.release_again()
+                self.resume_release()
             raise
 
     def _leave(self, count: int) -> None:
@@ -189,6 +190,13 @@ class Release(HoldState):
             self.release_claim()
         except LockError as trouble:
             logger.warning("%s", trouble)
+
+    def resume_release(self) -> None:
+        """Release the key after an interrupt, or at the end of open transactions."""
+        if self.lease.is_over or not self._leave_in_transactions():
+            if not self.end():
+                self._forget()
+            self.release_again()
 
     def release_again(self) -> None:
         """Release the key once more, if the backend can be reached."""

@@ -84,7 +84,7 @@ def waiting_for_a_lock() -> Iterator[None]:
         # other threads would hang.
         place = _place_in(AsyncToSync.loop_thread_executors.get(loop), loop)
         if place is not None:
-            _sync_threads.setdefault(place, thread)
+            _sync_threads[place] = _sync_threads.get(place) or thread
     waits = [(thread, served)] if thread else []
     _waiting.extend(waits)
     try:
@@ -136,6 +136,9 @@ async def run_in_sync_thread(
             cancelled = error
         no_way = way.exception() if way.done() and not way.cancelled() else None
         if call.begun or call.is_in_worker:
+            if no_way and not (call.is_in_worker or outcome.done()):
+                # A signal handler raised before the outcome was stored.
+                outcome.set_exception(no_way)
             continue
         if in_transaction_only:
             if no_way is not None:

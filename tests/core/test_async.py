@@ -572,6 +572,21 @@ async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_t
     await waiting
 
 
+@pytest.mark.front
+async def test_a_task_releases_after_a_transaction_of_several_calls():
+    """Sync code waits in Django's thread, where the transaction was, for its key."""
+    block = transaction.atomic()
+    hold = await db_lock("stock:7", using="memory").aacquire()
+    await sync_to_async(block.__enter__)()
+    await db_lock("another", using="memory").alocked()
+    await sync_to_async(block.__exit__)(None, None, None)
+    waiting = asyncio.create_task(sync_to_async(wait)("memory"))
+    while not hold.queue_length():
+        await asyncio.sleep(0.01)
+    await hold.arelease()
+    assert await waiting > 0
+
+
 # The request needs all apps of the test project.
 @pytest.mark.front
 @pytest.mark.django_db(transaction=True)

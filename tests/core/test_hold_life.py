@@ -15,7 +15,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, transaction
 
-from dlocks import LockLost, db_lock
+from dlocks import LockBackendError, LockLost, db_lock
 from tests.internals import backends, callers, keeper, table_watchdog
 
 pytestmark = [
@@ -106,6 +106,56 @@ def test_release_ends_the_innermost_hold_first(in_other_thread, is_busy):
         lock.release()
     assert is_busy()
     hold.release()
+
+
+def test_a_hold_that_ends_just_then_is_not_entered_again(monkeypatch, threads, is_busy):
+    """Another thread releases it while its own thread acquires the key again."""
+    lock = db_lock("stock:7", timeout=20)
+    hold = lock.acquire()
+    state, leaving, entered = hold._state, threading.Event(), threading.Event()
+    leave, enter = state._leave_in_transactions, state.enter
+
+    def leave_late():
+        leaving.set()
+        entered.wait(20)
+        return leave()
+
+    def note_entry(policy):
+        try:
+            return enter(policy)
+        finally:
+            entered.set()
+
+    monkeypatch.setattr(state, "_leave_in_transactions", leave_late)
+    monkeypatch.setattr(state, "enter", note_entry)
+    other = threads(hold.release)
+    assert leaving.wait(20)
+    with lock as again:
+        other.join(30)
+        again.check()
+        assert is_busy()
+    assert not is_busy()
+
+
+def test_a_failed_entry_leaves_no_hold_that_others_released(
+    monkeypatch, threads, is_busy
+):
+    """Another thread releases it while its own thread acquires the key again."""
+    hold = db_lock("stock:7").acquire()
+    verify, calls = backends["default"].verify, []
+
+    def fail_once(claims, count=None):
+        calls.append(count)
+        if len(calls) > 1:
+            return verify(claims, count)
+        threads(hold.release).join(30)
+        raise LockBackendError("The server does not respond.")
+
+    monkeypatch.setattr(backends["default"], "verify", fail_once)
+    with pytest.raises(LockBackendError):
+        db_lock("stock:7").acquire()
+    assert not is_busy()
+    assert not hold.held
 
 
 def test_a_signal_handler_can_release_a_hold_at_any_moment(threads, is_busy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import itertools
@@ -11,7 +12,7 @@ import threading
 import time
 
 import pytest
-from asgiref.sync import AsyncToSync
+from asgiref.sync import AsyncToSync, async_to_sync
 from django.db import connection, transaction
 
 from dlocks import (
@@ -29,6 +30,7 @@ from tests.internals import (
     ResourceLock,
     backends,
     callers,
+    coroutines,
     keeper,
     waiters_of,
 )
@@ -177,6 +179,54 @@ def test_an_interrupt_of_several_keys_leaves_none(interrupt, is_free):
         assert is_free(), case
         assert not db_lock("stock:8").locked(), case
         assert nothing_is_kept(), case
+
+
+@pytest.mark.front
+@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_an_interrupted_release_waits_for_the_commit(keys, monkeypatch, is_free):
+    """The next holder sees what the transaction has written."""
+    lock = db_lock(*keys, using="memory", scope="lease")
+    note_end, noted = keeper.await_end, []
+
+    def interrupted(hold):
+        note_end(hold)
+        noted.append(hold)
+        if len(noted) == len(keys):
+            raise AlarmError
+
+    with transaction.atomic():
+        with monkeypatch.context() as patch, pytest.raises(AlarmError), lock:
+            patch.setattr(keeper, "await_end", interrupted)
+        assert db_lock("stock:7", using="memory").locked()
+        assert not lock.held()
+    assert is_free("memory")
+    assert nothing_is_kept()
+
+
+@pytest.mark.front
+@for_each("when", WHEN)
+def test_an_interrupted_call_of_a_coroutine_ends(when, monkeypatch, is_free):
+    """The signal arrives before or after a request, in the thread of the task."""
+    call, calls = coroutines._Call.__call__, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) > 1:
+            return call(self)
+        assert self._turn.acquire(blocking=False)
+        if when == "after":
+            self._function()
+        raise AlarmError
+
+    async def acquire():
+        async with asyncio.timeout(20):
+            await db_lock("stock:7").aacquire()
+
+    monkeypatch.setattr(coroutines._Call, "__call__", interrupted)
+    with pytest.raises(AlarmError):
+        async_to_sync(acquire)()
+    assert is_free()
+    assert nothing_is_kept()
 
 
 @pytest.mark.engine("postgresql", "mariadb")
