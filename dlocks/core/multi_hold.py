@@ -71,7 +71,6 @@ class MultiState:
         return any(part.pinned for part in self.parts)
 
     def check(self) -> None:
-        """Check with the backend that all keys are held, or raise LockLost."""
         claims = [part.claim for part in self.parts]
         if not (
             self.held

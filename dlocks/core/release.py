@@ -135,7 +135,8 @@ class Release(HoldState):
                     self.ask(self.backend.release, self.claim, failed=True)
             raise self.lost_error()
         if count > 0:
-            if not self._is_undone and not self.confirmed(count):
+            # Other threads may meanwhile have left it too.
+            if not (self._is_undone or self.confirmed(count) or self.lease.ended):
                 self.lose(self.why_gone())
                 raise self.lost_error()
         elif not self._leave_in_transactions() and self.end():

@@ -158,6 +158,22 @@ def test_a_failed_entry_leaves_no_hold_that_others_released(
     assert not hold.held
 
 
+def test_threads_that_leave_a_hold_together_lose_nothing(monkeypatch, threads, is_busy):
+    """Each of two threads leaves once. The second one releases the key first."""
+    lock = db_lock("stock:7")
+    hold = lock.acquire()
+    lock.acquire()
+    verify = backends["default"].verify
+
+    def verify_late(claims, count=None):
+        threads(hold.release).join(30)
+        return verify(claims, count)
+
+    monkeypatch.setattr(backends["default"], "verify", verify_late)
+    hold.release()
+    assert not is_busy()
+
+
 def test_a_signal_handler_can_release_a_hold_at_any_moment(threads, is_busy):
     """The handler runs while its thread acquires, renews or releases the hold."""
 
