@@ -40,8 +40,8 @@ class TransactionMarker:
         self._first = first
         self.committed = False
         self.at_commit: list[Callable[[], object]] = []
-        # The keys that are locked here, for keys_of().
-        self.keys: set[Any] = set()
+        # The keys that are locked here, in order.
+        self.keys: dict[Any, None] = {}
         # Holds that belong to the transaction and may have no other reference.
         self.holds: list[Any] = []
         # The models that are written here, for of_write().
@@ -167,14 +167,14 @@ class TransactionMarker:
         return connection is None or connection.needs_rollback
 
     @classmethod
-    def keys_of(cls, connection: BaseDatabaseWrapper) -> set[Any]:
+    def keys_of(cls, connection: BaseDatabaseWrapper) -> list[Any]:
         """Return the keys that are locked in the transaction, maybe by ended holds."""
-        return {
+        return [
             key
             for _, mark, *_ in connection.run_on_commit
             if isinstance(mark, cls)
             for key in mark.keys
-        }
+        ]
 
     @property
     def is_elsewhere(self) -> bool:

@@ -94,7 +94,7 @@ class HoldState:
         if self.scope == "transaction":
             self.connection = connection_of(backend.database)
             self.mark = TransactionMarker.here(self.connection)
-            self.mark.keys.add((backend.identity, claim.key))
+            self.mark.keys[backend.identity, claim.key] = None
 
     @property
     def held(self) -> bool:

@@ -31,6 +31,7 @@ from tests.internals import (
     WaitGraph,
     WaitingClaim,
     backends,
+    callers,
     disconnect,
     keeper,
     waiters_of,
@@ -523,6 +524,18 @@ def test_the_newest_of_many_session_locks_deadlocks(threads, workers, until, blo
     assert one_is_refused(outcomes)
     # After a rollback, the keeper releases leases that were left in the transaction.
     until(lambda: not keeper.holds)
+
+
+@pytest.mark.engine("postgresql")
+def test_the_newest_keys_of_a_transaction_are_shown_to_others():
+    """Other processes see a part of many keys, and need the newest ones."""
+    names = [f"a long key {number}" for number in range(60)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(transaction.atomic())
+        for name in names:
+            stack.enter_context(db_lock(name, using="session"))
+        holding = callers.holding_of(threading.current_thread(), backends["session"])
+    assert [held.key for held in holding] == names
 
 
 def end_session_with(key):
