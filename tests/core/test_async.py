@@ -574,7 +574,7 @@ async def test_the_first_task_that_needs_djangos_thread_gets_a_thread(in_other_t
 
 @pytest.mark.front
 async def test_a_task_releases_after_a_transaction_of_several_calls():
-    """Sync code waits in Django's thread, where the transaction was, for its key."""
+    """Sync code waits for the task's key in the thread that had the transaction."""
     block = transaction.atomic()
     hold = await db_lock("stock:7", using="memory").aacquire()
     await sync_to_async(block.__enter__)()

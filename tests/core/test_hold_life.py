@@ -109,7 +109,7 @@ def test_release_ends_the_innermost_hold_first(in_other_thread, is_busy):
 
 
 def test_a_hold_that_ends_just_then_is_not_entered_again(monkeypatch, threads, is_busy):
-    """Another thread releases it while its own thread acquires the key again."""
+    """Another thread releases the hold while its own thread enters it again."""
     lock = db_lock("stock:7", timeout=20)
     hold = lock.acquire()
     state, leaving, entered = hold._state, threading.Event(), threading.Event()
@@ -140,7 +140,7 @@ def test_a_hold_that_ends_just_then_is_not_entered_again(monkeypatch, threads, i
 def test_a_failed_entry_leaves_no_hold_that_others_released(
     monkeypatch, threads, is_busy
 ):
-    """Another thread releases it while its own thread acquires the key again."""
+    """Another thread releases the hold while its own thread enters it again."""
     hold = db_lock("stock:7").acquire()
     verify, calls = backends["default"].verify, []
 
@@ -159,7 +159,7 @@ def test_a_failed_entry_leaves_no_hold_that_others_released(
 
 
 def test_threads_that_leave_a_hold_together_lose_nothing(monkeypatch, threads, is_busy):
-    """Each of two threads leaves once. The second one releases the key first."""
+    """Two threads release once each. The one that began later ends first."""
     lock = db_lock("stock:7")
     hold = lock.acquire()
     lock.acquire()
