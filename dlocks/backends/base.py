@@ -303,7 +303,8 @@ class Backend:
         """Renew a lease within the open transaction of ``database``.
 
         No other claim can acquire the key until that transaction has ended. Return
-        False if the claim no longer holds the key.
+        False if the claim no longer holds the key, or if its lease has expired and the
+        claim is not ``late``.
         """
         raise NotImplementedError
 

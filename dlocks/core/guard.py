@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,9 @@ def guarded(
                         for hold, mark in pinned:
                             if mark is not None:
                                 mark.at_commit.append(
-                                    partial(hold.committed, _pin(hold, database))
+                                    partial(
+                                        hold.committed, _pin(hold, database, late=True)
+                                    )
                                 )
                     return
         finally:
@@ -124,10 +127,12 @@ def _pin_first(
     # locked. This comes first among the on_commit() callbacks.
     here = TransactionMarker.here(connection)
     pin = TransactionMarker.of_lock(connection)
+    # The row of a pinned hold stays locked, even if its lease has expired.
+    late = hold.pinned or hold.next_claim().late
     # Before the write, so that the keeper sends no request for the hold meanwhile.
     hold.pinned_in.append(pin)
     try:
-        _pin(hold, database)
+        _pin(hold, database, late=late)
     except LockError:
         # The write failed. After a lost connection, the keeper may have removed the
         # pin.
@@ -137,14 +142,15 @@ def _pin_first(
     return here
 
 
-def _pin(hold: HoldState, database: str) -> float:
+def _pin(hold: HoldState, database: str, *, late: bool) -> float:
     """Lock and renew a hold's row in the open transaction.
 
-    Return when the request was sent.
+    Return when the request was sent. ``late`` says that the lease may have expired.
     """
     sent = clock.now()
     try:
-        stands = hold.backend.pin(hold.claim, database)
+        claim = replace(hold.claim, late=True) if late else hold.claim
+        stands = hold.backend.pin(claim, database)
     except LockBackendError:
         # The transaction is now unusable.
         connection_of(database).needs_rollback = True

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -231,7 +232,7 @@ class HoldState:
                 # lease may have expired, but no caller takes the key before the
                 # transaction ends.
                 return mark.is_elsewhere or bool(
-                    self.backend.pin(self.claim, mark.alias)
+                    self.backend.pin(replace(self.claim, late=True), mark.alias)
                 )
         claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
         confirmed = bool(self.ask(self.backend.verify, [claim], count))

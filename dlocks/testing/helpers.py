@@ -119,8 +119,9 @@ def expire(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
 
     ``hold`` may be a key, which stands for this process's hold on it.
 
-    The loss is noticed by ``hold.check()`` or by the next renewal. It is also noticed
-    at the end of the block if another caller has acquired the key by then.
+    The loss is noticed by ``hold.check()``, by ``hold.atomic()`` and by the next
+    renewal. It is also noticed at the end of the block if another caller has acquired
+    the key by then.
     """
     hold = _live(hold, using)
     _end_lease(hold.backend, hold.claim)

@@ -14,6 +14,7 @@ from django.db.utils import DatabaseError
 from dlocks.backends.base import Runtime
 from dlocks.backends.database.fragments import MICROSECONDS, SHARE
 from dlocks.backends.database.own_row import OwnRow
+from dlocks.backends.database.renewal import TAKEN
 from dlocks.backends.database.sending import T
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.dialect import KEY
@@ -165,10 +166,12 @@ class TransactionLocks(OwnRow):
         }
         if claim.shared:
             # The search for expired shared holds skips rows that are locked.
-            mine = f"owner = %(owner)s AND {SHARE}"
+            live = SHARE if claim.late else self._live_share
+            mine = f"owner = %(owner)s AND {live}"
             table, primary = "{claims}", "id"
         else:
-            mine = f"{KEY} AND owner = %(owner)s AND status = 'P'"
+            live = TAKEN if claim.late else self._live
+            mine = f"{KEY} AND owner = %(owner)s AND {live}"
             table, primary = "{locks}", "key_resource"
         row = mine, parameters, table, primary
         read, write = partial(self._own_row, *row), partial(self._renew_picked, *row)
