@@ -156,6 +156,17 @@ class TransactionMarker:
             connection is None or not self._is_listed(connection)
         )
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether its transaction was committed or rolled back, not just lost.
+
+        A lost connection only counts once Django has opened a new one.
+        """
+        connection = self._reference()
+        return connection is None or not (
+            self._is_listed(connection) or connection.closed_in_transaction
+        )
+
     def _is_listed(self, connection: BaseDatabaseWrapper) -> bool:
         # Not the entry: the rollback of a savepoint re-creates all others.
         return any(entry[1] is self for entry in connection.run_on_commit)

@@ -121,9 +121,10 @@ class Hold:
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to leave releases the key.
 
-        Releasing again does nothing. ``failed`` sets the status of the row to F instead
-        of S, for people who read it. Raise LockLost if the hold was lost, because its
-        work was perhaps not exclusive.
+        Releasing again does nothing, nor does releasing after the end of the hold's own
+        transaction. ``failed`` sets the status of the row to F instead of S, for people
+        who read it. Raise LockLost if the hold was lost, because its work was perhaps
+        not exclusive.
         """
         ensure_sync()
         self._state.release(failed=failed)
@@ -238,7 +239,8 @@ class Hold:
         If the block itself failed, a failed release only adds a note to its error.
         """
         try:
-            self.release(failed=error is not None)
+            ensure_sync()
+            self._state.release(failed=error is not None, at_block_end=True)
         except LockError as trouble:
             if error is None:
                 raise

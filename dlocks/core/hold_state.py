@@ -31,7 +31,7 @@ from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.signals import send_ended
 from dlocks.text import shown_holder
-from dlocks.transactions import TransactionMarker
+from dlocks.transactions import TransactionMarker, in_testcase
 from dlocks.values import Claim, Grant
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class HoldState:
     # The transaction of the hold, and the point in it.
     connection: Any = None
     mark: TransactionMarker | None = None
+    # The outermost transaction around that point.
+    whole: TransactionMarker | None = None
     # Its public face, until it is released. No cycle remains.
     hold: Any = None
 
@@ -96,6 +98,12 @@ class HoldState:
             self.connection = connection_of(backend.database)
             self.mark = TransactionMarker.here(self.connection)
             self.mark.keys[backend.identity, claim.key] = None
+            # A TestCase never commits, and its users count the on_commit() callbacks.
+            self.whole = (
+                self.mark
+                if in_testcase(self.connection)
+                else TransactionMarker.whole(self.connection)
+            )
 
     @property
     def held(self) -> bool:
@@ -179,14 +187,7 @@ class HoldState:
         A lease is handled outside of the caller's transaction and pool.
         """
         backend = self.backend
-        if (
-            self.scope == "transaction"
-            and connection_of(backend.database) is not self.connection
-        ):
-            raise RuntimeError(
-                f"{self.lock.key!r} is held by a transaction of another thread. Only"
-                " that thread can use the hold."
-            )
+        self.refuse_other_thread()
         # Within hold.atomic() only the caller's transaction can write the row.
         if (
             self.scope == "lease"
@@ -195,6 +196,17 @@ class HoldState:
         ):
             return keeper.run(partial(function, *arguments, **keywords), backend)
         return function(*arguments, **keywords)
+
+    def refuse_other_thread(self) -> None:
+        """Raise RuntimeError if the hold belongs to another thread's transaction."""
+        if (
+            self.scope == "transaction"
+            and connection_of(self.backend.database) is not self.connection
+        ):
+            raise RuntimeError(
+                f"{self.lock.key!r} is held by a transaction of another thread. Only"
+                " that thread can use the hold."
+            )
 
     def check(self) -> None:
         """Check with the backend that the key is held, or raise LockLost."""

@@ -92,9 +92,11 @@ class MultiState:
             for part in self.parts:
                 part.renew()
 
-    def release(self, *, failed: bool = False) -> None:
+    def release(self, *, failed: bool = False, at_block_end: bool = False) -> None:
         """Release each key once, even if the release of another fails."""
         inside = self._inside
+        for part, _ in inside:
+            part.outlives_transaction()
         # Outside of the block, because an exception of a tracer in an inlined
         # comprehension bypasses the handlers (CPython 3.12).
         parts = [part for part, _ in inside]
@@ -105,7 +107,7 @@ class MultiState:
                 self._inside = []
             forget_acquired(self)
             self.hold = None
-            self._release(parts, failed=failed)
+            self._release(parts, failed=failed, at_block_end=at_block_end)
         except LockError:
             raise
         except BaseException:
@@ -131,7 +133,9 @@ class MultiState:
             return False
         return all(part.leaves_at_exit for part in parts) or not open_connections()
 
-    def _release(self, parts: Sequence[KeptHold], *, failed: bool) -> None:
+    def _release(
+        self, parts: Sequence[KeptHold], *, failed: bool, at_block_end: bool
+    ) -> None:
         together: list[KeptHold] = []
         if self._is_alike and (
             self.scope == "transaction" or self._leaves_nothing(parts)
@@ -156,7 +160,7 @@ class MultiState:
                 if part in together:
                     part.release_claim(done=done)
                 else:
-                    part.release(failed=failed)
+                    part.release(failed=failed, at_block_end=at_block_end)
             except LockError as error:
                 trouble = trouble or error
         if trouble is not None:

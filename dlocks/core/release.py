@@ -99,11 +99,12 @@ class Release(HoldState):
         ):
             self.try_release_claim()
 
-    def release(self, *, failed: bool = False) -> None:
+    def release(self, *, failed: bool = False, at_block_end: bool = False) -> None:
         """Leave the hold once. The last entry to leave releases the key.
 
-        Raise LockLost if the hold was lost.
+        Raise LockLost if the hold was lost, or if a block outlived its transaction.
         """
+        ended = self.scope == "transaction" and self.outlives_transaction()
         count = None
         try:
             with self.lease.mutex:
@@ -112,6 +113,11 @@ class Release(HoldState):
                 count = self.count - 1
                 self.count = count
                 self.failed = self.failed or failed
+            if ended and not at_block_end:
+                # The work was committed under the lock, or undone.
+                if count == 0 and self.end():
+                    self.hold = None
+                return
             self._leave(count)
         except LockError:
             raise
@@ -120,6 +126,20 @@ class Release(HoldState):
             if count == 0:
                 self.resume_release()
             raise
+
+    def outlives_transaction(self) -> bool:
+        """Return whether the hold has ended with its own transaction.
+
+        It has not ended so if only a savepoint was rolled back, or if the connection
+        was lost inside the transaction. Raise RuntimeError if the transaction is open
+        in another thread.
+        """
+        if self.lease.ended or self.is_forked or self.whole is None:
+            return False
+        ended = self.whole.has_ended
+        if not ended:
+            self.refuse_other_thread()
+        return ended and self.lease.lost is None
 
     def _leave(self, count: int) -> None:
         if self.is_forked:
