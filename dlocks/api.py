@@ -110,7 +110,8 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
         When to release a lease that is left inside an open transaction: at the end of
         that ``"transaction"``, or at the ``"exit"`` of the block.
     ``on_lost``
-        Called with the hold when it is lost, perhaps in another thread.
+        Called with the hold when it is lost, perhaps in another thread. It may acquire
+        the key again.
     ``busy``
         What a decorated call does when the key is busy: ``"raise"`` LockTimeout,
         ``"skip"`` the work and return None, or return the result of a function. The

@@ -116,7 +116,7 @@ def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
         hold.lease.last_at - now,
     )
     if not ended and not hold.held:
-        hold.lose(hold.lease.why_not())
+        hold.loss(hold.lease.why_not())
     if hold.lease.lost is not None or ended or not hold.end():
         raise hold.lost_error(hold.lease.lost or "it has ended")
     claim = dataclasses.replace(hold.claim, ttl=min(ttl, left[1]))

@@ -156,8 +156,7 @@ def _pin(hold: HoldState, database: str, *, late: bool) -> float:
         connection_of(database).needs_rollback = True
         raise
     if not stands:
-        hold.lose(hold.why_gone())
-        raise hold.lost_error()
+        raise hold.loss(hold.why_gone())
     return sent
 
 

@@ -334,10 +334,10 @@ class HoldState:
     def loss(self, why: str) -> LockLost:
         """Mark the hold as lost, and return the error for its caller.
 
-        Its next acquisition makes a new hold.
+        Its next acquisition makes a new hold, even one by ``on_lost``.
         """
-        self.lose(why)
         self.forget_entries()
+        self.lose(why)
         return self.lost_error()
 
     def lost_error(self, why: str | None = None) -> LockLost:

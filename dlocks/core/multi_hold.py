@@ -158,11 +158,15 @@ class MultiState:
         for part in parts:
             try:
                 if part in together:
-                    part.release_claim(done=done)
+                    part.release_claim(done=done, report=False)
                 else:
                     part.release(failed=failed, at_block_end=at_block_end)
             except LockError as error:
                 trouble = trouble or error
+        for part in together:
+            # Only now, since on_lost may acquire all of the keys again.
+            if part.lease.lost is not None:
+                part.report_loss()
         if trouble is not None:
             raise trouble
 

@@ -146,7 +146,7 @@ class Release(HoldState):
             self.lease.ended = True
             raise self.lost_error("this process is a fork of its holder")
         if not self.keeps:
-            self.lose(self.lease.why_not())
+            self.loss(self.lease.why_not())
         if self.lease.lost is not None:
             if count == 0 and self.end():
                 # If no caller has acquired the key yet, the next one need not wait for
@@ -157,8 +157,7 @@ class Release(HoldState):
         if count > 0:
             # Other threads may meanwhile have left it too.
             if not (self._is_undone or self.confirmed(count) or self.lease.ended):
-                self.lose(self.why_gone())
-                raise self.lost_error()
+                raise self.loss(self.why_gone())
         elif not self._leave_in_transactions() and self.end():
             self.release_claim()
 
@@ -170,10 +169,11 @@ class Release(HoldState):
         self.count, self.failed = 0, True
         return self.end() and self.lease.lost is None
 
-    def release_claim(self, *, done: bool = False) -> None:
+    def release_claim(self, *, done: bool = False, report: bool = True) -> None:
         """Release the key of an ended hold.
 
-        ``done`` says that the backend has released it.
+        ``done`` says that the backend has released it, and ``report`` that a loss is
+        reported here.
         """
         broken = self.scope == "transaction" and self.connection.needs_rollback
         try:
@@ -200,7 +200,8 @@ class Release(HoldState):
                 # transaction.
                 self.connection.needs_rollback = self.connection.in_atomic_block
             self.lease.lost = self.why_gone()
-            self.report_loss()
+            if report:
+                self.report_loss()
             raise self.lost_error()
         send_ended(self.hold, "released")
         self.hold = None
