@@ -212,6 +212,7 @@ class HoldState:
         """Check with the backend that the key is held, or raise LockLost."""
         if not self.keeps or not self.confirmed(self.count):
             raise self.loss(self.why_gone() if self.keeps else self.lease.why_not())
+        self.refuse_ended()
 
     def renew(self) -> None:
         """Extend the lease to its ttl from now, or raise LockLost."""
@@ -232,6 +233,12 @@ class HoldState:
         if self.backend.refusal(self.claim) is None:
             # Otherwise the caller's transaction wrote it, and may roll it back.
             self.lease.note_answer(sent, left[self.claim.owner])
+        self.refuse_ended()
+
+    def refuse_ended(self) -> None:
+        """Raise LockLost if the hold ended while the backend was asked about it."""
+        if self.is_over:
+            raise self.loss(self.lease.why_not())
 
     def next_claim(self) -> Claim:
         return self.lease.next_claim(may_be_late=self.may_be_late)

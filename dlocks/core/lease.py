@@ -122,6 +122,8 @@ class Lease:
     def note_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
         with self.mutex:
+            if self.is_over:
+                return
             self.answered_at = clock.now()
             self.deadline = max(self.deadline, min(sent + seconds, self.last_at))
             step = min(self.claim.ttl / 3, self._renew_every)

@@ -76,6 +76,7 @@ class MultiState:
             self.held
             and self._is_alike
             and self.parts[0].ask(self.backend.verify, claims)
+            and self.held
         ):
             for part in self.parts:
                 part.check()

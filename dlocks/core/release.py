@@ -158,6 +158,9 @@ class Release(HoldState):
             # Other threads may meanwhile have left it too.
             if not (self._is_undone or self.confirmed(count) or self.lease.ended):
                 raise self.loss(self.why_gone())
+            if self.lease.lost is not None:
+                # It was reported during that request.
+                raise self.loss(self.lease.lost)
         elif not self._leave_in_transactions() and self.end():
             self.release_claim()
 
