@@ -91,7 +91,8 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
     ``max_hold``
         How long the lease is renewed at most.
     ``min_hold``
-        How long the key stays taken after the grant, even if the work ends sooner.
+        How long the key stays taken after this acquisition, even if the work ends
+        sooner. If one caller acquires it several times, the longest rest counts.
     ``reentrant``
         Whether the same thread or task may enter again. Otherwise that raises
         RuntimeError at once.

@@ -112,7 +112,7 @@ def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
         ended = hold.lease.ended or hold.count == 0
     now = clock.now()
     left = (
-        max(0.0, hold.lock.min_hold - (now - hold.lease.granted_at)),
+        hold.lease.kept_for,
         hold.lease.last_at - now,
     )
     if not ended and not hold.held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -86,6 +86,10 @@ class HoldState:
         self._pid = os.getpid()
         # How often the caller has entered and not left.
         self.count = 1
+        # The lock of each entry, newest last, and until when the key was to stay taken
+        # before that entry. The last entry that is left stays here, since its
+        # transactions may not have ended.
+        self.entered_by: list[tuple[Policy, float]] = [(lock, 0.0)]
         # Whether all entries accept a release before the transaction ends.
         self.leaves_at_exit = lock.release_at == "exit"
         # Transactions in which the lease was left, and at whose end it is released.
@@ -235,6 +239,28 @@ class HoldState:
             self.lease.note_answer(sent, left[self.claim.owner])
         self.refuse_ended()
 
+    def add_entry(self, lock: Policy) -> None:
+        """Add the lock of one more entry, or raise LockLost if the hold has ended.
+
+        Its ``on_lost`` is called from now on, and its ``min_hold`` counts from now.
+        """
+        lease = self.lease
+        with lease.mutex:
+            if not self.is_over:
+                self.entered_by.append((lock, lease.taken_until))
+                lease.keep_taken(lock.min_hold)
+                return
+        raise self.loss(lease.why_not())
+
+    def remove_entry(self) -> float:
+        """Remove the newest entry.
+
+        Return until when the key was to stay taken before it.
+        """
+        if len(self.entered_by) == 1:
+            return self.lease.taken_until
+        return self.entered_by.pop()[1]
+
     def refuse_ended(self) -> None:
         """Raise LockLost if the hold ended while the backend was asked about it."""
         if self.is_over:
@@ -307,9 +333,13 @@ class HoldState:
             # It was released meanwhile.
             return
         send_ended(hold, "lost")
-        if self.lock.on_lost is not None:
+        callbacks: list[Callable[[Any], object]] = []
+        for lock, _ in list(self.entered_by):
+            if lock.on_lost is not None and lock.on_lost not in callbacks:
+                callbacks.append(lock.on_lost)
+        for on_lost in callbacks:
             try:
-                self.lock.on_lost(hold)
+                on_lost(hold)
             except Exception:
                 logger.exception("on_lost of %r failed", self.lock.key)
 

@@ -44,11 +44,15 @@ class Lease:
     ) -> None:
         ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.claim = claim
-        self.min_hold, self.max_hold = lock.min_hold, lock.max_hold
+        self.max_hold = lock.max_hold
         self._renew_every = backend.renew_every
         # Guards the end, and the count of entries, also in a signal handler.
         self.mutex = threading.RLock()
         self.granted_at = clock.now()
+        # Until when the key stays taken after its release. Counted from the reply, so
+        # it is never too short by the row's begin_time.
+        self.taken_until = 0.0
+        self.keep_taken(lock.min_hold)
         # Counted from before the request, so it always passes before the backend's
         # deadline.
         self.deadline = FOREVER if claim.scope == "transaction" else sent + ttl
@@ -82,8 +86,12 @@ class Lease:
     @property
     def kept_for(self) -> float:
         """Return the seconds for which the key stays taken after its release."""
-        # Counted from the reply, so it is never too short by the row's begin_time.
-        return max(0.0, self.min_hold - self.age) if self.min_hold else 0.0
+        return max(0.0, self.taken_until - clock.now()) if self.taken_until else 0.0
+
+    def keep_taken(self, min_hold: float) -> None:
+        """Keep the key taken for at least ``min_hold`` seconds from now."""
+        if min_hold:
+            self.taken_until = max(self.taken_until, clock.now() + min_hold)
 
     def end(self) -> bool:
         """End it, and return whether it had not ended before."""

@@ -39,7 +39,7 @@ class Release(HoldState):
             return self.held
         # A hold left in a transaction is kept for its min_hold from all callers, even
         # this one.
-        return self.count > 0 or (self.held and self.lease.age >= self.lock.min_hold)
+        return self.count > 0 or (self.held and not self.lease.kept_for)
 
     @property
     def is_left(self) -> bool:
@@ -71,6 +71,7 @@ class Release(HoldState):
                 raise self.loss(self.lease.why_not())
             if not self.confirmed(count):
                 raise self.loss(self.why_gone())
+            self.add_entry(lock)
         except BaseException:
             with self.lease.mutex:
                 # Another thread may have left meanwhile.
@@ -86,11 +87,14 @@ class Release(HoldState):
         with self.lease.mutex:
             self.count += 1
             self.prolonged += 1
+            self.entered_by.append(self.entered_by[-1])
 
     def revert_entry(self, count: int) -> None:
         """Restore the count from before an entry that its caller never received."""
         with self.lease.mutex:
-            self.count = min(self.count, count)
+            if self.count > count:
+                self.count = count
+                self.lease.taken_until = self.remove_entry()
         if (
             self.count == 0
             and not self.left_in
@@ -113,6 +117,8 @@ class Release(HoldState):
                 count = self.count - 1
                 self.count = count
                 self.failed = self.failed or failed
+                if count:
+                    self.remove_entry()
             if ended and not at_block_end:
                 # The work was committed under the lock, or undone.
                 if count == 0 and self.end():
@@ -251,7 +257,7 @@ class Release(HoldState):
         Return False if a release has more to do, or less.
         """
         with self.lease.mutex:
-            if self.count != 1 or not self.held or self.lock.min_hold:
+            if self.count != 1 or not self.held or self.lease.kept_for:
                 return False
             self.count, self.failed = 0, self.failed or failed
         return self.end()

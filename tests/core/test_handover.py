@@ -277,7 +277,7 @@ def test_a_forged_text_is_refused_before_any_query(django_assert_num_queries):
 def test_a_resumed_hold_keeps_the_rest_of_its_policy():
     policy = {"ttl": 50, "reentrant": False, "release_at": "exit"}
     hold = db_lock("export:7", max_hold=1000, min_hold=500, **policy).acquire()
-    hold._state.lease.granted_at -= 200
+    hold._state.lease.taken_until -= 200
     hold._state.lease.last_at -= 200
     lost = []
     with resume_hold(hold.detach(), on_lost=lost.append) as resumed:
