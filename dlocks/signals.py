@@ -3,13 +3,16 @@
 ``lock_acquired``, ``lock_released``, ``lock_lost`` and ``lock_detached`` carry
 ``hold``. ``lock_timeout`` carries ``lock``, ``holder`` and ``waited``. Entering a hold
 again, and leaving that entry, sends no signal. An exception of a receiver is logged and
-does not reach the caller. ``lock_lost`` may be sent from a background thread.
+does not reach the caller. One that a signal handler raises meanwhile, such as Celery's
+soft time limit, does. ``lock_lost`` may be sent from a background thread.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import TYPE_CHECKING, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
 from django.dispatch import Signal
 
@@ -47,31 +50,66 @@ class Watcher:
 watchers: list[Watcher] = []
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether a signal handler has raised an error.
+
+    Python calls a signal handler, like a tracer, with the frame of the code that it
+    interrupts. Hardly any other function has its own caller's frame as an argument.
+    """
+    caller, traceback = None, error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if caller is not None and _is_argument(caller, frame):
+            return True
+        caller, traceback = frame, traceback.tb_next
+    return False
+
+
+def _is_argument(value: FrameType, frame: FrameType) -> bool:
+    names, varargs, _, values = inspect.getargvalues(frame)
+    arguments = [values.get(name) for name in names]
+    if varargs is not None:
+        arguments += values.get(varargs, ())
+    return any(argument is value for argument in arguments)
+
+
+def _send(signal: Signal, by: Policy, **facts: Any) -> None:
+    for _receiver, answer in signal.send_robust(type(by), **facts):
+        if isinstance(answer, Exception) and is_interrupt(answer):
+            raise answer
+
+
 def send_acquired(hold: ObservedHold) -> None:
     for watcher in watchers:
         try:
             watcher.acquired(hold)
-        except Exception:
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             logger.exception("%r failed", watcher)
-    lock_acquired.send_robust(type(hold.lock), hold=hold)
+    _send(lock_acquired, hold.lock, hold=hold)
 
 
 def send_ended(hold: ObservedHold, how: End) -> None:
     for watcher in watchers:
         try:
             watcher.ended(hold, how)
-        except Exception:
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             logger.exception("%r failed", watcher)
-    _ENDS[how].send_robust(type(hold.lock), hold=hold)
+    _send(_ENDS[how], hold.lock, hold=hold)
 
 
 def send_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
     for watcher in watchers:
         try:
             watcher.timed_out(lock, holder, waited)
-        except Exception:
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             logger.exception("%r failed", watcher)
-    lock_timeout.send_robust(type(lock), lock=lock, holder=holder, waited=waited)
+    _send(lock_timeout, lock, lock=lock, holder=holder, waited=waited)
 
 
 _ENDS = {"released": lock_released, "lost": lock_lost, "detached": lock_detached}

@@ -29,7 +29,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
-from dlocks.signals import send_ended
+from dlocks.signals import is_interrupt, send_ended
 from dlocks.text import shown_holder
 from dlocks.transactions import TransactionMarker, in_testcase
 from dlocks.values import Claim, Grant
@@ -340,7 +340,9 @@ class HoldState:
         for on_lost in callbacks:
             try:
                 on_lost(hold)
-            except Exception:
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
                 logger.exception("on_lost of %r failed", self.lock.key)
 
     def _signal_and_disconnect(self) -> None:
@@ -360,7 +362,9 @@ class HoldState:
             fact = (
                 keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
             )
-        except Exception:
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             # The loss is certain, and it is what matters.
             logger.debug(
                 "The new holder of %r is not known", self.lock.key, exc_info=True

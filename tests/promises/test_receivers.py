@@ -1,0 +1,243 @@
+"""Errors in the receivers of signals, and soft time limits that strike there."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from dlocks import (
+    LockLost,
+    LockTimeout,
+    db_lock,
+    lock_acquired,
+    lock_detached,
+    lock_lost,
+    lock_released,
+    lock_timeout,
+    resume_hold,
+)
+from dlocks.testing import expire
+from tests.for_each import for_each
+
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
+
+ALIASES = for_each("using", ["default", "memory"])
+KEYS = for_each("keys", [("a",), ("a", "b")])
+
+
+class SoftLimitError(Exception):
+    """A time limit like Celery's SoftTimeLimitExceeded, also an Exception."""
+
+
+def limit(signum, frame):
+    raise SoftLimitError
+
+
+def limit_of_any_arguments(*arguments):
+    raise SoftLimitError
+
+
+class Limit:
+    """A handler like that of RQ's death penalty, a method."""
+
+    def handle(self, signum, frame):
+        self.fail()
+
+    def fail(self):
+        raise SoftLimitError
+
+
+HANDLERS = for_each("handler", [limit, limit_of_any_arguments, Limit().handle])
+
+
+@contextmanager
+def handled_by(handler):
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@contextmanager
+def received(dispatcher, receiver):
+    """Connect a function without arguments to a signal of dlocks."""
+
+    def receive(**kwargs):
+        receiver()
+
+    dispatcher.connect(receive)
+    try:
+        yield
+    finally:
+        dispatcher.disconnect(receive)
+
+
+def strike():
+    """Let the time limit strike here, as the parent process of a worker does."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        pass
+    pytest.fail("the time limit did not strike")
+
+
+def acquire(lock):
+    lock.acquire()
+
+
+def release(lock):
+    lock.acquire().release()
+
+
+def find_loss(lock):
+    hold = lock.acquire()
+    try:
+        expire(hold)
+        hold.check()
+    finally:
+        with suppress(LockLost):
+            hold.release()
+
+
+def detach(lock):
+    lock.acquire().detach()
+
+
+def resume(lock):
+    text = lock.acquire().detach()
+    with received(lock_acquired, strike):
+        resume_hold(text)
+
+
+OF_EVERY_SIGNAL = for_each(
+    "sent",
+    [
+        (lock_acquired, acquire),
+        (lock_released, release),
+        (lock_lost, find_loss),
+        (lock_detached, detach),
+        (lock_detached, resume),
+    ],
+)
+
+
+@ALIASES
+@KEYS
+@HANDLERS
+@OF_EVERY_SIGNAL
+def test_a_time_limit_in_a_receiver_reaches_the_caller(
+    using, keys, handler, sent, in_other_thread
+):
+    """The task ends by its time limit, wherever it strikes, and leaves no key taken."""
+    dispatcher, use = sent
+    if use in {detach, resume} and len(keys) > 1:
+        return
+    lock = db_lock(*keys, using=using)
+    strikes = strike if use is not resume else lambda: None
+    with handled_by(handler):
+        with pytest.raises(SoftLimitError), received(dispatcher, strikes):
+            use(lock)
+    assert not lock.held()
+
+    def acquire_and_release():
+        lock.try_acquire().release()
+
+    in_other_thread(acquire_and_release)
+
+
+@ALIASES
+def test_a_time_limit_in_a_receiver_of_lock_timeout_reaches_the_caller(
+    using, in_other_thread
+):
+    """It is raised instead of LockTimeout, and no claim stays in the queue."""
+    hold = in_other_thread(db_lock("a", using=using).acquire)
+    with handled_by(limit):
+        with pytest.raises(SoftLimitError), received(lock_timeout, strike):
+            db_lock("a", using=using, timeout=0.01).acquire()
+    assert hold.queue_length() == 0
+    with pytest.raises(LockTimeout):
+        db_lock("a", using=using, timeout=0).acquire()
+    hold.release()
+
+
+@ALIASES
+def test_a_time_limit_in_on_lost_reaches_the_caller(using):
+    """``on_lost`` runs in the thread of the call that finds the loss."""
+    lock = db_lock("a", using=using, on_lost=lambda hold: strike())
+    with handled_by(limit), pytest.raises(SoftLimitError):
+        find_loss(lock)
+    assert not lock.held()
+
+
+@ALIASES
+def test_every_receiver_is_called_after_a_time_limit(using):
+    """The other receivers learn of the event too."""
+    told = []
+    with (
+        handled_by(limit),
+        received(lock_released, strike),
+        received(lock_released, lambda: told.append(True)),
+        pytest.raises(SoftLimitError),
+    ):
+        db_lock("a", using=using).acquire().release()
+    assert told
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+def fail_later():
+    """Fail after a signal handler that returned."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    raise ZeroDivisionError
+
+
+def fail_on_purpose():
+    """Fail in a function that is called like a signal handler, but not by Python."""
+    limit(signal.SIGUSR1, None)
+
+
+@ALIASES
+@for_each("error", [fail, fail_later, fail_on_purpose])
+def test_an_error_of_a_receiver_itself_is_only_logged(using, error, caplog):
+    """It does not reach the caller, whose key is acquired and released."""
+    lock = db_lock("a", using=using)
+    with handled_by(lambda *_: None):
+        with received(lock_acquired, error), received(lock_released, error):
+            with lock as hold:
+                assert hold.held
+    assert not lock.held()
+    assert len([one for one in caplog.records if one.exc_info]) == 2
+    caplog.clear()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="Python raises an asynchronous exception in the middle of the receiver's"
+    " own code, so that its traceback is the same as that of the receiver's own error.",
+)
+def test_an_asynchronous_time_limit_in_a_receiver_reaches_the_caller(threads):
+    """RQ's timer raises such an exception in a thread where no signal arrives."""
+
+    def strike_asynchronously():
+        set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        set_error(
+            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(SoftLimitError)
+        )
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            pass
+
+    def work():
+        with received(lock_acquired, strike_asynchronously):
+            with pytest.raises(SoftLimitError):
+                with db_lock("a", using="memory"):
+                    pass
+
+    threads(work).join()
