@@ -1,0 +1,458 @@
+"""The life of a hold: one state machine, without I/O.
+
+It earns three promises of docs/safety.md: a hold that several callers use is released
+once, by the last of them; no block loses its key in silence; and work in a transaction
+commits under the lock or not at all.
+
+Each event is one critical section. It computes the next state from the current one,
+assigns it, and returns what its caller does afterwards, outside of the mutex: to
+release the key, to verify the hold, or to report its loss. The table in
+docs/architecture.md has every state and every event.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, Protocol
+
+
+class Phase(enum.Enum):
+    """Where a hold is in its life."""
+
+    # At least one entry is open.
+    HELD = "held"
+    # All entries were left, and a transaction still keeps the key.
+    LEFT = "left"
+    # The request that passes the hold to another process is under way.
+    DETACHING = "detaching"
+    ENDED = "ended"
+
+
+class Reason(enum.Enum):
+    """Why a hold has ended."""
+
+    RELEASED = "released"
+    DETACHED = "detached"
+    # Its lease has expired, or another caller has the key.
+    LOST = "lost"
+    # All callers that had entered it have ended.
+    ORPHANED = "orphaned"
+    # The process has ended, or ``shutdown()`` was called.
+    EXIT = "exit"
+
+
+class Effect(enum.Flag):
+    """What the caller of an event does after it, in this order."""
+
+    NOTHING = 0
+    # Nothing was left yet. Ask the backend whether the key is still held, and leave
+    # again with ``verified``.
+    VERIFY = enum.auto()
+    # Send the one release of this hold.
+    RELEASE = enum.auto()
+    # Log the loss, call ``on_lost``, and send the signal.
+    REPORT = enum.auto()
+    # Raise LockLost, because the work of this caller was perhaps not exclusive.
+    LOST = enum.auto()
+    # Raise RuntimeError, because only a block that uses the hold may leave it.
+    REFUSED = enum.auto()
+
+
+class Transaction(Protocol):
+    """An open transaction, or one that has ended."""
+
+    @property
+    def stands(self) -> bool: ...
+
+
+class Entry:
+    """The use of a hold by one caller. It is open until it is left, once."""
+
+    __slots__ = ("caller", "lock")
+
+    def __init__(self, caller: object, lock: object = None) -> None:
+        self.caller = caller
+        # Has the options of this entry: ``on_lost`` and ``min_hold``.
+        self.lock = lock
+
+
+class State(NamedTuple):
+    """All that is known of a hold's life. The next state replaces it."""
+
+    phase: Phase
+    # The open entries, newest last, and those among them that a ``with`` block uses.
+    entries: tuple[Entry, ...]
+    blocks: tuple[Entry, ...] = ()
+    # Transactions of ``hold.atomic()``, which keep the key whatever the clocks say.
+    pins: tuple[Transaction, ...] = ()
+    # Transactions in which a lease was left, and at whose end it is released.
+    marks: tuple[Transaction, ...] = ()
+    # The entry that has offered the hold to another process.
+    offered: Entry | None = None
+    # Whether an entry was left because its work has failed.
+    failed: bool = False
+    reason: Reason | None = None
+    # Why it was lost, for people.
+    why: str = ""
+
+
+class Life:
+    """The life of one hold, from its grant to its end. Any thread may call it.
+
+    The mutex is a leaf: nothing is called under it but the properties of transactions,
+    which do no I/O. It is reentrant, because a signal handler or a finalizer may strike
+    within a section of its own thread. Then the section of the handler comes first, and
+    the interrupted one decides again.
+    """
+
+    def __init__(self, caller: object, lock: object = None, *, block: bool = False):
+        self._mutex = threading.RLock()
+        entry = Entry(caller, lock)
+        self._state = State(Phase.HELD, (entry,), (entry,) if block else ())
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return self._state.entries
+
+    def enter(
+        self, caller: object, lock: object = None, *, block: bool = False
+    ) -> Entry | None:
+        """Add an entry, and return it. Return None if the caller makes a claim instead.
+
+        The marks stay, because another thread may be in their transactions.
+        """
+        entry = Entry(caller, lock)
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase not in (Phase.HELD, Phase.LEFT):
+                return old, Effect.LOST
+            return _opened(old, entry, block=block), Effect.NOTHING
+
+        return None if self._apply(rule) else entry
+
+    def use(self, caller: object, ended: Collection[object] = ()) -> Entry | None:
+        """Return the entry that a ``with hold`` block of a caller uses, or None.
+
+        It is the newest entry of this caller that no block uses yet, or one that a
+        caller in ``ended`` has left behind. Another thread gets a new entry, so that
+        neither frees the key under the other. None means that the hold has ended, or
+        that a block uses each entry of this caller.
+        """
+        chosen: list[Entry | None] = []
+
+        def rule(old: State) -> tuple[State, Effect]:
+            chosen[:] = [None]
+            if old.phase is not Phase.HELD:
+                return old, Effect.NOTHING
+            mine = _of_caller(old.entries, caller)
+            free = _without(old.entries, old.blocks)
+            if own := _of_caller(free, caller):
+                entry, new = own[-1], old
+            elif mine:
+                return old, Effect.NOTHING
+            else:
+                entry, new = Entry(caller), old
+                if behind := _of_callers(free, ended):
+                    entry = Entry(caller, behind[-1].lock)
+                    new = old._replace(entries=_without(old.entries, behind[-1:]))
+                new = new._replace(entries=(*new.entries, entry))
+            chosen[:] = [entry]
+            return new._replace(blocks=(*new.blocks, entry)), Effect.NOTHING
+
+        self._apply(rule)
+        return chosen[0]
+
+    def leave(
+        self,
+        entry: Entry,
+        transactions: Iterable[Transaction] = (),
+        *,
+        failed: bool = False,
+        verified: bool = False,
+    ) -> Effect:
+        """Leave an entry. To leave it again does nothing.
+
+        ``transactions`` are those of the leaving thread that keep the key until they
+        end. If the key stays, the first call returns VERIFY. The entry is open during
+        that request, so no other caller releases the key, and a key that is gone is a
+        loss. A leave that releases the key needs no such request, because the reply to
+        the release says the same.
+        """
+        within = tuple(transactions)
+
+        def rule(old: State) -> tuple[State, Effect]:
+            return _leave(old, entry, within, failed=failed, verified=verified)
+
+        return self._apply(rule)
+
+    def release(
+        self,
+        caller: object,
+        transactions: Iterable[Transaction] = (),
+        *,
+        failed: bool = False,
+        verified: bool = False,
+    ) -> Effect:
+        """Leave the newest entry of a caller, or another one that no block uses.
+
+        A thread may release the hold that another thread has acquired, but not from
+        under a block. Then the effect is REFUSED.
+        """
+        within = tuple(transactions)
+
+        def rule(old: State) -> tuple[State, Effect]:
+            entries = _of_caller(old.entries, caller)
+            entries = entries or _without(old.entries, old.blocks)
+            if entries:
+                entry = entries[-1]
+                return _leave(old, entry, within, failed=failed, verified=verified)
+            return old, Effect.REFUSED if old.entries else Effect.NOTHING
+
+        return self._apply(rule)
+
+    def pin(self, transaction: Transaction) -> Effect:
+        """Let a transaction keep the key from now on, or return LOST."""
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase not in (Phase.HELD, Phase.LEFT):
+                return old, Effect.LOST
+            pins = (*_standing(old.pins), transaction)
+            return old._replace(pins=pins), Effect.NOTHING
+
+        return self._apply(rule)
+
+    def settle(self) -> Effect:
+        """End a hold that was left, if no transaction keeps it any more.
+
+        The end of each transaction calls it, and so does the timer, since a rollback
+        calls nothing.
+        """
+        return self._apply(
+            lambda old: (
+                _settled(old) if old.phase is Phase.LEFT else (old, Effect.NOTHING)
+            )
+        )
+
+    def expire(self, why: str) -> Effect:
+        """End a hold whose lease has run out, unless a transaction keeps the key."""
+        return self._apply(
+            lambda old: (
+                (old, Effect.NOTHING) if _standing(old.pins) else _lose(old, why)
+            )
+        )
+
+    def lose(self, why: str) -> Effect:
+        """End a hold because the backend has replied that the key is not held.
+
+        No pin is an objection: its transaction has not locked the row yet, and will
+        find the same. Return LOST also if the hold was lost before.
+        """
+        return self._apply(lambda old: _lose(old, why))
+
+    def not_released(self, why: str) -> Effect:
+        """Record the reply to the release: the key was already gone."""
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.reason is not Reason.RELEASED:
+                return old, Effect.NOTHING
+            new = old._replace(reason=Reason.LOST, why=why)
+            return new, Effect.REPORT | Effect.LOST
+
+        return self._apply(rule)
+
+    def orphan(self, ended: Collection[object]) -> Effect:
+        """End a hold if the callers of all its entries are in ``ended``.
+
+        It stays while a transaction keeps it, whose thread is at work.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if (
+                old.phase is not Phase.HELD
+                or _kept(old)
+                or len(_of_callers(old.entries, ended)) < len(old.entries)
+            ):
+                return old, Effect.NOTHING
+            return _end(old, Reason.ORPHANED), Effect.RELEASE | Effect.REPORT
+
+        return self._apply(rule)
+
+    def exit(self) -> Effect:
+        """End a hold because its process ends. An open block gets LockLost at its end.
+
+        A hold that a transaction keeps stays with it. The process ends both.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase is Phase.ENDED:
+                return old, Effect.NOTHING
+            if old.phase is Phase.LEFT:
+                return _settled(old)
+            if _kept(old):
+                return old, Effect.NOTHING
+            told = Effect.REPORT if old.blocks else Effect.NOTHING
+            return _end(old, Reason.EXIT), Effect.RELEASE | told
+
+        return self._apply(rule)
+
+    # To pass a hold to another process.
+
+    def offer(self, caller: object) -> bool:
+        """Begin to pass the hold to another process, and return whether it can be.
+
+        It needs one entry, of this caller, and no transaction that keeps the key.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if (
+                old.phase is not Phase.HELD
+                or len(old.entries) != 1
+                or old.entries[0].caller is not caller
+                or _kept(old)
+            ):
+                return old, Effect.LOST
+            new = old._replace(phase=Phase.DETACHING, offered=old.entries[0])
+            return new, Effect.NOTHING
+
+        return not self._apply(rule)
+
+    def taken(self) -> bool:
+        """End the hold, because its lease now waits for the other process.
+
+        Return False if it has ended meanwhile, so that the text is worth nothing.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase is not Phase.DETACHING:
+                return old, Effect.LOST
+            return _end(old, Reason.DETACHED), Effect.NOTHING
+
+        return not self._apply(rule)
+
+    def failed(self) -> Effect:
+        """Continue after a request that could not pass the hold on.
+
+        If its entry was left meanwhile, this is its last leave.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase is not Phase.DETACHING:
+                return old, Effect.NOTHING
+            held = old._replace(phase=Phase.HELD, offered=None)
+            return (held, Effect.NOTHING) if old.entries else _settled(held)
+
+        return self._apply(rule)
+
+    def _apply(self, rule: Callable[[State], tuple[State, Effect]]) -> Effect:
+        """Replace the state by what a rule makes of it, and return the effect."""
+        with self._mutex:
+            while True:
+                old = self._state
+                new, effect = rule(old)
+                # A signal handler of this thread may have changed the state since it
+                # was read. No call lies between the comparison and the assignment, so
+                # none can strike there.
+                if self._state is old:
+                    self._state = new
+                    return effect
+
+
+# The rules that several events share.
+
+
+def _opened(old: State, entry: Entry, *, block: bool) -> State:
+    return old._replace(
+        phase=Phase.HELD,
+        entries=(*old.entries, entry),
+        blocks=(*old.blocks, entry) if block else old.blocks,
+    )
+
+
+def _leave(
+    old: State,
+    entry: Entry,
+    within: tuple[Transaction, ...],
+    *,
+    failed: bool,
+    verified: bool,
+) -> tuple[State, Effect]:
+    if entry not in old.entries:
+        return old, Effect.NOTHING
+    new = old._replace(
+        entries=_without(old.entries, (entry,)),
+        blocks=_without(old.blocks, (entry,)),
+        failed=old.failed or failed,
+    )
+    if old.phase is Phase.ENDED:
+        return new, _effect_of_late_leave(new, entry)
+    # Kept also if entries remain: the last one to leave may be in no transaction.
+    new = new._replace(marks=(*_standing(old.marks), *_standing(within)))
+    if (new.entries or _kept(new)) and not verified:
+        return old, Effect.VERIFY
+    if new.entries or old.phase is Phase.DETACHING:
+        # The last entry decides, or else taken() and failed().
+        return new, Effect.NOTHING
+    return _settled(new)
+
+
+def _effect_of_late_leave(new: State, entry: Entry) -> Effect:
+    """Return what the leave of an entry means after the end of its hold."""
+    if new.reason is Reason.RELEASED or entry is new.offered:
+        return Effect.NOTHING
+    if new.reason is Reason.LOST and not new.entries:
+        # Nobody has released the row, which is perhaps still there.
+        return Effect.LOST | Effect.RELEASE
+    return Effect.LOST
+
+
+def _settled(old: State) -> tuple[State, Effect]:
+    """Return the state of a hold without entries, kept by a transaction or ended."""
+    if _kept(old):
+        return old._replace(phase=Phase.LEFT), Effect.NOTHING
+    return _end(old, Reason.RELEASED), Effect.RELEASE
+
+
+def _lose(old: State, why: str) -> tuple[State, Effect]:
+    if old.phase is Phase.ENDED:
+        # A key that was released is not lost.
+        lost = old.reason not in (Reason.RELEASED, Reason.DETACHED)
+        return old, Effect.LOST if lost else Effect.NOTHING
+    effect = Effect.REPORT | Effect.LOST
+    if not old.entries:
+        # No entry is left to release the row, which is perhaps still there.
+        effect |= Effect.RELEASE
+    return _end(old, Reason.LOST, why), effect
+
+
+def _end(old: State, reason: Reason, why: str = "") -> State:
+    return old._replace(
+        phase=Phase.ENDED, pins=(), marks=(), reason=reason, why=why or reason.value
+    )
+
+
+def _kept(state: State) -> bool:
+    return bool(_standing(state.pins) or _standing(state.marks))
+
+
+def _standing(transactions: Iterable[Transaction]) -> tuple[Transaction, ...]:
+    return tuple([one for one in transactions if one.stands])
+
+
+def _without(entries: Iterable[Entry], others: Collection[Any]) -> tuple[Entry, ...]:
+    return tuple([entry for entry in entries if entry not in others])
+
+
+def _of_caller(entries: Iterable[Entry], caller: object) -> tuple[Entry, ...]:
+    return tuple([entry for entry in entries if entry.caller is caller])
+
+
+def _of_callers(
+    entries: Iterable[Entry], callers: Collection[object]
+) -> tuple[Entry, ...]:
+    return tuple([entry for entry in entries if entry.caller in callers])
