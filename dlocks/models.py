@@ -54,7 +54,7 @@ class SchemaTable(BaseTable):
             # Columns are still qualified by the alias or by the name of the table
             # alone.
             sql = qualified(self.table_name, connection, schema) + sql.removeprefix(
-                compiler.quote_name_unless_alias(self.table_name)
+                connection.ops.quote_name(self.table_name)
             )
         return sql, parameters
 

@@ -1,6 +1,9 @@
 """Run the SQLite tests with every supported Python that is installed.
 
-The script itself needs no packages.
+The newest Python has the newest Django. It also runs the tests of the admin and of the
+commands on PostgreSQL, since their queries depend on Django and on the engine.
+
+The script itself needs no packages. PostgreSQL is needed for that last part.
 
 With ``--others``, skip the Python version that runs this script, since the suite has
 already run with it.
@@ -44,6 +47,8 @@ PYTHON = (
     "tests/test_decorators.py",
     "tests/test_transactions.py",
 )
+# Tests that depend on both the version of Django and the engine.
+QUERIES = ("tests/admin", "tests/management")
 # Shards per Python version. Two or three versions run in parallel.
 SHARDS = 2 if "--others" in sys.argv[1:] else 3
 
@@ -145,7 +150,7 @@ def run(version: str, python: Path) -> str:
         _call(*install, "--upgrade", "pip>=25.1")
         # A new environment gets the newest Django that this Python and pyproject.toml
         # allow.
-        _call(*install, "--editable", ".", "--group", "test-sqlite")
+        _call(*install, "--editable", ".[postgresql]", "--group", "test-sqlite")
         stamp.write_text(state)
     code = (
         "import django, platform; print(f'{platform.python_version()}, Django"
@@ -165,19 +170,36 @@ def run(version: str, python: Path) -> str:
         which = " ".join(words)
         environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} {which}"
     environ.setdefault("DLOCKS_TEST_SHARDS", str(SHARDS))
-    command = [inside, "-m", "tests.run", "sqlite"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
-    )
+    command = [inside, "-m", "tests.run"]
+    runs = [([*command, "sqlite"], environ)]
+    if version == VERSIONS[-1]:
+        runs.append(([*command, "postgresql", "--", "-q", *QUERIES], dict(os.environ)))
     failures: dict[str, None] = {}
+    statuses = [_test(version, *run, failures) for run in runs]
+    if not any(statuses):
+        return f"passed ({what})"
+    return "\n    ".join([f"FAILED ({max(statuses)}) ({what})", *failures])
+
+
+def _test(
+    version: str,
+    command: list[object],
+    environ: dict[str, str],
+    failures: dict[str, None],
+) -> int:
+    """Run tests, print and collect their failures, and return the exit status."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     for line in process.stdout or ():
         print(f"Python {version}, {line}", end="", flush=True)
-        if re.search(r"\| (FAILED|ERROR) ", line):
+        if re.search(r"(?:^|\| )(FAILED|ERROR) ", line):
             failures[line.rstrip()] = None
-    status = process.wait()
-    if status == 0:
-        return f"passed ({what})"
-    return "\n    ".join([f"FAILED ({status}) ({what})", *failures])
+    return abs(process.wait())
 
 
 def _call(*command: object) -> None:
