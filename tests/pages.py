@@ -101,8 +101,11 @@ TOLD_AS = {
 def check_refusals(backend: Backend) -> None:
     """Check that the table says which claims a backend refuses."""
     name = type(backend).__name__.removesuffix("Backend")
-    is_shown = name in names_in("Admin and commands")
-    assert is_shown == isinstance(backend, DatabaseBackend)
+    rows = isinstance(backend, DatabaseBackend)
+    assert (name in names_in("`reap_locks`")) == rows
+    assert (name in names_in("`list_locks`")) == (rows or not backend.unlisted)
+    can_clear = type(backend).clear is not Backend.clear
+    assert (name in names_in("`clear_lock`")) == can_clear
     for part, options in (
         ("`takeover=False`", {"takeover": False}),
         ("Semaphores", {"shared": True, "permits": 3}),
