@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from datetime import UTC, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -58,6 +60,38 @@ class UnicodeField(models.CharField):  # type: ignore[type-arg]
         if connection.vendor == "mysql":
             parameters["collation"] = "utf8mb4_unicode_520_ci"
         return parameters
+
+
+class OwnerField(models.CharField):  # type: ignore[type-arg]
+    """The secret identity of a hold, as a digest outside of the database.
+
+    A process that knows the owner of a live hold can act as its holder. Therefore the
+    serializers of Django, and ``dumpdata`` with them, write a digest. No process has it
+    as an owner, so a hold that ``loaddata`` has written can only expire or be cleared.
+    """
+
+    def value_to_string(self, obj: models.Model) -> str:
+        return digest(self.value_from_object(obj))
+
+
+class ClaimOwnerField(OwnerField, KeyField):
+    """The owner of a claim, which every database compares byte for byte."""
+
+
+class HoldingField(models.TextField):  # type: ignore[type-arg]
+    """What a waiting caller holds, as JSON, with digests outside of the database."""
+
+    def value_to_string(self, obj: models.Model) -> str:
+        holding = json.loads(self.value_from_object(obj) or "[]")
+        held = [(key, digest(owner), *rest) for key, owner, *rest in holding]
+        return json.dumps(held) if held else ""
+
+
+def digest(owner: str) -> str:
+    """Return a text of the length of an owner that does not reveal it."""
+    if not owner:
+        return owner
+    return hashlib.blake2s(owner.encode(), digest_size=16, person=b"dlocks").hexdigest()
 
 
 class ClockField(models.DateTimeField):  # type: ignore[type-arg]

@@ -13,9 +13,18 @@ from django.db.models.sql import Query
 from django.db.models.sql.datastructures import BaseTable
 from django.utils.translation import gettext_lazy as _
 
-from dlocks.fields import After, ClockField, KeyField, SecondsUntil, UnicodeField
+from dlocks.fields import (
+    After,
+    ClaimOwnerField,
+    ClockField,
+    HoldingField,
+    KeyField,
+    OwnerField,
+    SecondsUntil,
+    UnicodeField,
+)
 from dlocks.sql.schemas import qualified, schema_of
-from dlocks.text import printable
+from dlocks.text import printable, shown_holder
 from dlocks.values import KEY_LENGTH, Kept
 
 
@@ -191,7 +200,7 @@ class ResourceLock(models.Model):
 
     key_resource = KeyField(_("key"), primary_key=True, max_length=KEY_LENGTH)
     status = models.CharField(_("status"), max_length=1, choices=Status.choices)
-    owner = models.CharField(
+    owner = OwnerField(
         _("owner"),
         max_length=32,
         help_text=_("The secret, random identity of one hold."),
@@ -252,7 +261,7 @@ class LockClaim(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     key_resource = KeyField(_("key"), max_length=KEY_LENGTH)
-    owner = KeyField(_("owner"), max_length=32, unique=True)
+    owner = ClaimOwnerField(_("owner"), max_length=32, unique=True)
     holder = UnicodeField(_("holder"), max_length=255)
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     begin_time = ClockField(_("begin time"))
@@ -282,7 +291,7 @@ class LockClaim(models.Model):
         help_text=_("The channel for its notification."),
     )
 
-    holding = models.TextField(
+    holding = HoldingField(
         _("holding"),
         blank=True,
         help_text=_("The keys that a waiting caller holds, as JSON."),
@@ -297,7 +306,7 @@ class LockClaim(models.Model):
         indexes = [models.Index(fields=["key_resource", "id"], name="dlocks_line")]
 
     def __str__(self) -> str:
-        return f"{self.holder} on {self.key_resource}"
+        return f"{shown_holder(self.holder)} on {printable(str(self.key_resource))}"
 
     @property
     def held_keys(self) -> list[str]:

@@ -51,7 +51,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "owner",
-                    models.CharField(
+                    dlocks.fields.OwnerField(
                         help_text="The secret, random identity of one hold.",
                         max_length=32,
                         verbose_name="owner",
@@ -120,7 +120,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "owner",
-                    dlocks.fields.KeyField(
+                    dlocks.fields.ClaimOwnerField(
                         max_length=32, unique=True, verbose_name="owner"
                     ),
                 ),
@@ -181,7 +181,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holding",
-                    models.TextField(
+                    dlocks.fields.HoldingField(
                         blank=True,
                         help_text="The keys that a waiting caller holds, as JSON.",
                         verbose_name="holding",

@@ -1,0 +1,69 @@
+"""The secret owner of a hold stays in the database."""
+
+import io
+import json
+import threading
+
+import pytest
+from django.core.management import call_command
+
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks.models import LockClaim, ResourceLock
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def printed(*command, **options):
+    out = io.StringIO()
+    call_command(*command, stdout=out, no_color=True, **options)
+    return out.getvalue()
+
+
+def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
+    """``dumpdata`` writes digests of the owners of holds, shared holds and waiters.
+
+    A hold that ``loaddata`` has written belongs to no process. Its former holder
+    gets ``LockLost``. The next caller gets a larger token once the lease has expired.
+    """
+    lock = db_lock("stock:7", ttl=1, timeout=30)
+    hold = lock.acquire()
+    shared = [
+        db_rwlock("doc").read().acquire(),
+        db_semaphore("mails", permits=3).acquire(),
+    ]
+    ready = threading.Event()
+
+    def wait():
+        with db_lock("mine"):
+            ready.set()
+            with db_lock("stock:7", timeout=30):
+                pass
+
+    waiter = threads(wait)
+    assert ready.wait(30)
+    in_queue(1)
+    holds = ResourceLock.objects.exclude(owner="").values_list("owner", flat=True)
+    claims = LockClaim.objects.values_list("owner", flat=True)
+    owners = {*holds, *claims}
+    # Two exclusive holds, two shared ones and a waiter.
+    assert len(owners) >= 5
+    for format in ("json", "jsonl", "xml"):
+        dump = printed("dumpdata", "dlocks", format=format)
+        assert "stock:7" in dump
+        assert not [owner for owner in owners if owner in dump], format
+    hold.release()
+    waiter.join()
+    hold = lock.acquire()
+    path = tmp_path / "dump.json"
+    path.write_text(printed("dumpdata", "dlocks.ResourceLock"))
+    call_command("loaddata", str(path), verbosity=0)
+    (found,) = json.loads(printed("list_locks", "stock:7", "--json"))
+    assert found["state"] in {"held", "stale"}
+    with pytest.raises(LockLost):
+        hold.check()
+    with pytest.raises(LockLost):
+        hold.release()
+    with lock as successor:
+        assert successor.token > hold.token
+    for one in shared:
+        one.release()
