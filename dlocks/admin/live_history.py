@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from django.contrib.auth import get_permission_codename
 from django.db.models import Count, F, Max, Q
 from django.db.models.functions import Floor
 from django.utils.translation import gettext as _
@@ -27,6 +28,7 @@ class LiveHistory:
     """The context for ended holds."""
 
     admin: Any
+    request: Any
     key: str
     _busy: Any
     _find_kept: Callable[[], bool]
@@ -35,6 +37,25 @@ class LiveHistory:
     def has_history(self) -> bool:
         backend = self.admin.backend()
         return backend is not None and backend.history
+
+    @cached_property
+    def may_view_history(self) -> bool:
+        """Return whether the user may see ended holds, here as in their own list."""
+        permission = get_permission_codename("view", HoldRecord._meta)
+        user = self.request.user
+        return bool(user.has_perm(f"{HoldRecord._meta.app_label}.{permission}"))
+
+    @cached_property
+    def shows_history(self) -> bool:
+        return self.has_history and self.may_view_history
+
+    @cached_property
+    def has_past(self) -> bool:
+        """Return whether the page has parts about the past.
+
+        Without a history, one of them says how to switch it on.
+        """
+        return self.may_view_history or not self.has_history
 
     @cached_property
     def _ended(self) -> Any:

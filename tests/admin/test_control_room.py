@@ -41,6 +41,11 @@ def viewer(db):
 
 
 @pytest.fixture
+def historian(db):
+    return person("historian", "view_resourcelock", "view_holdrecord")
+
+
+@pytest.fixture
 def releaser(db):
     return person("releaser", "view_resourcelock", "force_release_resourcelock")
 
@@ -287,7 +292,7 @@ class TestPage:
         assert "Next" not in text_of(last)
         assert 'href="/admin/dlocks/resourcelock/live/?page=20"' in last
 
-    def test_a_part_of_the_page_is_rendered_alone(self, releaser, settings):
+    def test_a_part_of_the_page_is_rendered_alone(self, releaser, historian, settings):
         """The script fetches only the part that it refreshes.
 
         The page has no inline script or style. So the strictest content security policy
@@ -312,7 +317,7 @@ class TestPage:
         assert not re.search(r"\s(src|href)=\"(https?:)?//", text)
         # The row was purged, or its backend deletes the row at the release.
         ended("gone")
-        text = text_of(page(releaser.get(LIVE, {"key": "gone"})))
+        text = text_of(page(historian.get(LIVE, {"key": "gone"})))
         assert "This key is free and has no waiters." in text
         assert "Timeline of this key" in text
         with CaptureQueriesContext(connection) as queries:
@@ -324,7 +329,7 @@ class TestPage:
 class TestPast:
     @pytest.mark.storage
     @pytest.mark.usefixtures("with_history")
-    def test_the_chart_shows_the_contention_of_the_last_hour(self, viewer):
+    def test_the_chart_shows_the_contention_of_the_last_hour(self, historian):
         """The chart counts holds and waits per minute, for the last hour only.
 
         The longest holds of this hour come first, with links to their keys.
@@ -334,7 +339,7 @@ class TestPast:
         ended("key-7", ago=90, held=8, waited=2.5)
         ended("b", ago=3500)
         ended("b", ago=3700, held=100, waited=9)
-        text = page(viewer.get(LIVE))
+        text = page(historian.get(LIVE))
         assert text.index("dlocks-chart") < text.index("dlocks-counts")
         told = (
             "Locks released: 9. Acquired after a wait: 1 (11 %). Longest wait: 2.5 s."
@@ -349,12 +354,12 @@ class TestPast:
         assert [key for _, key in shown] == [
             f"key-{number}" for number in range(7, 1, -1)
         ]
-        about = text_of(page(viewer.get(shown[1][0])))
+        about = text_of(page(historian.get(shown[1][0])))
         assert "Locks released: 1, all acquired without a wait." in about
 
     @pytest.mark.driver
     @pytest.mark.usefixtures("with_history")
-    def test_the_timeline_shows_every_hold_of_a_key(self, viewer):
+    def test_the_timeline_shows_every_hold_of_a_key(self, historian):
         """The timeline shows every hold of a key.
 
         Simultaneous holds are drawn in lanes. A current hold extends to the end.
@@ -364,7 +369,7 @@ class TestPast:
         ended("a", ago=40, held=30, token=3, shared=True, ending="L")
         ended("b", ago=5, held=1)
         rows.held("a", begin_time=datetime.now(UTC) - timedelta(seconds=20))
-        text = page(viewer.get(LIVE, {"key": "a"}))
+        text = page(historian.get(LIVE, {"key": "a"}))
         bars = re.findall(
             r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)"'
             r' width="([\d.]+)"',
