@@ -319,7 +319,7 @@ def is_column(number: int) -> bool:
 
 def name_of(lock: LockRow) -> str:
     """Return the holder as it may be shown on a page."""
-    return printable(shown_holder(lock.holder))
+    return shown_holder(lock.holder)
 
 
 def address_of(lock: LockRow) -> str:

@@ -31,9 +31,13 @@ def shows_holder() -> bool:
 
 
 def shown_holder(name: str) -> str:
-    """Return a holder's name, a keyed hash of it, or a text that hides it."""
+    """Return a holder's name, a keyed hash of it, or a text that hides it.
+
+    The name is printable, since it ends up in logs and errors. Its process may have had
+    another version of dlocks, which did not escape it.
+    """
     if shows_holder() or not name:
-        return name
+        return printable(name)
     if getattr(settings, "DLOCKS_SHOW_HOLDER", True) == HASH:
         # Keyed, because hosts and processes are few enough to be guessed.
         digest = salted_hmac("dlocks.holder", name, algorithm="sha256").hexdigest()
@@ -42,7 +46,7 @@ def shown_holder(name: str) -> str:
 
 
 def shown_address(ip: str | None) -> str | None:
-    return ip if shows_holder() else None
+    return printable(ip) if ip and shows_holder() else None
 
 
 def permits_taken(permits: int, sharers: Sequence[object], waiting: int) -> str:
@@ -97,7 +101,8 @@ _UNITS: Any = (
 def printable(text: str) -> str:
     """Return the text with control and bidirectional characters escaped.
 
-    Such characters could act on a terminal or change the direction of writing.
+    Such characters could end a line of a log, act on a terminal or change the direction
+    of writing.
     """
     return "".join(
         character.encode("unicode_escape").decode() if _acts(character) else character

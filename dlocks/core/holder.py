@@ -8,6 +8,8 @@ import socket
 import threading
 from contextlib import suppress
 
+from dlocks.text import printable
+
 
 def own_holder_name() -> str:
     return _holder_name(os.getpid(), threading.current_thread().name)
@@ -15,14 +17,10 @@ def own_holder_name() -> str:
 
 @functools.lru_cache(1000)
 def _holder_name(process: int, thread: str) -> str:
-    # A thread's name may come from a command line, or from anywhere. Not every database
-    # can store it.
-    storable = (
-        thread.replace("\0", "\N{REPLACEMENT CHARACTER}")
-        .encode("utf-8", "backslashreplace")
-        .decode()
-    )
-    return f"{_hostname()}:{process}:{storable}"
+    # A thread's name may come from a command line, or from anywhere. Its line breaks
+    # would forge lines of logs, and not every database can store NUL or half a
+    # character.
+    return printable(f"{_hostname()}:{process}:{thread}")
 
 
 @functools.cache

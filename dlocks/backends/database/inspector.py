@@ -13,7 +13,7 @@ from django.utils import timezone
 
 from dlocks.backends.base import Inspector
 from dlocks.backends.database.waiting_claims import read_waiting_claims
-from dlocks.text import duration, printable, shown_holder, shows_holder
+from dlocks.text import duration, shown_holder, shows_holder
 from dlocks.values import Claim, Holder, WaitingClaim
 
 
@@ -57,7 +57,7 @@ class DatabaseInspector(Inspector):
             content_type__app_label="dlocks",
             content_type__model="resourcelock",
             object_id=claim.key,
-            change_message__contains=printable(shown_holder(claim.holder)),
+            change_message__contains=shown_holder(claim.holder),
             # The clocks of the hosts may differ slightly.
             action_time__gte=timezone.now() - timedelta(seconds=age + 1),
         )
