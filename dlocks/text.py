@@ -90,6 +90,14 @@ def shown_duration(seconds: float) -> str:
     return _("%(number)s s") % {"number": number}
 
 
+def short_duration(seconds: float) -> str:
+    """Return a length of time for a narrow column of a command, such as ``45m``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if abs(seconds) >= 2 * size:
+            return f"{round(seconds / size)}{unit}"
+    return f"{round(seconds)}s"
+
+
 # The names of units, and their seconds.
 _UNITS: Any = (
     (ngettext_lazy("%(count)d day", "%(count)d days", "count"), 86400),

@@ -109,7 +109,7 @@ class TestListLocks:
         output = run("list_locks", "--waiting").splitlines()
         starts = [
             r"KEY ",
-            r"catalogue  shared \(1\)",
+            r"catalogue +shared \(1\)",
             (
                 r"    held by worker-1:815:MainThread \(198\.51\.100\.8\) for \d+ days,"
                 r" \d+ days left, shared by up to 3 \(token 1001\)$"

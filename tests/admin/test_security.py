@@ -600,7 +600,8 @@ class TestHolders:
     ):
         """Commands and the audit log are for operators of the site."""
         rows.held("a", holder=HOLDER, owner_ip=ADDRESS)
-        assert len(topology(run("list_locks"))) == 4
+        assert len(topology(run("list_locks"))) == 3
+        assert len(topology(run("list_locks", "--json"))) == 4
         with django_capture_on_commit_callbacks(execute=True):
             assert (
                 len(topology(run("clear_lock", "a", "--yes", "--reason", "why"))) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from contextlib import ExitStack, nullcontext
@@ -332,7 +333,8 @@ def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
         assert str(holder).endswith(", in a transaction")
         (row,) = listed("--held")
         assert (row["state"], row["seconds_left"]) == ("held", None)
-        assert "held, in a transaction" in run("list_locks")
+        (line,) = run("list_locks").splitlines()[1:]
+        assert re.fullmatch(r"stock:7 +held .* transaction", line)
         assert listed("--stale") == []
     else:
         (row,) = listed()

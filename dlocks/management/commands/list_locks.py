@@ -29,30 +29,24 @@ from dlocks.operations import (
     mode,
     pages,
     state_of,
-    time_left,
     with_claims,
     with_positions,
 )
-from dlocks.text import duration, printable
+from dlocks.text import duration, printable, short_duration
 from dlocks.values import UNLIMITED, WaitingClaim
 
-COLUMNS = (
-    "KEY",
-    "STATE",
-    "HOLDER",
-    "IP",
-    "ACQUIRED",
-    "LEASE",
-    "COUNT",
-    "WAITING",
-    "TOKEN",
-)
-NUMBERS = {"ACQUIRED", "LEASE", "COUNT", "WAITING", "TOKEN"}
-# Maximum width of a column in characters. Longer values are not aligned.
+COLUMNS = ("KEY", "STATE", "WAITING", "HOLDER", "AGE", "LEFT")
+KEY, HOLDER = COLUMNS.index("KEY"), COLUMNS.index("HOLDER")
+NUMBERS = {"WAITING", "AGE", "LEFT"}
+# Widths in columns of a terminal. A key is at least this wide. A longer one that does
+# not fit is whole on a line of its own, since ``clear_lock`` needs all of it. A holder
+# that does not fit loses its middle. Keys leave it this width, or the second in a
+# narrow terminal.
+KEY_WIDTH = 24
+HOLDER_WIDTH = 20
+NARROWEST_HOLDER = 8
+# The widest key and holder that are aligned without a terminal.
 WIDEST = 60
-# The columns that a narrow terminal shortens, down to this width.
-SHORTENED = (COLUMNS.index("HOLDER"), COLUMNS.index("KEY"))
-NARROWEST = 8
 SORTED_BY: dict[str, Callable[[LockRow], float]] = {
     "age": lambda lock: -(lock.seconds_held or 0.0),
     "waiting": lambda lock: -lock.waiting,
@@ -61,8 +55,10 @@ SORTED_BY: dict[str, Callable[[LockRow], float]] = {
 
 class Command(LockCommand):
     help = (
-        "Lists the locks that are held, shared or stale, with their holders. Ages and"
-        " leases are by the database's clock."
+        "Lists the locks that are held, shared or stale, with their holders. AGE is how"
+        " long a key has been held. LEFT is the time left on its lease, or negative"
+        " since the lease has expired. Both are by the database's clock. --json has"
+        " more."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -92,7 +88,7 @@ class Command(LockCommand):
             choices=SORTED_BY,
             help="Order by the time held or by the number of waiters, largest first.",
         )
-        add_flag(parser, "--wide", "Do not fit keys and holders into the terminal.")
+        add_flag(parser, "--wide", "Do not fit the list into the terminal.")
         output = parser.add_mutually_exclusive_group()
         add_flag(output, "--json", "A JSON array, with UTC times, and ages in seconds.")
         output.add_argument(
@@ -153,15 +149,7 @@ class Command(LockCommand):
         for page in locks:
             rows = [self._cells(lock, backend.prefix) for lock in page]
             first = not widths
-            widths = [
-                max(width, *(min(_width(cell), WIDEST) for cell in cells))
-                for width, cells in zip(
-                    widths or [0] * len(COLUMNS),
-                    zip(COLUMNS, *rows, strict=True),
-                    strict=True,
-                )
-            ]
-            widths = self._shortened(widths)
+            widths = self._widths(rows, widths or [*map(len, COLUMNS)])
             if first:
                 self._write_row(COLUMNS, widths)
             found = _with_queue(backend, page, waiting)
@@ -173,20 +161,39 @@ class Command(LockCommand):
         if not widths:
             self.stdout.write("No locks.")
 
-    def _shortened(self, widths: list[int]) -> list[int]:
-        """Return widths that fit into the terminal, if there is one."""
-        if self._limit is not None:
-            excess = sum(widths) + 2 * (len(widths) - 1) - self._limit
-            for _ in range(excess):
-                widest = max(SHORTENED, key=widths.__getitem__)
-                widths[widest] = max(NARROWEST, widths[widest] - 1)
+    def _widths(self, rows: list[tuple[str, ...]], before: list[int]) -> list[int]:
+        """Return the widths of the columns, at least those of earlier rows.
+
+        They fit into the terminal, if there is one.
+        """
+        cells = [list(map(_width, column)) for column in zip(*rows, strict=True)]
+        widths = [
+            max(width, *column) for width, column in zip(before, cells, strict=True)
+        ]
+        if self._limit is None:
+            both, room = 2 * WIDEST, WIDEST
+            widths[HOLDER] = min(WIDEST, widths[HOLDER])
+        else:
+            others = sum(widths) - widths[KEY] - widths[HOLDER]
+            both = self._limit - others - 2 * (len(COLUMNS) - 1)
+            # The holder gets what the keys leave, but the keys leave it some.
+            holder = min(widths[HOLDER], HOLDER_WIDTH, both - KEY_WIDTH)
+            room = both - max(NARROWEST_HOLDER, holder)
+        keys = [width for width in cells[KEY] if width <= room]
+        widths[KEY] = max(KEY_WIDTH, min(before[KEY], room), *keys)
+        widths[HOLDER] = min(widths[HOLDER], max(NARROWEST_HOLDER, both - widths[KEY]))
         return widths
 
     def _write_row(
         self, row: tuple[str, ...], widths: list[int], style: Callable[[str], str] = str
     ) -> None:
         if self._limit is not None:
-            row = tuple(map(_cut, row, widths))
+            key, *facts = row
+            if _width(key) > widths[KEY]:
+                self.stdout.write(style(key))
+                key = ""
+            facts[HOLDER - 1] = _cut(row[HOLDER], widths[HOLDER])
+            row = (key, *facts)
         self.stdout.write(
             style("  ".join(map(_aligned, COLUMNS, row, widths)).rstrip())
         )
@@ -216,20 +223,14 @@ class Command(LockCommand):
         # The row of a shared key describes only its last exclusive holder.
         alone = in_row(lock)
         taken = alone and lock.state != LockState.FREE
+        kept = is_kept(lock)
         return (
             printable(lock.pk.removeprefix(prefix)),
-            state_of(lock),
-            (alone and printable(lock.holder)) or "-",
-            (alone and lock.owner_ip) or "-",
-            (
-                "-"
-                if not alone or lock.begin_time is None
-                else f"{duration(lock.seconds_held)} ago"
-            ),
-            (taken and not is_kept(lock) and time_left(lock)) or "-",
-            str(lock.hold_count),
+            str(LockState.HELD.label) if kept else state_of(lock),
             str(lock.waiting),
-            str(lock.version),
+            (alone and printable(lock.holder)) or "-",
+            _short(lock.seconds_held if taken else None),
+            "transaction" if kept else _short(lock.seconds_left if taken else None),
         )
 
     def _write_json(
@@ -328,6 +329,10 @@ def _iso(value: datetime | None) -> str | None:
 
 def _rounded(value: float | None) -> float | None:
     return None if value in {None, math.inf} else round(value, 3)
+
+
+def _short(seconds: float | None) -> str:
+    return "-" if seconds in {None, math.inf} else short_duration(seconds)
 
 
 def _cut(cell: str, width: int) -> str:
