@@ -6,13 +6,15 @@ import unicodedata
 from datetime import timedelta
 
 import pytest
+from django.apps import apps
 from django.core.management import call_command
 from django.utils import timezone
 
 from dlocks import db_lock, db_semaphore
-from dlocks.models import ResourceLock
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
+
+ResourceLock = apps.get_model("dlocks", "ResourceLock")
 
 COLUMNS = ["KEY", "STATE", "WAITING", "HOLDER", "AGE", "LEFT"]
 # A holder whose name is longer than a terminal is wide.

@@ -3,14 +3,15 @@
 from datetime import timedelta
 
 import pytest
+from django.apps import apps
 from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from dlocks.models import HoldRecord
-
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
+
+HoldRecord = apps.get_model("dlocks", "HoldRecord")
 
 
 def person(*permissions):

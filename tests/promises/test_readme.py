@@ -1,4 +1,4 @@
-"""The figures in both READMEs are those of the results that they link to."""
+"""The READMEs and the page on safety agree with what they refer to."""
 
 import re
 from pathlib import Path
@@ -55,3 +55,11 @@ def test_each_figure_is_one_of_the_linked_results():
     assert numbers == sorted(numbers)
     for (name, _), (translated, _) in zip(english, chinese, strict=True):
         assert re.match(r"[\w.-]+", name)[0] == re.match(r"[\w.-]+", translated)[0]
+
+
+def test_the_page_on_safety_numbers_the_ten_promises():
+    """Other pages, issues and tests can refer to a promise by its number."""
+    text = (ROOT / "docs" / "safety.md").read_text()
+    promised = text.partition("## What is promised\n")[2].partition("\n## ")[0]
+    numbers = re.findall(r"^(\d+)\. \*\*.+?\*\*", promised, re.MULTILINE | re.DOTALL)
+    assert [int(number) for number in numbers] == list(range(1, 11))

@@ -5,12 +5,15 @@ import json
 import threading
 
 import pytest
+from django.apps import apps
 from django.core.management import call_command
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
-from dlocks.models import LockClaim, ResourceLock
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+ResourceLock = apps.get_model("dlocks", "ResourceLock")
+LockClaim = apps.get_model("dlocks", "LockClaim")
 
 
 def printed(*command, **options):
