@@ -224,13 +224,13 @@ def test_the_readmes_have_the_same_figures_and_links():
     assert "http" not in text
 
 
-def test_the_documentation_has_at_most_20_000_words():
+def test_the_documentation_has_at_most_22_000_words():
     """A person can read it. The measurements are a page of figures.
 
     The README has at most 900 words.
     """
     read = set(pages.DOCS.rglob("*.md")) - {pages.DOCS / "benchmarks.md"}
-    for paths, limit in ((read, 20_000), ([ROOT / "README.md"], 900)):
+    for paths, limit in ((read, 22_000), ([ROOT / "README.md"], 900)):
         assert sum(len(path.read_text().split()) for path in paths) <= limit
 
 
