@@ -145,37 +145,43 @@ def has_ended(caller: Caller) -> bool:
 def last_acquired(lock: Any, caller: Caller, *, take: bool = False) -> Any:
     """Return the hold that a caller acquired last by a lock, or None.
 
-    If the caller has none, return the only one in the same event loop. A task that only
-    acquires, as in ``asyncio.wait_for()``, is another caller. With ``take``, the caller
-    is about to release it.
+    If the caller has none, return that of a task of the same event loop that is done. A
+    task that only acquires, as in ``asyncio.wait_for()``, is another caller. With
+    ``take``, the caller is about to release it.
     """
     key = lock._key_of_tenant()
-
-    def found_in(entries: Any) -> list[tuple[Any, int, Any]]:
-        return [
-            (entries, number, hold)
-            for number, (by, reference) in enumerate(entries)
-            if by == lock and (hold := reference()) is not None
-            if key in {None, hold.parts[0].claim.key}
-        ]
-
     with _mutex:
-        found = found_in(_acquired.get(caller, ()))
-        if not found and hasattr(caller, "get_loop"):
-            loop = caller.get_loop()
-            others = [
-                one
-                for other, entries in _acquired.items()
-                if hasattr(other, "get_loop") and other.get_loop() is loop
-                if (one := found_in(entries))
-            ]
-            found = others[0] if len(others) == 1 else []
-        if not found:
+        entries = _acquired.get(caller, [])
+        found = _last_of(entries, lock, key)
+        if found is None and hasattr(caller, "get_loop"):
+            for other in reversed(list(_acquired)):
+                if _is_done_in(other, caller.get_loop()):
+                    entries = _acquired[other]
+                    found = _last_of(entries, lock, key)
+                if found is not None:
+                    break
+        if found is None:
             return None
-        entries, number, hold = found[-1]
+        number, hold = found
         if take:
             del entries[number]
     return hold
+
+
+def _last_of(
+    entries: list[tuple[Any, weakref.ref[Any]]], lock: Any, key: str | None
+) -> tuple[int, Any] | None:
+    """Return the last hold by a lock among entries, and its position, or None."""
+    for number, (by, reference) in reversed(list(enumerate(entries))):
+        hold = reference() if by == lock else None
+        if hold is not None and key in {None, hold.parts[0].claim.key}:
+            return number, hold
+    return None
+
+
+def _is_done_in(caller: Any, loop: Any) -> bool:
+    """Return whether a caller is a task of an event loop, and is done."""
+    return hasattr(caller, "get_loop") and caller.get_loop() is loop and caller.done()
 
 
 # The blocks that callers are in, innermost last: the caller, the lock and the hold.

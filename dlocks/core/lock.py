@@ -71,14 +71,19 @@ class Lock(LockPolicy):
     def release(self) -> None:
         """Release the hold that this caller acquired last by this lock.
 
-        In an event loop it may be the only such hold of another task. Raise
-        RuntimeError if there is none, and LockLost if it was lost.
+        If this task has acquired none, release that of a task of the same event loop
+        that is done, as after ``asyncio.wait_for(lock.aacquire(), 5)``. The hold of a
+        running task is never meant. Raise RuntimeError if there is none, and LockLost
+        if it was lost.
         """
         refuse_in_a_coroutine("'await lock.arelease()'")
         self._last(current_caller()).release()
 
     def held(self) -> bool:
-        """Return whether this caller holds the key. This does no I/O."""
+        """Return whether this caller holds the key. This does no I/O.
+
+        The hold is one of this thread or task, or one that ``release()`` would release.
+        """
         backend, caller = backends[self.using], current_caller()
         mine = hold_by((caller, backend.identity, self._full_key(backend), self.shared))
         if mine is None or not mine.count:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlocks.core.acquire import Acquisition
-from dlocks.core.callers import Caller, note_acquired
+from dlocks.core.callers import (
+    Caller,
+    current_caller,
+    last_acquired,
+    note_acquired,
+)
 from dlocks.core.claims import Wakeup
 from dlocks.core.lock import Lock
 from dlocks.core.multi_hold import LossOfMember, MultiHold
@@ -173,4 +178,7 @@ class MultiLock(Lock):
 
     def held(self) -> bool:
         """Return whether this caller holds all keys. This does no I/O."""
-        return all(lock.held() for lock in self.locks)
+        last = last_acquired(self, current_caller())
+        return (last is not None and last.held) or all(
+            lock.held() for lock in self.locks
+        )

@@ -210,7 +210,8 @@ async def test_a_task_releases_while_djangos_thread_waits(settings):
     waiting = asyncio.create_task(sync_to_async(wait)())
     while not hold.backend.waiting("acme:7"):
         await asyncio.sleep(0.01)
-    await asyncio.wait_for(lock.arelease(), 10)
+    async with asyncio.timeout(10):
+        await lock.arelease()
     assert await asyncio.wait_for(waiting, 10) is False
     assert not lock.held()
 
