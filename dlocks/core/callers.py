@@ -10,6 +10,8 @@ import tracemalloc
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable
+from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from dlocks.backends.base import ANY_LEASE, Backend
@@ -129,6 +131,12 @@ def _clean_up() -> None:
         if hold.is_over and has_ended(hold.caller):
             forget_acquired(hold)
     with _mutex:
+        blocks = list(itertools.chain(*_blocks.values()))
+    for block in blocks:
+        # No generator or task will ever end it.
+        if block[2]._state.is_over and has_ended(block[0]):
+            forget_block(block)
+    with _mutex:
         for caller, entries in list(_acquired.items()):
             if all(reference() is None for _, reference in entries):
                 del _acquired[caller]
@@ -151,31 +159,34 @@ def last_acquired(lock: Any, caller: Caller, *, take: bool = False) -> Any:
     """
     key = lock._key_of_tenant()
     with _mutex:
-        entries = _acquired.get(caller, [])
-        found = _last_of(entries, lock, key)
-        if found is None and hasattr(caller, "get_loop"):
-            for other in reversed(list(_acquired)):
-                if _is_done_in(other, caller.get_loop()):
-                    entries = _acquired[other]
-                    found = _last_of(entries, lock, key)
-                if found is not None:
-                    break
+        found = _find_acquired(lock, key, caller)
         if found is None:
             return None
-        number, hold = found
+        entries, number, hold = found
         if take:
             del entries[number]
     return hold
 
 
-def _last_of(
-    entries: list[tuple[Any, weakref.ref[Any]]], lock: Any, key: str | None
-) -> tuple[int, Any] | None:
-    """Return the last hold by a lock among entries, and its position, or None."""
-    for number, (by, reference) in reversed(list(enumerate(entries))):
-        hold = reference() if by == lock else None
-        if hold is not None and key in {None, hold.parts[0].claim.key}:
-            return number, hold
+# This and other loops are functions of their own, because CPython 3.13 loses the
+# handlers around some loops.
+def _find_acquired(
+    lock: Any, key: str | None, caller: Caller
+) -> tuple[list[Any], int, Any] | None:
+    """Return the entries of a caller, or one that is done, and the last one's place."""
+    callers = [caller]
+    if hasattr(caller, "get_loop"):
+        loop = caller.get_loop()
+        callers += [
+            other for other in reversed(list(_acquired)) if _is_done_in(other, loop)
+        ]
+    for one in callers:
+        entries = _acquired.get(one, [])
+        for number in reversed(range(len(entries))):
+            by, reference = entries[number]
+            hold = reference() if by == lock else None
+            if hold is not None and key in {None, hold.parts[0].claim.key}:
+                return entries, number, hold
     return None
 
 
@@ -184,37 +195,83 @@ def _is_done_in(caller: Any, loop: Any) -> bool:
     return hasattr(caller, "get_loop") and caller.get_loop() is loop and caller.done()
 
 
-# The blocks that callers are in, innermost last: the caller, the lock and the hold.
-Block = tuple[Caller, Any, Any]
+# The identity of the frame that entered a block, and its code. A frame that has ended
+# may share its identity with a later one.
+Place = tuple[int, CodeType | None]
+# The blocks that callers are in, innermost last: the caller, the lock, the hold and the
+# place.
+Block = tuple[Caller, Any, Any, Place]
 _blocks: dict[Caller, list[Block]] = {}
+
+
+def place_of(frame: FrameType | None) -> Place:
+    return id(frame), None if frame is None else frame.f_code
 
 
 def enter_block(block: Block) -> None:
     """Note that a caller has entered a block."""
+    if next(_counter) % CALLS_PER_CLEANUP == 0:
+        _clean_up()
     with _mutex:
         _blocks.setdefault(block[0], []).append(block)
 
 
-def innermost_block(lock: Any) -> Block:
-    """Return the caller's innermost block of a lock.
+def innermost_block(lock: Any, frame: FrameType | None) -> Block:
+    """Return the innermost block of a lock that ends in a frame.
 
-    The block of a generator may end in another caller than it began. Then the block of
-    a caller that has ended is meant, or the only one.
+    A ``with`` statement ends in the frame in which it began, also if that belongs to a
+    generator that another caller closes. Other code, such as an ExitStack, ends the
+    caller's innermost block that no ``with`` statement can end, or that of a caller
+    that has ended. Raise RuntimeError if it is not certain which block is meant.
     """
+    caller = current_caller()
     with _mutex:
-        for block in reversed(_blocks.get(current_caller(), [])):
-            if block[1] is lock:
-                return block
-        others = [
-            block for blocks in _blocks.values() for block in blocks if block[1] is lock
-        ]
-    over = [block for block in others if _is_over(block[0])]
-    if not over and len(others) != 1:
+        found = _block_to_end(lock, frame, caller)
+        if found is not None and found[0] is not caller:
+            # It is this caller's now. No other one ends it too.
+            forget_block(found)
+            found = caller, *found[1:]
+            _blocks.setdefault(caller, []).append(found)
+    if found is None:
         raise RuntimeError(
             f"The 'with' block of {lock.key!r} must end in the thread or task in which"
-            " it began."
+            " it began. A generator, or another task, needs a 'with db_lock(…)' of its"
+            " own."
         )
-    return (over or others)[-1]
+    return found
+
+
+def _block_to_end(lock: Any, frame: FrameType | None, caller: Caller) -> Block | None:
+    """Return the block of a lock that ends in a frame, or None if it is not certain."""
+    place = place_of(frame)
+    for block in reversed(_blocks.get(caller, [])):
+        if block[1] is lock and block[3] == place:
+            return block
+    blocks = [block for block in itertools.chain(*_blocks.values()) if block[1] is lock]
+    if began := [block for block in blocks if block[3] == place]:
+        return began[-1]
+    others = [block for block in blocks if not _ends_by_itself(block, frame)]
+    if own := [block for block in others if block[0] is caller]:
+        return own[-1]
+    if over := [block for block in others if _is_over(block[0])]:
+        return over[-1]
+    if len(blocks) == 1 or all(block[0] is caller for block in blocks):
+        return blocks[-1] if blocks else None
+    return None
+
+
+def _ends_by_itself(block: Block, frame: FrameType | None) -> bool:
+    """Return whether a block was entered in a frame that may still end it.
+
+    This is one of the frames that call this one, or that of a generator.
+    """
+    place = block[3]
+    code = place[1]
+    if code is not None and code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR):
+        return True
+    while frame is not None and place_of(frame) != place:
+        frame = frame.f_back
+    return frame is not None
 
 
 def forget_block(block: Block) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dlocks.core.callers import (
     hold_by,
     innermost_block,
     last_acquired,
+    place_of,
     run_outside,
 )
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
@@ -105,26 +107,27 @@ class Lock(LockPolicy):
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        caller = current_caller()
-        block = caller, self, self._acquire(caller, wait=True, keep=False)
+        caller, place = current_caller(), place_of(sys._getframe().f_back)
+        block = caller, self, self._acquire(caller, wait=True, keep=False), place
         try:
             enter_block(block)
         except BaseException:
             forget_block(block)
             with suppress(LockError):
-                block[-1].release(failed=True)
+                block[2].release(failed=True)
             raise
-        return block[-1]
+        return block[2]
 
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
         block = count = None
         try:
-            block = innermost_block(self)
-            count = block[-1].count
-            block[-1].exit(error)
+            block = innermost_block(self, sys._getframe().f_back)
+            count = block[2].count
+            block[2].exit(error)
             forget_block(block)
         except BaseException as trouble:
-            _, _, hold = block = block or innermost_block(self)
+            block = block or innermost_block(self, sys._getframe().f_back)
+            hold = block[2]
             if not isinstance(trouble, LockError) and count in {None, hold.count}:
                 # Interrupted before anything was released.
                 with suppress(Exception):
@@ -172,15 +175,17 @@ class Lock(LockPolicy):
 
     async def __aenter__(self) -> Hold:
         hold = await self._aacquire(wait=True, keep=False)
-        enter_block((current_caller(), self, hold))
+        # The coroutine or the generator that awaits this.
+        place = place_of(sys._getframe().f_back)
+        enter_block((current_caller(), self, hold, place))
         return hold
 
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        _, _, hold = block = innermost_block(self)
+        block = innermost_block(self, sys._getframe().f_back)
         forget_block(block)
-        await hold.aleave(error)
+        await block[2].aleave(error)
 
     # Internal methods.
 

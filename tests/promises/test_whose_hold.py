@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
@@ -127,3 +129,231 @@ def test_release_never_means_the_hold_of_another_thread(kind, in_other_thread):
     hold.check()
     assert in_other_thread(lock.held) is False
     hold.release()
+
+
+# Blocks of a shared lock object
+
+
+def stream(lock):
+    with lock as hold:
+        yield hold
+
+
+async def astream(lock):
+    async with lock as hold:
+        yield hold
+
+
+@for_each("kind", KINDS)
+def test_a_generator_s_end_keeps_the_block_around_it(kind, threads, until, is_busy):
+    """A generator's ``with`` ends inside the thread's own ``with`` of the same object.
+
+    The generator's block began first. The thread keeps its own hold. At the latest,
+    what the generator held ends with the thread.
+    """
+
+    def work(lock):
+        generator = stream(lock)
+        next(generator)
+        with lock as mine:
+            with contextlib.suppress(RuntimeError):
+                generator.close()
+            mine.check()
+            assert mine.held
+
+    lock = lock_of(kind)
+    threads(lambda: work(lock)).join(30)
+    until(lambda: not is_busy())
+
+
+@for_each("kind", KINDS)
+async def test_an_async_generator_s_end_keeps_the_block_around_it(kind, until, is_busy):
+    """It is the same with ``async with``, also where another task closes it."""
+    lock, holds = lock_of(kind), []
+
+    async def work():
+        generator = astream(lock)
+        holds.append(await anext(generator))
+        async with lock as mine:
+            with contextlib.suppress(RuntimeError):
+                await generator.aclose()
+            await mine.acheck()
+            assert mine.held
+
+    async def close_in_another_task():
+        generator = astream(lock)
+        holds.append(await anext(generator))
+        async with lock as mine:
+            with contextlib.suppress(RuntimeError):
+                await asyncio.create_task(generator.aclose())
+            await mine.acheck()
+            assert mine.held
+
+    await work()
+    await close_in_another_task()
+    assert not any(hold.held for hold in holds)
+    await asyncio.to_thread(until, lambda: not is_busy())
+
+
+@for_each("kind", KINDS)
+async def test_abandoned_async_generators_leave_nothing(kind, until, is_busy):
+    """asyncio closes each in a task of its own, which has entered no block."""
+    lock = lock_of(kind)
+    generators = [astream(lock) for _ in range(2)]
+    for generator in generators:
+        await anext(generator)
+    del generator
+    generators.clear()
+    await asyncio.to_thread(until, lambda: not is_busy())
+
+
+@pytest.mark.front
+@for_each("kind", KINDS)
+@for_each("own", [False, True])
+def test_generators_closed_with_their_loop_leave_nothing(kind, own, until, is_busy):
+    """They were suspended at the end of ``asyncio.run()``.
+
+    They share a lock object, or each has its own.
+    """
+    shared, kept = lock_of(kind), []
+
+    async def main():
+        for _ in range(2):
+            generator = astream(lock_of(kind) if own else shared)
+            await anext(generator)
+            kept.append(generator)
+
+    asyncio.run(main())
+    until(lambda: not is_busy())
+
+
+@pytest.mark.front
+@for_each("kind", KINDS)
+def test_generators_that_lost_their_loop_leave_nothing(kind, until, is_busy):
+    """Nothing closes them: the loop was closed before."""
+    lock, kept = lock_of(kind), []
+
+    async def main():
+        for _ in range(2):
+            generator = astream(lock)
+            await anext(generator)
+            kept.append(generator)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(main())
+    loop.close()
+    until(lambda: not is_busy())
+
+
+@pytest.mark.front
+@for_each("kind", [*SHARED.items()])
+def test_a_generator_closed_by_another_thread_keeps_that_thread_s_block(
+    kind, threads, until, is_busy
+):
+    """The thread that began it is still in a block of the same object."""
+    lock, generators = lock_of(kind), []
+    began, closed, over = threading.Event(), threading.Event(), threading.Event()
+
+    def begin():
+        generator = stream(lock)
+        next(generator)
+        generators.append(generator)
+        began.set()
+        closed.wait(30)
+
+    def close():
+        with lock as mine:
+            with contextlib.suppress(RuntimeError):
+                generators.pop().close()
+            mine.check()
+            assert mine.held
+            closed.set()
+            over.wait(30)
+            mine.check()
+
+    first = threads(begin)
+    assert began.wait(30)
+    second = threads(close)
+    assert closed.wait(30)
+    over.set()
+    second.join(30)
+    first.join(30)
+    until(lambda: not is_busy())
+
+
+@pytest.mark.front
+@for_each("kind", [*SHARED.items()])
+def test_an_exit_stack_ends_no_other_block_of_its_thread(kind, threads, until, is_busy):
+    """It is closed inside a block that its thread entered later."""
+
+    def work(lock):
+        with ExitStack() as stack:
+            hold = stack.enter_context(lock)
+            with lock as mine:
+                stack.close()
+                mine.check()
+                assert mine.held
+                assert mine.count == 1
+            assert not hold.held
+
+    lock = lock_of(kind)
+    threads(lambda: work(lock)).join(30)
+    until(lambda: not is_busy())
+
+
+@pytest.mark.front
+@for_each("kind", [*SHARED.items()])
+def test_an_exit_stack_of_another_thread_is_refused(kind, threads, until, is_busy):
+    """It is not certain which block of the lock object is meant, so none ends.
+
+    The key is free once both threads have ended.
+    """
+    lock, stack = lock_of(kind), ExitStack()
+    began, over = threading.Event(), threading.Event()
+
+    def begin():
+        stack.enter_context(lock)
+        began.set()
+        over.wait(30)
+
+    def close():
+        with lock as mine:
+            with pytest.raises(RuntimeError, match="in which it began"):
+                stack.close()
+            mine.check()
+
+    first = threads(begin)
+    assert began.wait(30)
+    threads(close).join(30)
+    over.set()
+    first.join(30)
+    until(lambda: not is_busy())
+
+
+@pytest.mark.front
+@for_each("kind", KINDS)
+async def test_a_stack_may_enter_in_a_task_that_is_done(kind, until, is_busy):
+    """``asyncio.wait_for()`` runs it as a task before Python 3.12.
+
+    A task that holds the same lock keeps its hold.
+    """
+    lock, over, holding = lock_of(kind), asyncio.Event(), asyncio.Event()
+
+    async def work():
+        async with lock as hold:
+            holding.set()
+            await over.wait()
+            await hold.acheck()
+
+    tasks = []
+    if kind[0] in SHARED:
+        tasks = [asyncio.create_task(work())]
+        await holding.wait()
+    async with AsyncExitStack() as stack:
+        hold = await asyncio.create_task(stack.enter_async_context(lock))
+        assert hold.held
+    assert not hold.held
+    over.set()
+    for task in tasks:
+        await task
+    await asyncio.to_thread(until, lambda: not is_busy())
