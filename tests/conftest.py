@@ -354,6 +354,7 @@ def nothing_left_behind(has_failed):
     callers._acquired.clear()
     callers._leases.clear()
     callers._blocks.clear()
+    callers._further.clear()
     assert not left or has_failed(), "a hold was left"
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
 from dlocks.backends.database.connection import is_unmigrated
-from dlocks.core.callers import hold_by, holds_by_caller, note_acquired, run_outside
+from dlocks.core.callers import note_acquired, note_hold, run_outside
 from dlocks.core.hold import Hold
 from dlocks.core.kept_hold import KeptHold
 from dlocks.core.wait import Wait
@@ -184,11 +184,7 @@ class Acquisition(Wait):
             self.lock, self.backend, claim, grant, self.caller, sent, waited
         )
         self.hold = Hold(state)
-        mine: KeptHold | None = hold_by(self._entry_key)
-        if mine is None or not (mine.lock.reentrant and mine.enterable):
-            # Otherwise this is a second hold, and the first one is entered again.
-            state.entered_as.append(self._entry_key)
-            holds_by_caller[self._entry_key] = state
+        note_hold(state, self._entry_key)
         if claim.scope == "lease":
             keeper.keep(state)
         if self.waiter is not None:

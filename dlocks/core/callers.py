@@ -60,6 +60,48 @@ def hold_by(entry_key: EntryKey) -> Any:
 in_child(holds_by_caller.clear)
 
 
+# The other holds of the same caller and key, oldest first, as of several permits. One
+# takes the place of a hold that has ended.
+_further: dict[EntryKey, list[weakref.ref[Any]]] = {}
+
+
+def note_hold(hold: Any, entry_key: EntryKey) -> None:
+    """Note a hold as that of its caller, which enters it again.
+
+    A hold that the caller already has and can enter again stays that hold.
+    """
+    hold.entered_as.append(entry_key)
+    with _mutex:
+        first = hold_by(entry_key)
+        stays = first is not None and first.lock.reentrant and first.enterable
+        if not stays:
+            holds_by_caller[entry_key] = hold
+        if first is not None:
+            further = hold if stays else first
+            _further.setdefault(entry_key, []).append(weakref.ref(further))
+
+
+def forget_hold(hold: Any) -> None:
+    """Let a caller not enter a hold again, but the last other one of the same key."""
+    for entry_key in hold.entered_as:
+        # In one section, so that the next hold of the caller stays.
+        with _mutex:
+            others = _others(hold, _further.pop(entry_key, []))
+            if hold_by(entry_key) is hold:
+                if others:
+                    holds_by_caller[entry_key] = others.pop()
+                else:
+                    del holds_by_caller[entry_key]
+            if others:
+                _further[entry_key] = list(map(weakref.ref, others))
+
+
+def _others(hold: Any, further: list[weakref.ref[Any]]) -> list[Any]:
+    """Return the holds among references that are not over, without this one."""
+    others = [reference() for reference in further]
+    return [one for one in others if not (one is None or one is hold or one.is_over)]
+
+
 # What callers have acquired by ``acquire()`` and not released: the lock and the hold,
 # innermost last.
 _acquired: dict[Caller, list[tuple[Any, weakref.ref[Any]]]] = {}
@@ -76,6 +118,7 @@ def _forked() -> None:
     _mutex = threading.RLock()
     _acquired.clear()
     _leases.clear()
+    _further.clear()
 
 
 in_child(_forked)
@@ -140,6 +183,9 @@ def _clean_up() -> None:
         for caller, entries in list(_acquired.items()):
             if all(reference() is None for _, reference in entries):
                 del _acquired[caller]
+        unused = set(_further) - set(holds_by_caller)
+        for entry_key in unused:
+            del _further[entry_key]
 
 
 def has_ended(caller: Caller) -> bool:

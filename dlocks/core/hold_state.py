@@ -18,9 +18,8 @@ from dlocks.core.callers import (
     Caller,
     EntryKey,
     forget_acquired,
+    forget_hold,
     has_ended,
-    hold_by,
-    holds_by_caller,
     is_outside,
 )
 from dlocks.core.lease import Lease
@@ -396,6 +395,4 @@ class HoldState:
 
     def forget_entries(self) -> None:
         # Weak references would go by themselves, but Python swallows a Ctrl-C then.
-        for key in self.entered_as:
-            if hold_by(key) is self:
-                del holds_by_caller[key]
+        forget_hold(self)

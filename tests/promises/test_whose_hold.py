@@ -215,23 +215,23 @@ def test_generators_closed_with_their_loop_leave_nothing(kind, own, until, is_bu
 
     They share a lock object, or each has its own.
     """
-    shared, kept = lock_of(kind), []
+    shared, kept = lock_of(kind, using="memory"), []
 
     async def main():
         for _ in range(2):
-            generator = astream(lock_of(kind) if own else shared)
+            generator = astream(lock_of(kind, using="memory") if own else shared)
             await anext(generator)
             kept.append(generator)
 
     asyncio.run(main())
-    until(lambda: not is_busy())
+    until(lambda: not is_busy(using="memory"))
 
 
 @pytest.mark.front
 @for_each("kind", KINDS)
 def test_generators_that_lost_their_loop_leave_nothing(kind, until, is_busy):
     """Nothing closes them: the loop was closed before."""
-    lock, kept = lock_of(kind), []
+    lock, kept = lock_of(kind, using="memory"), []
 
     async def main():
         for _ in range(2):
@@ -242,7 +242,7 @@ def test_generators_that_lost_their_loop_leave_nothing(kind, until, is_busy):
     loop = asyncio.new_event_loop()
     loop.run_until_complete(main())
     loop.close()
-    until(lambda: not is_busy())
+    until(lambda: not is_busy(using="memory"))
 
 
 @pytest.mark.front

@@ -1,0 +1,153 @@
+"""A caller knows its own holds."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+
+import pytest
+
+from dlocks import LockLost, db_lock, db_semaphore
+from dlocks.testing import lose
+from tests.for_each import for_each
+from tests.sync_and_async import sync_and_async
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@for_each("using", ["default", "memory"])
+@sync_and_async
+async def test_a_permit_is_known_after_another_one_was_left(do, using, is_busy):
+    """With ``reentrant=False`` a caller has several permits, and leaves one.
+
+    ``held()`` stays True, and the write lock is refused instead of waited for.
+    """
+    permits = db_semaphore("stock:7", 3, reentrant=False, using=using, timeout=0)
+    write = db_lock("stock:7", using=using, timeout=0)
+    async with do.block(permits) as first:
+        async with do.block(permits) as second:
+            assert first.token < second.token
+            assert permits.held()
+        assert permits.held()
+        with pytest.raises(RuntimeError, match="cannot be upgraded to a write lock"):
+            await do.ask(write, "acquire")
+        # The permits are left in another order than they were acquired.
+        third = await do.ask(permits, "acquire")
+        fourth = await do.ask(permits, "acquire")
+        await do.ask(third, "release")
+        assert permits.held()
+        await do.ask(first, "release")
+        assert permits.held()
+        with pytest.raises(RuntimeError, match="cannot be upgraded to a write lock"):
+            await do.ask(write, "acquire")
+        await do.ask(fourth, "release")
+        assert not permits.held()
+    await do.ask(await do.ask(write, "acquire"), "release")
+
+
+@for_each("using", ["default", "memory"])
+@sync_and_async
+async def test_a_reentrant_permit_stays_the_one_that_is_entered(do, using):
+    """Next to it, its caller has a permit of a lock with ``reentrant=False``."""
+    one = db_semaphore("stock:7", 3, using=using, timeout=0)
+    another = db_semaphore("stock:7", 3, reentrant=False, using=using, timeout=0)
+    first, other = await do.ask(one, "acquire"), await do.ask(another, "acquire")
+    async with do.block(one) as again:
+        assert again is first
+    await do.ask(first, "release")
+    # The permit that is left still forbids the write lock.
+    assert one.held()
+    with pytest.raises(RuntimeError, match="cannot be upgraded to a write lock"):
+        await do.ask(db_lock("stock:7", using=using, timeout=0), "acquire")
+    await do.ask(other, "release")
+    assert not one.held()
+
+
+class PausingThread(threading.Thread):
+    """A caller whose holds cannot be looked up by other threads for a moment.
+
+    ``pause`` is called at each look-up in another thread, since that needs the hash of
+    the caller.
+    """
+
+    pause = None
+
+    def __hash__(self):
+        if self.pause is not None and threading.current_thread() is not self:
+            self.pause()
+        return super().__hash__()
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_a_loss_found_by_another_thread_keeps_the_next_hold(keys, threads, until):
+    """A thread reports that a hold is lost, while its caller acquires the key again.
+
+    The caller can enter its new hold, and does not wait for itself. The report is
+    paused at each of its look-ups of the caller in turn, until the caller has its next
+    hold, or has to wait for the report.
+    """
+    lock = db_lock(*keys, using="memory", timeout=2)
+
+    def run(number):
+        """Pause at one look-up, and return whether there was one."""
+        hold = lock.acquire()
+        for key in keys:
+            lose(key, using="memory")
+        orders, paused, acquired = queue.SimpleQueue(), [], threading.Event()
+        this = threading.current_thread()
+
+        def pause():
+            paused.append(None)
+            if len(paused) == number:
+                orders.put("acquire")
+                acquired.wait(0.2)
+
+        def find_the_loss():
+            this.pause = pause
+            try:
+                with pytest.raises(LockLost):
+                    hold.renew()
+            finally:
+                this.pause = None
+                orders.put("end")
+
+        other = threads(find_the_loss)
+        if orders.get(timeout=30) == "acquire":
+            new = None
+            while new is None:
+                # Each lost key is reported once.
+                with contextlib.suppress(LockLost):
+                    new = lock.acquire()
+            acquired.set()
+        else:
+            return False
+        other.join(30)
+        with lock as again:
+            assert again.held
+            assert again.token == new.token
+        new.release()
+        return True
+
+    def work():
+        number = 1
+        while run(number):
+            number += 1
+        outcomes.put(number)
+
+    outcomes = queue.SimpleQueue()
+
+    def safely():
+        try:
+            work()
+        except BaseException as error:
+            outcomes.put(error)
+
+    caller = PausingThread(target=safely)
+    caller.start()
+    caller.join(60)
+    outcome = outcomes.get(timeout=1)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    assert outcome > 1
