@@ -90,7 +90,9 @@ class Claims:
         if mine is None or not mine.enterable:
             return None
         reentrant = self.lock.reentrant and mine.lock.reentrant
-        return None if self.lock.shared and mine.count and not reentrant else mine
+        if mine.count and not reentrant and (self.lock.shared or _is_lost(mine)):
+            return None
+        return mine
 
     def _kept_for(self) -> float:
         """Return the seconds for which the caller's own left hold keeps the key.
@@ -130,7 +132,7 @@ class Claims:
             (self.caller, backend.identity, self.key, not lock.shared)
         )
         if other is not None and not (
-            other.is_left or (other.enterable and other.count)
+            other.is_left or (other.enterable and other.count and not _is_lost(other))
         ):
             other = None
         if other is not None and not lock.shared:
@@ -192,3 +194,11 @@ class Claims:
         if lease and (self.backend.in_transaction() or self.backend.connect_first):
             return keeper.run(ask, self.backend)
         return ask()
+
+
+def _is_lost(hold: KeptHold) -> bool:
+    """Return whether a hold is lost. Its caller forgets it then."""
+    if hold.keeps:
+        return False
+    hold.loss(hold.lease.why_not())
+    return True

@@ -1,4 +1,4 @@
-"""A caller knows its own holds."""
+"""A caller knows its own holds, and is not refused a key because of a lost one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from dlocks import LockLost, db_lock, db_semaphore
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import lose
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
@@ -62,6 +62,83 @@ async def test_a_reentrant_permit_stays_the_one_that_is_entered(do, using):
         await do.ask(db_lock("stock:7", using=using, timeout=0), "acquire")
     await do.ask(other, "release")
     assert not one.held()
+
+
+# Lost holds
+
+
+LOCKS = {
+    "one key": lambda using: db_lock("stock:7", reentrant=False, using=using),
+    "several keys": lambda using: db_lock(
+        "stock:7", "stock:8", reentrant=False, using=using
+    ),
+    "a write lock": lambda using: db_rwlock(
+        "stock:7", reentrant=False, using=using
+    ).write(),
+}
+
+
+@for_each("case", [(name, using) for name in LOCKS for using in ("default", "memory")])
+@sync_and_async
+async def test_a_lost_hold_that_nobody_left_forbids_no_further_one(do, case):
+    """A job ended without ``release()``, and its hold was lost meanwhile.
+
+    With ``reentrant=False`` the next ``acquire()`` of the same thread or task
+    succeeds. While the hold is held, it is refused.
+    """
+    name, using = case
+    lock = LOCKS[name](using)
+    lost = await do.ask(lock, "acquire")
+    with pytest.raises(RuntimeError, match="reentrant=False"):
+        await do.ask(lock, "acquire")
+    for key in lost.keys:
+        await do.sync(lose, key, using=using)
+    assert not lost.held
+    async with do.block(lock) as hold:
+        assert hold.held
+        assert lock.held()
+        with pytest.raises(RuntimeError, match="reentrant=False"):
+            await do.ask(lock, "acquire")
+        with pytest.raises(LockLost):
+            await do.ask(lost, "release")
+        await do.ask(hold, "check")
+    assert not lock.held()
+
+
+@for_each("using", ["default", "memory"])
+@for_each("reentrant", [False, True])
+@sync_and_async
+async def test_a_lost_shared_hold_does_not_forbid_the_write_lock(do, using, reentrant):
+    """Neither a read lock nor a permit does so."""
+    for shared in (
+        db_rwlock("stock:7", reentrant=reentrant, using=using).read(),
+        db_semaphore("stock:7", 2, reentrant=reentrant, using=using),
+    ):
+        write = db_lock("stock:7", reentrant=reentrant, using=using, timeout=5)
+        lost = await do.ask(shared, "acquire")
+        with pytest.raises(RuntimeError, match="cannot be upgraded to a write lock"):
+            await do.ask(write, "acquire")
+        await do.sync(lose, lost)
+        async with do.block(write) as hold:
+            assert hold.held
+            # A lost hold is not entered again.
+            with pytest.raises(LockLost):
+                await do.ask(lost, "release")
+            await do.ask(hold, "check")
+
+
+@pytest.mark.front
+@for_each("reentrant", [False, True])
+def test_a_lost_hold_is_forgotten_in_a_thread_that_lives_on(reentrant):
+    """A reentrant one is first reported to the caller that would enter it again."""
+    for _ in range(3):
+        lock = db_lock("stock:7", reentrant=reentrant)
+        lose(lock.acquire())
+        if reentrant:
+            with pytest.raises(LockLost):
+                lock.acquire()
+    with lock as hold:
+        assert hold.held
 
 
 class PausingThread(threading.Thread):
