@@ -153,6 +153,14 @@ class Acquisition(Wait):
         if ended and self.hold is not None:
             send_ended(self.hold, "released")
 
+    def abandon(self) -> None:
+        """Let the background threads cancel the acquisition of a closed coroutine."""
+        if self.waiter is not None:
+            self.waiter.closed = True
+        # What is part of a transaction ends with it.
+        if not self.in_transaction:
+            keeper.post(self.cancel, self.backend)
+
     # Internal methods.
 
     def _granted_by_notification(self, claim: Claim, waiter: Waiter) -> Hold | None:

@@ -176,8 +176,12 @@ def _clean_up() -> None:
     with _mutex:
         blocks = list(itertools.chain(*_blocks.values()))
     for block in blocks:
-        # No generator or task will ever end it.
-        if block[2]._state.is_over and has_ended(block[0]):
+        # Only a generator may still end it.
+        if (
+            block[2]._state.is_over
+            and has_ended(block[0])
+            and not _ends_by_itself(block, None)
+        ):
             forget_block(block)
     with _mutex:
         for caller, entries in list(_acquired.items()):

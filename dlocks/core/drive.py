@@ -7,13 +7,16 @@ it is interrupted. No other code does that.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.threads import Flag
+
+T = TypeVar("T")
 
 DONE: Any = object()
 
@@ -60,11 +63,25 @@ async def adrive(
     acquisition: Steps, is_stopped: Callable[[], bool] | None = None
 ) -> Any:
     """Run an acquisition in an event loop. Each step runs in Django's sync thread."""
+    requests = _Requests(acquisition)
+    try:
+        return await _adrive(acquisition, requests, is_stopped)
+    except GeneratorExit:
+        # For example, the garbage collector closes a task whose loop was closed.
+        # Nothing can be awaited.
+        requests.close()
+        raise
+
+
+async def _adrive(
+    acquisition: Steps, requests: _Requests, is_stopped: Callable[[], bool] | None
+) -> Any:
     steps = acquisition.steps()
+    cancel = partial(requests.make, acquisition.cancel)
     try:
         while is_stopped is None or not is_stopped():
             pause = await run_in_sync_thread(
-                partial(next, steps, DONE),
+                partial(requests.make, partial(next, steps, DONE)),
                 in_transaction_only=acquisition.in_transaction,
             )
             if pause is DONE:
@@ -72,17 +89,44 @@ async def adrive(
             with waiting_for_a_lock():
                 await acquisition.wakeup.rest(pause)
     except GeneratorExit:
-        # For example, the garbage collector closes a task whose loop was closed.
-        # Nothing can be awaited.
-        acquisition.abandon()
         raise
     except BaseException:
-        await run_in_sync_thread(
-            acquisition.cancel, in_transaction_only=acquisition.in_transaction
-        )
+        await run_in_sync_thread(cancel, in_transaction_only=acquisition.in_transaction)
         raise
-    await run_in_sync_thread(acquisition.cancel)
+    await run_in_sync_thread(cancel)
     return None
+
+
+class _Requests:
+    """The requests of a coroutine, which may be closed while one is made."""
+
+    def __init__(self, acquisition: Steps) -> None:
+        self._acquisition = acquisition
+        # A finalizer may close the coroutine within a section of its own thread.
+        self._mutex = threading.RLock()
+        self._is_made = self._is_closed = False
+
+    def make(self, request: Callable[[], T]) -> T | None:
+        """Make a request, and cancel the acquisition if the coroutine was closed."""
+        with self._mutex:
+            self._is_made = True
+            is_closed = self._is_closed
+        try:
+            return None if is_closed else request()
+        finally:
+            with self._mutex:
+                self._is_made = False
+                is_closed = self._is_closed
+            if is_closed:
+                self._acquisition.cancel()
+
+    def close(self) -> None:
+        """Cancel the acquisition after the request, or in the background."""
+        with self._mutex:
+            self._is_closed = True
+            is_made = self._is_made
+        if not is_made:
+            self._acquisition.abandon()
 
 
 class ThreadWakeup:

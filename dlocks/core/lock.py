@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from asyncio import _get_running_loop
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from dlocks.runtime.coroutines import (
     refuse_in_a_coroutine,
     run_in_sync_thread,
 )
-from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.values import Holder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -185,6 +186,10 @@ class Lock(LockPolicy):
     ) -> None:
         block = innermost_block(self, sys._getframe().f_back)
         forget_block(block)
+        if isinstance(error, GeneratorExit) and _get_running_loop() is None:
+            # The coroutine is closed outside of its loop. Nothing can be awaited.
+            keeper.post(partial(block[2].exit, error), block[2].backend)
+            return
         await block[2].aleave(error)
 
     # Internal methods.

@@ -15,6 +15,7 @@ from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import (
     Caller,
     current_caller,
+    forget_acquired,
     last_acquired,
     note_acquired,
 )
@@ -88,6 +89,8 @@ class MultiAcquisition:
 
     def cancel(self) -> None:
         """Cancel the claims, and leave no key acquired or queued."""
+        if self.hold is not None:
+            forget_acquired(self.hold._state)
         for member in reversed(self.members):
             member.cancel()
 

@@ -44,11 +44,6 @@ class Wait(Claims):
         pause = min(self._pause(), self._kept_for())
         return None if pause == FOREVER else pause
 
-    def abandon(self) -> None:
-        """Let the background thread cancel the claim of a closed coroutine."""
-        if self.waiter is not None:
-            self.waiter.closed = True
-
     # Internal methods.
 
     @property

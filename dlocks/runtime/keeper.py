@@ -162,6 +162,16 @@ class Keeper(WorkerJobs):
             self._jobs.append(job)
             self._wake()
 
+    def post(self, function: Callable[[], object], backend: Backend) -> None:
+        """Let the worker of a backend call a function. A finalizer may call this."""
+
+        def job() -> None:
+            self._worker(backend).post(function)
+
+        with self._mutex:
+            self._jobs.append(job)
+            self._wake()
+
     def run(
         self,
         function: Callable[[], T],

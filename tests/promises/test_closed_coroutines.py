@@ -1,0 +1,235 @@
+"""A coroutine that is closed leaves nothing acquired.
+
+``close()`` raises GeneratorExit where the coroutine is suspended, and nothing can be
+awaited any more. So does the garbage collector, for a task whose loop was closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+from asgiref.sync import sync_to_async
+
+from dlocks import db_lock, db_rwlock, db_semaphore
+from dlocks.backends.database import PessimisticBackend
+from dlocks.backends.memory import MemoryBackend
+from dlocks.testing import held_elsewhere
+from tests.for_each import for_each
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@contextlib.asynccontextmanager
+async def held(key, using):
+    block = held_elsewhere(key, using=using)
+    await sync_to_async(block.__enter__)()
+    try:
+        yield
+    finally:
+        await sync_to_async(block.__exit__)(None, None, None)
+
+
+def close(task):
+    """Close the coroutine of a suspended task."""
+    with contextlib.suppress(RuntimeError):
+        # It awaits something at the end of its blocks.
+        task.get_coro().close()
+
+
+async def end(task):
+    """End a task, which cannot go on with a coroutine that was closed."""
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() or isinstance(task.exception(), RuntimeError)
+
+
+async def acquire_both(**options):
+    await db_lock("a", "b", timeout=30, **options).aacquire()
+
+
+async def enter_both(**options):
+    async with db_lock("a", "b", timeout=30, **options):
+        pytest.fail("entered")
+
+
+async def enter_one_after_the_other(**options):
+    async with db_lock("a", **options), db_lock("b", timeout=30, **options):
+        pytest.fail("entered")
+
+
+async def enter_a_permit_first(**options):
+    async with (
+        db_semaphore("a", 2, **options),
+        db_lock("b", timeout=30, **options),
+    ):
+        pytest.fail("entered")
+
+
+WORK = [acquire_both, enter_both, enter_one_after_the_other, enter_a_permit_first]
+
+
+@for_each("work", WORK)
+@for_each("using", ["default", "memory"])
+@for_each("fair", [True, False])
+async def test_a_coroutine_closed_in_a_wait_leaves_its_first_key(
+    work, using, fair, until, is_busy
+):
+    """It waits for its second key. Both keys are free long before their ttl."""
+
+    def is_held(key):
+        return is_busy(key, using=using)
+
+    async with held("b", using):
+        task = asyncio.create_task(work(using=using, fair=fair))
+        await asyncio.to_thread(until, lambda: is_held("a"))
+        close(task)
+        await asyncio.to_thread(until, lambda: not is_held("a"), 5)
+        assert await asyncio.to_thread(is_held, "b")
+    await asyncio.to_thread(until, lambda: not is_held("b"), 5)
+    await end(task)
+
+
+@for_each("using", ["default", "memory"])
+async def test_a_coroutine_closed_in_a_wait_keeps_what_its_task_held(
+    using, until, is_busy
+):
+    """Its task holds one of the keys already, and goes on."""
+    lock = db_lock("a", using=using)
+
+    class Closing:
+        """Await a coroutine until a condition is true, and close it then."""
+
+        def __init__(self, coroutine, is_time):
+            self.coroutine, self.is_time = coroutine, is_time
+
+        def __await__(self):
+            while not self.is_time():
+                future = self.coroutine.send(None)
+                if self.is_time():
+                    break
+                yield future
+            self.coroutine.close()
+
+    def waits():
+        return hold.count == 2
+
+    async with lock as hold:
+        async with held("b", using):
+            await Closing(acquire_both(using=using), waits)
+            await asyncio.to_thread(until, lambda: hold.count == 1)
+            await hold.acheck()
+    await asyncio.to_thread(until, lambda: not is_busy("a", using=using), 5)
+
+
+class Slow:
+    """A backend whose grants are on their way until a test lets them arrive."""
+
+    granted, arrives = threading.Event(), threading.Event()
+
+    @classmethod
+    def reset(cls):
+        cls.granted, cls.arrives = threading.Event(), threading.Event()
+
+    def _arrive(self, answer):
+        Slow.granted.set()
+        Slow.arrives.wait(30)
+        return answer
+
+    def acquire(self, claim):
+        return self._arrive(super().acquire(claim))
+
+    def acquire_all(self, claims):
+        return self._arrive(super().acquire_all(claims))
+
+
+class SlowDatabase(Slow, PessimisticBackend):
+    pass
+
+
+class SlowMemory(Slow, MemoryBackend):
+    pass
+
+
+LOCKS = {
+    "one key": lambda **options: db_lock("a", **options),
+    "several keys": lambda **options: db_lock("a", "b", **options),
+    "a read lock": lambda **options: db_rwlock("a", **options).read(),
+    "a permit": lambda **options: db_semaphore("a", 2, **options),
+}
+
+
+@pytest.fixture
+def slow(settings):
+    settings.DLOCKS = {
+        **settings.DLOCKS,
+        "slow": {"BACKEND": f"{__name__}.SlowDatabase"},
+        "slow memory": {"BACKEND": f"{__name__}.SlowMemory"},
+    }
+
+
+@pytest.mark.usefixtures("slow")
+@for_each("using", ["slow", "slow memory"])
+@for_each("lock_of", LOCKS.values())
+@for_each("as_block", [False, True])
+async def test_a_coroutine_closed_in_a_request_leaves_nothing(
+    using, lock_of, as_block, until, is_busy
+):
+    """The backend grants the lock, and the reply comes after the end."""
+    Slow.reset()
+    lock = lock_of(using=using)
+
+    async def work():
+        if as_block:
+            async with lock:
+                pytest.fail("entered")
+        await lock.aacquire()
+
+    task = asyncio.create_task(work())
+    assert await asyncio.to_thread(Slow.granted.wait, 30)
+    close(task)
+    Slow.arrives.set()
+    await asyncio.to_thread(until, lambda: not is_busy("a", using=using), 5)
+    await asyncio.to_thread(until, lambda: not is_busy("b", using=using), 5)
+    await end(task)
+
+
+@pytest.mark.front
+@for_each("work", WORK)
+@for_each("fair", [True, False])
+@for_each("ending", ["closed", "collected", "closed after its loop"])
+def test_a_wait_that_lost_its_loop_leaves_its_first_key(
+    work, fair, ending, until, is_busy
+):
+    """The loop was stopped. The coroutine is closed, or its task becomes garbage."""
+    options = {"using": "memory", "fair": fair}
+
+    async def main():
+        task = asyncio.create_task(work(**options))
+        await asyncio.to_thread(until, lambda: is_busy("a", using="memory"))
+        return task
+
+    with held_elsewhere("b", using="memory"):
+        loop = asyncio.new_event_loop()
+        task = loop.run_until_complete(main())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        # That its tasks are destroyed is no news here.
+        loop.set_exception_handler(lambda *_: None)
+        if ending == "closed":
+            close(task)
+            until(lambda: not is_busy("a", using="memory"), 5)
+        loop.close()
+        if ending == "closed after its loop":
+            close(task)
+        reference = weakref.ref(task)
+        del task
+        gc.collect()
+        until(lambda: not is_busy("a", using="memory"), 5)
+    if (task := reference()) is not None:
+        # Its open block has kept it.
+        close(task)
+    until(lambda: not is_busy("b", using="memory"), 5)
