@@ -14,10 +14,9 @@ import weakref
 
 import pytest
 from asgiref.sync import sync_to_async
+from django.utils.module_loading import import_string
 
 from dlocks import db_lock, db_rwlock, db_semaphore
-from dlocks.backends.database import PessimisticBackend
-from dlocks.backends.memory import MemoryBackend
 from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
 
@@ -147,11 +146,11 @@ class Slow:
         return self._arrive(super().acquire_all(claims))
 
 
-class SlowDatabase(Slow, PessimisticBackend):
+class SlowDatabase(Slow, import_string("dlocks.backends.database.PessimisticBackend")):
     pass
 
 
-class SlowMemory(Slow, MemoryBackend):
+class SlowMemory(Slow, import_string("dlocks.backends.memory.MemoryBackend")):
     pass
 
 
